@@ -123,8 +123,10 @@ class RankEndpoint:
                 receiver = self.following()
                 receiver.update(request.update)
                 return receiver.engine_record
-            case "acknowledge":
+            case "acknowledge" | "attest":
                 receiver = self.following()
+                if request.call == "attest" and not receiver.attest():
+                    return receiver.engine_record
                 # The engine generates, and must not wait for a disk.
                 threading.Thread(target=receiver.acknowledge, name="dbuffer-acknowledge").start()
                 return receiver.engine_record

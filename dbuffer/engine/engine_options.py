@@ -83,6 +83,9 @@ class EngineOptions:
     images: bool = True
     """Pack layers that pack their weights while the engine serves, and switch to the result. Takes
     the memory of those layers once more. Off: a model that has such layers is reloaded."""
+    attest: bool | Literal["auto"] = "auto"
+    """Compare the weights with what was published, after each switch and while the engine serves;
+    if some differ, load the version again, whole. ``"auto"``: if they are on a GPU."""
     instance_id: str | None = None
     """Id of this start of the engine, which its follower sets. Default: the id that the worker
     knows, which vLLM changes in some processes once the engine is started."""
@@ -112,6 +115,7 @@ class EngineOptions:
         checks.choice("forked", self.forked, FORKED)
         checks.flag("plan", self.plan)
         checks.flag("images", self.images)
+        checks.choice("attest", self.attest, (True, False, "auto"))
         is_text = isinstance(self.instance_id, str) and self.instance_id != ""
         _require(self, "instance_id", self.instance_id is None or is_text)
 
@@ -128,6 +132,10 @@ class EngineOptions:
     def read_store(self) -> str:
         """The store that is read: the local one, where there is one."""
         return self.local_store or self.store
+
+    def attests(self, *, on_device: bool) -> bool:
+        """Whether a rank compares its weights, which are on a device or in main memory."""
+        return on_device if self.attest == "auto" else self.attest
 
     def start_mirror(self) -> Mirror | None:
         """Keep the local store, if any, up to date, or stand by for the process that does."""

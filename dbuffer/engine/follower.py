@@ -367,6 +367,7 @@ class Follower(Closing):
                 with self._translating("forget its weights"):
                     self._engine.do(RankRequest("forget"))
                 self._refresh_applied(view)
+            self._learn_attested()
             goal = self._find_goal(view, at_least)
             self._correct_label(goal)
             if goal is not None:
@@ -389,6 +390,17 @@ class Follower(Closing):
             # Also if starting failed: the weights are whole, or the model refuses to serve.
             if self._owes_resume:
                 self._label_and_resume()
+
+    def _learn_attested(self) -> None:
+        """Learn what the ranks found of their weights since the switch, if they say so by now."""
+        record = self._record
+        if record is None or not record.is_attestable or self._engine.is_idle():
+            return
+        with self._translating("compare its weights"):
+            record = self._engine.do(RankRequest("attest"))
+        if record is not None:
+            self._adopt_record(record)
+            self._report.attested(record)
 
     def _find_goal(self, view: StoreView, at_least: int | None = None) -> int | VersionId | None:
         """Return the version to switch to, if any, and report how far the engine is behind it."""
@@ -566,7 +578,11 @@ class Follower(Closing):
         if self._applied is None or self._engine.is_idle():
             return
         with contextlib.suppress(errors.EngineUnreachableError):  # its event loop stops just now
-            self._label(WeightLabel.of(self._applied, self.applied_metadata, goal))
+            is_attested = self._record is not None and self._record.attested_at is not None
+            label = WeightLabel.of(
+                self._applied, self.applied_metadata, goal, is_attested=is_attested
+            )
+            self._label(label)
 
     def _translating(self, what: str) -> TranslatedErrors:
         def translate(error: BaseException) -> None:

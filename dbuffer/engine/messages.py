@@ -27,13 +27,14 @@ class RankRequest:
     * ``begin``: follow a store, in place of the one that was followed before;
     * ``update``: switch to a version, and answer the engine's record;
     * ``acknowledge``: write that record into the store, and answer it;
+    * ``attest``: answer that record with what all ranks found of their weights since;
     * ``check``: answer whether the model has places for these tensors;
     * ``forget``: treat the model's weights as unknown, so that the next update reloads all of them;
     * ``awake``: answer whether the weights are awake;
     * ``end``: stop following; the model keeps its weights.
     """
 
-    call: Literal["begin", "update", "acknowledge", "check", "forget", "awake", "end"]
+    call: Literal["begin", "update", "acknowledge", "attest", "check", "forget", "awake", "end"]
     _: KW_ONLY
     options: EngineOptions | None = None
     """Options to begin with."""
@@ -84,6 +85,7 @@ _ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
     },
     "update": {"update": UpdateRequest.parse},
     "acknowledge": {},
+    "attest": {},
     "check": {"tensors": specs_of, "allows_unused": partial(checks.flag, "allows_unused")},
     "forget": {},
     "awake": {},

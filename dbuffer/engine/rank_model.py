@@ -6,8 +6,10 @@ the worker's main thread, between two steps.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from dbuffer.engine.contract import EngineRank, ModelState
@@ -23,7 +25,11 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.io.copier import Copier
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Staged
+from dbuffer.runtime.messages import described
+from dbuffer.runtime.trouble import log_once
 from dbuffer.weights.targets import refuse_adapter
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -56,6 +62,7 @@ class RankModel:
             self._copier,
             self._shape_check,
             plans=options.plan,
+            patches=options.attests(on_device=rank.on_device) and rank.on_device,
             partial=options.partial,
             not_weights=rank.not_weights,
             packing=rank.packing if options.images else None,
@@ -104,6 +111,29 @@ class RankModel:
             return self._loader.prepare(
                 tensors, trace, snapshot.id, changed_since, snapshot.layout.aliases
             )
+
+    def attest(self, staged: Staged, is_wanted: Callable[[], bool]) -> Sequence[str] | None:
+        """Compare the model with a version that was loaded last; see :meth:`WeightLoader.attest`.
+
+        It is given up once ``is_wanted`` returns False.
+        """
+        switch = self._switch_of(staged)
+        if switch is None:
+            return None
+
+        @contextlib.contextmanager
+        def reading() -> Iterator[bool]:
+            with self.reading:
+                is_ours = not (self._state.is_asleep or self._state.must_reload)
+                yield is_ours and is_wanted()
+
+        try:
+            return self._loader.attest(switch, reading)
+        # A device without room, say. That the version is not attested is told.
+        except Exception as error:  # noqa: BLE001
+            message = "weights could not be compared with what was published: %s"
+            log_once(logger, message, described(error))
+            return None
 
     # In the worker's main thread
 

@@ -36,7 +36,7 @@ from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.stager import Staged, Stager
-from dbuffer.runtime.messages import described
+from dbuffer.runtime.messages import described, listed
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 
@@ -79,6 +79,9 @@ class RankReceiver:
         self._state = state
         self._model = RankModel(rank, options, state)
         self._attempt: str | None = None
+        self._attests = options.attests(on_device=rank.on_device)
+        self._attested_at: float | None = None
+        self._is_attestable = False
         self._problem: tuple[str | None, VersionId | None] = state.broken, None
         """Reason and version of the last load if it failed."""
         # Before anything is read: it retires what an earlier run may have left there.
@@ -110,6 +113,7 @@ class RankReceiver:
             # The version to stay on need not be staged again, and would keep the sender waiting.
             applied=self._id if self._version == options.version else None,
             on_found=self._show_engine,
+            attest=self._model.attest if self._attests else None,
         )
 
     # Loads that are not dbuffer's
@@ -129,8 +133,40 @@ class RankReceiver:
                 what,
             )
         self._model.note_foreign_load()
+        self._attested_at, self._is_attestable = None, False
         self._stager.stage_again()
         self._write_record()
+
+    def attest(self) -> bool:
+        """Let all ranks learn what each found of its weights; whether the record says so now.
+
+        If some rank found other weights, all of them are unknown, and the next update reloads them.
+        """
+        attested = self._stager.attested
+        mine = None if attested is None or attested[0] != self._id else [attested[1]]
+        findings = [
+            finding[0] for finding in self.ranks.gather(mine, begins=True) if finding is not None
+        ]
+        if self._id is None or len(findings) < self.ranks.size:
+            return False
+        if any(findings):
+            self._note_other_weights(by_rank([listed(each) if each else None for each in findings]))
+            return False  # which has written the record
+        self._is_attestable = False
+        self._attested_at = None if None in findings else time.time()
+        self._set_record()
+        return True
+
+    def _note_other_weights(self, what: str) -> None:
+        logger.error(
+            "%s served other weights than version %s of %s, under its label: %s; all of them are "
+            "loaded again",
+            self.options.engine_id,
+            self._version,
+            self.options.store,
+            what,
+        )
+        self.note_foreign_load("they were compared with it")
 
     def wait_unread(self) -> None:
         """Wait until the stager's thread no longer reads weights that fell asleep."""
@@ -308,6 +344,7 @@ class RankReceiver:
         try:
             request = self.options.admit(request)
             self._state.require_awake()
+            self._note_found()
             if is_first and request.version is not None:
                 self._require_published(request.version)
             if self._has_already(request) and not must_load:
@@ -332,6 +369,12 @@ class RankReceiver:
         except Exception as error:  # noqa: BLE001
             return None, error
         return staged, None
+
+    def _note_found(self) -> None:
+        """Reload if this rank's weights are others than its version: nobody may have asked yet."""
+        attested = self._stager.attested
+        if attested is not None and attested[0] == self._id and attested[1]:
+            self._note_other_weights(listed(attested[1]))
 
     def _require_published(self, version: int) -> None:
         """Raise :class:`VersionError` for a version above the newest: waiting blocks the engine."""
@@ -389,6 +432,7 @@ class RankReceiver:
             staged = self._recover(what, staged)
         self._state.note_loaded(staged.lineage, self.options.store, staged.metadata)
         self._problem = None, None
+        self._attested_at, self._is_attestable = None, self._attests
         self._model.serve_again()
         return {
             "load_s": time.monotonic() - started,
@@ -487,6 +531,8 @@ class RankReceiver:
             metadata=self._state.metadata if applied else {},
             problem=problem,
             problem_version=version,
+            attested_at=self._attested_at,
+            is_attestable=self._is_attestable,
             state="serving" if self._state.broken is None else "broken",
             attempt=self._attempt,
             stats=stats or self._record.current.stats,

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 GAUGES = {
     "following": "1 while the engine is kept on the newest version, 0 while that fails.",
     "version_applied": "Version that the engine serves; 0: what it was started with.",
+    "version_attested": "Version that the weights were seen to be, while the engine served.",
     "version_available": "Newest version in the store.",
     "lag_versions": "Versions published and not yet applied.",
     "lag_steps": "Trainer's steps from the version applied to the newest.",
@@ -107,8 +108,14 @@ class FollowerReport:
             1e3 * switch.pause_s,
             switch.num_bytes / 1e6,
         )
+        self._forget("version_attested")
         self._observe("pause_seconds", switch.pause_s)
         self._add("bytes", switch.num_bytes)
+
+    def attested(self, record: ReceiverRecord) -> None:
+        """Report what the engine's record says of its weights."""
+        if record.attested_at is not None and record.applied is not None:
+            self._set("version_attested", record.applied.number)
 
     def lag(
         self,

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from dbuffer.engine.meta_model import MetaModel
+from dbuffer.engine.plan.attestation import same_bytes
 from dbuffer.engine.plan.load_trace import LoadTrace
-from dbuffer.engine.plan.patching import same_bytes
 from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.format.lineage import VersionId

@@ -36,6 +36,8 @@ class WeightLabel:
     """Metadata that the version was published with, a trainer's ``step`` for instance."""
     newest_run: str | None = None
     """Run of the store's newest version while the engine gets it ready; None if it is ``run``."""
+    is_attested: bool = False
+    """Whether the weights were seen to be the version's, while the engine served."""
 
     @classmethod
     def of(
@@ -43,6 +45,8 @@ class WeightLabel:
         version: Lineage | None,
         metadata: Mapping[str, Any],
         newest: int | VersionId | None = None,
+        *,
+        is_attested: bool = False,
     ) -> Self:
         """Make the label of an engine that has this version, published with this metadata.
 
@@ -52,7 +56,7 @@ class WeightLabel:
             return cls()
         run, number = version.id
         newest_run = newest.run if isinstance(newest, VersionId) and newest.run != run else None
-        return cls(str(number), run, metadata, newest_run)
+        return cls(str(number), run, metadata, newest_run, is_attested)
 
     @property
     def number(self) -> int | None:
@@ -72,6 +76,7 @@ class WeightLabel:
             "run": self.run,
             "metadata": self.metadata,
             "newest_run": self.newest_run,
+            "attested": self.is_attested,
         }
         return {name: value for name, value in values.items() if value}
 
@@ -87,8 +92,13 @@ class WeightLabel:
         version, _, rest = text.partition(" ")
         try:
             values = json.loads(rest) if rest else {}
-            metadata = values.get("metadata", {})
-            return cls(version, values.get("run"), metadata, values.get("newest_run"))
+            return cls(
+                version,
+                values.get("run"),
+                values.get("metadata", {}),
+                values.get("newest_run"),
+                values.get("attested", False),
+            )
         except (ValueError, AttributeError):
             return cls(text)
 

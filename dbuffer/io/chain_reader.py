@@ -65,8 +65,7 @@ class ChainReader:
         Args:
             memory: of no use any more, if this raises.
             copier: its threads do it.
-            since: a version of the chain or of the weights file. If any other, or None, the file is
-                read first; the held version is in a store then.
+            since: None, or one from which the chain does not lead here: the file is read first.
             on_bytes: called with the bytes that were read, from several threads.
             hashed: whether to hash what is in memory then.
 
@@ -74,15 +73,17 @@ class ChainReader:
             The checksums of all tensors, if ``hashed``.
         """
         manifest, held = self._held.manifest, self._held
-        if since is None or since not in (manifest.file_version, *manifest.chain):
-            assert isinstance(held, Held)  # noqa: S101 - a mirror fetches objects first
-            file, path = held.file.number, held.path
-            at_once = hashed and manifest.anchor is None
-            checksums = read_tensors(
-                file, path, self._layout, memory, copier, hashed=at_once, on_bytes=on_bytes
-            )
-            if manifest.anchor is None:
-                return checksums
+        if since is None or since not in manifest.chain:
+            if isinstance(held, Held):
+                file, path = held.file.number, held.path
+                at_once = hashed and manifest.anchor is None
+                checksums = read_tensors(
+                    file, path, self._layout, memory, copier, hashed=at_once, on_bytes=on_bytes
+                )
+                if manifest.anchor is None:
+                    return checksums
+            else:
+                held.read_data(memory.raw[: self._layout.checksums_offset], on_bytes)
             since = manifest.file_version
         self._apply_after(since, memory, copier, on_bytes=on_bytes)
         return copier.checksums(memory) if hashed else None

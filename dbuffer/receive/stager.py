@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -71,6 +71,10 @@ class Prepared(Protocol):
 
 Prepare = Callable[[Snapshot], Prepared | None]
 
+Attest = Callable[["Staged", Callable[[], bool]], Sequence[str] | None]
+"""Compares an engine's weights with a version that was applied, for as long as the function says;
+returns what differs, or None if that cannot be told."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
@@ -108,8 +112,9 @@ class State(enum.Enum):
     TAKEN = enum.auto()
     """A version is in use; no other is staged meanwhile."""
     APPLIED = enum.auto()
-    """A version was applied, and the stager's thread is to let go of it. A pause does not wait for
-    that: the record may have to be flushed over a network, and unmapping takes 17 ms a GB."""
+    """A version was applied, and the stager's thread is to attest it, and let go of it. A pause
+    does not wait for that: the record may have to be flushed over a network, and unmapping takes
+    17 ms a GB."""
     CLOSED = enum.auto()
 
 
@@ -203,6 +208,8 @@ class Stager(ProcessBound):
             the store holds now. ``"refuse"``: that is a problem with every version, until this
             stager is closed.
         on_found: called in the stager's thread with each version, before it is staged.
+        attest: called in the stager's thread with each version that was applied, before it is let
+            go of.
 
     Raises:
         OptionError: an option is invalid.
@@ -220,6 +227,7 @@ class Stager(ProcessBound):
         applied: VersionId | None = None,
         forked: Forked = "refuse",
         on_found: Callable[[], None] | None = None,
+        attest: Attest | None = None,
     ) -> None:
         super().__init__()
         options.choice("copy", copy, (True, False, "auto"))
@@ -232,6 +240,9 @@ class Stager(ProcessBound):
         self._checked: Layout | None = None
         self._prepare = prepare
         self._on_found = on_found
+        self._attest = attest
+        self.attested: tuple[VersionId, Sequence[str] | None] | None = None
+        """Version that was applied last, and what ``attest`` returned for it, or None before."""
         self._copy = copy
         self._memory = StagingMemory(pinned=pin_memory)
         self._version = version
@@ -315,6 +326,7 @@ class Stager(ProcessBound):
                     raise request.error
                 assert self._staged is not None  # noqa: S101 - that was the answer
                 self._enter(State.TAKEN)
+                self.attested = None  # it may be the same version again
                 return self._staged
             finally:
                 self._request = None
@@ -427,7 +439,8 @@ class Stager(ProcessBound):
         self._let_go()
         return staged
 
-    def _let_go(self) -> None:
+    def _let_go(self) -> bool:
+        """Let go of the staged version; return whether it was whole until now."""
         self._staged = None
         record = self._receiver.record
         record.set(staged=None)
@@ -442,6 +455,8 @@ class Stager(ProcessBound):
                 logger.warning("releasing a version of %s: %s", self.store, str(error))
             # A cycle of references, with the mapping of a file that may be long gone in it.
             traceback.clear_frames(error.__traceback__)
+            return False
+        return True
 
     # In the stager's thread
 
@@ -475,9 +490,21 @@ class Stager(ProcessBound):
                 if self._state is not State.APPLIED:
                     self._interrupt.clear()
                     return not self._is_closed
-                applied = self._drop_unless_taken()
-                self._receiver.record.write()
+                applied = self._staged
+                assert applied is not None  # noqa: S101 - it was READY
+            differing = self._attest(applied, self._may_attest) if self._attest else None
+            with self._condition:
+                if self._state is State.APPLIED and self._staged is applied:
+                    self._enter(State.EMPTY)
+                    # What was overwritten meanwhile is no version to compare with.
+                    if self._let_go() and self._attest is not None:
+                        self.attested = applied.id, differing
+                    self._receiver.record.write()
             del applied  # unmapped here, without the lock
+
+    def _may_attest(self) -> bool:
+        """Whether the version that was applied is still there, and no other is waited for."""
+        return self._state is State.APPLIED and self._request is None
 
     def _aim(self) -> tuple[int | None, int | VersionId | None]:
         """Return the version above which to stage the newest, or else the one to stage."""

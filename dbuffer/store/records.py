@@ -112,6 +112,8 @@ class OwnRecord(ProcessBound):
             unreadable=None,
             stats={},
             state=None,
+            attested_at=None,
+            is_attestable=False,
             only_version=None,
             attempt=None,
             is_ephemeral=False,

@@ -12,11 +12,12 @@ from dbuffer.format.manifest import (
     UNDECODABLE,
     Lag,
     Manifest,
+    Pointer,
     ReceiverRecord,
-    Versioned,
     step_in,
     steps_between,
 )
+from dbuffer.format.objects import BucketPointer
 from dbuffer.format.places import BUFFERS, is_kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.contents import Contents
@@ -61,7 +62,7 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
 def make_status(
     store: str,
     filesystem: str,
-    newest: Versioned | None,
+    newest: Pointer | BucketPointer | None,
     *,
     buffers: list[dict[str, Any]],
     receivers: list[dict[str, Any]],
@@ -114,7 +115,7 @@ def in_order(receivers: Iterable[ReceiverRecord]) -> list[ReceiverRecord]:
 
 def receiver_status(
     record: ReceiverRecord,
-    newest: Versioned | None,
+    newest: Pointer | BucketPointer | None,
     metadata: dict[str, Any],
     *,
     is_alive: bool,
@@ -142,6 +143,7 @@ def receiver_status(
         "updated_age_s": max(0.0, time.time() - record.updated_at),
         "part_of": record.part_of,
         "staged_version": None if record.staged is None or copied else record.staged.number,
+        "is_attested": record.attested_at is not None,
         "only_version": record.only_version,
         "problem": record.problem,
     }

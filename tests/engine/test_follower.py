@@ -378,6 +378,35 @@ def test_lost_weights_are_unknown_until_a_sync_brings_the_version_again(
         sender.wait_applied(1, receivers=[scene.engine_id], timeout_s=WAIT_S)
 
 
+@pytest.mark.parametrize("differing", [None, (), ("norm.weight",)])
+def test_follower_learns_what_the_ranks_found_of_their_weights(scene, differing):
+    engine, labels = scene.engine, []
+
+    def note(label: WeightLabel) -> None:
+        labels.append((label.version, label.is_attested))
+        LightEngine.set_weight_version(engine, label)
+
+    with scene.serving(attest=True) as follower:
+        stager = engine.receiver._stager
+        until("it was compared", lambda: stager.attested)
+        stager.attested = stager.attested[0], differing
+        engine.set_weight_version = note
+        switch = follower.sync()
+        record = DoubleBuffer(scene.store).receiver(scene.engine_id)
+        assert (record.attested_at is not None) == (differing == ())
+        assert scene.metrics().get("version_attested") == (1 if differing == () else None)
+        if differing:
+            assert switch.version == engine.version == 1
+            assert labels == [(UNKNOWN_VERSION, False), ("1", False)]
+        else:
+            assert switch is None
+            assert labels == ([("1", True)] if differing == () else [])
+        calls = engine.calls
+        assert follower.sync() is None
+        if not differing:
+            assert engine.calls == calls + 1  # for its label, and no more
+
+
 def test_forced_sync_brings_the_version_again(scene):
     with scene.follower() as follower:
         assert follower.sync(force=True) is None  # there is no version

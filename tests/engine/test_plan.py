@@ -6,6 +6,7 @@ than to copy. Each is switched many times, beside a twin that is only ever reloa
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -20,10 +21,11 @@ import torch
 from torch import nn
 
 from dbuffer.engine.meta_model import MetaModel
-from dbuffer.engine.plan import patching, prepared_switch
+from dbuffer.engine.plan import attestation, patching, prepared_switch
+from dbuffer.engine.plan.attestation import digest_of_all
 from dbuffer.engine.plan.images import Packing
 from dbuffer.engine.plan.load_trace import CopyOp, LoadTrace, View
-from dbuffer.engine.plan.patching import Changed, draw_sample
+from dbuffer.engine.plan.patching import Changed
 from dbuffer.engine.plan.prepared_switch import PreparedSwitch
 from dbuffer.engine.plan.weight_loader import WeightLoader
 from dbuffer.engine.shape_check import ShapeCheck
@@ -199,7 +201,9 @@ class Switched:
         self.model, self.twin = make(), make()
         self.check = check_of(make, in_parts=in_parts)
         self.trace = self.check(specs_of(tensors))
-        self.loads = WeightLoader(self.model, self, COPIER, self.check, packing=packing)
+        self.loads = WeightLoader(
+            self.model, self, COPIER, self.check, patches=True, packing=packing
+        )
         self.in_parts = in_parts
         self.reloads = 0
         self.parts: list[set[str]] = []
@@ -210,6 +214,8 @@ class Switched:
         """Tells what differs between two versions; None: nobody does."""
         self.versions: list[Tensors] = []
         self.patched: list[bool] = []
+        self.switched: PreparedSwitch | None = None
+        """The last switch."""
 
     def switch(self, tensors: Tensors) -> bool:
         """Whether it was done by copies alone."""
@@ -224,6 +230,8 @@ class Switched:
                 tensor.fill_(-1)
         self.patched.append(switch is not None and switch.patches is not None)
         self.apply_or_reload(tensors, switch)
+        assert not self.attest(switch)
+        self.switched = switch
         mine, right = self.model.state_dict(), self.twin.state_dict()
         for name in right:
             assert torch.equal(as_bytes(mine[name]), as_bytes(right[name])), name
@@ -240,6 +248,11 @@ class Switched:
             self.loads.apply(switch)
         else:
             self.loads.reload(tensors, self.trace, switch)
+
+    def attest(self, switch: PreparedSwitch | None) -> list[str] | None:
+        """Return what differs from the last switch, or None if that cannot be told."""
+        may_read = contextlib.nullcontext(True)
+        return None if switch is None else self.loads.attest(switch, lambda: may_read)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
         """Reload the model, as its loader asks for it."""
@@ -1252,12 +1265,14 @@ def test_a_view_with_an_element_twice_is_copied():
     assert not isinstance(copied, patching.Patch)
 
 
-def test_what_is_told_wrongly_is_found_out_and_never_believed_again(log):
-    one = {"a.weight": random()}  # a switch compares it with a reload
-    switched = patched_often(lambda: Model(a=Layer()), one, changes=lambda before, after: {})
-    assert not any(switched.patched)
-    [told] = [message for message in log.messages if "than its delta says" in message]
-    assert told.startswith("layers.a.weight changed in other places")
+def test_what_is_told_wrongly_is_found_out():
+    one = {"a.weight": random()}
+    switched = patched_often(lambda: Model(a=Layer()), one)
+    switched.changes = lambda before, after: {}
+    _, switch = switched.prepare_next()
+    assert switch.patches is not None
+    switched.loads.apply(switch)
+    assert switched.attest(switch) == ["layers.a.weight"]
 
 
 def test_a_model_whose_weights_are_unknown_is_copied_whole():
@@ -1313,88 +1328,75 @@ def deep_tensors(*kinds: str) -> Tensors:
     }
 
 
-@pytest.mark.parametrize("is_patched", [True, False], ids=["patched", "copied"])
-def test_whichever_parameters_something_else_put_back_no_patch_goes_upon_them(is_patched):
-    newest = deep_tensors()
-    switched = Switched(deep_model, newest)
-    assert len(list(switched.model.parameters())) > 128
-    assert not switched.switch(newest)
-    switched.changes = differences
-    newest = changed_a_little(newest)
-    assert switched.switch(newest)
-    for kind in KINDS:
-        base = newest
-        of_kind = {name: tensor for name, tensor in base.items() if name.startswith(kind)}
-        trained = base | (changed_a_little(of_kind) if is_patched else deep_tensors(kind))
-        switched.changes = differences if is_patched else None
-        assert switched.switch(trained)
-        switched.changes = differences
-        switched.model.reload(base)
-        other = next(name for name in base if not name.startswith(kind))
-        newest = trained | changed_a_little({other: base[other]})
-        assert switched.switch(newest), kind  # which compares all of them
-        assert switched.patched[-2:] == [is_patched, False], kind
+@mapped_and_staged
+def test_whichever_parameter_something_else_wrote_the_model_is_not_attested(staged):
+    switched = Switched(deep_model, deep_tensors(), staged=staged)
+    switched.switch_often(deep_tensors)
+    switch = switched.switched
+    for name, parameter in switched.model.named_parameters():
+        element = parameter.data.view(-1)[:1].view(torch.uint8)[-1:]
+        element ^= 1
+        assert switched.attest(switch) == [name]
+        element ^= 1
+    assert switched.attest(switch) == []
 
 
-def test_what_was_put_back_after_a_version_was_prepared_is_noticed_in_the_pause():
+def test_a_replaced_parameter_is_not_attested():
+    switched = Switched(two_layers, two_tensors())
+    switched.switch_often(two_tensors)
+    layer = switched.model.layers["a"]
+    layer.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)
+    assert switched.attest(switched.switched) == ["weight of a Layer"]
+
+
+def test_weights_that_may_not_be_read_are_not_attested():
+    switched = Switched(two_layers, two_tensors())
+    switched.switch_often(two_tensors)
+    is_read = iter([True, False])
+    assert (
+        switched.loads.attest(switched.switched, lambda: contextlib.nullcontext(next(is_read)))
+        is None
+    )
+    switched.loads.forget()
+    assert switched.attest(switched.switched) is None
+
+
+def test_what_was_put_back_after_a_version_was_prepared_is_noticed_in_the_pause(log):
     switched = one_patched()
     newest, switch = switched.prepare_next()
     assert switch.patches is not None
     switched.model.reload(switched.versions[-3])
     switched.loads.apply(switch)
+    assert "something wrote to the weights" in log.text
     assert torch.equal(switched.model.layers["a"].weight, newest["a.weight"])
 
 
-def test_samples_are_of_every_parameter_and_move():
-    tensors = deep_tensors()
-    switched = Switched(deep_model, tensors)
-    switched.changes = differences
-    for _ in range(2):
-        switched.switch(tensors)
-    switched.changes = None
-    samples = []
-    for _ in range(3):
-        switched.switch(tensors)
-        samples.append(switched.loads._held.elements)
-    for name, parameter in switched.model.named_parameters():
-        drawn = [set(sample[name].positions.tolist()) for sample in samples]
-        assert all(drawn)
-        assert parameter.numel() < 100 or len(set.union(*drawn)) > max(map(len, drawn))
-
-
-def test_samples_are_where_copies_put_them_however_their_parts_lie():
-    parameter = torch.zeros(96)[16:].view(8, 10).T  # not where its storage begins, not contiguous
-    parts = torch.randn(3, 10)
-    copies = [
-        (parameter[:, :2].T, parts[:2]),
-        (parameter[:, 2:3], parts[2:].T),
-        (parameter[:, 3:6], torch.randn(10, 6)[:, ::2].double()),
-        (parameter[:, 6:].T, torch.tensor(3.0).expand(2, 10)),
-    ]
-    for target, source in copies:
-        target.copy_(source)
-    for seed in range(20):
-        sample = draw_sample("1", {"p": copies}, {"p": parameter}, np.random.default_rng(seed))
-        assert sample.is_held()
-        [elements] = sample.elements.values()
-        assert elements.positions.max() < 80
-        patched = torch.zeros_like(parameter)
-        elements._replace(target=patching.flat(patched)).apply()
-        assert (patched[patched != 0] == parameter[patched != 0]).all()
-        for part in (slice(2), slice(2, 3), slice(3, 6), slice(6, 8)):
-            assert patched[:, part].any()
-
-
-def test_no_samples_are_drawn_where_no_deltas_come():
-    """They take as long as all else of staging but the copies."""
-    tensors = deep_tensors()
-    switched = Switched(deep_model, tensors)
-    for _ in range(3):
-        switched.switch(tensors)
-    assert switched.loads._held.elements == {}
-    switched.changes = differences
-    switched.switch(tensors)
-    assert switched.loads._held.elements.keys() == dict(switched.model.named_parameters()).keys()
+@pytest.mark.parametrize("num_bytes", [0, 1, 7, 8, 9, 24, 64, 200])
+def test_a_digest_tells_every_change_of_a_bit_and_of_an_order(num_bytes, monkeypatch):
+    monkeypatch.setattr(attestation, "_CHUNK_BYTES", 24)
+    content = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
+    parts = list(content.split([num_bytes // 3, num_bytes - num_bytes // 3]))
+    whole = digest_of_all([content.clone()])
+    assert digest_of_all(map(torch.Tensor.clone, parts)) == whole
+    digests = {whole}
+    for place in range(num_bytes):
+        for bit in range(8):
+            changed = content.clone()
+            changed[place] ^= 1 << bit
+            digests.add(digest_of_all([changed]))
+    assert len(digests) == 1 + 8 * num_bytes
+    words = content[: num_bytes // 8 * 8].view(-1, 8)
+    for first, second in itertools.combinations(range(len(words)), 2):
+        changed = content.clone()
+        changed.view(torch.uint8)[: words.numel()].view(-1, 8)[[first, second]] = words[
+            [second, first]
+        ]
+        digests.add(digest_of_all([changed]))
+        changed = content.clone()  # the highest bit of two words
+        changed[[8 * first + 7, 8 * second + 7]] ^= 128
+        digests.add(digest_of_all([changed]))
+    pairs = len(words) * (len(words) - 1) // 2
+    assert len(digests) == 1 + 8 * num_bytes + 2 * pairs
 
 
 # Failures that pass.
@@ -1425,12 +1427,3 @@ def test_an_image_that_failed_is_made_again_after_some_versions(caplog):
     [warning] = plan_lines(caplog)
     assert "for 8 versions" in warning
     assert "no room on this device" in warning
-
-
-def test_positions_are_of_32_bits_wherever_that_will_do():
-    far = 1 << 40
-    for positions, dtype in (([far + 5, far + 3], torch.int32), ([5, far], torch.int64)):
-        patch = patching.Patch(torch.empty(0), torch.tensor(positions), torch.zeros(2))
-        narrow = patch.narrow()
-        assert narrow.positions.dtype is dtype
-        assert narrow.places.tolist() == positions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,6 +24,7 @@ from dbuffer.engine.shape_check import ShapeCheck, UnusedTensors
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.light_engines import Rank
 from tests.support.soak import in_turn
+from tests.support.waiting import until
 from tests.support.worlds import Coordinator, World, world_of
 
 SIZE = 4
@@ -119,13 +121,13 @@ class PlannedRank(Rank):
 
 
 _engine: list[tuple[PlannedRank, RankReceiver]] = []
+_errors: list[list[str]] = []
+"""Errors that each test has listened to."""
 
 
-def start(rank: int, store: Path, staging: str, local_store: str | None = None) -> None:
+def start(rank: int, store: Path, staging: str, more: dict[str, Any] | None = None) -> None:
     mine = PlannedRank(Model(rank), RankChannel.of(Coordinator()))
-    options = EngineOptions(
-        store=str(store), local_store=local_store, engine_id="engine", staging=staging
-    )
+    options = EngineOptions(store=str(store), engine_id="engine", staging=staging, **(more or {}))
     endpoint = RankEndpoint()
     endpoint.begin(lambda: mine, options)
     assert endpoint.receiver is not None
@@ -205,9 +207,11 @@ def test_a_rank_stages_its_part_when_that_is_proven_to_do(staging, dtype, world,
     world.run(close)
 
 
-def prove_the_plan(world: World, sender: dbuffer.WeightSender, staging: str) -> dict[str, Any]:
+def prove_the_plan(
+    world: World, sender: dbuffer.WeightSender, staging: str, **more: Any
+) -> dict[str, Any]:
     """Two versions, of which the first is reloaded twice, and the second copied; the second."""
-    world.run(start, sender.store, staging)
+    world.run(start, sender.store, staging, more)
     for version in (1, 2):
         sender.send(published := weights(version))
         assert require_right(world.run(update, version), published) == [2] * SIZE
@@ -239,6 +243,77 @@ def test_a_tensor_of_two_names_is_staged_under_both(staging, world, store):
             published["norm_1"] = published["norm_0"]
             sender.send(published)
             assert require_right(world.run(update, version), published) == [2] * SIZE
+    world.run(close)
+
+
+def attested(rank: int) -> tuple[bool, int | None, bool]:
+    """Whether the engine's record says that its weights were compared, or why not, by version."""
+    receiver = _engine[-1][1]
+    if receiver._id is not None:
+        wait_until_compared(rank)
+    receiver.attest()
+    record = receiver._record.current
+    return record.attested_at is not None, record.applied_version, record.is_attestable
+
+
+@both_stagings
+def test_weights_are_compared_with_what_was_published_while_an_engine_serves(staging, world, store):
+    with dbuffer.WeightSender(store) as sender:
+        prove_the_plan(world, sender, staging, attest=True)
+        assert world.run(attested) == [(True, 2, False)] * SIZE
+        sender.send(weights(3))
+        world.run(update, 3)
+        assert world.run(attested) == [(True, 3, False)] * SIZE
+    world.run(close)
+
+
+def test_weights_that_only_a_reload_gives_are_not_called_attested(world, store):
+    with dbuffer.WeightSender(store) as sender:
+        world.run(start, store, "copy", {"attest": True, "plan": False})
+        sender.send(weights(1))
+        world.run(update, 1)
+        assert world.run(attested) == [(False, 1, False)] * SIZE
+    world.run(close)
+
+
+def update_and_write(rank: int, version: int) -> None:
+    """Switch; on one rank, something writes an element before the weights are compared."""
+    mine, receiver = _engine[-1]
+    _errors.append(listen(logging.ERROR))
+    receiver._stager.take(version, timeout_s=TIMEOUT_S)
+    receiver._stager.release()
+    with receiver._model.reading if rank == 2 else contextlib.nullcontext():
+        receiver.update(UpdateRequest(at_least=version))
+        if rank == 2:
+            mine.module.down_1[3, 5] += 1
+
+
+@both_stagings
+def test_weights_that_something_wrote_to_are_unknown_and_are_loaded_again(staging, world, store):
+    with dbuffer.WeightSender(store) as sender:
+        prove_the_plan(world, sender, staging, attest=True)
+        sender.send(published := weights(3))
+        world.run(update_and_write, 3)
+        assert world.run(attested) == [(False, None, False)] * SIZE
+        for line in world.run(last_error):
+            assert "served other weights than version 3" in line
+            assert "rank 2: down_1; all" in line
+        require_right(world.run(update, 3), published)
+        assert world.run(attested) == [(False, 3, False)] * SIZE  # by a reload alone
+        sender.send(published := weights(4))
+        require_right(world.run(update, 4), published)
+        assert world.run(attested) == [(True, 4, False)] * SIZE
+    world.run(close)
+
+
+def test_weights_that_nobody_asked_about_are_loaded_again_with_the_next_update(world, store):
+    with dbuffer.WeightSender(store) as sender:
+        prove_the_plan(world, sender, "copy", attest=True)
+        sender.send(published := weights(3))
+        world.run(update_and_write, 3)
+        world.run(wait_until_compared)
+        require_right(world.run(update, 3), published)
+        assert "down_1" in world.run(last_error)[2]
     world.run(close)
 
 
@@ -338,7 +413,7 @@ def catch_up_with_a_mirror_of_some(rank: int, store: Path, local: Path) -> None:
     """Start, and read the local store; only the first rank has found that it needs a mirror."""
     if rank:
         EngineOptions.start_mirror = lambda _: None
-    start(rank, store, "auto", str(local))
+    start(rank, store, "auto", {"local_store": str(local)})
     _engine[-1][1].catch_up()
 
 
@@ -367,6 +442,17 @@ def test_a_request_that_is_invalid_on_some_ranks_is_refused_on_all(world, store)
                 assert "no request" in outcome.message
         world.run(update, 1)
         world.run(close)
+
+
+def wait_until_compared(rank: int) -> None:
+    receiver = _engine[-1][1]
+    stager = receiver._stager
+    until("compared", lambda: stager.attested and stager.attested[0] == receiver._id)
+
+
+def last_error(rank: int) -> str:
+    """The last error that this process logged since it listens; none: an empty text."""
+    return "".join(_errors[-1][-1:])
 
 
 def listen(level: int) -> list[str]:

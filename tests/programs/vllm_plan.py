@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 import dbuffer
+from dbuffer.engine.endpoint import RankEndpoint
 from dbuffer.integrations.vllm import follow
+from dbuffer.store.buffer import DoubleBuffer
 from tests.support.engines.tiny_models import (
     SHAPE,
     save_mixed,
@@ -27,27 +29,19 @@ from tests.support.engines.vllm_engines import (
     set_packing,
     start_llm,
 )
-from tests.support.waiting import error_of
-
-NUM_LAYERS = 17  # of eight parameters each
-KINDS = ("down_proj", "o_proj", "input_layernorm")
-"""Of parameters; vLLM fuses some of them with others."""
+from tests.support.waiting import error_of, until
 
 
 def run(directory: Path) -> None:
     set_packing(packed=False)
-    deep = save_qwen3(directory / "deep", num_hidden_layers=NUM_LAYERS)
-    llm = start_llm(deep, how="none")
-    reload_a_layer_that_derives_something(directory, deep, llm)
-    patch_nothing_upon_what_vllm_put_back(directory, deep, llm)
-    fill_what_replaced_a_parameter_and_refuse_a_layer(directory, deep, llm)
+    base = save_qwen3(directory / "base", num_hidden_layers=3)
+    llm = start_llm(base, how="none")
+    reload_a_layer_that_derives_something(directory, base, llm)
+    load_again_what_something_wrote_to(directory, base, llm)
+    fill_what_replaced_a_parameter_and_refuse_a_layer(directory, base, llm)
     refuse_a_reranker_that_computes_its_head(directory)
     switch_what_a_model_keeps_beside_its_parameters(directory)
     keep_buffers_and_renew_a_cached_head(directory)
-
-
-def parameters(llm: Any) -> dict[str, torch.Tensor]:
-    return {name: parameter.clone() for name, parameter in model_of(llm).named_parameters()}
 
 
 def save_qwen3(path: Path, **more: Any) -> Path:
@@ -59,35 +53,43 @@ def save_qwen3(path: Path, **more: Any) -> Path:
     return path
 
 
-def patch_nothing_upon_what_vllm_put_back(directory: Path, deep: Path, llm: Any) -> None:
-    weights = weights_in(deep)
+def load_again_what_something_wrote_to(directory: Path, base: Path, llm: Any) -> None:
+    model, weights = model_of(llm), weights_in(base)
+    norm, store = model.model.norm.weight, directory / "written store"
+    with dbuffer.WeightSender(store) as sender, follow(llm, store, attest=True) as follower:
 
-    def put(checkpoint: Path) -> dict[str, torch.Tensor]:
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
-        return parameters(llm)
+        def publish() -> None:
+            for tensor in weights.values():
+                tensor += 0.1
+            sender.send(weights)
 
-    with following(llm, directory / "deep store", parameters, delta=True) as switch:
-        switch(weights)
-        for kind in KINDS:
-            base = save_mixed(deep, weights, directory / f"before {kind}")
-            before = parameters(llm)
-            for name, tensor in weights.items():
-                if kind in name:
-                    tensor.view(-1)[: max(1, tensor.numel() // 50)] += 0.5
-            _, trained = switch(weights)
-            changed = [name for name in before if not torch.equal(before[name], trained[name])]
-            put(base)
-            weights["model.norm.weight"][3] += 1.0
-            error, switched = switch(weights)
-            right = put(save_mixed(deep, weights, directory / f"after {kind}"))
-            wrong = [name for name in right if not torch.equal(right[name], switched[name])]
-            assert (len(changed), wrong, error) == (NUM_LAYERS, [], None)
+        def is_attested() -> bool:
+            assert follower.sync() is None
+            record = DoubleBuffer(store).receiver(follower.engine_id)
+            return record is not None and record.attested_at is not None
+
+        for _ in range(2):
+            publish()
+            assert follower.sync() is not None
+            until("the weights are compared", is_attested)
+        publish()
+        receiver = RankEndpoint.of(model).receiver
+        assert receiver is not None
+        receiver._stager.take(3, timeout_s=60)
+        receiver._stager.release()
+        with receiver._model.reading:  # nothing is compared yet
+            assert follower.sync() is not None
+            norm.data[3] += 1
+        switch = until("all of it is loaded again", follower.sync)
+        assert switch.version == 3
+        assert torch.equal(norm, weights["model.norm.weight"])
+        assert llm.llm_engine.get_weight_version() == "3"
 
 
 def fill_what_replaced_a_parameter_and_refuse_a_layer(
-    directory: Path, deep: Path, llm: Any
+    directory: Path, base: Path, llm: Any
 ) -> None:
-    model, weights = model_of(llm), weights_in(deep)
+    model, weights = model_of(llm), weights_in(base)
     mlp = model.model.layers[1].mlp
 
     def replace(parameter: Any) -> torch.nn.Parameter:
@@ -162,7 +164,7 @@ def fill_what_replaced_a_parameter_and_refuse_a_layer(
         assert follower.sync() is not None
 
 
-def reload_a_layer_that_derives_something(directory: Path, deep: Path, llm: Any) -> None:
+def reload_a_layer_that_derives_something(directory: Path, base: Path, llm: Any) -> None:
     """One switch verifies the copies of all other layers; no trace shows what this one derives."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -173,7 +175,7 @@ def reload_a_layer_that_derives_something(directory: Path, deep: Path, llm: Any)
 
     layer = model_of(llm).get_submodule("model.layers.0.mlp.down_proj")
     method, layer.quant_method = layer.quant_method, Deriving()
-    weights = weights_in(deep)
+    weights = weights_in(base)
     with (
         following(llm, directory / "deriving store") as switch,
         counted_reloads(llm) as reloads,
@@ -260,7 +262,7 @@ def switch_what_a_model_keeps_beside_its_parameters(directory: Path) -> None:
 
 
 def keep_buffers_and_renew_a_cached_head(directory: Path) -> None:
-    """Switch by a reload, copies and patches, and after a reset of vLLM's weight checker."""
+    """Switch by a reload and by copies, and after a reset of vLLM's weight checker."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 

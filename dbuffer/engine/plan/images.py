@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from dbuffer.engine.plan.attestation import same_bytes
 from dbuffer.engine.plan.load_trace import (
     Copy,
     LoadTrace,
@@ -20,7 +21,6 @@ from dbuffer.engine.plan.load_trace import (
     tables_of,
     unwrapped,
 )
-from dbuffer.engine.plan.patching import same_bytes
 from dbuffer.errors import UnsupportedError
 
 _HOLDING_TENSORS = ("_parameters", "_buffers", "_modules")

@@ -3,29 +3,23 @@
 Positions in published tensors become positions in parameters while the engine serves, and are
 scattered in the pause. If too much of a tensor changed, it is copied whole.
 
-An engine that slept may have lost its weights, and something else may have loaded others. So before
-a version is patched, a `Sample` of random elements of every parameter is compared: other ones after
-each switch, and always some elements of the last patches.
+Only an engine whose weights are on a device patches: there, copies go over a link. In main memory,
+patches were seen to halve a pause at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from dbuffer.engine.plan.attestation import as_integers, flat
 from dbuffer.engine.plan.load_trace import Copy, CopyOp, View
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.words import Integers
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import split_evenly
-
-T = TypeVar("T")
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Dtypes by their size: torch computes with few unsigned ones."""
 
 Changed = Mapping[str, Integers]
 """Flat, ascending positions at which published tensors changed since an earlier version, by the
@@ -36,23 +30,8 @@ MAX_SHARE = 0.05
 took 0.6 of the time that copying all of them took, and 10 % more than twice as long (measured on
 one CPU)."""
 
-_PIECE = 1 << 16
-"""Positions that one thread patches at a time; about a tenth of a millisecond."""
-
-_DEVICE_PIECE = 1 << 22
-"""Positions that a device patches at a time: they take 32 MiB of its memory meanwhile."""
-
-_BLOCK_BYTES = 64 << 20
-"""Bytes compared at a time: a device may have little room."""
-
-_NUM_SAMPLED = 8192
-"""Elements sampled of all parameters: comparing them takes a few milliseconds of a pause."""
-
-_MIN_SAMPLED, _MAX_SAMPLED = 8, 64
-"""Elements sampled of each parameter."""
-
-_MAX_PARTS = 8
-"""Parts sampled of a parameter that is made of many, of experts for instance."""
+_PIECE = 1 << 22
+"""Positions patched at a time: they take 32 MiB of the device's memory meanwhile."""
 
 
 class Patch(NamedTuple):
@@ -61,47 +40,24 @@ class Patch(NamedTuple):
     target: torch.Tensor
     """Memory of the parameter, flat, as integers of its elements' size."""
     positions: torch.Tensor
-    """Counted from `start`."""
     values: torch.Tensor
-    start: int = 0
-
-    @property
-    def places(self) -> torch.Tensor:
-        """Positions counted from the beginning of the parameter, as wide as torch needs them."""
-        return self.positions.long() + self.start if self.start else self.positions.long()
 
     def apply(self) -> None:
         """Write the values."""
-        # In main memory, index_copy_ takes half as long again.
-        self.target.scatter_(0, self.places, self.values)
-
-    def at(self, index: slice | torch.Tensor) -> Patch:
-        """Return the patch of some of its positions."""
-        return self._replace(positions=self.positions[index], values=self.values[index])
+        self.target.scatter_(0, self.positions.long(), self.values)
 
     def pieces(self) -> Iterator[Patch]:
-        """Split it into pieces, for several threads, or for a device with little room."""
-        length = _PIECE if self.target.is_cpu else _DEVICE_PIECE
-        for first in range(0, len(self.positions), length):
-            yield self.at(slice(first, first + length))
-
-    def narrow(self) -> Patch:
-        """Count positions from the lowest, in 32 bits where those are enough."""
-        start = int(self.positions.min())
-        if int(self.positions.max()) - start > torch.iinfo(torch.int32).max:
-            return self
-        narrow = (self.positions - start).to(torch.int32)
-        return self._replace(positions=narrow, start=self.start + start)
+        """Split it into pieces, for a device with little room."""
+        for first in range(0, len(self.positions), _PIECE):
+            some = slice(first, first + _PIECE)
+            yield self._replace(positions=self.positions[some], values=self.values[some])
 
     def on_device(self) -> Patch:
         """Move positions and values to the parameter's device, in as little memory as possible."""
+        is_short = self.target.numel() <= torch.iinfo(torch.int32).max
+        positions = self.positions.to(torch.int32 if is_short else torch.int64)
         device = self.target.device
-        if device.type == "cpu":
-            return self
-        narrow = self.narrow()
-        return narrow._replace(
-            positions=narrow.positions.to(device), values=narrow.values.to(device)
-        )
+        return self._replace(positions=positions.to(device), values=self.values.to(device))
 
 
 class Patches(NamedTuple):
@@ -122,20 +78,16 @@ class Patches(NamedTuple):
         return self._replace(by_parameter=moved)
 
     def apply(self, copier: Copier) -> None:
-        """Write all values: in several threads, or one patch after the other on a device."""
-        pieces = [patch for patches in self.by_parameter.values() for patch in patches]
+        """Write all values, one patch after the other."""
+        patches = [patch for each in self.by_parameter.values() for patch in each]
 
         def work(first: int, end: int) -> None:
-            for patch in pieces[first:end]:
+            for patch in patches[first:end]:
                 patch.apply()
 
-        # On a device too, in the copier's inference mode: its threads made views in that mode here,
-        # and torch refuses to write to them in any other.
-        slices = [(0, len(pieces))]
-        if all(patch.target.is_cpu for patch in pieces):
-            sizes = [patch.positions.numel() for patch in pieces]
-            slices = split_evenly(sizes, copier.num_threads)
-        copier.in_parallel(work, slices)
+        # In the copier's inference mode: its threads made views in that mode here, and torch
+        # refuses to write to them in any other.
+        copier.in_parallel(work, [(0, len(patches))])
 
 
 def patch_or_copy(
@@ -163,18 +115,10 @@ def patch_or_copy(
         return None
     if len(sources) > MAX_SHARE * op.part.num_elements:
         return whole
-    values = _values_for(parameter, source.reshape(-1), (torch.from_numpy(sources),))
+    bits = as_integers(source.reshape(-1))  # torch cannot index every dtype
+    taken = bits.index_select(0, torch.from_numpy(sources))
+    values = as_integers(taken.view(source.dtype).to(parameter.dtype))
     return Patch(flat(parameter), torch.from_numpy(targets), values)
-
-
-def _values_for(
-    parameter: torch.Tensor, source: torch.Tensor, places: tuple[torch.Tensor, ...]
-) -> torch.Tensor:
-    """Take elements of a source, as integers of the size of a parameter's elements."""
-    bits = _as_integers(source)  # torch cannot index every dtype
-    # Of one dimension, this takes half the time of an index in brackets.
-    taken = bits.index_select(0, places[0]) if len(places) == 1 else bits[places]
-    return _as_integers(taken.view(source.dtype).to(parameter.dtype))
 
 
 def _is_invertible(part: View) -> bool:
@@ -206,136 +150,3 @@ def map_positions(part: View, to: View, changed: Integers) -> tuple[Integers, In
         targets += index * to.stride[axis]
     inside &= rest == 0
     return changed[inside], targets[inside]
-
-
-class Sample(NamedTuple):
-    """Elements that show whether a model still holds a version."""
-
-    version: VersionId | None
-    """The version, or None if it is unknown."""
-    elements: Mapping[str, Patch]
-    """Elements of parameters, by the parameter's name."""
-
-    def is_held(self) -> bool:
-        """Whether the parameters have the sampled values; an empty sample does not tell."""
-        patches = self.elements.values()
-        for device in {patch.target.device for patch in patches}:
-            local = [patch for patch in patches if patch.target.device == device]
-            live = [patch.target.index_select(0, patch.places) for patch in local]
-            # One comparison: on a device each waits for all that was queued.
-            if not torch.equal(torch.cat(live), torch.cat([patch.values for patch in local])):
-                return False
-        return bool(patches)
-
-    def of(self, parameters: Collection[str]) -> Sample:
-        """Return the sample of some parameters alone."""
-        elements = {name: patch for name, patch in self.elements.items() if name in parameters}
-        return self._replace(elements=elements)
-
-    def with_patched(
-        self, patches: Mapping[str, Sequence[Patch]], random: np.random.Generator
-    ) -> Sample:
-        """Add elements that patches write, of every parameter that they write to."""
-        more = {}
-        for name, pieces in patches.items():
-            chosen = [self.elements[name]]
-            for piece, count in _choose_parts(pieces, len(self.elements), random):
-                indices = torch.from_numpy(random.integers(len(piece.positions), size=count))
-                chosen.append(piece.at(indices).on_device())
-            more[name] = _joined(chosen)
-        return self._replace(elements={**self.elements, **more})
-
-
-NOTHING_HELD = Sample(None, {})
-"""Sample of a model that may hold anything."""
-
-
-def draw_sample(
-    version: VersionId,
-    copies: Mapping[str, Sequence[Copy]],
-    parameters: Mapping[str, torch.Tensor],
-    random: np.random.Generator,
-) -> Sample:
-    """Choose elements that the copies of a version put into every parameter."""
-    sample = {}
-    for name, parts in copies.items():
-        filled = [copy for copy in parts if copy[0].numel()]
-        chosen = [
-            _elements_of(copy, parameters[name], count, random)
-            for copy, count in _choose_parts(filled, len(copies), random)
-        ]
-        if chosen:
-            sample[name] = _joined(chosen).on_device()
-    return Sample(version, sample)
-
-
-def _choose_parts(
-    parts: Sequence[T], num_parameters: int, random: np.random.Generator
-) -> Iterator[tuple[T, int]]:
-    """Choose a few parts of a parameter, and the number of elements to sample of each."""
-    num_elements = _NUM_SAMPLED // max(1, num_parameters)
-    num_elements = min(max(num_elements, _MIN_SAMPLED), _MAX_SAMPLED)
-    chosen = random.permutation(len(parts))[:_MAX_PARTS]
-    for index in chosen:
-        yield parts[index], num_elements // len(chosen)
-
-
-def _elements_of(
-    copy: Copy, parameter: torch.Tensor, count: int, random: np.random.Generator
-) -> Patch:
-    """Choose positions of a copy at random, and the values that it puts there."""
-    target, source = copy
-    if target.is_contiguous() and source.is_contiguous():  # most are, and versions have hundreds
-        inside = torch.from_numpy(random.integers(target.numel(), size=count))
-        start = int(target.storage_offset() - parameter.storage_offset())
-        values = _values_for(parameter, source.view(-1), (inside.to(source.device),))
-        return Patch(flat(parameter), inside + start if start else inside, values)
-    target, source = (tensor.reshape(tensor.shape or (1,)) for tensor in copy)
-    indices = np.unravel_index(random.integers(target.numel(), size=count), target.shape)
-    places = [torch.from_numpy(index) for index in indices]
-    positions = torch.full((count,), View.of(target, parameter).offset)
-    for index, stride in zip(places, target.stride(), strict=True):
-        positions += index * stride
-    values = _values_for(parameter, source, tuple(place.to(source.device) for place in places))
-    return Patch(flat(parameter), positions, values)
-
-
-def _joined(patches: Sequence[Patch]) -> Patch:
-    if len(patches) == 1:
-        return patches[0]
-    positions = torch.cat([patch.places for patch in patches])
-    values = torch.cat([patch.values for patch in patches])
-    return Patch(patches[0].target, positions, values)
-
-
-def flat(parameter: torch.Tensor) -> torch.Tensor:
-    """View a parameter that shares its memory with no other, as flat integers."""
-    plain = parameter.detach()
-    return _as_integers(plain.as_strided((plain.numel(),), (1,), plain.storage_offset()))
-
-
-def _as_integers(values: torch.Tensor) -> torch.Tensor:
-    """View the bits as integers of the elements' size."""
-    return values.view(_INTEGERS[values.itemsize])
-
-
-def same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a target has the bytes that a copy of the source into it leaves."""
-    target, source = (tensor.reshape(tensor.shape or (1,)) for tensor in (target, source))
-    rows = max(1, len(target) * _BLOCK_BYTES // max(1, target.nbytes))
-    blocks = zip(torch.split(target, rows), torch.split(source, rows), strict=True)
-    return all(
-        _same_bits(block, other.to(device=block.device, dtype=block.dtype))
-        for block, other in blocks
-    )
-
-
-def _same_bits(block: torch.Tensor, other: torch.Tensor) -> bool:
-    pair = [_as_integers(tensor) for tensor in (block, other)]
-    # Elements are compared one by one: of eight bytes, that takes half the time of two's.
-    if all(
-        bits.is_contiguous() and not (bits.nbytes % 8 or bits.storage_offset() * bits.itemsize % 8)
-        for bits in pair
-    ):
-        pair = [bits.view(-1).view(torch.int64) for bits in pair]
-    return torch.equal(*pair)

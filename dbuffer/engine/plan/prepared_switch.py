@@ -10,19 +10,11 @@ from typing import Self
 import torch
 import xxhash
 
+from dbuffer.engine.plan.attestation import Attested, digest_of_all, same_bytes
 from dbuffer.engine.plan.copy_plan import CopyPlan, Tensors, layer_of
 from dbuffer.engine.plan.images import Image
 from dbuffer.engine.plan.load_trace import Copy, View
-from dbuffer.engine.plan.patching import (
-    NOTHING_HELD,
-    Changed,
-    Patch,
-    Patches,
-    Sample,
-    flat,
-    patch_or_copy,
-    same_bytes,
-)
+from dbuffer.engine.plan.patching import Changed, Patch, Patches, patch_or_copy
 from dbuffer.format.layout import align
 from dbuffer.format.lineage import VersionId
 from dbuffer.io.changes import cut_work
@@ -47,6 +39,7 @@ class PreparedSwitch:
     """
 
     plan: CopyPlan
+    version: VersionId
     tensors: Tensors
     """Published tensors; only those to be reloaded, where the copies have memory of their own."""
     aliases: Mapping[str, str]
@@ -58,11 +51,11 @@ class PreparedSwitch:
     """Digests of the tensors in ``plan.verified_for``."""
     patches: Patches | None = None
     """Changes since a version that the model may hold, or None if they are not known."""
-    sample: Sample = NOTHING_HELD
-    """Elements by which the model is known to hold this version."""
 
     @classmethod
-    def of_plan(cls, plan: CopyPlan, tensors: Tensors, aliases: Mapping[str, str]) -> Self:
+    def of_plan(
+        cls, plan: CopyPlan, version: VersionId, tensors: Tensors, aliases: Mapping[str, str]
+    ) -> Self:
         """Bind the copies of a plan to a version's tensors, and pack all layers that have images.
 
         Raises:
@@ -71,6 +64,7 @@ class PreparedSwitch:
         """
         return cls(
             plan,
+            version,
             tensors,
             aliases,
             copies=plan.copies_of(tensors),
@@ -116,7 +110,6 @@ class PreparedSwitch:
             plan=plan,
             copies=plan.copies_of(self.tensors),
             images=[image for image in self.images if image.name in plan.packed],
-            sample=self.sample.of(plan.parameters),
         )
 
     @property
@@ -183,32 +176,14 @@ class PreparedSwitch:
                 copies.setdefault(name, []).append(part)
         return Patches(base, patches, copies)
 
-    def patches_match(self, name: str, patches: Patches) -> bool:
-        """Whether patches give a parameter what the whole switch would give it.
-
-        They, and what is compared, are in main memory: a device may have no room.
-        """
-        parameter = self.plan.parameters[name].detach()
-        patched = flat(parameter).to("cpu", copy=True)
-        for patch in patches.by_parameter.get(name, ()):
-            patch._replace(target=patched).apply()
-        like = patched.view(parameter.dtype).as_strided(parameter.shape, parameter.stride())
-        copied = {target.data_ptr() for target, _ in patches.copies.get(name, ())}
-        return all(
-            target.data_ptr() in copied or same_bytes(op.to.in_(like), source)
-            for op, (target, source) in zip(
-                self.plan.traced[name].ops, self.copies[name], strict=True
-            )
-        )
-
     # In the pause
 
-    def apply(self, copier: Copier, held: Sample) -> None:
+    def apply(self, copier: Copier, held: Attested | None = None) -> None:
         """Switch. A failure leaves a mix, to be repaired at once.
 
         Args:
             copier: its threads work in main memory; on a device its own queue does.
-            held: sample of the version that was loaded last.
+            held: version that the model should hold; None: everything is copied.
         """
         copies = [copy for each in self._patch(copier, held).values() for copy in each]
         # A tied tensor is in the images of two layers.
@@ -225,11 +200,18 @@ class PreparedSwitch:
         for image in self.images:
             image.hand_over()
 
-    def _patch(self, copier: Copier, held: Sample) -> Mapping[str, Sequence[Copy]]:
+    def _patch(self, copier: Copier, held: Attested | None) -> Mapping[str, Sequence[Copy]]:
         """Patch what can be patched, and return the copies that are left."""
-        if self.patches is None or self.patches.base != held.version or not held.is_held():
+        if self.patches is None or held is None or self.patches.base != held.version:
             return self.copies
         try:
+            if digest_of_all(self.plan.parameters.values()) != held.digest:
+                logger.warning(
+                    "something wrote to the weights since they were seen to be version %d: all of "
+                    "them are copied",
+                    held.version.number,
+                )
+                return self.copies
             self.patches.apply(copier)
         # A device without room, say. Copying everything needs none, and overwrites the patches.
         except Exception as error:  # noqa: BLE001

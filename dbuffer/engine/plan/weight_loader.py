@@ -8,31 +8,29 @@ verified in the same pause; otherwise the whole model stays with the reload.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
 from dbuffer.engine.contract import ServingModel
+from dbuffer.engine.plan.attestation import Attested, digest_of_all, same_bytes
 from dbuffer.engine.plan.copy_plan import CopyPlan, Tensors, plan_copies
 from dbuffer.engine.plan.images import Packing
 from dbuffer.engine.plan.load_trace import LoadTrace
-from dbuffer.engine.plan.patching import (
-    NOTHING_HELD,
-    Changed,
-    Sample,
-    draw_sample,
-    same_bytes,
-)
+from dbuffer.engine.plan.patching import Changed
 from dbuffer.engine.plan.prepared_switch import PreparedSwitch, log_copied_whole
 from dbuffer.engine.plan.verification import UnverifiableError, Verifier
 from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.errors import UnsupportedError
 from dbuffer.format.lineage import VersionId
 from dbuffer.io.copier import Copier
+from dbuffer.io.devices import fork_streams
 from dbuffer.runtime.messages import described, listed
 
 logger = logging.getLogger(__name__)
@@ -62,6 +60,7 @@ class WeightLoader:
         copier: its threads copy in main memory.
         check: traces parts of a layout, and runs the model's loaders again.
         plans: whether to copy at all.
+        patches: whether to patch where little changed; its weights are on a device.
         partial: versions may hold a part of the model.
         not_weights: attributes of its layers that serving changes.
         packing: of layers that get images, or None if no layer does.
@@ -75,6 +74,7 @@ class WeightLoader:
         check: ShapeCheck,
         *,
         plans: bool = True,
+        patches: bool = False,
         partial: bool = False,
         not_weights: Collection[str] = (),
         packing: Packing | None = None,
@@ -84,6 +84,7 @@ class WeightLoader:
         self._copier = copier
         self._check = check
         self._plans = plans
+        self._may_patch = patches
         self._partial = partial
         self._packing = packing
         # The engine's generators are seeded, and sample tokens.
@@ -104,11 +105,11 @@ class WeightLoader:
         self._num_skipped: float = 0
         """Versions to reload before this layout, which was set aside, is planned again."""
         self._next_skipped = _MIN_SKIPPED
-        self._held = NOTHING_HELD
-        """Sample of the version that was loaded last, as far as that is known."""
+        self._held: VersionId | None = None
+        """Version that was loaded last, as far as that is known."""
+        self._attested: Attested | None = None
+        """The same, with the digest of its parameters, once versions come as deltas."""
         self._comes_as_deltas = False
-        """Whether a delta has led to a version. The first is copied whole."""
-        self._may_patch = True
         self._rechecks_loaders = True
 
     @torch.no_grad()
@@ -137,7 +138,7 @@ class WeightLoader:
             self._give_up(changed, logging.WARNING)
             return None
         try:
-            switch = PreparedSwitch.of_plan(plan, tensors, aliases or {})
+            switch = PreparedSwitch.of_plan(plan, version, tensors, aliases or {})
         except UnsupportedError as error:
             self._give_up(str(error))
             return None
@@ -146,7 +147,7 @@ class WeightLoader:
             self._set_aside(f"a layer could not be packed: {described(error)}")
             return None
         try:
-            self._add_patches(switch, version, changed_since)
+            self._add_patches(switch, changed_since)
         # Memory that is short for a moment, say. The copies are there.
         except Exception as error:  # noqa: BLE001
             log_copied_whole(error)
@@ -204,44 +205,22 @@ class WeightLoader:
         return None if all(same_bytes(*copy) for copy in copies) else name
 
     def _add_patches(
-        self,
-        switch: PreparedSwitch,
-        version: VersionId,
-        changed_since: Callable[[VersionId], Changed | None],
+        self, switch: PreparedSwitch, changed_since: Callable[[VersionId], Changed | None]
     ) -> None:
-        """Give a switch its sample, and patches if all changes since its base are known."""
-        switch.sample = Sample(version, {})
-        if switch.plan.verified_for is None or not self._may_patch:
+        """Give a switch patches, if the model was seen to hold a version that they lead from."""
+        if switch.plan.verified_for is None or not self._may_patch or self._held is None:
             return
-        base = self._held
-        changed = None if base.version is None else changed_since(base.version)
+        changed = changed_since(self._held)
         self._comes_as_deltas |= changed is not None
-        # A sample takes as long as all else of staging but the copies; nobody needs it otherwise.
-        if not self._comes_as_deltas:
-            return
-        switch.sample = draw_sample(version, switch.copies, switch.plan.parameters, self._random)
-        if base.version is None or changed is None or not base.is_held():
-            return
-        patches = switch.patches_from(base.version, changed, self._copier)
-        name = self._random.choice(list(switch.copies))
-        if not switch.patches_match(name, patches):
-            self._may_patch = False
-            logger.warning(
-                "%s changed in other places than its delta says: versions are copied whole from "
-                "now on",
-                name,
-            )
-            return
-        switch.patches = patches.on_device()
-        if patches.by_parameter or patches.copies:
-            switch.sample = switch.sample.with_patched(patches.by_parameter, self._random)
-        else:  # elements that were patched last tell more
-            switch.sample = base._replace(version=switch.sample.version)
+        if changed is not None and self._attested is not None:
+            patches = switch.patches_from(self._attested.version, changed, self._copier)
+            switch.patches = patches.on_device()
 
     @torch.no_grad()
     def apply(self, switch: PreparedSwitch) -> None:
         """Do a switch that is enough. A failure leaves a mix, to be repaired at once."""
-        held, self._held = self._held, NOTHING_HELD
+        held = self._attested
+        self._held = self._attested = None
         try:
             switch.apply(self._copier, held)
             increment_version(switch.plan.written)
@@ -250,7 +229,45 @@ class WeightLoader:
             # The repair must not fail for the same reason: a reload, and a new verification.
             self._drop_plan()
             raise
-        self._held = switch.sample
+        self._held = switch.version
+
+    @torch.no_grad()
+    def attest(
+        self, switch: PreparedSwitch, reading: Callable[[], AbstractContextManager[bool]]
+    ) -> list[str] | None:
+        """Compare the model with what the last switch gave it; runs in the stager's thread.
+
+        Layers that stay with the reload are not compared.
+
+        Args:
+            switch: that switch; what it copies from must still be there.
+            reading: makes a context that tells whether the model's weights may be read in it.
+
+        Returns:
+            Parameters and layers that differ, or were replaced; None if that cannot be told: a
+            reload loaded the version, and no copies do the same; or weights may not be read.
+        """
+        plan, differing = switch.plan, []
+        compared = [
+            *((name, lambda copies=copies: copies) for name, copies in switch.copies.items()),
+            *((image.name, image.copies) for image in switch.images),
+        ]
+
+        with fork_streams(plan.written)(), contextlib.ExitStack() as last:
+            for name, copies_of in compared:
+                with reading() as may_read:
+                    if not may_read or plan is not self._plan or self._held != switch.version:
+                        return None
+                    if not all(same_bytes(*copy) for copy in copies_of()):
+                        differing.append(name)
+            if not last.enter_context(reading()):
+                return None
+            if (replaced := plan.replaced()) is not None:
+                differing.append(replaced)
+            if not differing and self._comes_as_deltas:
+                digest = digest_of_all(plan.parameters.values())
+                self._attested = Attested(switch.version, digest)
+        return differing
 
     def _reload_part(self, switch: PreparedSwitch) -> None:
         if reloaded := switch.reloaded:
@@ -279,7 +296,7 @@ class WeightLoader:
 
     def forget(self) -> None:
         """Treat the model's weights as unknown: the next version is not patched upon them."""
-        self._held = NOTHING_HELD
+        self._held = self._attested = None
         self._drop_plan_of_replaced()
         # A value derived from one of these may have become another one.
         if self._plan is not None and self._plan.verified_for:
@@ -319,7 +336,7 @@ class WeightLoader:
             )
             self._reload(tensors)
         if self._plan is not None:
-            self._held = switch.sample
+            self._held = switch.version
             _log_verified(self._plan, time.monotonic() - started)
 
     def _leave_to_reload(self, mismatch: Mapping[str, str], plan: CopyPlan) -> None:

@@ -35,7 +35,7 @@ ADMITTED = "dbuffer_label"
 
 _ENCODED = "dbuffer_encoded_label"
 _ATTACHED = "dbuffer_attached_label"
-"""Attribute of a core: the encoded label without the newest run."""
+"""Attribute of a core: the encoded label of the weights alone."""
 _IS_VOID = "dbuffer_labels_are_void"
 """Attribute of a core: whether what a follower knows of its weights may be of before a load."""
 
@@ -65,9 +65,9 @@ def label_cores(core: Any, process: Any) -> None:
             label, weight_version = WeightLabel(), UNKNOWN_VERSION
         set_version(core, label.version)
         setattr(core, _ENCODED, weight_version)
-        if label.newest_run is not None:
-            # A run that the engine only gets ready changes nothing for what is being answered.
-            label = replace(label, newest_run=None)
+        if label.newest_run is not None or label.is_attested:
+            # Neither changes the weights of what is being answered.
+            label = replace(label, newest_run=None, is_attested=False)
             weight_version = label.encode()
         setattr(core, _ATTACHED, weight_version)
         _end_unmet(core, label)

@@ -161,14 +161,14 @@ def test_a_record_is_refused_with_a_field_too_few_or_too_many_or_cut_anywhere(re
             decode(type(record), data[:end])
 
 
-TIMES = ("published_at", "started_at", "updated_at")
+TIMES = ("published_at", "started_at", "updated_at", "attested_at")
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=IDS)
 @pytest.mark.parametrize(
     ("value", "takes_it"),
     [
-        (True, ("is_final", "is_ephemeral", "is_relayed", "has_ended")),
+        (True, ("is_final", "is_ephemeral", "is_relayed", "has_ended", "is_attestable")),
         ([], ("chain",)),
         ("\x00", ("host", "problem")),
         (-1, TIMES),

@@ -58,6 +58,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "unused_tensors": ["", "Refuse", "ignore", None, True, 1, ["warn"]],
     "plan": [0, 1, None, "true", "", []],
     "images": [0, 1, None, "true", "", []],
+    "attest": ["", "yes", "Auto", None, 0, 1, 2, [True], {}],
     "instance_id": ["", 1, True, ["a"], {}],
 }
 
@@ -75,6 +76,7 @@ RIGHT_OPTIONS: dict[str, list[Any]] = {
     "partial": [True, False],
     "plan": [True, False],
     "images": [True, False],
+    "attest": ["auto", True, False],
     "forked": ["follow", "refuse"],
     "unused_tensors": ["refuse", "warn"],
     "instance_id": [None, "1795324001626655474"],

@@ -1,6 +1,6 @@
 """Switches by copies alone, in real engines that are not what a plan takes for granted.
 
-Weights that vLLM's own `reload_weights` has put back, of each kind of parameter of a deep model; a
+Weights that something writes to while they serve, or replaces; a layer that derives something; a
 reranker that computes its head from its embedding; and a model that keeps published tensors beside
 its parameters.
 """
