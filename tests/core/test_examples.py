@@ -91,6 +91,11 @@ class TestWithVLLM:
         assert done.count("its engine and of a fresh one: equal") == 2
         assert sorted(done.numbers(r"version (\d)")) == [2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
 
+    def test_engine_follows_the_ranks_of_fsdp2(self, shm_path):
+        done = run("fsdp2_async.py", shm_path)
+        assert "the engine and of both ranks: equal" in done
+        assert len(done.numbers(r"reward ([\d.]+)")) == 30
+
     def test_server_answers_with_what_was_trained(self, shm_path):
         done = run("atropos_bridge.py", shm_path)
         assert "the server and of a fresh one: equal" in done
