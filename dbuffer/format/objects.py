@@ -1,8 +1,8 @@
-"""Names and records of a bucket's objects, through which versions go from one store to another.
+"""Records and names of a bucket's objects, through which versions go from one store to another.
 
-All objects but the pointer and the receivers' are immutable, and their names have the digests of
-their content: what a mirror puts late, after another took over, changes no object. Large files are
-cut into parts.
+``CURRENT`` describes the newest version. The version's files are objects cut into parts, which are
+immutable: their names have the digests of their content, so that a part that a mirror puts late,
+after another mirror took over, changes no object. A part that arrived is not put again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from typing import Any, ClassVar, NamedTuple, Self
 
 import msgspec
+from msgspec.structs import asdict, replace
 
 from dbuffer.errors import StoreCorruptError
 from dbuffer.format.layout import digest
@@ -21,13 +22,13 @@ from dbuffer.format.manifest import (
     Manifest,
     ReceiverRecord,
     Record,
-    Versioned,
     decodable,
-    encode,
 )
 
 POINTER_OBJECT = "CURRENT"
 RECEIVERS_PREFIX = "receivers"
+VERSIONS_PREFIX = "versions"
+"""Directory of the parts of versions' files."""
 
 PART_BYTES = 32 << 20
 """Size of the parts that are written: many enough for requests side by side, and few enough for
@@ -36,13 +37,20 @@ what a request costs."""
 MAX_OBJECT_BYTES = 16 * MAX_RECORD_BYTES
 """No object with a record is larger; a part is as large as the version says."""
 
-VERSIONS_PREFIX = "versions"
-"""Directory of versions' records, and of the parts of their files."""
-_RECORD = re.compile(rf"{VERSIONS_PREFIX}/([0-9]{{19}})-([0-9a-f]{{16}})-[0-9a-f]{{16}}\.json")
 _PART = re.compile(
     rf"{VERSIONS_PREFIX}/{VERSION_ID.pattern}\.(weights|delta)/[0-9]{{6}}-[0-9a-f]{{16}}"
 )
 _RECEIVERS = re.compile(rf"{RECEIVERS_PREFIX}/mirror-[A-Za-z0-9-]{{0,64}}-[0-9a-f]{{16}}\.json")
+
+
+class Part(NamedTuple):
+    """Object with a part of a file."""
+
+    name: str
+    offset: int
+    """Place of its first byte in the file."""
+    num_bytes: int
+    xxh3: Token
 
 
 class Parts(NamedTuple):
@@ -54,81 +62,46 @@ class Parts(NamedTuple):
 
 
 @decodable
-class BucketPointer(Versioned, frozen=True, kw_only=True):
-    """``CURRENT``: which version is the newest in a bucket."""
-
-    NAME: ClassVar = "bucket's version pointer"
-
-    writer: Token
-    """Random name of the mirror that put it: one that reads another name has lost the bucket."""
-    version_xxh3: Token
-    """Digest of the object with the version's record."""
-    xxh3: Token
-    """Digest of the other fields: a reader remembers a pointer, and must not remember a wrong one.
-    """
-
-    @property
-    def version_name(self) -> str:
-        """Name of the object with the version's record."""
-        return version_object(self.id, self.version_xxh3)
-
-    @classmethod
-    def to(cls, version: BucketVersion, writer: str) -> Self:
-        """Make the pointer that names a version."""
-        manifest = version.manifest
-        return cls._sealed(
-            id=manifest.id,
-            runs=manifest.runs,
-            writer=writer,
-            version_xxh3=digest(encode(version)),
-        )
-
-    def by(self, writer: str) -> Self:
-        """Return it as another mirror puts it."""
-        return self._sealed(
-            id=self.id, runs=self.runs, writer=writer, version_xxh3=self.version_xxh3
-        )
-
-    @classmethod
-    def _sealed(cls, **fields: Any) -> Self:
-        return cls(**fields, xxh3=_joint_digest(fields))
-
-    def __post_init__(self) -> None:
-        Versioned.__post_init__(self)
-        if self.xxh3 != _joint_digest(msgspec.structs.asdict(self)):
-            raise StoreCorruptError(f"{self.NAME}: it is not as it was written")
-
-
-@decodable
 class BucketVersion(Record, frozen=True, kw_only=True):
-    """``versions/NUMBER-RUN-XXH3.json``: a version, and the parts of its files."""
+    """``CURRENT``: the newest version in a bucket, and the parts of its files."""
 
     NAME: ClassVar = "bucket's version"
 
+    writer: Token
+    """Random name of the mirror that put it: one that reads another name has lost the bucket."""
     manifest: Manifest
     """The version's manifest; its ``anchor_buffer`` is None."""
     part_bytes: Positive
     """Size of each part but the last of a file."""
     weights: list[Token]
     """Digests of the weights file's parts."""
-    deltas: dict[str, Parts]
-    """Parts of each delta of its chain, by the id of the version that it leads to."""
+    deltas: list[Parts]
+    """Parts of the deltas that lead to the versions of its chain, but the first."""
+    xxh3: Token
+    """Digest of the other fields: a reader remembers a version, and must not remember a wrong one.
+    """
+
+    @classmethod
+    def sealed(cls, **fields: Any) -> Self:
+        """Make a record of all other fields."""
+        return cls(**fields, xxh3=_joint_digest(fields))
+
+    def by(self, writer: str) -> Self:
+        """Return it as another mirror puts it."""
+        fields = asdict(self) | {"writer": writer}
+        return replace(self, writer=writer, xxh3=_joint_digest(fields))
 
     def __post_init__(self) -> None:
-        manifest = self.manifest
-        if manifest.state != "complete":
+        if self.xxh3 != _joint_digest(asdict(self)):
+            raise StoreCorruptError(f"{self.NAME}: it is not as it was written")
+        if self.manifest.state != "complete":
             raise StoreCorruptError(f"{self.NAME}: field 'manifest' describes no mirrored version")
-        if set(map(str, manifest.chain[1:])) != self.deltas.keys():
+        if len(self.deltas) != len(self.manifest.chain[1:]):
             raise StoreCorruptError(f"{self.NAME}: field 'deltas' is not of its chain")
-        for parts in (self.weights_parts, *map(self.delta_parts, manifest.chain[1:])):
-            count = -(-parts.num_bytes // self.part_bytes)
-            if len(parts.digests) != count:
+        for file in self._files.values():
+            count = -(-file.num_bytes // self.part_bytes)
+            if len(file.digests) != count:
                 raise StoreCorruptError(f"{self.NAME}: its parts are not {count} digests")
-
-    @property
-    def name(self) -> str:
-        """Name of its object."""
-        return version_object(self.id, digest(encode(self)))
 
     @property
     def id(self) -> VersionId:
@@ -136,35 +109,36 @@ class BucketVersion(Record, frozen=True, kw_only=True):
         return self.manifest.id
 
     @property
-    def anchor(self) -> VersionId:
-        """The version in the weights file."""
-        return self.manifest.anchor or self.manifest.id
+    def parts(self) -> list[Part]:
+        """All objects that it consists of."""
+        return [part for directory in self._files for part in self.parts_in(directory)]
 
     @property
-    def weights_parts(self) -> Parts:
-        return Parts(self.manifest.file_bytes, self.weights)
+    def weights_parts(self) -> list[Part]:
+        """Parts of the weights file."""
+        return self.parts_in(weights_directory(self.manifest.file_version))
 
-    def delta_parts(self, version: VersionId) -> Parts:
-        """Parts of the delta that leads to this version."""
-        return self.deltas[str(version)]
+    def delta(self, version: VersionId) -> Parts:
+        """Return the parts of the delta that leads to a version of its chain."""
+        return self._files[delta_directory(version)]
 
-    @property
-    def part_sizes(self) -> dict[str, int]:
-        """Sizes of all parts that it consists of, by the names of their objects."""
-        sizes = {}
-        files = {weights_object(self.anchor): self.weights_parts}
-        for version in map(VersionId.parse, self.deltas):
-            files[delta_object(version)] = self.delta_parts(version)
-        for directory, parts in files.items():
-            for index, name in enumerate(part_objects(directory, parts.digests)):
-                offset = index * self.part_bytes
-                sizes[name] = min(self.part_bytes, parts.num_bytes - offset)
-        return sizes
+    def parts_in(self, directory: str) -> list[Part]:
+        """Return the parts of the file in a directory, in their order."""
+        file, size = self._files[directory], self.part_bytes
+        parts = []
+        for index, xxh3 in enumerate(file.digests):
+            name, offset = part_object(directory, index, xxh3), index * size
+            parts.append(Part(name, offset, min(size, file.num_bytes - offset), xxh3))
+        return parts
 
     @property
-    def objects(self) -> set[str]:
-        """Names of all objects that it consists of, and of its record's."""
-        return {self.name, *self.part_sizes}
+    def _files(self) -> dict[str, Parts]:
+        """Its files, by the directories of their parts."""
+        manifest = self.manifest
+        weights = weights_directory(manifest.file_version)
+        files = {weights: Parts(manifest.file_bytes, self.weights)}
+        deltas = zip(manifest.chain[1:], self.deltas, strict=True)
+        return files | {delta_directory(version): file for version, file in deltas}
 
 
 @decodable
@@ -178,35 +152,23 @@ class BucketReceivers(Record, frozen=True, kw_only=True):
     """Time by the mirror's clock: an object that is put again differs from the one before."""
 
 
-def version_object(version: VersionId, xxh3: str) -> str:
-    """Name of the object with a version's record, whose digest is the last."""
-    return f"{VERSIONS_PREFIX}/{version.number:019}-{version.run}-{xxh3}.json"
-
-
 def version_of(name: str) -> VersionId | None:
-    """Return the version whose record or part a mirror gives this name, or None if it gives none.
+    """Return the version whose part a mirror gives this name, or None if it gives none.
 
     A part of a weights file belongs to its anchor, a part of a delta to the version it leads to.
     """
-    if match := _RECORD.fullmatch(name):
-        return VersionId(match[2], int(match[1]))
     match = _PART.fullmatch(name)
     return match and VersionId(match[1], int(match[2]))
 
 
-def weights_object(version: VersionId) -> str:
+def weights_directory(version: VersionId) -> str:
     """Directory of the parts of the weights file that holds this version."""
     return f"{VERSIONS_PREFIX}/{version}.weights"
 
 
-def delta_object(version: VersionId) -> str:
+def delta_directory(version: VersionId) -> str:
     """Directory of the parts of the delta that leads to this version."""
     return f"{VERSIONS_PREFIX}/{version}.delta"
-
-
-def part_objects(directory: str, digests: list[str]) -> list[str]:
-    """Names of the parts of a file."""
-    return [part_object(directory, index, xxh3) for index, xxh3 in enumerate(digests)]
 
 
 def part_object(directory: str, index: int, xxh3: str) -> str:
@@ -225,6 +187,6 @@ def is_of_receivers(name: str) -> bool:
 
 
 def _joint_digest(fields: dict[str, Any]) -> str:
-    """Digest of all fields of a pointer but the digest itself."""
+    """Digest of all fields of a version but the digest itself."""
     others = {name: value for name, value in fields.items() if name != "xxh3"}
-    return digest(json.dumps(others, sort_keys=True).encode())
+    return digest(json.dumps(msgspec.to_builtins(others), sort_keys=True).encode())

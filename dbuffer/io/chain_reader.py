@@ -65,7 +65,8 @@ class ChainReader:
         Args:
             memory: of no use any more, if this raises.
             copier: its threads do it.
-            since: None, or one from which the chain does not lead here: the file is read first.
+            since: None, or one from which the chain does not lead here: the file is read first, of
+                a version in a store.
             on_bytes: called with the bytes that were read, from several threads.
             hashed: whether to hash what is in memory then.
 
@@ -73,17 +74,15 @@ class ChainReader:
             The checksums of all tensors, if ``hashed``.
         """
         manifest, held = self._held.manifest, self._held
-        if since is None or since not in manifest.chain:
-            if isinstance(held, Held):
-                file, path = held.file.number, held.path
-                at_once = hashed and manifest.anchor is None
-                checksums = read_tensors(
-                    file, path, self._layout, memory, copier, hashed=at_once, on_bytes=on_bytes
-                )
-                if manifest.anchor is None:
-                    return checksums
-            else:
-                held.read_data(memory.raw[: self._layout.checksums_offset], on_bytes)
+        if since is None or since not in (manifest.file_version, *manifest.chain):
+            assert isinstance(held, Held)  # noqa: S101 - what is elsewhere is brought here first
+            file, path = held.file.number, held.path
+            at_once = hashed and manifest.anchor is None
+            checksums = read_tensors(
+                file, path, self._layout, memory, copier, hashed=at_once, on_bytes=on_bytes
+            )
+            if manifest.anchor is None:
+                return checksums
             since = manifest.file_version
         self._apply_after(since, memory, copier, on_bytes=on_bytes)
         return copier.checksums(memory) if hashed else None

@@ -16,7 +16,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -32,7 +31,6 @@ from dbuffer.format.manifest import UNDECODABLE, RecordT, decode
 from dbuffer.format.objects import MAX_OBJECT_BYTES
 from dbuffer.io.copier import Copier
 from dbuffer.runtime.closing import Closing
-from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.messages import first_line
 from dbuffer.runtime.timing import TIMING
@@ -118,7 +116,6 @@ class Bucket(Closing):
         self._has_credentials = False
         self._copier = Copier(NUM_REQUESTS)
         self._width = _Width()
-        self._background = ThreadPoolExecutor(1, "dbuffer-bucket", leave_core)
         self.requests: collections.Counter[str] = collections.Counter()
         """Number of requests made, by kind: get, put, list, delete."""
         try:
@@ -146,18 +143,7 @@ class Bucket(Closing):
 
     def close(self) -> None:
         self.end_retries()
-        self._background.shutdown()
         self._copier.close()
-
-    def get(self, name: str, num_bytes: int) -> memoryview:
-        """Return the content of an object of a known size."""
-        content = memoryview(bytearray(num_bytes))
-
-        def place(offset: int, data: memoryview) -> None:
-            content[offset : offset + data.nbytes] = data
-
-        self.get_pieces(name, num_bytes, place)
-        return content
 
     def get_pieces(
         self, name: str, num_bytes: int, place: Callable[[int, memoryview], None]
@@ -298,10 +284,6 @@ class Bucket(Closing):
             action(items[index])
 
         self._copier.in_parallel(work, [(index, index + 1) for index in range(len(items))])
-
-    def begin(self, action: Callable[[], T]) -> Future[T]:
-        """Call a function in another thread, after those that were begun before."""
-        return self._background.submit(action)
 
     def name_of(self, name: str) -> str:
         """Return an object's URL, for messages."""

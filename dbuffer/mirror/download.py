@@ -7,8 +7,7 @@ import functools
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent import futures
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +20,17 @@ from dbuffer.errors import (
 )
 from dbuffer.format.layout import KeptLayouts, digest
 from dbuffer.format.lineage import Lineage, VersionId
+from dbuffer.format.manifest import Versioned
 from dbuffer.format.objects import (
     POINTER_OBJECT,
-    BucketPointer,
     BucketVersion,
-    Parts,
-    delta_object,
-    part_object,
-    weights_object,
+    Part,
+    delta_directory,
+    weights_directory,
 )
+from dbuffer.io.chain_reader import ChainReader
+from dbuffer.io.copier import Copier
+from dbuffer.io.tensors import FileTensors
 from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.bucket_records import BucketRecords
@@ -40,200 +41,187 @@ from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import require_successor
 from dbuffer.store.filesystem import Descriptor
-from dbuffer.store.hold import HeldVersion
+from dbuffer.store.hold import HeldInMemory
 from dbuffer.store.records import OwnRecord
 from dbuffer.store.watcher import wait_and_clear
 
 
-class HeldObjects(HeldVersion):
-    """A version in a bucket. Deltas that were fetched are kept in memory until it is released.
+class HeldObjects(HeldInMemory):
+    """A version in a bucket; its methods bring deltas and weights of it into memory.
 
     Args:
         bucket: where it is.
         version: its record.
-        layouts: the layouts that were decoded last.
+        before: the version that was held last; a footer of the same weights file is not fetched.
+
+    Raises:
+        StoreNotFoundError: a part is missing.
+        StoreCorruptError: a part is not what was published.
     """
 
-    def __init__(self, bucket: Bucket, version: BucketVersion, layouts: KeptLayouts) -> None:
-        self.manifest = version.manifest
+    def __init__(
+        self, bucket: Bucket, version: BucketVersion, before: HeldObjects | None = None
+    ) -> None:
         self._bucket = bucket
         self.record = version
-        self._layouts = layouts
-        self._weights = weights_object(version.anchor)
-        self._deltas: dict[VersionId, Descriptor] = {}
-        self._fetch_ahead: futures.Future[None] | None = None
-
-    @property
-    def name(self) -> str:
-        return self._bucket.name_of(self._weights)
-
-    @property
-    def layouts(self) -> KeptLayouts:
-        return self._layouts
-
-    def release(self) -> None:
-        if self._fetch_ahead is not None:
-            futures.wait([self._fetch_ahead])
-        for file in self._deltas.values():
-            file.close()
-        self._deltas.clear()
-
-    def is_unchanged(self) -> bool:
-        return True  # its objects are immutable
+        name = bucket.name_of(weights_directory(version.manifest.file_version))
+        layouts = KeptLayouts() if before is None else before.layouts
+        if before is not None and before.record.weights_parts == version.weights_parts:
+            footer = before.footer
+        else:
+            footer = self._fetch_footer()
+        super().__init__(name, version.manifest, layouts, footer)
 
     def is_still_named(self) -> bool:
-        pointer = newest_pointer(self._bucket)
-        return pointer is not None and pointer.id == self.manifest.id
+        newest = newest_version(self._bucket)
+        return newest is not None and newest.id == self.manifest.id
 
-    def read_at(self, offset: int, num_bytes: int) -> bytes:
-        parts, part_bytes = self.record.weights_parts, self.record.part_bytes
-        data = b""
-        while len(data) < num_bytes:
-            index, start = divmod(offset + len(data), part_bytes)
-            end = min(part_bytes, start + num_bytes - len(data))
-            name = part_object(self._weights, index, parts.digests[index])
-            data += self._bucket.get_range(name, start, end)
-        return data
+    def fetch_deltas(
+        self, versions: Iterable[VersionId], copies: Mapping[VersionId, Path] | None = None
+    ) -> None:
+        """Fetch deltas that lead to versions of its chain, except those that were fetched.
 
-    def read_data(self, into: memoryview, on_bytes: OnBytes | None) -> None:
-        target = np.frombuffer(into, np.uint8)  # copies into it let go of the interpreter's lock
+        ``copies``: files with copies of deltas, which may be damaged or gone.
+        """
+        files: dict[VersionId, Descriptor] = {}
+        items: list[_Item] = []
+        for version in (each for each in versions if each not in self.deltas):
+            parts = self.record.parts_in(delta_directory(version))
+            if copies and version in copies and (copy := _open_copy(copies[version], parts)):
+                self.deltas[version] = copy
+                continue
+            file = files[version] = filesystem.make_memory_file(str(version))
+            items += [(part, functools.partial(_write_at, file)) for part in parts]
+        with filesystem.os_errors("keep deltas in memory", self.name):
+            self._fetch(items)
+        self.deltas |= files
+
+    def read_into(
+        self, memory: FileTensors, copier: Copier, *, hashed: bool, on_bytes: OnBytes | None
+    ) -> list[int] | None:
+        """Fetch it whole into memory; return the checksums of its tensors, if ``hashed``."""
+        manifest = self.manifest
+        self.fetch_deltas(manifest.since_anchor)
+        # Copies into an array let go of the interpreter's lock.
+        target = np.frombuffer(memory.raw[: manifest.checksums_offset], np.uint8)
 
         def place(offset: int, data: memoryview) -> None:
             some = target[offset : offset + data.nbytes]
             some[:] = np.frombuffer(data, np.uint8)[: len(some)]  # without the footer
 
-        def count(offset: int, num_bytes: int) -> None:
+        def count(part: Part) -> None:
             if on_bytes is not None:
-                on_bytes(len(target[offset : offset + num_bytes]))
+                on_bytes(len(target[part.offset : part.offset + part.num_bytes]))
 
-        self._fetch([(self._weights, self.record.weights_parts, place)], count)
+        self._fetch([(part, place) for part in self.record.weights_parts], count)
+        chain = ChainReader(self, memory.layout)
+        since = manifest.file_version
+        return chain.read(memory, copier, since=since, on_bytes=on_bytes, hashed=hashed)
 
-    def expect_deltas(
-        self, versions: Sequence[VersionId], copies: Mapping[VersionId, Path]
-    ) -> None:
-        """Fetch deltas without a copy in another thread, while the caller applies the others."""
-        missing = [
-            version
-            for version in versions
-            if version not in copies or not self._take_copy(version, copies[version])
-        ]
-        if missing:
-            self._fetch_ahead = self._bucket.begin(lambda: self._fetch_deltas(missing))
+    def _fetch(self, items: list[_Item], on_part: Callable[[Part], None] = lambda _: None) -> None:
+        """Fetch parts side by side, and call ``on_part`` with each."""
 
-    def _take_copy(self, version: VersionId, path: Path) -> bool:
-        """Take a file in place of a delta, which then is not fetched, if it is a copy of it."""
-        try:
-            with filesystem.os_errors("read", path):
-                file = filesystem.open_regular(path, os.O_RDONLY, owner_only=False)
-        except StoreNotFoundError:
-            return False
-        parts, part_bytes = self.record.delta_parts(version), self.record.part_bytes
-        found = [
-            digest(filesystem.read_at(file.number, offset, part_bytes))
-            for offset in range(0, os.fstat(file.number).st_size, part_bytes)
-        ]
-        if found != parts.digests:
-            file.close()
-            return False
-        self._deltas[version] = file
-        return True
-
-    def open_delta(self, version: VersionId) -> tuple[str, Descriptor]:
-        if version not in self._deltas and self._fetch_ahead is not None:
-            ahead, self._fetch_ahead = self._fetch_ahead, None
-            ahead.result()
-        if version not in self._deltas:
-            # With the later ones, which are needed next: a request takes long, side by side or not.
-            self._fetch_deltas(self.manifest.chain[self.manifest.chain.index(version) :])
-        # Opened once more: the caller closes it.
-        path = f"/proc/self/fd/{self._deltas[version].number}"
-        name = self._bucket.name_of(delta_object(version))
-        with filesystem.os_errors("open a delta in memory", name):
-            return name, Descriptor.open(path, os.O_RDONLY)
-
-    def _fetch_deltas(self, versions: list[VersionId]) -> None:
-        files: dict[VersionId, Descriptor] = {}
-        wholes: list[_Whole] = []
-        for version in (each for each in versions if each not in self._deltas):
-            file = files[version] = filesystem.make_memory_file(str(version))
-            place = functools.partial(_write_at, file)
-            wholes.append((delta_object(version), self.record.delta_parts(version), place))
-        with filesystem.os_errors("keep deltas in memory", self.name):
-            self._fetch(wholes)
-        self._deltas |= files
-
-    def _fetch(
-        self, wholes: list[_Whole], on_part: Callable[[int, int], None] = lambda *_: None
-    ) -> None:
-        """Fetch all parts of some files, side by side; ``on_part``: called with place and size."""
-
-        def fetch(item: tuple[_Whole, int]) -> None:
-            (directory, parts, place), index = item
-            first = index * self.record.part_bytes
-            num_bytes = min(self.record.part_bytes, parts.num_bytes - first)
-            name = part_object(directory, index, parts.digests[index])
+        def fetch(item: _Item) -> None:
+            part, place = item
             for _ in range(2):  # the network may have damaged it
-                part_xxh3 = self._bucket.get_pieces(
-                    name, num_bytes, lambda offset, data: place(first + offset, data)
+                xxh3 = self._bucket.get_pieces(
+                    part.name,
+                    part.num_bytes,
+                    lambda offset, data: place(part.offset + offset, data),
                 )
-                if part_xxh3 == parts.digests[index]:
+                if xxh3 == part.xxh3:
                     break
             else:
-                raise StoreCorruptError(f"{self._bucket.name_of(name)} is not what was published")
-            on_part(first, num_bytes)
+                raise StoreCorruptError(
+                    f"{self._bucket.name_of(part.name)} is not what was published"
+                )
+            on_part(part)
 
-        items = [(whole, index) for whole in wholes for index in range(len(whole[1].digests))]
         self._bucket.in_parallel(fetch, items)
 
+    def _fetch_footer(self) -> bytes:
+        """Fetch the end of the weights file, which is compared with its digests."""
+        manifest = self.record.manifest
+        start, end = manifest.checksums_offset, manifest.layout_offset + manifest.layout_bytes
+        table_bytes = 8 * manifest.num_tensors
+        for _ in range(2):  # the network may have damaged it
+            data = b"".join(
+                self._bucket.get_range(
+                    part.name,
+                    max(0, start - part.offset),
+                    min(part.num_bytes, end - part.offset),
+                )
+                for part in self.record.weights_parts
+                if part.offset < end and start < part.offset + part.num_bytes
+            )
+            has_table = manifest.checksums_xxh3 in (None, digest(data[:table_bytes]))
+            if has_table and digest(data[manifest.layout_offset - start :]) == manifest.layout_xxh3:
+                return data
+        weights = self._bucket.name_of(weights_directory(manifest.file_version))
+        raise StoreCorruptError(f"{weights}: its footer is not what was published")
 
-_Whole = tuple[str, Parts, Callable[[int, memoryview], None]]
-"""Name of a file, its parts, and a function that puts bytes to their place from an offset on."""
+
+_Item = tuple[Part, Callable[[int, memoryview], None]]
+"""A part, and a function that puts bytes to their place, from an offset in the file on."""
 
 
 def _write_at(file: Descriptor, offset: int, data: memoryview) -> None:
     filesystem.write_at(file.number, offset, data)
 
 
-def newest_pointer(bucket: Bucket) -> BucketPointer | None:
-    """Read a bucket's pointer; None: nothing was published there."""
+def _open_copy(path: Path, parts: list[Part]) -> Descriptor | None:
+    """Open a file if it has the content of these parts."""
     try:
-        read = bucket.read(BucketPointer, POINTER_OBJECT)
+        with filesystem.os_errors("read", path):
+            file = filesystem.open_regular(path, os.O_RDONLY, owner_only=False)
+    except StoreNotFoundError:
+        return None
+    num_bytes = os.fstat(file.number).st_size
+    if num_bytes == sum(part.num_bytes for part in parts) and all(
+        digest(filesystem.read_at(file.number, part.offset, part.num_bytes)) == part.xxh3
+        for part in parts
+    ):
+        return file
+    file.close()
+    return None
+
+
+def newest_version(bucket: Bucket) -> BucketVersion | None:
+    """Read the record of a bucket's newest version; None: nothing was published there."""
+    try:
+        read = bucket.read(BucketVersion, POINTER_OBJECT)
     except StoreNotFoundError:
         return None
     return None if read is None else read[0]
 
 
-def require_newest(bucket: Bucket) -> BucketPointer:
-    """Read a bucket's pointer.
+def require_newest(bucket: Bucket) -> BucketVersion:
+    """Read the record of a bucket's newest version.
 
     Raises:
         WaitTimeoutError: nothing was published there.
     """
-    pointer = newest_pointer(bucket)
-    if pointer is None:
+    version = newest_version(bucket)
+    if version is None:
         raise WaitTimeoutError(f"nothing was published in {bucket.url} yet")
-    return pointer
+    return version
 
 
-def hold_version(bucket: Bucket, pointer: BucketPointer, layouts: KeptLayouts) -> HeldObjects:
-    """Hold the version that a pointer names.
+def hold_objects(
+    bucket: Bucket, version: BucketVersion, before: HeldObjects | None = None
+) -> HeldObjects:
+    """Hold a version that was the newest just now; see `HeldObjects`.
 
     Raises:
         SnapshotEvictedError: it has gone since, as newer ones came.
-        StoreCorruptError: its record is damaged, or missing.
+        StoreCorruptError: its footer is damaged, or missing.
     """
-    name = pointer.version_name
     try:
-        read = bucket.read(BucketVersion, name)
+        return HeldObjects(bucket, version, before)
     except StoreNotFoundError as error:
-        if newest_pointer(bucket) == pointer:
+        if newest_version(bucket) == version:
             raise StoreCorruptError(f"{error}, which {POINTER_OBJECT} names") from error
         raise SnapshotEvictedError(f"{error}: newer versions have come") from error
-    assert read is not None  # noqa: S101 - without a tag it is read
-    record = read[0]
-    if record.name != name:
-        raise StoreCorruptError(f"{bucket.name_of(name)} is not what {POINTER_OBJECT} names")
-    return HeldObjects(bucket, record, layouts)
 
 
 class BucketReceiver:
@@ -244,8 +232,9 @@ class BucketReceiver:
         self._poll_interval_s = options.poll_interval_s
         self.record = OwnRecord(receiver_id)
         self.reader = VersionVerifier(bucket.url, self.record, options.copier)
-        self._layouts = KeptLayouts()
-        self._seen: BucketPointer | None = None
+        self._held: HeldObjects | None = None
+        """Version that was held last."""
+        self._seen: BucketVersion | None = None
         self._tag: Tag | None = None
         self._is_woken = threading.Event()
 
@@ -255,7 +244,7 @@ class BucketReceiver:
 
     @property
     def seen(self) -> Lineage | None:
-        return None if self._seen is None else self._seen.lineage
+        return None if self._seen is None else self._seen.manifest.lineage
 
     def wait_for_version(
         self,
@@ -275,11 +264,12 @@ class BucketReceiver:
     @contextlib.contextmanager
     def hold_seen(self, newer_than: int | None = None) -> Iterator[HeldObjects | None]:
         seen = self._seen
-        if seen is None or (newer_than is not None and seen.version <= newer_than):
+        if seen is None or (newer_than is not None and seen.id.number <= newer_than):
             yield None
             return
-        with hold_version(self._bucket, seen, self._layouts) as held:
-            yield held
+        self._held = hold_objects(self._bucket, seen, self._held)
+        with self._held:
+            yield self._held
 
     def follow_fork(self) -> None:
         self._seen = self._tag = None
@@ -292,18 +282,18 @@ class BucketReceiver:
         self.record.set(has_ended=True)
 
     def _look(self) -> int | None:
-        """Read the pointer, unless it is the one that was read last; return its version."""
+        """Read the newest version's record, unless it was read last; return its number."""
         try:
-            read = self._bucket.read(BucketPointer, POINTER_OBJECT, self._tag)
+            read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
         except StoreNotFoundError:
             if self._seen is None:
                 return None
             raise
         if read is not None:
             if self._seen is not None:
-                require_successor(self.store, self._seen, read[0])
+                require_successor(self.store, self._seen.manifest, read[0].manifest)
             self._seen, self._tag = read
-        return None if self._seen is None else self._seen.version
+        return None if self._seen is None else self._seen.id.number
 
 
 class BucketSource:
@@ -317,8 +307,9 @@ class BucketSource:
     def name(self) -> str:
         return self._bucket.url
 
-    def newest(self) -> BucketPointer | None:
-        return newest_pointer(self._bucket)
+    def newest(self) -> Versioned | None:
+        version = newest_version(self._bucket)
+        return None if version is None else version.manifest
 
     def open_receiver(self, name: str) -> BucketReceiver:
         return BucketReceiver(self._bucket, name, self._options)

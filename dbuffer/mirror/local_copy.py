@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from pathlib import Path
 
 from dbuffer.errors import StoreFullError, StoreNotFoundError
 from dbuffer.format.chain import chain_of, trimmed
@@ -14,15 +13,16 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.footer import KeptFooter
-from dbuffer.io.tensors import KeptMappings
-from dbuffer.io.transfer import chunks_of
+from dbuffer.io.tensors import FileTensors, KeptMappings
+from dbuffer.io.transfer import OnBytes, chunks_of
+from dbuffer.mirror.download import HeldObjects
 from dbuffer.mirror.options import MirrorOptions
 from dbuffer.mirror.relay import AcknowledgementRelay, RecordWriter
-from dbuffer.mirror.sources import SourceReceiver
+from dbuffer.mirror.sources import HeldOf, SourceReceiver
 from dbuffer.publish.draft import Draft, counter
 from dbuffer.publish.publication import Publication
 from dbuffer.runtime.closing import Closing
-from dbuffer.store.hold import HeldVersion, hold_newest
+from dbuffer.store.hold import Held, hold_newest
 from dbuffer.store.writer import BufferWriter
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class LocalCopy(Closing):
     def check(self) -> None:
         """Do nothing: no other process writes while this one has the lock."""
 
-    def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication:
+    def copy(self, held: HeldOf, receiver: SourceReceiver) -> Publication:
         """Publish a held version once more; raise `OvertakenError` if it was overwritten."""
         started = time.monotonic()
         (remote, footer), manifest = self._footer.of_copy(held), held.manifest
@@ -87,7 +87,7 @@ class LocalCopy(Closing):
         return Publication.of(manifest.id, footer.layout, started, delta_bytes)
 
     def _fill(
-        self, draft: Draft, held: HeldVersion, receiver: SourceReceiver, remote: Layout
+        self, draft: Draft, held: HeldOf, receiver: SourceReceiver, remote: Layout
     ) -> list[int] | None:
         """Fill a draft with a held version; return its checksums, if it has any.
 
@@ -97,23 +97,56 @@ class LocalCopy(Closing):
         Raises:
             StoreNotFoundError: the version's files are gone.
         """
-        total = draft.footer.layout.checksums_offset
-        if draft.is_mapped and held.manifest.checksums_xxh3 is not None:
-            since, on_bytes = self._put_earlier(draft, held), counter(self._progress, total)
-            checksums = receiver.reader.apply_changes(draft.mapped, since, held, on_bytes)
+        total, hashed = draft.footer.layout.checksums_offset, held.manifest.checksums_xxh3
+        if draft.is_mapped and hashed is not None:
+            on_bytes = counter(self._progress, total)
+            checksums = self._apply_changes(draft, held, receiver, on_bytes)
             if checksums is not None:
                 return checksums
-        return draft.fill_from(held, remote, self._copier, counter(self._progress, total))
+        on_bytes = counter(self._progress, total)
+        if isinstance(held, Held):
+            return draft.fill_from(held, remote, self._copier, on_bytes)
+        if draft.is_mapped:
+            is_hashed = hashed is not None
+            return held.read_into(draft.mapped, self._copier, hashed=is_hashed, on_bytes=on_bytes)
+        tensors = FileTensors.in_memory(draft.footer.layout)
+        held.read_into(tensors, self._copier, hashed=False, on_bytes=on_bytes)
+        return draft.fill(tensors.views, self._copier)
 
-    def _put_earlier(self, draft: Draft, held: HeldVersion) -> VersionId | None:
+    def _apply_changes(
+        self,
+        draft: Draft,
+        held: HeldOf,
+        receiver: SourceReceiver,
+        on_bytes: OnBytes | None,
+    ) -> list[int] | None:
+        """Apply deltas to the version in a draft's file; return None if it must be read whole."""
+        since = self._put_earlier(draft, held)
+        if since is None or since not in held.manifest.chain:
+            return None
+        try:
+            self._fetch(held, receiver.reader.deltas_to_read(held, since))
+        except (*UNDECODABLE, StoreNotFoundError) as error:
+            logger.warning("copying version %d whole: %s", held.manifest.version, str(error))
+            return None
+        return receiver.reader.apply_changes(draft.mapped, since, held, on_bytes)
+
+    def _fetch(self, held: HeldOf, versions: list[VersionId]) -> None:
+        """Bring deltas that lead to versions into memory, if they are not in a store.
+
+        This store has copies of some, which were made for the other buffer, mostly.
+        """
+        if isinstance(held, HeldObjects):
+            store = self._writer.store
+            held.fetch_deltas(versions, {each: store.delta_path(each) for each in self._chain})
+
+    def _put_earlier(self, draft: Draft, held: HeldOf) -> VersionId | None:
         """Return the version that a draft's file holds, to apply deltas to.
 
         If none lead from there, as from a new file, the newest version of this store is copied into
         it: memory is read sooner than a network.
         """
         since, chain = draft.claim.held_before, held.manifest.chain
-        if since is not None and since in chain:
-            held.expect_deltas(held.manifest.deltas_after(since), self._own_deltas())
         if since in chain or not chain:
             return since
         newest = hold_newest(self._writer.store, newer_than=None)
@@ -122,16 +155,10 @@ class LocalCopy(Closing):
                 return since
             if newest.manifest.layout_xxh3 != draft.footer.layout_xxh3:
                 return since
-            since = newest.manifest.id
-            held.expect_deltas(held.manifest.deltas_after(since), self._own_deltas())
             ChainReader(newest, draft.footer.layout).read(draft.mapped, self._copier)
-            return since
+            return newest.manifest.id
 
-    def _own_deltas(self) -> dict[VersionId, Path]:
-        """This store's copies of deltas, which were copied for the other buffer, mostly."""
-        return {version: self._writer.store.delta_path(version) for version in self._chain}
-
-    def _copy_deltas(self, held: HeldVersion, draft: Draft) -> dict[VersionId, int]:
+    def _copy_deltas(self, held: HeldOf, draft: Draft) -> dict[VersionId, int]:
         """Copy the deltas that lead from the version copied last; return the chain they make."""
         manifest, chain = held.manifest, self._chain
         last = next(reversed(chain), manifest.id)
@@ -139,6 +166,7 @@ class LocalCopy(Closing):
         if last not in manifest.chain[:-1] or is_joined:
             return {manifest.id: 0}
         try:
+            self._fetch(held, manifest.deltas_after(last))
             for version in manifest.deltas_after(last):
                 path, file = held.open_delta(version)
                 with file:

@@ -29,8 +29,7 @@ from dbuffer.errors import (
     WriterSupersededError,
 )
 from dbuffer.format.lineage import Relation, relation
-from dbuffer.format.manifest import Pointer
-from dbuffer.format.objects import BucketPointer
+from dbuffer.format.manifest import Versioned
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import BucketSource
@@ -327,7 +326,7 @@ class Mirror(Closing, ProcessBound):
         for bucket in self._buckets:
             bucket.close()
 
-    def _has(self, newest: Pointer | BucketPointer) -> bool:
+    def _has(self, newest: Versioned) -> bool:
         pointer = self._target.newest()
         if pointer is None or not pointer.lineage.reaches(newest.id):
             return False

@@ -6,50 +6,39 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from dbuffer.format.lineage import VersionId
-from dbuffer.format.objects import BucketPointer, BucketVersion, version_of
+from dbuffer.format.objects import BucketVersion, version_of
 from dbuffer.mirror.bucket import Listed
 from dbuffer.runtime.timing import TIMING
 
-KEEP_VERSIONS = 8
-"""Newest versions that are kept: a reader that is no further behind goes on by deltas."""
-
 KEEP_ANCHORS = 2
-"""Newest anchors that are kept: versions that stand on older ones are not."""
+"""Newest anchors that are kept, with the deltas since: a reader of an earlier one may be slow."""
 
 
-def unneeded_objects(
-    listed: Mapping[str, Listed], pointer: BucketPointer, newest: BucketVersion
-) -> list[str]:
-    """Return the names of mirrors' objects that may be deleted.
+def unneeded_objects(listed: Mapping[str, Listed], newest: BucketVersion) -> list[str]:
+    """Return the names of parts that may be deleted.
 
-    Kept are the newest versions, and any whose successor is younger than `Timing.bucket_grace_s`.
-    Times are the service's; the newest version's is taken for now. Objects of another run may be
-    deleted when the newest version's run and they are as old as that.
+    Kept are the newest version's parts, the last anchors and their deltas, and any anchor whose
+    successor is younger than `Timing.bucket_grace_s`. Parts of another run may be deleted when the
+    newest version's run and they are as old as that. Times are the service's; the last part's is
+    taken for now.
     """
-    limit = listed[newest.name].put_at - TIMING.bucket_grace_s
+    needed = {part.name for part in newest.parts}
     objects = {name: version for name in listed if (version := version_of(name)) is not None}
-    leading = {name: of for name, of in objects.items() if pointer.lineage.reaches(of)}
-    put_at: dict[int, float] = {}
-    for name, version in leading.items():
-        if name.endswith(".json"):
-            put_at[version.number] = max(put_at.get(version.number, 0.0), listed[name].put_at)
-    numbers = sorted(put_at)
-    anchors = sorted({of.number for name, of in leading.items() if ".weights/" in name})
-    anchors = anchors or [newest.anchor.number]
-    oldest = max(numbers[-KEEP_VERSIONS:][0], anchors[-KEEP_ANCHORS:][0])
-    recent = [number for number, later in pairwise(numbers) if put_at[later] > limit]
-    oldest = min([oldest, *recent])
-    oldest_anchor = max((number for number in anchors if number <= oldest), default=oldest)
-    run_began_at = min(
-        listed[name].put_at for name, of in leading.items() if of.run == newest.id.run
-    )
-    needed = newest.objects
+    put_at = {name: listed[name].put_at for name in objects}
+    limit = max(put_at.values()) - TIMING.bucket_grace_s
+    leading = {each for each in objects.values() if newest.manifest.lineage.reaches(each)}
+    began_at = min(put_at[name] for name, of in objects.items() if of.run == newest.id.run)
+    anchors: dict[int, float] = {}
+    for name, of in objects.items():
+        if of in leading and ".weights/" in name:
+            anchors[of.number] = max(anchors.get(of.number, 0.0), put_at[name])
+    numbers = sorted(anchors)
+    recent = [one for one, later in pairwise(numbers) if anchors[later] > limit]
+    oldest = min([*numbers[-KEEP_ANCHORS:], *recent])
 
     def is_unneeded(name: str, version: VersionId) -> bool:
-        if name in needed:
-            return False
-        if name in leading:
-            return version.number < (oldest if name.endswith(".json") else oldest_anchor)
-        return max(listed[name].put_at, run_began_at) < limit
+        if version in leading:
+            return version.number < oldest
+        return max(put_at[name], began_at) < limit
 
-    return [name for name, version in objects.items() if is_unneeded(name, version)]
+    return [name for name, of in objects.items() if name not in needed and is_unneeded(name, of)]

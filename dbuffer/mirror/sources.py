@@ -8,11 +8,12 @@ from typing import TypeAlias
 
 from dbuffer.format.manifest import Pointer
 from dbuffer.format.places import MIRROR_LOCK_FILE
-from dbuffer.mirror.download import BucketReceiver, BucketSource
+from dbuffer.mirror.download import BucketReceiver, BucketSource, HeldObjects
 from dbuffer.mirror.options import MirrorOptions
 from dbuffer.mirror.relay import StoreRecords
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.hold import Held
 
 
 class StoreSource:
@@ -56,3 +57,5 @@ class StoreSource:
 Source: TypeAlias = StoreSource | BucketSource
 SourceReceiver: TypeAlias = WeightReceiver | BucketReceiver
 """Receiver that a mirror follows its source with."""
+HeldOf: TypeAlias = Held | HeldObjects
+"""Version of a source that is held for reading."""

@@ -1,7 +1,7 @@
 """`BucketTarget`: a bucket as a mirror's target.
 
-Objects of a version are put first, under names that no other content has, then the version's
-record, and last the pointer, on condition that no other mirror has put it meanwhile.
+Parts of a version's files are put first, under names that no other content has, and last the
+version's record, on condition that no other mirror has put it meanwhile.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ from dbuffer.format.objects import (
     PART_BYTES,
     POINTER_OBJECT,
     VERSIONS_PREFIX,
-    BucketPointer,
     BucketVersion,
     Parts,
-    delta_object,
+    delta_directory,
     part_object,
     version_of,
-    weights_object,
+    weights_directory,
 )
 from dbuffer.io.footer import Footer, KeptFooter
 from dbuffer.io.tensors import as_bytes, new_memory, pack_checksums
@@ -49,7 +48,7 @@ from dbuffer.mirror.bucket_records import ReceiversOfBucket
 from dbuffer.mirror.options import SWAPPED, MirrorOptions
 from dbuffer.mirror.relay import AcknowledgementRelay
 from dbuffer.mirror.retention import unneeded_objects
-from dbuffer.mirror.sources import Source, SourceReceiver, StoreSource
+from dbuffer.mirror.sources import HeldOf, Source, SourceReceiver, StoreSource
 from dbuffer.publish.draft import counter
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.reader import read_whole
@@ -57,7 +56,7 @@ from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
-from dbuffer.store.hold import HeldVersion
+from dbuffer.store.hold import Held
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +65,13 @@ _SWEEPS = 60
 """Lists of the versions' objects during `Timing.bucket_grace_s`, at most, besides checks."""
 
 _MAX_PUTS = 10
-"""Puts of the pointer whose condition fails, in a row. Each but one was another mirror's."""
+"""Puts of the record whose condition fails, in a row. Each but one was another mirror's."""
 
 
 class BucketTarget(Closing):
     """A bucket as target: a mirror publishes versions there, and relays acknowledgements back.
 
-    The mirror that was started last is the writer: it puts its own name into the pointer, and the
+    The mirror that was started last is the writer: it puts its own name into the record, and the
     one before finds out with its next look. Before the first version, the first put decides.
 
     A version's deltas are put if they lead from the version that was put last; its weights, if none
@@ -84,11 +83,12 @@ class BucketTarget(Closing):
         self._copier = options.copier
         self._progress = options.progress
         self._writer = secrets.token_hex(8)
-        self._pointer: BucketPointer | None = None
+        self._current: BucketVersion | None = None
+        """Record in the bucket, as this mirror has read or put it last."""
         self._tag: Tag | None = None
         self._last: BucketVersion | None = None
-        """Record of the pointer's version, or None if it lacks an object."""
-        self._has_taken_over = False
+        """The same if this mirror is the writer and the version lacks no object."""
+        self._is_writer = False
         """False also if the bucket turned out to be not as this mirror had left it."""
         self._swept_at = -math.inf
         self._footer = KeptFooter()
@@ -116,9 +116,9 @@ class BucketTarget(Closing):
     def is_prepared(self, source: Source) -> bool:  # noqa: ARG002
         return False
 
-    def newest(self) -> BucketPointer | None:
-        """Return the pointer as this mirror has read or put it last: a look costs a request."""
-        return self._pointer if self._has_taken_over and self._last is not None else None
+    def newest(self) -> Manifest | None:
+        """Return the version as this mirror has read or put it last: a look costs a request."""
+        return None if self._last is None else self._last.manifest
 
     def begin(self, source: Source, receiver: SourceReceiver) -> Self:
         # It would take the bucket over from the trainer's mirror, and nothing new would come.
@@ -137,9 +137,9 @@ class BucketTarget(Closing):
             self._relay.close()
             self._relay = None
 
-    def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication:
+    def copy(self, held: HeldOf, receiver: SourceReceiver) -> Publication:
         """Publish a held version in the bucket; raise `OvertakenError` if it was overwritten."""
-        if not self._has_taken_over:
+        if not self._is_writer:
             self._take_over()
         started, manifest = time.monotonic(), held.manifest
         with receiver.reader.reporting_unreadable(held), contextlib.ExitStack() as opened:
@@ -154,7 +154,7 @@ class BucketTarget(Closing):
             # It is in memory, or in open files, and no sender need wait for the network.
             held.release()
             receiver.record.write(held=None)
-            version = self._put(manifest, deltas or {}, weights, footer)
+            version = self._put_files(manifest, deltas or {}, weights, footer)
         self._publish(version)
         if self._relay is not None:
             self._relay.expect()
@@ -162,64 +162,53 @@ class BucketTarget(Closing):
         return Publication.of(manifest.id, footer.layout, started, delta_bytes or None)
 
     def check(self) -> None:
-        """Compare the pointer and the newest version's objects with the last publish.
+        """Compare the record and the newest version's objects with the last publish.
 
         Raises:
-            WriterSupersededError: another mirror has put the pointer.
-            StoreCorruptError: an object is missing, or an earlier pointer is there again.
+            WriterSupersededError: another mirror has put the record.
+            StoreCorruptError: an object is missing, or an earlier record is there again.
         """
-        if self.newest() is None:
+        if self._last is None:
             return
         try:
-            read = self._bucket.read(BucketPointer, POINTER_OBJECT, self._tag)
+            read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
         except (StoreNotFoundError, StoreCorruptError):
             self._begin_anew(None)
         if read is not None:
-            if read[0] != self._pointer:
+            if read[0] != self._last:
                 self._begin_anew(read[0])
             self._tag = read[1]
         self._require_objects()
 
     def _take_over(self) -> None:
-        """Put this mirror's name into the pointer, and read the version that it names."""
+        """Put the record of the version that is there again, with this mirror's name."""
         for _ in range(_MAX_PUTS):
-            pointer = self._read_pointer()
-            if pointer is None or self._put_pointer(pointer.by(self._writer)):
+            current = self._read_record()
+            if current is None or self._put_record(current.by(self._writer)):
                 break
         else:
             raise self._no_conditions()
-        self._last = None if self._pointer is None else self._read_version(self._pointer)
+        self._is_writer, self._last = True, self._current
         if self._last is not None and self._sweep():
             self._last = None
-        self._has_taken_over = True
-
-    def _read_version(self, pointer: BucketPointer) -> BucketVersion | None:
-        """Read the record of a pointer's version, or return None if it is missing or damaged."""
-        with contextlib.suppress(*UNDECODABLE, StoreNotFoundError):
-            read = self._bucket.read(BucketVersion, pointer.version_name)
-            if read is not None and read[0].name == pointer.version_name:
-                return read[0]
-        return None
 
     def _publish(self, version: BucketVersion) -> None:
-        """Put a version's record, let the pointer name it, and delete what is old.
+        """Put a version's record, and delete what is old.
 
         Raises:
-            WriterSupersededError: another mirror has put the pointer.
-            StoreCorruptError: the pointer was deleted, or an earlier one is there again.
+            WriterSupersededError: another mirror has put the record.
+            StoreCorruptError: the record was deleted, or an earlier one is there again.
         """
-        self._bucket.put(version.name, encode(version))
-        pointer = BucketPointer.to(version, self._writer)
         for _ in range(_MAX_PUTS):
-            before = self._pointer
-            if self._put_pointer(pointer):
+            before = self._current
+            if self._put_record(version):
                 break
             # It is another mirror's; or ours, and the answer to a put was lost.
-            now = self._read_pointer()
-            if now == pointer:
+            now = self._read_record()
+            if now == version:
                 break
             if now is None or now.writer != self._writer:
-                self._pointer = before
+                self._current = before
                 self._begin_anew(now)
         else:
             raise self._no_conditions()
@@ -230,18 +219,18 @@ class BucketTarget(Closing):
             except StoreAccessError as error:  # the version is published all the same
                 log_once(logger, "old objects stay: %s", str(error))
 
-    def _begin_anew(self, now: BucketPointer | None) -> NoReturn:
-        """Tell of a pointer that this mirror has not put: it takes the bucket over again."""
-        before = self._pointer
+    def _begin_anew(self, now: BucketVersion | None) -> NoReturn:
+        """Tell of a record that this mirror has not put: it takes the bucket over again."""
+        before = self._current
         is_restored = before is not None and (
             now is None
             or now.writer == self._writer
-            or relation(now.lineage, before.lineage) is Relation.BEHIND
+            or relation(now.manifest.lineage, before.manifest.lineage) is Relation.BEHIND
         )
         if now is not None and not is_restored:
             raise WriterSupersededError(f"another mirror took {self.name} over; this one must stop")
-        self._has_taken_over = False
-        became = "is missing or damaged" if now is None else f"went back to version {now.version}"
+        self._is_writer, self._last = False, None
+        became = "is missing or damaged" if now is None else f"went back to version {now.id.number}"
         raise StoreCorruptError(
             f"{self._bucket.name_of(POINTER_OBJECT)} {became}: it gets the newest version anew"
         )
@@ -253,7 +242,7 @@ class BucketTarget(Closing):
             StoreCorruptError: one is missing.
         """
         if missing := self._sweep():
-            self._has_taken_over = False
+            self._is_writer, self._last = False, None
             raise StoreCorruptError(
                 f"{self._bucket.name_of(missing[0])} is missing, or has another size: {self.name} "
                 "gets its newest version anew"
@@ -265,42 +254,41 @@ class BucketTarget(Closing):
         Raises:
             StoreAccessError: the objects cannot be listed.
         """
-        assert self._pointer is not None and self._last is not None  # noqa: S101, PT018
+        assert self._last is not None  # noqa: S101 - of which objects are needed
         listed = self._bucket.list(VERSIONS_PREFIX)
         self._swept_at = time.monotonic()
-        sizes = {self._last.name: len(encode(self._last)), **self._last.part_sizes}
         missing = [
-            name
-            for name, size in sizes.items()
-            if name not in listed or listed[name].num_bytes != size
+            part.name
+            for part in self._last.parts
+            if part.name not in listed or listed[part.name].num_bytes != part.num_bytes
         ]
         if not missing:
             try:
-                self._bucket.delete(unneeded_objects(listed, self._pointer, self._last))
+                self._bucket.delete(unneeded_objects(listed, self._last))
             except StoreAccessError as error:
                 log_once(logger, "old objects stay: %s", str(error))
         return missing
 
-    def _put_pointer(self, pointer: BucketPointer) -> bool:
-        """Put the pointer, if nobody else has since it was read."""
-        tag = self._bucket.put_if(POINTER_OBJECT, encode(pointer), self._tag)
+    def _put_record(self, version: BucketVersion) -> bool:
+        """Put a version's record, if nobody else has since it was read."""
+        tag = self._bucket.put_if(POINTER_OBJECT, encode(version), self._tag)
         if tag is not None:
-            self._pointer, self._tag = pointer, tag
+            self._current, self._tag = version, tag
         return tag is not None
 
-    def _read_pointer(self) -> BucketPointer | None:
+    def _read_record(self) -> BucketVersion | None:
         try:
-            read = self._bucket.read(BucketPointer, POINTER_OBJECT)
+            read = self._bucket.read(BucketVersion, POINTER_OBJECT)
         except StoreNotFoundError:
             read = None
         except StoreCorruptError as error:
             if not any(map(version_of, self._bucket.list(VERSIONS_PREFIX))):
                 raise  # it is another program's
-            logger.warning("deleting a damaged pointer: %s", str(error))
+            logger.warning("deleting a damaged record: %s", str(error))
             self._bucket.delete([POINTER_OBJECT])
             read = None
-        self._pointer, self._tag = read or (None, None)
-        return self._pointer
+        self._current, self._tag = read or (None, None)
+        return self._current
 
     def _no_conditions(self) -> StoreAccessError:
         return StoreAccessError(
@@ -309,16 +297,13 @@ class BucketTarget(Closing):
         )
 
     def _open_deltas(
-        self, held: HeldVersion, opened: contextlib.ExitStack
+        self, held: HeldOf, opened: contextlib.ExitStack
     ) -> dict[VersionId, _Content] | None:
         """Open the deltas that lead from the version put last; None: none do, or not readable."""
-        manifest = held.manifest
-        if self._last is None or self._last.part_bytes != PART_BYTES:  # of another release
+        manifest, last = held.manifest, self._last
+        if last is None or last.part_bytes != PART_BYTES:  # of another release
             return None
-        last = self._last.manifest
-        if last.layout_xxh3 != manifest.layout_xxh3:
-            return None
-        if last.id not in manifest.chain:
+        if last.manifest.layout_xxh3 != manifest.layout_xxh3 or last.id not in manifest.chain:
             return None
         deltas = {}
         try:
@@ -342,18 +327,17 @@ class BucketTarget(Closing):
         if last is None or deltas is None:
             return True
         since = last.manifest.since_anchor
-        sizes = [last.delta_parts(version).num_bytes for version in since]
+        sizes = [last.delta(version).num_bytes for version in since]
         if is_long([*sizes, *(delta.num_bytes for delta in deltas.values())], layout.num_bytes):
             return True
         return any(record.unreadable in since for record in self._receivers.known())
 
-    def _read_weights(
-        self, held: HeldVersion, receiver: SourceReceiver, footer: Footer
-    ) -> _Content:
+    def _read_weights(self, held: HeldOf, receiver: SourceReceiver, footer: Footer) -> _Content:
         """Read a version into memory, whole, as a weights file.
 
         Not while it is put: a buffer that is held for so long would hold up the sender.
         """
+        assert isinstance(held, Held)  # noqa: S101 - the other end is a store
         layout = footer.layout
         memory = new_memory(footer.file_bytes)
         data = memory[: layout.checksums_offset]
@@ -374,34 +358,33 @@ class BucketTarget(Closing):
             footer.described(table_xxh3),
         )
 
-    def _put(
+    def _put_files(
         self,
         manifest: Manifest,
         deltas: dict[VersionId, _Content],
         weights: _Content | None,
         footer: Footer,
     ) -> BucketVersion:
-        """Put the parts of a version; return its record."""
+        """Put the files of a version, and return its record."""
         last = self._last
         contents = [*deltas.values(), *([] if weights is None else [weights])]
         on_bytes = counter(self._progress, sum(content.num_bytes for content in contents))
-        parts: dict[str, Any] = {}
+        files: dict[VersionId, Parts] = {}
         sizes = {manifest.id: 0}
         if last is not None and deltas:
-            parts.update(last.deltas)
             first, *later = last.manifest.chain or [last.id]
-            sizes = {first: 0} | {each: last.delta_parts(each).num_bytes for each in later}
+            files = {each: last.delta(each) for each in later}
+            sizes = {first: 0, **{each: file.num_bytes for each, file in files.items()}}
         for version, delta in deltas.items():
-            parts[str(version)] = self._put_parts(delta_object(version), delta, on_bytes)
+            files[version] = self._put_parts(delta_directory(version), delta, on_bytes)
             sizes[version] = delta.num_bytes
         if weights is not None:
-            directory = weights_object(manifest.id)
-            digests = self._put_parts(directory, weights, on_bytes).digests
+            digests = self._put_parts(weights_directory(manifest.id), weights, on_bytes).digests
             anchor = None
             of_file = weights.fields | {"file": f"weights-{manifest.id}.td"}
         else:
             assert last is not None  # noqa: S101 - deltas lead from it
-            digests, anchor = last.weights, last.anchor
+            digests, anchor = last.weights, last.manifest.file_version
             of_file = last.manifest.of_file | {"file": last.manifest.file}
         chain = chain_of(trimmed(sizes, footer.layout.num_bytes, anchor))
         described = replace(
@@ -412,11 +395,12 @@ class BucketTarget(Closing):
             anchor_buffer=None,
             chain=chain,
         )
-        return BucketVersion(
+        return BucketVersion.sealed(
+            writer=self._writer,
             manifest=described,
             part_bytes=PART_BYTES,
             weights=digests,
-            deltas={str(version): parts[str(version)] for version in chain[1:]},
+            deltas=[files[version] for version in chain[1:]],
         )
 
     def _put_parts(self, directory: str, content: _Content, on_bytes: OnBytes | None) -> Parts:

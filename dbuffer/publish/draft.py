@@ -29,7 +29,7 @@ from dbuffer.io.tensors import (
 )
 from dbuffer.io.transfer import OnBytes, part_path, read_tensors, write_tensor, write_tensors
 from dbuffer.store import filesystem
-from dbuffer.store.hold import Held, HeldVersion
+from dbuffer.store.hold import Held
 from dbuffer.store.writer import BufferWriter
 
 Progress = Callable[[int, int], None]
@@ -192,13 +192,13 @@ class Draft:
         return checksums if self._hashed else None
 
     def fill_from(
-        self, held: HeldVersion, layout: Layout, copier: Copier, on_bytes: OnBytes | None
+        self, held: Held, layout: Layout, copier: Copier, on_bytes: OnBytes | None
     ) -> list[int] | None:
-        """Copy a version from elsewhere, which has this layout there; return its checksums."""
+        """Copy a version of another store, which has this layout there; return its checksums."""
         reader, hashed = ChainReader(held, layout), self._hashed
         if self.is_mapped:
             return reader.read(self.mapped, copier, on_bytes=on_bytes, hashed=hashed)
-        if isinstance(held, Held) and held.manifest.anchor is None:
+        if held.manifest.anchor is None:
             file, own = held.file.number, self.claim.weights
             return read_tensors(
                 file, held.path, layout, own, copier, hashed=hashed, on_bytes=on_bytes

@@ -19,9 +19,9 @@ from dbuffer.format.manifest import (
     Pointer,
     ReceiverRecord,
     RecordT,
+    Versioned,
     WriterRecord,
 )
-from dbuffer.format.objects import BucketPointer
 from dbuffer.runtime import options
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
@@ -315,9 +315,7 @@ def pointer_to(buffer: str, manifest: Manifest) -> Pointer:
     )
 
 
-def require_successor(
-    store: Path | str, seen: Pointer | BucketPointer, now: Pointer | BucketPointer | None
-) -> None:
+def require_successor(store: Path | str, seen: Versioned, now: Versioned | None) -> None:
     """Raise unless the version that was ``seen`` leads to what a store, or a bucket, holds now.
 
     Raises:

@@ -20,7 +20,7 @@ import abc
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Self
@@ -89,23 +89,8 @@ class HeldVersion(abc.ABC):
         """
 
     @abc.abstractmethod
-    def expect_deltas(
-        self, versions: Sequence[VersionId], copies: Mapping[VersionId, Path]
-    ) -> None:
-        """Prepare to open the deltas that lead to these versions, in this order.
-
-        Args:
-            versions: some of its chain.
-            copies: files with copies of deltas, which may be damaged or gone.
-        """
-
-    @abc.abstractmethod
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         """Read bytes of the weights file."""
-
-    def read_data(self, into: memoryview, on_bytes: Callable[[int], None] | None) -> None:
-        """Read all data of a weights file that is not on a filesystem; see `read_tensors`."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
@@ -200,14 +185,58 @@ class Held(HeldVersion):
             file = filesystem.open_regular(path, os.O_RDONLY, owner_only=self.store.owner_only)
         return path, file
 
-    def expect_deltas(
-        self, versions: Sequence[VersionId], copies: Mapping[VersionId, Path]
-    ) -> None:
-        """Do nothing: they are opened where they are."""
-
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         with os_errors("read", self.path):
             return filesystem.read_at(self.file.number, offset, num_bytes)
+
+
+class HeldInMemory(HeldVersion):
+    """A version from elsewhere, of which this process has the footer and some deltas in memory.
+
+    Args:
+        name: name of its weights file, for messages.
+        manifest: its manifest.
+        layouts: the layouts that were decoded last from there.
+        footer: the weights file from the table of checksums to the end of the layout.
+    """
+
+    def __init__(self, name: str, manifest: Manifest, layouts: KeptLayouts, footer: bytes) -> None:
+        self.manifest = manifest
+        self.footer = footer
+        self.deltas: dict[VersionId, Descriptor] = {}
+        """Open files with deltas, by the versions that they lead to."""
+        self._name = name
+        self._layouts = layouts
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def layouts(self) -> KeptLayouts:
+        return self._layouts
+
+    def release(self) -> None:
+        for file in self.deltas.values():
+            file.close()
+        self.deltas.clear()
+
+    def is_unchanged(self) -> bool:
+        return True  # no other process writes what is in memory
+
+    def is_still_named(self) -> bool:
+        return True
+
+    def open_delta(self, version: VersionId) -> tuple[str, Descriptor]:
+        # Opened once more: the caller closes it.
+        path = f"/proc/self/fd/{self.deltas[version].number}"
+        name = f"{self._name}, delta to {version}"
+        with os_errors("open a delta in memory", name):
+            return name, Descriptor.open(path, os.O_RDONLY)
+
+    def read_at(self, offset: int, num_bytes: int) -> bytes:
+        start = offset - self.manifest.checksums_offset
+        return self.footer[start : start + num_bytes]
 
 
 def hold_newest(

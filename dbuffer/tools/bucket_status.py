@@ -12,8 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dbuffer.errors import DBufferError, StoreNotFoundError
-from dbuffer.format.layout import KeptLayouts
+from dbuffer.errors import StoreNotFoundError
 from dbuffer.format.manifest import UNDECODABLE, ReceiverRecord
 from dbuffer.format.objects import (
     POINTER_OBJECT,
@@ -25,7 +24,7 @@ from dbuffer.format.objects import (
 )
 from dbuffer.mirror.bucket import Bucket, Listed
 from dbuffer.mirror.bucket_records import read_records
-from dbuffer.mirror.download import hold_version, newest_pointer
+from dbuffer.mirror.download import newest_version
 from dbuffer.runtime.messages import listed as in_words
 from dbuffer.runtime.timing import TIMING
 from dbuffer.tools.status import (
@@ -41,25 +40,19 @@ from dbuffer.tools.status import (
 def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
     """Return the status, as `dbuffer status --json` prints it; nothing is written.
 
-    It takes two requests, a list of the mirrors' records, and a request for each of these.
+    It takes a request, a list of the mirrors' records, and a request for each of these.
 
     Raises:
         StoreNotFoundError: there is nothing of a mirror.
         StoreAccessError: the bucket does not exist, or cannot be read.
-        StoreCorruptError: its pointer is damaged.
+        StoreCorruptError: the record of its newest version is damaged.
     """
     problems: list[str] = []
-    pointer, version = newest_pointer(bucket), None
-    if pointer is not None:
-        try:
-            with hold_version(bucket, pointer, KeptLayouts()) as held:
-                version = held.record
-        except DBufferError as error:
-            problems.append(f"version {pointer.version} cannot be read: {error}")
+    version = newest_version(bucket)
     names = {
         name: it for name, it in bucket.list(RECEIVERS_PREFIX).items() if is_of_receivers(name)
     }
-    if pointer is None:
+    if version is None:
         if any(map(version_of, bucket.list(VERSIONS_PREFIX))):
             name = bucket.name_of(POINTER_OBJECT)
             problems.append(
@@ -67,15 +60,16 @@ def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
             )
         elif not names:
             raise StoreNotFoundError(f"nothing was published in {bucket.url} yet")
-    metadata = {} if version is None else version.manifest.metadata
+    manifest = None if version is None else version.manifest
+    metadata = {} if manifest is None else manifest.metadata
     receivers = in_order(_receivers(bucket, names, problems))
     return make_status(
         bucket.url,
         "bucket",
-        pointer,
+        manifest,
         buffers=[] if version is None else [_version_status(version)],
         receivers=[
-            receiver_status(record, pointer, metadata, is_alive=not _looks_dead(record))
+            receiver_status(record, manifest, metadata, is_alive=not _looks_dead(record))
             for record in receivers
         ],
         problems=problems,
@@ -119,7 +113,7 @@ def _looks_dead(record: ReceiverRecord) -> bool:
 
 def _version_status(version: BucketVersion) -> dict[str, Any]:
     manifest = version.manifest
-    sizes = {each: version.delta_parts(each).num_bytes for each in manifest.chain[1:]}
+    sizes = {each: version.delta(each).num_bytes for each in manifest.chain[1:]}
     return {
         **EMPTY_BUFFER,
         **version_status(manifest),

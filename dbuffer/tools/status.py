@@ -12,12 +12,11 @@ from dbuffer.format.manifest import (
     UNDECODABLE,
     Lag,
     Manifest,
-    Pointer,
     ReceiverRecord,
+    Versioned,
     step_in,
     steps_between,
 )
-from dbuffer.format.objects import BucketPointer
 from dbuffer.format.places import BUFFERS, is_kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.contents import Contents
@@ -62,7 +61,7 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
 def make_status(
     store: str,
     filesystem: str,
-    newest: Pointer | BucketPointer | None,
+    newest: Versioned | None,
     *,
     buffers: list[dict[str, Any]],
     receivers: list[dict[str, Any]],
@@ -115,7 +114,7 @@ def in_order(receivers: Iterable[ReceiverRecord]) -> list[ReceiverRecord]:
 
 def receiver_status(
     record: ReceiverRecord,
-    newest: Pointer | BucketPointer | None,
+    newest: Versioned | None,
     metadata: dict[str, Any],
     *,
     is_alive: bool,

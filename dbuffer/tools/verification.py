@@ -10,18 +10,18 @@ from dbuffer.errors import (
     StoreNotFoundError,
     WaitTimeoutError,
 )
-from dbuffer.format.layout import KeptLayouts, digest
 from dbuffer.format.manifest import UNDECODABLE
-from dbuffer.format.objects import BucketVersion
+from dbuffer.format.objects import BucketVersion, Part
 from dbuffer.format.places import BUFFERS
 from dbuffer.io.copier import Copier
+from dbuffer.io.tensors import FileTensors
 from dbuffer.mirror.bucket import Bucket
-from dbuffer.mirror.download import HeldObjects, hold_version, require_newest
+from dbuffer.mirror.download import HeldObjects, hold_objects, require_newest
 from dbuffer.publish.draft import Progress, counter
 from dbuffer.receive.reader import map_privately, read_whole, wrong_tensors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
-from dbuffer.store.hold import Held, HeldVersion, OvertakenError, Patience, hold_buffer, hold_newest
+from dbuffer.store.hold import Held, OvertakenError, Patience, hold_buffer, hold_newest
 
 
 @dataclass(slots=True)
@@ -43,10 +43,10 @@ def verify_bucket(bucket: Bucket, progress: Progress | None = None) -> BufferChe
     All weights are in memory then. ``progress`` is called with the bytes fetched, and in all.
     """
     while True:
-        pointer = require_newest(bucket)
-        check = BufferCheck(None, pointer.version, is_newest=True)
+        version = require_newest(bucket)
+        check = BufferCheck(None, version.id.number, is_newest=True)
         try:
-            with hold_version(bucket, pointer, KeptLayouts()) as held:
+            with hold_objects(bucket, version) as held:
                 check.has_checksums = held.manifest.checksums_xxh3 is not None
                 check.problems = _find_damage_in_bucket(bucket, held, progress)
                 if check.problems and not held.is_still_named():  # they may be removed parts
@@ -64,7 +64,7 @@ def _find_damage_in_bucket(
     problems: list[str] = []
     for _ in range(2):  # a range has no digest, and the network may have damaged it
         try:
-            problems = _find_damage(held, progress)
+            problems = _find_damage_of_objects(held, progress)
         except StoreNotFoundError as error:
             problems = [str(error)]
         if not problems:
@@ -78,16 +78,15 @@ def _damaged_parts(bucket: Bucket, version: BucketVersion) -> list[str]:
     """Fetch all parts of a version; return a description of each damaged one, by name."""
     problems: dict[str, str] = {}
 
-    def check(part: tuple[str, int]) -> None:
-        name, num_bytes = part
+    def check(part: Part) -> None:
         try:
-            if not name.endswith(digest(bucket.get(name, num_bytes))):
-                problems[name] = f"{bucket.name_of(name)} is not what was published"
+            if bucket.get_pieces(part.name, part.num_bytes, lambda *_: None) != part.xxh3:
+                problems[part.name] = f"{bucket.name_of(part.name)} is not what was published"
         except (StoreNotFoundError, StoreCorruptError) as error:
-            problems[name] = str(error)
+            problems[part.name] = str(error)
 
-    bucket.in_parallel(check, list(version.part_sizes.items()))
-    return [problems[name] for name in version.part_sizes if name in problems]
+    bucket.in_parallel(check, version.parts)
+    return [problems[part.name] for part in version.parts if part.name in problems]
 
 
 def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
@@ -136,21 +135,17 @@ def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> Buff
         return check
 
 
-def _find_damage(held: HeldVersion, progress: Progress | None = None) -> list[str]:
+def _find_damage(held: Held) -> list[str]:
     """Read a version and compare its tensors with their checksums, if it has any."""
-    copier, hashed = Copier(), held.manifest.checksums_xxh3 is not None
+    copier = Copier()
     try:
-        layout, on_bytes = held.read_layout(), None
-        if isinstance(
-            held, HeldObjects
-        ):  # which is also read without checksums: parts have digests
-            on_bytes = counter(progress, layout.checksums_offset + _delta_bytes(held))
-        elif not hashed:
+        layout = held.read_layout()
+        if held.manifest.checksums_xxh3 is None:
             return []
-        if isinstance(held, Held) and not layout.is_in_parts and held.store.medium.maps_files:
+        if not layout.is_in_parts and held.store.medium.maps_files:
             checksums: list[int] | None = copier.checksums(map_privately(held))
         else:
-            _, checksums = read_whole(held, copier, hashed=hashed, on_bytes=on_bytes)
+            _, checksums = read_whole(held, copier, hashed=True)
         return [] if checksums is None else wrong_tensors(held, layout, checksums)
     except UNDECODABLE as error:
         return [str(error)]
@@ -158,8 +153,17 @@ def _find_damage(held: HeldVersion, progress: Progress | None = None) -> list[st
         copier.close()
 
 
-def _delta_bytes(held: HeldObjects) -> int:
-    for first in held.manifest.chain[1:2]:  # the later ones are fetched with it
-        held.open_delta(first)[1].close()
-    deltas = map(held.record.delta_parts, held.manifest.since_anchor)
-    return sum(delta.num_bytes for delta in deltas)
+def _find_damage_of_objects(held: HeldObjects, progress: Progress | None) -> list[str]:
+    """Fetch a version, whose parts have digests, and compare its tensors as well."""
+    copier, hashed = Copier(), held.manifest.checksums_xxh3 is not None
+    delta_bytes = sum(held.record.delta(each).num_bytes for each in held.manifest.since_anchor)
+    try:
+        layout = held.read_layout()
+        tensors = FileTensors.in_memory(layout)
+        on_bytes = counter(progress, layout.checksums_offset + delta_bytes)
+        checksums = held.read_into(tensors, copier, hashed=hashed, on_bytes=on_bytes)
+        return [] if checksums is None else wrong_tensors(held, layout, checksums)
+    except UNDECODABLE as error:
+        return [str(error)]
+    finally:
+        copier.close()

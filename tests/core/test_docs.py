@@ -311,7 +311,6 @@ def test_layouts_of_the_design_page_are_layouts():
         ("### Manifest", records.Manifest),
         ("### Writer", records.WriterRecord),
         ("### Receiver:", records.ReceiverRecord),
-        ("### Pointer of a bucket", objects.BucketPointer),
         ("### Version in a bucket", objects.BucketVersion),
         ("### Receivers in a bucket", objects.BucketReceivers),
     ],

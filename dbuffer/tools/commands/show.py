@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dbuffer.errors import OptionError, WaitTimeoutError
-from dbuffer.format.layout import KeptLayouts, TensorSpec
+from dbuffer.format.layout import TensorSpec
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import HeldVersion, hold_newest
 from dbuffer.tools import tables
@@ -191,9 +191,9 @@ def _hold(view: DoubleBuffer | Bucket) -> HeldVersion:
         if (held := hold_newest(view, newer_than=None)) is None:
             raise WaitTimeoutError(f"nothing was published in {view.root} yet")
         return held
-    from dbuffer.mirror.download import hold_version, require_newest
+    from dbuffer.mirror.download import hold_objects, require_newest
 
-    return hold_version(view, require_newest(view), KeptLayouts())
+    return hold_objects(view, require_newest(view))
 
 
 def _fields_of(comparison: Comparison) -> dict[str, Any]:

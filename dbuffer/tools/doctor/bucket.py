@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dbuffer.errors import StoreAccessError
 from dbuffer.format.objects import RECEIVERS_PREFIX, VERSIONS_PREFIX, is_of_receivers
 from dbuffer.mirror.bucket import Bucket, Tag
-from dbuffer.mirror.download import newest_pointer
+from dbuffer.mirror.download import newest_version
 from dbuffer.tools.doctor.finding import Finding, Outcome, find
 
 NAME = ".dbuffer-doctor"
@@ -24,8 +24,8 @@ def examine_bucket(url: str) -> list[Finding]:
     record, version = f"{RECEIVERS_PREFIX}/{NAME}", f"{VERSIONS_PREFIX}/{NAME}"
 
     def get() -> Outcome:
-        pointer = newest_pointer(bucket)
-        newest = "nothing was published yet" if pointer is None else f"version {pointer.version}"
+        version = newest_version(bucket)
+        newest = "nothing was published yet" if version is None else f"version {version.id.number}"
         return "good", newest, "needed at both ends"
 
     def list_() -> Outcome:

@@ -9,19 +9,18 @@ import pytest
 from msgspec import structs
 
 import dbuffer
+from dbuffer.format.layout import digest
 from dbuffer.format.lineage import Run, VersionId
 from dbuffer.format.manifest import Manifest, decode, encode, fields_of
 from dbuffer.format.objects import (
-    BucketPointer,
     BucketReceivers,
     BucketVersion,
     Parts,
     is_of_receivers,
     part_object,
     receivers_object,
-    version_object,
     version_of,
-    weights_object,
+    weights_directory,
 )
 
 RUN, XXH3 = "0123456789abcdef", "fedcba9876543210"
@@ -29,7 +28,8 @@ BASE, ID = VersionId("a" * 16, 1), VersionId(RUN, 2)
 RUNS = [Run(RUN, "exp-7", "host", 7, 1.5, 1), Run(BASE.run, None, "host", 6, 0.5, None)]
 WRITER = "f" * 16
 
-VERSION = BucketVersion(
+VERSION = BucketVersion.sealed(
+    writer=WRITER,
     manifest=(
         Manifest(
             state="complete",
@@ -56,59 +56,59 @@ VERSION = BucketVersion(
     ),
     part_bytes=128,
     weights=[XXH3] * 3,
-    deltas={str(ID): Parts(100, [XXH3])},
+    deltas=[Parts(100, [XXH3])],
 )
 MANIFEST = fields_of(VERSION.manifest)
 
 
 def changed(**fields: Any) -> bytes:
-    """The version's record with other fields, as a damaged bucket may have it."""
-    return json.dumps(json.loads(encode(VERSION)) | fields).encode()
+    """The version's record with other fields and the digest of these."""
+    values = {**fields_of(VERSION), **fields}
+    others = {name: value for name, value in values.items() if name != "xxh3"}
+    xxh3 = digest(json.dumps(others, sort_keys=True).encode())
+    return json.dumps({"format": 1, "xxh3": xxh3, **others}).encode()
 
 
 def test_records_are_read_as_they_were_written():
-    for record in (VERSION, BucketPointer.to(VERSION, WRITER)):
-        assert decode(type(record), encode(record)) == record
-    assert (VERSION.id, VERSION.anchor, VERSION.manifest.id) == (ID, BASE, ID)
-    assert (VERSION.weights_parts.num_bytes, VERSION.delta_parts(ID).num_bytes) == (300, 100)
+    assert decode(BucketVersion, encode(VERSION)) == VERSION
+    assert decode(BucketVersion, changed()) == VERSION
+    assert VERSION.id == ID
+    assert VERSION.delta(ID).num_bytes == 100
+    sizes = [(part.offset, part.num_bytes) for part in VERSION.parts]
+    assert sizes == [(0, 128), (128, 128), (256, 44), (0, 100)]
 
 
 def test_names_of_all_objects_are_known():
-    names = VERSION.objects
-    assert len(names) == 5
-    assert {version_of(name) for name in names} == {BASE, ID}
-    assert version_of(VERSION.name) == ID
-    assert version_of(version_object(VersionId(RUN, 10), XXH3)) == VersionId(RUN, 10)
-    assert VERSION.name < version_object(VersionId("0" * 16, 10), XXH3), "sorted by number"
+    assert [version_of(part.name) for part in VERSION.parts] == [BASE, BASE, BASE, ID]
     assert is_of_receivers(receivers_object(f"mirror-node-{RUN}"))
     for name in (
         "CURRENT",
         "mine",
-        f"{weights_object(BASE)}/x",
-        f"versions/2-{RUN}-{XXH3}.json",
-        f"versions/{2:019}-{RUN}.json",
+        f"{weights_directory(BASE)}/x",
+        f"versions/{BASE}",
+        "x/" + part_object(weights_directory(BASE), 0, XXH3),
     ):
         assert version_of(name) is None
     assert not is_of_receivers("receivers/a/b.json")
     assert not is_of_receivers("receivers/others.json")
-    assert version_of("x/" + part_object(weights_object(BASE), 0, XXH3)) is None
 
 
 @pytest.mark.parametrize(
     "fields",
     [
+        {"writer": "me"},
         {"weights": [XXH3] * 2},
         {"weights": [XXH3, XXH3, "../../secret"]},
         {"weights": [XXH3, XXH3, 7]},
         {"part_bytes": 0},
-        {"deltas": {}},
-        {"deltas": {str(ID): [100, [XXH3, XXH3]]}},
-        {"deltas": {str(ID): [0, []]}},
-        {"deltas": {str(ID): "x"}},
-        {"deltas": {"../secret": [100, [XXH3]]}},
+        {"deltas": []},
+        {"deltas": [[100, [XXH3]]] * 2},
+        {"deltas": [[100, [XXH3, XXH3]]]},
+        {"deltas": [[0, []]]},
+        {"deltas": "x"},
+        {"deltas": {str(ID): [100, [XXH3]]}},
         {"manifest": {}},
         {"manifest": MANIFEST | {"state": "writing"}},
-        {"deltas": {str(BASE): [100, [XXH3]]}},
         {"manifest": MANIFEST | {"id": BASE}},
         {"manifest": MANIFEST | {"runs": []}},
         {"manifest": MANIFEST | {"chain": [ID, BASE]}},
@@ -118,22 +118,17 @@ def test_names_of_all_objects_are_known():
     ],
 )
 def test_a_damaged_version_is_refused(fields):
-    with pytest.raises(dbuffer.StoreCorruptError):
+    with pytest.raises(dbuffer.StoreCorruptError) as caught:
         decode(BucketVersion, changed(**fields))
+    assert "not as it was written" not in str(caught.value)
 
 
-def test_a_pointer_that_was_changed_is_refused():
-    pointer = BucketPointer.to(VERSION, WRITER)
-    for other in (
-        {"id": VersionId(RUN, 3)},
-        {"runs": RUNS[:1]},
-        {"writer": RUN},
-        {"version_xxh3": RUN},
-    ):
+def test_a_version_that_was_changed_is_refused():
+    for other in ({"writer": RUN}, {"part_bytes": 127}, {"weights": [RUN, XXH3, XXH3]}):
         with pytest.raises(dbuffer.StoreCorruptError, match="not as it was written"):
-            structs.replace(pointer, **other)
-    assert pointer.by(RUN).writer == RUN
-    assert pointer.by(RUN).by(WRITER) == pointer
+            structs.replace(VERSION, **other)
+    assert VERSION.by(RUN).writer == RUN
+    assert VERSION.by(RUN).by(WRITER) == VERSION
 
 
 def test_receivers_are_a_list():

@@ -20,27 +20,23 @@ from prometheus_client import CollectorRegistry
 
 import dbuffer
 from dbuffer.engine.engine_options import EngineOptions
-from dbuffer.format.delta import DeltaHeader
+from dbuffer.format.layout import digest
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import encode
 from dbuffer.format.objects import (
     POINTER_OBJECT,
-    BucketVersion,
-    delta_object,
     part_object,
     version_of,
-    weights_object,
+    weights_directory,
 )
 from dbuffer.integrations import metrics
-from dbuffer.io import chain_reader
-from dbuffer.io.delta import apply_delta
 from dbuffer.mirror import bucket as buckets
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import NUM_REQUESTS, Bucket
 from dbuffer.mirror.bucket_records import BucketRecords, ReceiversOfBucket
-from dbuffer.mirror.download import newest_pointer
+from dbuffer.mirror.download import newest_version
 from dbuffer.mirror.mirror import Mirror, start_mirror
-from dbuffer.mirror.retention import KEEP_ANCHORS, KEEP_VERSIONS
+from dbuffer.mirror.retention import KEEP_ANCHORS
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import OwnRecord
 from tests.support.children import Child
@@ -138,12 +134,6 @@ def manifest_of(store: Path) -> Any:
     return buffers.manifest_of(buffers.pointer().id)
 
 
-def record_of(bucket: Bucket) -> BucketVersion:
-    """Read the record of the newest version in a bucket."""
-    record, _ = bucket.read(BucketVersion, newest_pointer(bucket).version_name)
-    return record
-
-
 # What is copied
 
 
@@ -179,11 +169,11 @@ def test_an_anchor_is_the_weights_file_in_parts(remote, local, bucket):
     with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
         sender.send(weights)
         up.wait_until_current(TIMEOUT_S)
-    record, manifest = record_of(bucket), manifest_of(remote)
+    record, manifest = newest_version(bucket), manifest_of(remote)
     [weights_file] = (remote / DoubleBuffer(remote).pointer().buffer).glob(manifest.file)
     parts = {name: each for name, each in bucket.list("").items() if ".weights/" in name}
     assert len(parts) == len(record.weights) > 1
-    contents = [bucket.get(name, parts[name].num_bytes) for name in sorted(parts)]
+    contents = [bucket.get_range(name, 0, parts[name].num_bytes) for name in sorted(parts)]
     assert b"".join(contents) == weights_file.read_bytes()
     seen: list[tuple[int, int]] = []
     with mirror(bucket.url, local, progress=lambda *at: seen.append(at)) as down:
@@ -216,32 +206,6 @@ def test_only_the_deltas_go_through_the_bucket(remote, local, proxy, bucket_url)
 LONG_BYTES = 9 * 8 * (1 << 14)
 
 
-def test_a_delta_is_fetched_while_the_one_before_is_applied(
-    remote, local, proxy, bucket_url, monkeypatch
-):
-    """The buffer to be written is two versions behind; this host has the first of its deltas."""
-    applied: list[int] = []
-
-    def apply(header: DeltaHeader, *others: Any) -> None:
-        if header.record.id.number == 3:
-            path = f"/{delta_object(chain_in(remote)[-1])}/"
-            until("the next is requested", lambda: any(path in r.path for r in gets(proxy)))
-        applied.append(header.record.id.number)
-        apply_delta(header, *others)
-
-    with Way(remote, bucket_url, local, delta=True) as way:
-        for version in (1, 2, 3):
-            way.carry(version, LONG)
-        monkeypatch.setattr(chain_reader, "apply_delta", apply)
-        way.carry(4, LONG)
-        assert way.failures == [0, 0]
-    assert applied == [3, 4]
-
-
-def chain_in(store: Path) -> list[VersionId]:
-    return manifest_of(store).chain
-
-
 def gets(proxy: FaultyProxy) -> list[Request]:
     return [request for request in proxy.requests if request.method == "GET"]
 
@@ -267,7 +231,7 @@ def test_a_long_chain_ends_with_a_new_anchor(remote, local, bucket, monkeypatch)
     with Way(remote, bucket.url, local, delta=True) as way:
         for version in range(1, 9):
             way.carry(version, LONG)
-            anchors.append(record_of(bucket).anchor.number)
+            anchors.append(newest_version(bucket).manifest.file_version.number)
     assert anchors == [1, 1, 1, 4, 4, 4, 7, 7]
 
 
@@ -282,7 +246,7 @@ def test_late_readers(remote, local, bucket, timing):
         with mirror(bucket.url, local):
             assert_copied(local, LONG, 4)
     timing.bucket_grace_s = 0.0
-    last = KEEP_VERSIONS + 6
+    last = KEEP_ANCHORS + 6
     with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
         send(sender, up, *range(5, last + 1))
     with mirror(bucket.url, local):
@@ -323,7 +287,7 @@ def test_a_reader_that_cannot_read_deltas_gets_an_anchor(remote, local, bucket):
                 until("the sender's store knows", is_known)
                 sender.send(LONG.weights(3))
                 assert_copied(local, LONG, 3)
-    assert record_of(bucket).anchor.number == 3
+    assert newest_version(bucket).manifest.file_version.number == 3
 
 
 def test_another_store_while_the_first_version_of_one_is_put(remote, proxy, bucket_url):
@@ -382,7 +346,7 @@ def test_a_backup_in_place_of_the_store(remote, local, bucket, does_publish, cap
         send(sender, up, 1)
         backup = shutil.copytree(remote, remote.with_name("backup"))
         send(sender, up, 2)
-    lost = newest_pointer(bucket)
+    lost = newest_version(bucket)
     shutil.rmtree(remote)
     backup.rename(remote)
     with contextlib.ExitStack() as stack:
@@ -393,10 +357,10 @@ def test_a_backup_in_place_of_the_store(remote, local, bucket, does_publish, cap
         if not does_publish:
             until("it is told", lambda: "went back" in caplog.text)
             up.wait_until_current(TIMEOUT_S)
-            assert newest_pointer(bucket).id == lost.id, "what the source has lost stays"
+            assert newest_version(bucket).id == lost.id, "what the source has lost stays"
             assert sender.send(OTHER.weights(2)).version == 2
         up.wait_until_current(TIMEOUT_S)
-        assert newest_pointer(bucket).id == DoubleBuffer(remote).pointer().id != lost.id
+        assert newest_version(bucket).id == DoubleBuffer(remote).pointer().id != lost.id
     with mirror(bucket.url, local):
         assert_copied(local, OTHER, 2)
 
@@ -407,14 +371,14 @@ def test_a_backup_in_place_of_the_store(remote, local, bucket, does_publish, cap
 def test_the_mirror_that_was_started_last_is_the_writer(remote, bucket, caplog):
     with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as first:
         send(sender, first, 1)
-        writer = newest_pointer(bucket).writer
+        writer = newest_version(bucket).writer
         with mirror(remote, bucket.url) as second:
-            until("it has taken over", lambda: newest_pointer(bucket).writer != writer)
+            until("it has taken over", lambda: newest_version(bucket).writer != writer)
             send(sender, second, 2)
             until("the first one has ended", lambda: first._error is not None)
             assert isinstance(first._error, dbuffer.WriterSupersededError)
             send(sender, second, 3)
-            assert newest_pointer(bucket).version == 3
+            assert newest_version(bucket).id.number == 3
     assert "has ended" in caplog.text
 
 
@@ -422,19 +386,19 @@ def test_a_store_that_is_copied_from_the_bucket_is_not_copied_into_it(remote, lo
     """Its mirror was started with source and target swapped: it ends, and the others go on."""
     with Way(remote, bucket.url, local) as way:
         way.carry(1)
-        writer = newest_pointer(bucket).writer
+        writer = newest_version(bucket).writer
         with mirror(local, bucket.url) as swapped:
             until("it has ended", lambda: swapped.error is not None)
             assert isinstance(swapped.error, dbuffer.OptionError)
             assert "did you swap source and target?" in str(swapped.error)
-        assert newest_pointer(bucket).writer == writer
+        assert newest_version(bucket).writer == writer
         way.carry(2)
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        *("no pointer", "old pointer", "garbled pointer", "no part", "cut part", "garbled record"),
+        *("no record", "old record", "garbled record", "no part", "cut part"),
         *("emptied", "put that was lost"),
     ],
 )
@@ -455,28 +419,26 @@ def test_a_bucket_that_was_put_back_or_lost_objects_is_mended(
 
     with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
         send(sender, up, 1)
-        old = encode(newest_pointer(bucket))
+        old = encode(newest_version(bucket))
         if damage == "put that was lost":
             proxy.inject(lose, when=is_part)
         send(sender, up, 2)
         names = list(bucket.list("")) if damage == "emptied" else [POINTER_OBJECT]
-        [part, *_] = sorted(record_of(bucket).part_sizes)
+        part = newest_version(bucket).parts[0].name
         match damage:
-            case "no pointer" | "emptied":
+            case "no record" | "emptied":
                 bucket.delete(names)
-            case "garbled pointer":
+            case "garbled record":
                 bucket.put(POINTER_OBJECT, b"garbled")
-            case "old pointer":
+            case "old record":
                 bucket.put(POINTER_OBJECT, old)
             case "no part":
                 bucket.delete([part])
-            case "garbled record":
-                bucket.put(record_of(bucket).name, b"{}")
             case "cut part":
                 bucket.put(part, b"1")
         last = 2
         if not is_idle:
-            if damage in ("no part", "cut part", "garbled record", "put that was lost"):
+            if damage in ("no part", "cut part", "put that was lost"):
                 up.close()
                 up = mirror(remote, bucket.url)
             else:
@@ -504,11 +466,12 @@ def test_a_lost_answer_to_a_put_of_the_pointer_is_no_other_writer(
     assert [each.is_faulty for each in proxy.requests].count(True) == 1
 
 
-def test_a_part_that_the_network_damages_is_got_again(remote, local, proxy, bucket_url):
-    """Of a version without checksums, which nothing else than its parts' digests protects."""
+@pytest.mark.parametrize("nth", [1, 2], ids=["a footer", "a part"])
+def test_what_the_network_damages_is_fetched_again(remote, local, proxy, bucket_url, nth):
+    """Of a version without checksums, which nothing else than its digests protects."""
     proxy.inject(
         FAULTS["corrupt_answer"],
-        nth=3,  # a part, after its record and its layout
+        nth=nth,
         when=lambda request: request.method == "GET" and "/000" in request.path,
     )
     with Way(remote, bucket_url, local, checksum=False) as way:
@@ -535,9 +498,14 @@ def test_a_download_goes_on_where_it_broke_off(proxy, bucket_url, bucket, times)
     data = random.Random(1).randbytes(4 << 20)
     bucket.put("one", data)
     proxy.inject(truncate_answer, times=times, when=lambda each: each.path.endswith("/one"))
-    before = len(proxy.requests)
+    before, got = len(proxy.requests), bytearray(len(data))
+
+    def place(offset: int, piece: memoryview) -> None:
+        got[offset : offset + len(piece)] = piece
+
     with Bucket(bucket_url) as through_proxy:
-        assert bytes(through_proxy.get("one", len(data))) == data
+        assert through_proxy.get_pieces("one", len(data), place) == digest(data)
+    assert got == data
     sent = sum(each.sent_bytes for each in proxy.requests[before:])
     assert sent < len(data) + times * (1 << 18), "no more than a piece is got again each time"
 
@@ -575,7 +543,7 @@ def test_a_pointer_of_another_program_is_left_alone(remote, bucket, content):
         sender.send(SMALL.weights(1))
         until("it has tried", lambda: up.stats["failures"] > 1)
         assert up.error is None
-    assert bytes(bucket.get(POINTER_OBJECT, len(content))) == content
+    assert bytes(bucket.get_range(POINTER_OBJECT, 0, len(content))) == content
 
 
 def test_old_objects_of_the_mirror_are_deleted_and_no_others(remote, bucket, timing):
@@ -584,9 +552,9 @@ def test_old_objects_of_the_mirror_are_deleted_and_no_others(remote, bucket, tim
     run = "0" * 16
     others = [
         "mine",
-        "versions/0000000000000000001-0000000000000000-1.json",
-        f"{run}/weights/{run}-1/000000-{run}",
-        f"versions/1-{run}-{run}.json",
+        f"{run}-1.weights/000000-{run}",
+        f"versions/{run}-1.weights/0-{run}",
+        f"versions/{run}.json",
         "receivers/other.json",
         "receivers/notes",
     ]
@@ -597,35 +565,40 @@ def test_old_objects_of_the_mirror_are_deleted_and_no_others(remote, bucket, tim
         each.put("CURRENT", b"mine")
     with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
         send(sender, up, 1, pattern=SMALL)
-        version = newest_pointer(bucket).id
-        others += ["versions/notes.txt", f"{weights_object(version)}/mine"]
+        version = newest_version(bucket).id
+        others += ["versions/notes.txt", f"{weights_directory(version)}/mine"]
         for name in others[-2:]:
             bucket.put(name, b"mine")
         send(sender, up, *range(2, 6), pattern=SMALL)
     names = bucket.list("")
     assert names.keys() >= set(others)
     ours = [name for name in names.keys() - set(others) if version_of(name)]
-    for kind in (".json", ".weights/"):
-        assert len([name for name in ours if kind in name]) == KEEP_ANCHORS
+    assert len(ours) == KEEP_ANCHORS
     for each in beside:
         assert each.list("").keys() == {"CURRENT"}
         each.close()
 
 
-def test_versions_of_an_anchor_are_kept_with_their_deltas(remote, bucket, timing):
-    """Objects without use stay for a while, too."""
+def test_deltas_are_kept_as_long_as_their_anchor(remote, bucket, timing, monkeypatch):
+    """And an anchor, for some time after the next one has come."""
+    monkeypatch.setattr("dbuffer.format.chain.MAX_CHAIN", 3)
+
+    def kept(kind: str) -> list[int]:
+        return [version_of(name).number for name in sorted(bucket.list("versions")) if kind in name]
+
     with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
-        for version in range(1, 2 * KEEP_VERSIONS):
+        for version in range(1, 12):
             # Each is another mirror, which learns from the bucket what is there.
             with mirror(remote, bucket.url) as up:
                 send(sender, up, version, pattern=SPARSE)
-                if version == KEEP_VERSIONS + 2:
-                    kept = [name for name in bucket.list("versions") if name.endswith(".json")]
-                    assert len(kept) == version
+                if version == 10:
+                    assert kept(".weights/") == [1, 10, 4, 7]
+                    assert len(kept(".delta/")) == 9
                     timing.bucket_grace_s = 0.0
-    names = [name for name in bucket.list("") if version_of(name)]
-    assert len([name for name in names if name.endswith(".json")]) == KEEP_VERSIONS
-    assert set(names) >= record_of(bucket).objects
+    assert sorted(kept(".weights/")) == [7, 10]
+    assert sorted(kept(".delta/")) == [7, 8, 9, 10, 11]
+    names = bucket.list("")
+    assert all(part.name in names for part in newest_version(bucket).parts)
 
 
 # Acknowledgements
@@ -812,10 +785,10 @@ def test_a_refusal_is_not_retried_and_its_reason_is_said(bucket_url, monkeypatch
         with pytest.raises(dbuffer.StoreAccessError, match=reason):
             bucket.list("")
         with pytest.raises(dbuffer.StoreAccessError, match="NoSuchBucket"):
-            newest_pointer(bucket)
+            newest_version(bucket)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with Bucket(bucket_url) as bucket:
-        for request in (lambda: bucket.list(""), lambda: bucket.get("one", 1)):
+        for request in (lambda: bucket.list(""), lambda: bucket.get_range("one", 0, 1)):
             with pytest.raises(dbuffer.StoreAccessError, match="403 SignatureDoesNotMatch"):
                 request()
         assert bucket.requests == {"list": 1, "get": 1}
@@ -834,7 +807,7 @@ def test_a_mirror_that_is_started_again_deletes_what_was_not_needed_for_long(
     remote, bucket, timing
 ):
     """Also if no mirror runs for as long; and late parts of a mirror that was overtaken."""
-    late = part_object(weights_object(VersionId("0" * 16, 9)), 0, "0" * 16)
+    late = part_object(weights_directory(VersionId("0" * 16, 9)), 0, "0" * 16)
     bucket.put(late, b"late")
 
     def put(*versions: int) -> list[int]:

@@ -107,7 +107,7 @@ class World:
 
     def save(self) -> None:
         self.saved = [
-            (name, bytes(self.bucket.get(name, each.num_bytes)))
+            (name, bytes(self.bucket.get_range(name, 0, each.num_bytes)))
             for name, each in self.bucket.list("").items()
             if not name.startswith("receivers/")
         ]
