@@ -65,8 +65,8 @@ class ChainReader:
         Args:
             memory: of no use any more, if this raises.
             copier: its threads do it.
-            since: None, or one from which the chain does not lead here: the file is read first, of
-                a version in a store.
+            since: a version of the chain or of the weights file. If any other, or None, the file is
+                read first; the held version is in a store then.
             on_bytes: called with the bytes that were read, from several threads.
             hashed: whether to hash what is in memory then.
 
@@ -75,7 +75,7 @@ class ChainReader:
         """
         manifest, held = self._held.manifest, self._held
         if since is None or since not in (manifest.file_version, *manifest.chain):
-            assert isinstance(held, Held)  # noqa: S101 - what is elsewhere is brought here first
+            assert isinstance(held, Held)  # noqa: S101 - a mirror fetches objects first
             file, path = held.file.number, held.path
             at_once = hashed and manifest.anchor is None
             checksums = read_tensors(

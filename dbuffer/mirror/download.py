@@ -79,7 +79,7 @@ class HeldObjects(HeldInMemory):
     def fetch_deltas(
         self, versions: Iterable[VersionId], copies: Mapping[VersionId, Path] | None = None
     ) -> None:
-        """Fetch deltas that lead to versions of its chain, except those that were fetched.
+        """Fetch deltas that lead to versions of its chain, unless they were fetched before.
 
         ``copies``: files with copies of deltas, which may be damaged or gone.
         """
@@ -187,7 +187,7 @@ def _open_copy(path: Path, parts: list[Part]) -> Descriptor | None:
 
 
 def newest_version(bucket: Bucket) -> BucketVersion | None:
-    """Read the record of a bucket's newest version; None: nothing was published there."""
+    """Return the record of a bucket's newest version, or None if there is no version."""
     try:
         read = bucket.read(BucketVersion, POINTER_OBJECT)
     except StoreNotFoundError:

@@ -87,7 +87,7 @@ class BucketTarget(Closing):
         """Record in the bucket, as this mirror has read or put it last."""
         self._tag: Tag | None = None
         self._last: BucketVersion | None = None
-        """The same if this mirror is the writer and the version lacks no object."""
+        """Record in the bucket, if this mirror is the writer and the version lacks no object."""
         self._is_writer = False
         """False also if the bucket turned out to be not as this mirror had left it."""
         self._swept_at = -math.inf
@@ -193,7 +193,7 @@ class BucketTarget(Closing):
             self._last = None
 
     def _publish(self, version: BucketVersion) -> None:
-        """Put a version's record, and delete what is old.
+        """Put a version's record, and delete old objects.
 
         Raises:
             WriterSupersededError: another mirror has put the record.
@@ -254,7 +254,7 @@ class BucketTarget(Closing):
         Raises:
             StoreAccessError: the objects cannot be listed.
         """
-        assert self._last is not None  # noqa: S101 - of which objects are needed
+        assert self._last is not None  # noqa: S101 - it names the objects that are needed
         listed = self._bucket.list(VERSIONS_PREFIX)
         self._swept_at = time.monotonic()
         missing = [
@@ -270,7 +270,7 @@ class BucketTarget(Closing):
         return missing
 
     def _put_record(self, version: BucketVersion) -> bool:
-        """Put a version's record, if nobody else has since it was read."""
+        """Put a version's record, if no other mirror has put one since the last look."""
         tag = self._bucket.put_if(POINTER_OBJECT, encode(version), self._tag)
         if tag is not None:
             self._current, self._tag = version, tag

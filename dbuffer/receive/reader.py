@@ -78,7 +78,7 @@ class VersionVerifier:
     def deltas_to_read(self, held: HeldVersion, since: VersionId) -> list[VersionId]:
         """Return the versions whose deltas are read to bring ``since`` to a held one and verify it.
 
-        ``since``: a version of its chain, or that of its weights file.
+        ``since``: a version of its chain or of its weights file.
         """
         manifest = held.manifest
         needed = set(manifest.deltas_after(since))

@@ -191,7 +191,7 @@ class Held(HeldVersion):
 
 
 class HeldInMemory(HeldVersion):
-    """A version from elsewhere, of which this process has the footer and some deltas in memory.
+    """A version from elsewhere, with its footer and some of its deltas in memory.
 
     Args:
         name: name of its weights file, for messages.
@@ -222,7 +222,7 @@ class HeldInMemory(HeldVersion):
         self.deltas.clear()
 
     def is_unchanged(self) -> bool:
-        return True  # no other process writes what is in memory
+        return True  # no other process writes this memory
 
     def is_still_named(self) -> bool:
         return True

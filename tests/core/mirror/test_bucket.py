@@ -580,7 +580,7 @@ def test_old_objects_of_the_mirror_are_deleted_and_no_others(remote, bucket, tim
 
 
 def test_deltas_are_kept_as_long_as_their_anchor(remote, bucket, timing, monkeypatch):
-    """And an anchor, for some time after the next one has come."""
+    """An anchor stays for some time after the next one has come."""
     monkeypatch.setattr("dbuffer.format.chain.MAX_CHAIN", 3)
 
     def kept(kind: str) -> list[int]:
