@@ -10,7 +10,6 @@ versions into it, and one on each node copies them out of it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -24,39 +23,28 @@ from dbuffer.errors import (
     ClosedError,
     NotReadyError,
     OptionError,
-    StoreCorruptError,
     WaitTimeoutError,
-    WriterSupersededError,
 )
-from dbuffer.format.lineage import Relation, relation
 from dbuffer.format.manifest import Versioned
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import BucketSource
-from dbuffer.mirror.local_copy import LocalCopy
-from dbuffer.mirror.options import MirrorOptions, mirror_id
-from dbuffer.mirror.sources import Source, SourceReceiver, StoreSource
+from dbuffer.mirror.loop import NO_STATS, MirrorLoop
+from dbuffer.mirror.options import MirrorOptions
+from dbuffer.mirror.sources import Source, StoreSource
 from dbuffer.mirror.stores import OneStoreError, StoreTarget, state_of_senders
 from dbuffer.mirror.upload import BucketTarget
 from dbuffer.publish.draft import Progress
 from dbuffer.publish.publication import Publication
-from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.timing import TIMING
-from dbuffer.runtime.trouble import RetryLoop, log_once
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.hold import OvertakenError
 
 logger = logging.getLogger(__name__)
 
-_FINAL = (ClosedError, OptionError, WriterSupersededError)
-"""Errors that no retry mends. All others may pass: a network that is cut, a full disk, a damaged
-version, a store that is being emptied, a mode that is corrected."""
-
-_NO_STATS = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
 _FIT_S = 10.0
 """Time for a target to become fit to be read, before :meth:`Mirror.start` raises an error."""
 
@@ -113,7 +101,6 @@ class Mirror(Closing, ProcessBound):
             progress=progress,
         )
         self._copier = chosen.copier
-        self._on_copied = on_copied
         source, target = _end("remote", remote), _end("local", local)
         _require_two_ends(source, target)
         self._buckets = [end for end in (source, target) if isinstance(end, Bucket)]
@@ -127,23 +114,13 @@ class Mirror(Closing, ProcessBound):
             if isinstance(target, Bucket)
             else StoreTarget(target, chosen)
         )
+        self._loop = MirrorLoop(self._source, self._target, on_copied)
         self._stop = threading.Event()
         self._running = threading.Lock()
         """Held while it runs, in whichever thread."""
         self._thread: threading.Thread | None = None
-        self._is_fit = threading.Event()
-        """Set once readers of the target find nothing of an earlier run."""
-        self._problem: Exception | None = None
-        """Why this mirror neither copies nor stands by; None if it does."""
         self._runs_in: int | None = None
         """Identifier of the thread in which it runs."""
-        self._receiver: SourceReceiver | None = None
-        self._copy: LocalCopy | BucketTarget | None = None
-        """Open from the first version on."""
-        self._published: int | None = None
-        """Number of the newest version of the source that need not be copied."""
-        self._announced: int | None = None
-        """Newest version for which ``on_copied`` has returned."""
         self._error: BaseException | None = None
         """Error that ended the mirror's thread."""
 
@@ -155,7 +132,7 @@ class Mirror(Closing, ProcessBound):
     @property
     def version(self) -> int | None:
         """The newest version that it has published, or that was published before it."""
-        return self._published
+        return self._loop.published
 
     @property
     def error(self) -> BaseException | None:
@@ -165,7 +142,7 @@ class Mirror(Closing, ProcessBound):
     @property
     def stats(self) -> dict[str, float]:
         """Versions and bytes copied, seconds that took, failures."""
-        return dict(_NO_STATS if self._receiver is None else self._receiver.record.current.stats)
+        return {**NO_STATS, **self._loop.record.current.stats}
 
     @property
     def requests(self) -> dict[str, int]:
@@ -216,7 +193,8 @@ class Mirror(Closing, ProcessBound):
         """
         self._begin()
         try:
-            self._run(self._stop if stop_event is None else _AnyEvent(self._stop, stop_event))
+            self._runs_in = threading.get_ident()
+            self._loop.run(self._stop if stop_event is None else _AnyEvent(self._stop, stop_event))
         finally:
             self._end()
 
@@ -228,52 +206,13 @@ class Mirror(Closing, ProcessBound):
             )
         if not self._running.acquire(blocking=False):
             raise NotReadyError(f"this mirror to {name} runs already: close it first")
-        self._is_fit.clear()
+        self._loop.is_fit.clear()
 
     def _end(self) -> None:
         self._runs_in = None
         if self._stop.is_set():
             self._release()
         self._running.release()
-
-    def _run(self, stop: threading.Event) -> None:
-        """Stand by or follow the source, with backoff after errors, until it is to stop."""
-        self._runs_in = threading.get_ident()
-        loop = RetryLoop(logger, final=_FINAL, stop=stop)
-        while not stop.is_set():
-            receiver = None
-            with loop.attempt():
-                receiver = self._elect()
-                loop.succeeded(f"mirroring {self._source.name}")
-            self._problem = loop.error
-            if receiver is not None:
-                self._follow(receiver, stop)
-            else:
-                stop.wait(TIMING.retry_min_s if loop.error is None else loop.retry_s)
-
-    def _elect(self) -> SourceReceiver | None:
-        """Become the mirror of the target and follow the source, or return None to stand by.
-
-        Raises:
-            WaitTimeoutError: it is to stand by, and readers still find another run's version.
-        """
-        if self._target.is_elected or self._target.elect(self._source):  # by an earlier run()
-            self._receiver = self._source.open_receiver(mirror_id(self._target.name))
-            self._receiver.record.count(**_NO_STATS)
-            self._is_fit.set()
-            return self._receiver
-        is_prepared = self._target.is_prepared(self._source)  # asked first: it may end then
-        if self._target.is_fit(self._source):
-            if not self._is_fit.is_set():
-                logger.info("another mirror of %s is at work: standing by", self._target.name)
-            self._is_fit.set()
-        elif not is_prepared:
-            raise WaitTimeoutError(
-                f"{self._target.name} holds a version that does not lead to what "
-                f"{self._source.name} holds, and its mirror has not replaced that: does it follow "
-                "another store? If so, stop it, or name another directory"
-            )
-        return None
 
     def wait_until_current(self, timeout_s: float = 60.0) -> None:
         """Wait until the local store holds what was the newest version when this was called.
@@ -288,13 +227,12 @@ class Mirror(Closing, ProcessBound):
         """
         deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
         newest = self._source.newest()
-        if self._receiver is not None:
-            self._receiver.wake()
+        self._loop.wake()
         while newest is not None and not self._has(newest):
             if self._error is not None:
                 raise self._error
             if time.monotonic() > deadline:
-                problem = None if self._receiver is None else self._receiver.record.current.problem
+                problem = self._loop.record.current.problem
                 raise WaitTimeoutError(
                     f"{self._target.name} did not catch up with {self._source.name} within "
                     f"{timeout_s:g} s" + ("" if problem is None else f": {problem}")
@@ -331,18 +269,19 @@ class Mirror(Closing, ProcessBound):
         if pointer is None or not pointer.lineage.reaches(newest.id):
             return False
         is_announced_here = self.is_elected or self._error is not None
-        return not is_announced_here or (self._announced or 0) >= newest.version
+        return not is_announced_here or (self._loop.announced or 0) >= newest.version
 
     def _run_in_thread(self) -> None:
         leave_core()
         try:
-            self._run(self._stop)
+            self._runs_in = threading.get_ident()
+            self._loop.run(self._stop)
         except OneStoreError as error:
             logger.info("%s", str(error))
         # `start` or `wait_until_current` raises it; the log has it for whom neither is called.
         except BaseException as error:
             self._error = error
-            if self._is_fit.is_set():
+            if self._loop.is_fit.is_set():
                 logger.exception("the mirror of %s has ended", self._source.name)
         finally:
             self._target.resign()
@@ -350,100 +289,14 @@ class Mirror(Closing, ProcessBound):
 
     def _wait_until_fit(self, thread: threading.Thread) -> None:
         deadline = time.monotonic() + _FIT_S
-        while not self._is_fit.wait(TIMING.look_s) and not self._stop.is_set():
+        while not self._loop.is_fit.wait(TIMING.look_s) and not self._stop.is_set():
             if not thread.is_alive():
                 if self._error is not None:
                     raise self._error
                 return  # there is nothing to mirror
-            if self._problem is not None and time.monotonic() > deadline:
-                raise self._problem
-
-    # Following
-
-    def _follow(self, receiver: SourceReceiver, stop: threading.Event) -> None:
-        """Follow the source, until it is to stop, or the target is removed."""
-        # The receiver is closed first: the last records that are relayed say that it has ended.
-        with contextlib.ExitStack() as opened:
-            opened.callback(self._close_copy)
-            opened.enter_context(contextlib.closing(receiver))
-            loop = FollowLoop(
-                receiver, "mirroring", logger, forked="follow", final=_FINAL, stop=stop
-            )
-            while not stop.is_set():
-                copied = None
-                with loop.attempt():
-                    check_s = TIMING.bucket_heartbeat_s
-                    if loop.wait(self._published, timeout_s=check_s) is not None:
-                        copied = self._copy_newest(receiver)
-                        loop.used()
-                    elif self._copy is not None and not stop.is_set():
-                        self._check(self._copy)
-                if copied is not None:
-                    if self._on_copied is not None:
-                        self._on_copied(copied)
-                    self._announced = copied.version
-                elif loop.has_forked:
-                    self._close_copy()
-                    self._published = self._announced = None
-                elif self._target.is_removed():
-                    logger.warning("%s was removed: it is made anew", self._target.name)
-                    self._target.resign()
-                    self._published = self._announced = None
-                    return
-
-    def _check(self, copy: LocalCopy | BucketTarget) -> None:
-        """Compare the target with the copied version; if they differ, it is copied again.
-
-        Raises:
-            StoreCorruptError: they differ.
-        """
-        try:
-            copy.check()
-        except StoreCorruptError:
-            self._published = None
-            raise
-
-    def _copy_newest(self, receiver: SourceReceiver) -> Publication | None:
-        """Copy the version that was just seen; None: it is there, or was overwritten meanwhile."""
-        if self._copy is None:
-            self._copy = self._target.begin(self._source, receiver)
-        self._note_published(receiver)
-        with receiver.hold_seen(self._published) as held:
-            if held is None:
-                return None
-            try:
-                copied = self._copy.copy(held, receiver)
-            except OvertakenError:
-                return None
-        self._published = copied.version
-        receiver.record.count(copied=1, copied_bytes=copied.num_bytes, copy_s=copied.duration_s)
-        receiver.record.write(staged=copied.id, problem=None, problem_version=None)
-        return copied
-
-    def _note_published(self, receiver: SourceReceiver) -> None:
-        """Note which of the source's versions the target has: of a commit that failed, too."""
-        there, seen = None, receiver.seen
-        with contextlib.suppress(StoreCorruptError):  # the next commit replaces a damaged pointer
-            there = self._target.newest()
-        if there is None or seen is None or there.version == self._published:
-            return
-        match relation(there.lineage, seen):
-            case Relation.SAME | Relation.BEHIND:
-                self._published = self._announced = there.version
-                receiver.record.write(staged=there.id)
-            case Relation.AHEAD:  # which the source may have lost; what comes next is copied
-                log_once(
-                    logger,
-                    "%s went back to version %d, and %s has version %d: it stays, until more is "
-                    "published",
-                    *(self._source.name, seen.id.number, self._target.name, there.version),
-                )
-                self._published = self._announced = seen.id.number
-
-    def _close_copy(self) -> None:
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            copy.close()
+            problem = self._loop.problem
+            if problem is not None and time.monotonic() > deadline:
+                raise problem
 
 
 class _AnyEvent(threading.Event):

@@ -46,7 +46,7 @@ class AcknowledgementRelay:
     Args:
         reader: reads the records.
         writer: writes them.
-        interval_s: interval at which they are read. Default: that of a store's.
+        interval_s: interval at which they are read. Default: by where they are.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class AcknowledgementRelay:
     ) -> None:
         self._reader = reader
         self._writer = writer
-        self._interval_s = RELAY_S if interval_s is None else interval_s
+        of_bucket = isinstance(reader, ReceiversOfBucket)
+        self._interval_s = interval_s or (TIMING.bucket_list_s if of_bucket else RELAY_S)
         self._records: list[ReceiverRecord] = []
         self._is_closed = False
         self._is_woken = threading.Event()

@@ -1,4 +1,4 @@
-"""`StoreTarget`: a store as a mirror's target, and the stores that it refuses."""
+"""`StoreTarget`: a store as a mirror's target; it refuses a sender's store, and the source."""
 
 from __future__ import annotations
 
@@ -6,20 +6,36 @@ import contextlib
 import logging
 import os
 import shlex
+import time
 from pathlib import Path
 
-from dbuffer.errors import OptionError, StoreCorruptError, WaitTimeoutError
+from dbuffer.errors import (
+    OptionError,
+    StoreCorruptError,
+    StoreFullError,
+    StoreNotFoundError,
+    WaitTimeoutError,
+)
 from dbuffer.format import places
-from dbuffer.format.lineage import Relation, relation
-from dbuffer.format.manifest import Pointer
-from dbuffer.mirror.local_copy import LocalCopy
+from dbuffer.format.chain import chain_of, trimmed
+from dbuffer.format.layout import Layout
+from dbuffer.format.lineage import Relation, VersionId, relation
+from dbuffer.format.manifest import UNDECODABLE, Pointer
+from dbuffer.io.chain_reader import ChainReader
+from dbuffer.io.footer import KeptFooter
+from dbuffer.io.tensors import FileTensors, KeptMappings
+from dbuffer.io.transfer import OnBytes, chunks_of
+from dbuffer.mirror.download import HeldObjects
 from dbuffer.mirror.options import SWAPPED, MirrorOptions
-from dbuffer.mirror.sources import Source, SourceReceiver, StoreSource
+from dbuffer.mirror.sources import HeldOf, Source, SourceReceiver, StoreSource
+from dbuffer.publish.draft import Draft, counter
+from dbuffer.publish.publication import Publication
 from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import Descriptor, is_locked
 from dbuffer.store.foreign import require_own_directory
+from dbuffer.store.hold import Held, hold_newest
 from dbuffer.store.writer import BufferWriter
 
 logger = logging.getLogger(__name__)
@@ -38,8 +54,16 @@ class StoreTarget:
     def __init__(self, root: Path, options: MirrorOptions) -> None:
         self._store = DoubleBuffer(root, allow_shared_store=options.allow_shared_store)
         self._options = options
+        self._copier = options.copier
+        self._progress = options.progress
         self._lock: Descriptor | None = None
         """Held by the elected mirror."""
+        self._writer: BufferWriter | None = None
+        """Open from the first version on."""
+        self._mappings = KeptMappings()
+        self._footer = KeptFooter()
+        self._chain: dict[VersionId, int] = {}
+        """Deltas up to the version copied last."""
 
     @property
     def name(self) -> str:
@@ -50,16 +74,24 @@ class StoreTarget:
         """Whether it is this mirror that copies."""
         return self._lock is not None
 
+    @property
+    def receivers(self) -> DoubleBuffer:
+        """Reader of its receivers' records."""
+        return self._store
+
+    def newest(self) -> Pointer | None:
+        return self._store.newest_pointer() if self._store.exists() else None
+
     def elect(self, source: Source) -> bool:
         """Become the mirror of the target, if no other is.
 
         Raises:
-            OptionError: it is a sender's.
+            OptionError: it is a sender's, or the source.
             WaitTimeoutError: it holds versions of an earlier run, and the source holds none.
         """
         root = self._store.root
-        if self._store.exists() and not self._is_source(source):
-            _require_no_senders(source, self._store)
+        if self._store.exists():
+            self._require_other_role(source)
         filesystem.make_directory(root, parents=True)
         require_own_directory(root)
         self._store.check()
@@ -73,7 +105,7 @@ class StoreTarget:
             if _has_forked(source, self._store):
                 # Before a reader takes the last run's version for the newest.
                 logger.warning("%s: withdrawing what does not lead to %s", root, source.name)
-                with contextlib.closing(self._writer()) as writer:
+                with contextlib.closing(self._open_writer()) as writer:
                     writer.withdraw()
         except BaseException:
             lock.close()
@@ -96,34 +128,166 @@ class StoreTarget:
         return self._lock is not None and not filesystem.is_at(self._lock, path)
 
     def is_fit(self, source: Source) -> bool:
-        """Whether its version leads to the source's, as far as both can be read."""
-        return not _has_forked(source, self._store)
+        """Whether its version leads to the source's, as far as both can be read.
 
-    def is_prepared(self, source: Source) -> bool:
-        """Whether another mirror is copying a version of the source into it."""
-        newest = source.newest()
-        manifests = Contents(self._store).manifests.values()
-        return newest is not None and any(
-            manifest is not None
-            and manifest.state == "writing"
-            and newest.lineage.reaches(manifest.id)
-            for manifest in manifests
+        Raises:
+            WaitTimeoutError: it does not, and the mirror that is at work copies no other.
+        """
+        is_prepared = self._is_prepared(source)  # asked first: it may end then
+        if not _has_forked(source, self._store):
+            return True
+        if is_prepared:
+            return False
+        raise WaitTimeoutError(
+            f"{self.name} holds a version that does not lead to what {source.name} holds, and its "
+            "mirror has not replaced that: does it follow another store? If so, stop it, or name "
+            "another directory"
         )
 
-    def newest(self) -> Pointer | None:
-        return self._store.newest_pointer() if self._store.exists() else None
-
-    def begin(self, source: Source, receiver: SourceReceiver) -> LocalCopy:
+    def open(self, source: Source) -> None:
         """Become the writer, once there is something to write."""
-        if self._is_source(source):
-            raise OneStoreError(
-                f"{source.name} and {self.name} are one store under two names: "
-                "there is nothing to mirror"
-            )
-        _require_no_senders(source, self._store)
-        return LocalCopy(self._writer(), source.records(receiver), self._options)
+        self._require_other_role(source)
+        if self._writer is None:
+            self._writer = self._open_writer()
 
-    def _writer(self) -> BufferWriter:
+    def close(self) -> None:
+        """Close the writer."""
+        self._mappings.clear()
+        self._chain = {}
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def check(self) -> None:
+        """Do nothing: no other process writes while this one has the lock."""
+
+    def copy(self, held: HeldOf, receiver: SourceReceiver) -> Publication:
+        """Publish a held version once more; raise `OvertakenError` if it was overwritten."""
+        assert self._writer is not None  # noqa: S101 - it is open
+        started = time.monotonic()
+        (remote, footer), manifest = self._footer.of_copy(held), held.manifest
+        hashed = manifest.checksums_xxh3 is not None
+        with (
+            receiver.reader.reporting_unreadable(held),
+            Draft(self._writer, self._mappings, manifest.lineage, footer, hashed=hashed) as draft,
+        ):
+            try:
+                checksums = self._fill(draft, held, receiver, remote)
+            except StoreNotFoundError as error:
+                held.raise_for_loss(error)
+            receiver.reader.verify(held, footer.layout, checksums)
+            held.require_unchanged()
+            chain = self._copy_deltas(held, draft, self._writer)
+            before, self._chain = self._chain, {}
+            draft.commit(
+                manifest.metadata,
+                checksums,
+                published_at=manifest.published_at,
+                chain=chain_of(chain),
+            )
+            copied = [chain[each] for each in chain_of(chain)[1:] if each not in before]
+            self._chain = chain
+        delta_bytes = sum(copied) if copied else None
+        return Publication.of(manifest.id, footer.layout, started, delta_bytes)
+
+    def _fill(
+        self, draft: Draft, held: HeldOf, receiver: SourceReceiver, remote: Layout
+    ) -> list[int] | None:
+        """Fill a draft with a held version; return its checksums, if it has any.
+
+        Only what changed since an earlier version that is here is read, if deltas lead from there
+        and checksums show that the file holds it.
+
+        Raises:
+            StoreNotFoundError: the version's files are gone.
+        """
+        total, hashed = draft.footer.layout.checksums_offset, held.manifest.checksums_xxh3
+        if draft.is_mapped and hashed is not None:
+            on_bytes = counter(self._progress, total)
+            checksums = self._apply_changes(draft, held, receiver, on_bytes)
+            if checksums is not None:
+                return checksums
+        on_bytes = counter(self._progress, total)
+        if isinstance(held, Held):
+            return draft.fill_from(held, remote, self._copier, on_bytes)
+        if draft.is_mapped:
+            is_hashed = hashed is not None
+            return held.read_into(draft.mapped, self._copier, hashed=is_hashed, on_bytes=on_bytes)
+        tensors = FileTensors.in_memory(draft.footer.layout)
+        held.read_into(tensors, self._copier, hashed=False, on_bytes=on_bytes)
+        return draft.fill(tensors.views, self._copier)
+
+    def _apply_changes(
+        self,
+        draft: Draft,
+        held: HeldOf,
+        receiver: SourceReceiver,
+        on_bytes: OnBytes | None,
+    ) -> list[int] | None:
+        """Apply deltas to the version in a draft's file; return None if it must be read whole."""
+        since = self._put_earlier(draft, held)
+        if since is None or since not in held.manifest.chain:
+            return None
+        try:
+            self._fetch(held, receiver.reader.deltas_to_read(held, since))
+        except (*UNDECODABLE, StoreNotFoundError) as error:
+            logger.warning("copying version %d whole: %s", held.manifest.version, str(error))
+            return None
+        return receiver.reader.apply_changes(draft.mapped, since, held, on_bytes)
+
+    def _fetch(self, held: HeldOf, versions: list[VersionId]) -> None:
+        """Bring deltas that lead to versions into memory, if they are not in a store.
+
+        This store has copies of some, which were made for the other buffer, mostly.
+        """
+        if isinstance(held, HeldObjects):
+            copies = {version: self._store.delta_path(version) for version in self._chain}
+            held.fetch_deltas(versions, copies)
+
+    def _put_earlier(self, draft: Draft, held: HeldOf) -> VersionId | None:
+        """Return the version that a draft's file holds, to apply deltas to.
+
+        If none lead from there, as from a new file, the newest version of this store is copied into
+        it: memory is read sooner than a network.
+        """
+        since, chain = draft.claim.held_before, held.manifest.chain
+        if since in chain or not chain:
+            return since
+        newest = hold_newest(self._store, newer_than=None)
+        with contextlib.nullcontext() if newest is None else newest:
+            if newest is None or newest.manifest.id not in chain:
+                return since
+            if newest.manifest.layout_xxh3 != draft.footer.layout_xxh3:
+                return since
+            ChainReader(newest, draft.footer.layout).read(draft.mapped, self._copier)
+            return newest.manifest.id
+
+    def _copy_deltas(
+        self, held: HeldOf, draft: Draft, writer: BufferWriter
+    ) -> dict[VersionId, int]:
+        """Copy the deltas that lead from the version copied last; return the chain they make."""
+        manifest, chain = held.manifest, self._chain
+        last = next(reversed(chain), manifest.id)
+        is_joined = manifest.layout_xxh3 != draft.footer.layout_xxh3  # and deltas are of its parts
+        if last not in manifest.chain[:-1] or is_joined:
+            return {manifest.id: 0}
+        try:
+            self._fetch(held, manifest.deltas_after(last))
+            for version in manifest.deltas_after(last):
+                path, file = held.open_delta(version)
+                with file:
+                    chunks = chunks_of(file, path)
+                    num_bytes = writer.add_delta(draft.claim, version, chunks)
+                chain = {**chain, version: num_bytes}
+        except (*UNDECODABLE, StoreNotFoundError, StoreFullError) as error:
+            # The version itself is here, whole.
+            logger.warning(
+                "copying version %d without its deltas: %s", manifest.version, str(error)
+            )
+            return {manifest.id: 0}
+        return trimmed(chain, draft.footer.layout.num_bytes, None)
+
+    def _open_writer(self) -> BufferWriter:
         return BufferWriter(
             self._store.root,
             durable=False,
@@ -131,25 +295,34 @@ class StoreTarget:
             allow_shared_store=self._options.allow_shared_store,
         )
 
-    def _is_source(self, source: Source) -> bool:
-        """Whether source and target are one store under two names."""
-        if not isinstance(source, StoreSource):
-            return False
-        remote, local = source.store.undamaged_writer(), self._store.undamaged_writer()
-        return remote is not None and local is not None and local.token == remote.token
-
-
-def _require_no_senders(source: Source, local: DoubleBuffer) -> None:
-    """Refuse a local store that a sender has open, or published in last.
-
-    Raises:
-        OptionError: it is a sender's.
-    """
-    of_sender = state_of_senders(local)
-    if of_sender is not None:
-        raise OptionError(
-            f"{local.root} {of_sender}, and {source.name} was to be copied into it: {SWAPPED}"
+    def _is_prepared(self, source: Source) -> bool:
+        """Whether another mirror is copying a version of the source into it."""
+        newest = source.newest()
+        return newest is not None and any(
+            manifest is not None
+            and manifest.state == "writing"
+            and newest.lineage.reaches(manifest.id)
+            for manifest in Contents(self._store).manifests.values()
         )
+
+    def _require_other_role(self, source: Source) -> None:
+        """Refuse the source itself under another name, and a sender's store.
+
+        Raises:
+            OptionError: it is one of the two.
+        """
+        if isinstance(source, StoreSource):
+            remote, local = source.store.undamaged_writer(), self._store.undamaged_writer()
+            if remote is not None and local is not None and local.token == remote.token:
+                raise OneStoreError(
+                    f"{source.name} and {self.name} are one store under two names: there is "
+                    "nothing to mirror"
+                )
+        of_sender = state_of_senders(self._store)
+        if of_sender is not None:
+            raise OptionError(
+                f"{self.name} {of_sender}, and {source.name} was to be copied into it: {SWAPPED}"
+            )
 
 
 def state_of_senders(local: DoubleBuffer) -> str | None:

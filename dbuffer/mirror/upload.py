@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn
 
 from msgspec.structs import replace
 
@@ -46,13 +46,11 @@ from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.bucket_records import ReceiversOfBucket
 from dbuffer.mirror.options import SWAPPED, MirrorOptions
-from dbuffer.mirror.relay import AcknowledgementRelay
 from dbuffer.mirror.retention import unneeded_objects
 from dbuffer.mirror.sources import HeldOf, Source, SourceReceiver, StoreSource
 from dbuffer.publish.draft import counter
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.reader import read_whole
-from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
@@ -68,8 +66,8 @@ _MAX_PUTS = 10
 """Puts of the record whose condition fails, in a row. Each but one was another mirror's."""
 
 
-class BucketTarget(Closing):
-    """A bucket as target: a mirror publishes versions there, and relays acknowledgements back.
+class BucketTarget:
+    """A bucket as target: a mirror publishes versions there.
 
     The mirror that was started last is the writer: it puts its own name into the record, and the
     one before finds out with its next look. Before the first version, the first put decides.
@@ -92,8 +90,8 @@ class BucketTarget(Closing):
         """False also if the bucket turned out to be not as this mirror had left it."""
         self._swept_at = -math.inf
         self._footer = KeptFooter()
-        self._receivers = ReceiversOfBucket(bucket)
-        self._relay: AcknowledgementRelay | None = None
+        self.receivers = ReceiversOfBucket(bucket)
+        """Reader of receivers' records."""
         self.is_elected = False
 
     @property
@@ -113,29 +111,21 @@ class BucketTarget(Closing):
     def is_fit(self, source: Source) -> bool:  # noqa: ARG002
         return True  # its readers are mirrors, which compare versions themselves
 
-    def is_prepared(self, source: Source) -> bool:  # noqa: ARG002
-        return False
-
     def newest(self) -> Manifest | None:
         """Return the version as this mirror has read or put it last: a look costs a request."""
         return None if self._last is None else self._last.manifest
 
-    def begin(self, source: Source, receiver: SourceReceiver) -> Self:
+    def open(self, source: Source) -> None:
+        """Become the writer, once there is something to write."""
         # It would take the bucket over from the trainer's mirror, and nothing new would come.
         if isinstance(source, StoreSource) and source.copied_from() == self.name:
             raise OptionError(
                 f"{source.name} is copied from {self.name}, and was to be copied into it: {SWAPPED}"
             )
         self._take_over()
-        self._relay = AcknowledgementRelay(
-            self._receivers, source.records(receiver), interval_s=TIMING.bucket_list_s
-        )
-        return self
 
     def close(self) -> None:
-        if self._relay is not None:
-            self._relay.close()
-            self._relay = None
+        """Do nothing: another mirror takes over without that."""
 
     def copy(self, held: HeldOf, receiver: SourceReceiver) -> Publication:
         """Publish a held version in the bucket; raise `OvertakenError` if it was overwritten."""
@@ -156,8 +146,6 @@ class BucketTarget(Closing):
             receiver.record.write(held=None)
             version = self._put_files(manifest, deltas or {}, weights, footer)
         self._publish(version)
-        if self._relay is not None:
-            self._relay.expect()
         delta_bytes = sum(delta.num_bytes for delta in (deltas or {}).values())
         return Publication.of(manifest.id, footer.layout, started, delta_bytes or None)
 
@@ -330,7 +318,7 @@ class BucketTarget(Closing):
         sizes = [last.delta(version).num_bytes for version in since]
         if is_long([*sizes, *(delta.num_bytes for delta in deltas.values())], layout.num_bytes):
             return True
-        return any(record.unreadable in since for record in self._receivers.known())
+        return any(record.unreadable in since for record in self.receivers.known())
 
     def _read_weights(self, held: HeldOf, receiver: SourceReceiver, footer: Footer) -> _Content:
         """Read a version into memory, whole, as a weights file.

@@ -862,7 +862,7 @@ def test_a_copy_of_nothing_is_not_taken_for_the_newest(remote, local, source, mo
         one = quick(remote, local)
         stack.enter_context(meanwhile(one.run))
         stack.enter_context(one)  # closed first, so that its run ends if the test fails
-        until("it has looked", lambda: one._problem is not None)
+        until("it has looked", lambda: one._loop.problem is not None)
         publish(remote, 60)
         # A reader of the old copy would be told that the store was emptied.
         until("it is copied", lambda: one.version == 60)

@@ -1,0 +1,243 @@
+"""`MirrorLoop`: a mirror's steps, all under one retry with backoff.
+
+A mirror is elected, looks for a newer version, copies it, and compares the target with it now and
+then. A step that fails is logged, noted in the source, and tried again; a mirror that loses its
+target is elected anew. Only the errors of `FINAL` end a mirror: all others may pass.
+
+Acknowledgements go the other way meanwhile, in a thread of their own (`AcknowledgementRelay`): a
+copy may take minutes, and a sender must not take its receivers for dead for as long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+
+from dbuffer.errors import (
+    ClosedError,
+    OptionError,
+    StoreCorruptError,
+    WriterSupersededError,
+)
+from dbuffer.format.lineage import Lineage, Relation, relation
+from dbuffer.format.manifest import Versioned
+from dbuffer.mirror.options import mirror_id
+from dbuffer.mirror.relay import AcknowledgementRelay
+from dbuffer.mirror.sources import Source, SourceReceiver
+from dbuffer.mirror.stores import StoreTarget
+from dbuffer.mirror.upload import BucketTarget
+from dbuffer.publish.publication import Publication
+from dbuffer.receive.follow_loop import FollowLoop
+from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.trouble import log_once
+from dbuffer.store.hold import OvertakenError
+from dbuffer.store.records import OwnRecord
+
+logger = logging.getLogger(__name__)
+
+FINAL = (ClosedError, OptionError, WriterSupersededError)
+"""Errors that end a mirror, besides those of ``on_copied``: no retry mends them. The list in
+docs/across-nodes.md says what to do about each."""
+
+NO_STATS = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
+
+
+class MirrorLoop:
+    """Follows a source and copies its versions into a target; see the module.
+
+    Args:
+        source: where versions come from.
+        target: where they go, if this mirror is elected.
+        on_copied: called with each version that was copied.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        target: StoreTarget | BucketTarget,
+        on_copied: Callable[[Publication], None] | None,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._on_copied = on_copied
+        self._retry: FollowLoop | None = None
+        self._receiver: SourceReceiver | None = None
+        """Follows the source while this mirror is elected and runs."""
+        self._relay: AcknowledgementRelay | None = None
+        """Relays acknowledgements while the target is open, from the first version on."""
+        self.record = OwnRecord("mirror")
+        """The receiver's record; before this mirror is elected, no other process sees it."""
+        self.is_fit = threading.Event()
+        """Set once readers of the target find nothing of an earlier run."""
+        self.published: int | None = None
+        """Number of the newest version of the source that need not be copied."""
+        self.announced: int | None = None
+        """Newest version for which ``on_copied`` has returned."""
+
+    def run(self, stop: threading.Event) -> None:
+        """Take step after step until ``stop`` is set; an error of `FINAL` ends it as well."""
+        retry = self._retry = FollowLoop(
+            self, "mirroring", logger, forked="follow", final=FINAL, stop=stop
+        )
+        try:
+            while not stop.is_set():
+                copied = None
+                with retry.attempt():
+                    version = retry.wait(self.published, timeout_s=TIMING.bucket_heartbeat_s)
+                    if version is not None:
+                        copied = self._copy_newest()
+                        retry.used()
+                    elif self._relay is not None and not stop.is_set():
+                        self._check()
+                if copied is not None:
+                    self._announce(copied)
+                elif retry.has_forked:
+                    self._close_target()
+                    self.published = self.announced = None
+                elif self._target.is_removed():
+                    logger.warning("%s was removed: it is made anew", self._target.name)
+                    self._close()
+                    self._target.resign()
+                    self.published = self.announced = None
+        finally:
+            self._close()
+
+    @property
+    def problem(self) -> Exception | None:
+        """Error of the last step, or None if it worked."""
+        failure = None if self._retry is None else self._retry.failure
+        return None if failure is None else failure.error
+
+    def wake(self) -> None:
+        """Look for a version soon."""
+        if self._receiver is not None:
+            self._receiver.wake()
+
+    # What is followed, as `FollowLoop` sees it
+
+    @property
+    def store(self) -> str:
+        return self._source.name
+
+    @property
+    def seen(self) -> Lineage | None:
+        return None if self._receiver is None else self._receiver.seen
+
+    def wait_for_version(
+        self,
+        newer_than: int | None = None,
+        timeout_s: float | None = None,
+        stop_event: threading.Event | None = None,
+    ) -> int | None:
+        """Wait for this mirror's turn if it is not elected, else for a version to copy."""
+        if self._receiver is None:
+            self._elect()
+        if self._receiver is not None:
+            return self._receiver.wait_for_version(newer_than, timeout_s, stop_event)
+        wait_s = TIMING.retry_min_s if timeout_s is None else min(timeout_s, TIMING.retry_min_s)
+        (stop_event or threading.Event()).wait(wait_s)
+        return None
+
+    def follow_fork(self) -> None:
+        if self._receiver is not None:
+            self._receiver.follow_fork()
+
+    # Steps
+
+    def _elect(self) -> None:
+        """Become the mirror of the target and follow the source, if no other mirror is at work.
+
+        Raises:
+            WaitTimeoutError: readers of the target find another run's version.
+        """
+        if self._target.is_elected or self._target.elect(self._source):  # by an earlier run
+            self._receiver = self._source.open_receiver(mirror_id(self._target.name))
+            self.record = self._receiver.record
+            self.record.count(**NO_STATS)
+            self.is_fit.set()
+        elif self._target.is_fit(self._source):
+            if not self.is_fit.is_set():
+                logger.info("another mirror of %s is at work: standing by", self._target.name)
+            self.is_fit.set()
+
+    def _copy_newest(self) -> Publication | None:
+        """Copy the version that was just seen; None: it is there, or was overwritten meanwhile."""
+        receiver = self._receiver
+        assert receiver is not None  # noqa: S101 - it has seen a version
+        if self._relay is None:
+            self._target.open(self._source)
+            records = self._source.records(receiver)
+            self._relay = AcknowledgementRelay(self._target.receivers, records)
+        self._note_published(receiver)
+        with receiver.hold_seen(self.published) as held:
+            if held is None:
+                return None
+            try:
+                copied = self._target.copy(held, receiver)
+            except OvertakenError:
+                return None
+        self.published = copied.version
+        self._relay.expect()
+        receiver.record.count(copied=1, copied_bytes=copied.num_bytes, copy_s=copied.duration_s)
+        receiver.record.write(staged=copied.id, problem=None, problem_version=None)
+        return copied
+
+    def _note_published(self, receiver: SourceReceiver) -> None:
+        """Note which of the source's versions the target has: of a commit that failed, too."""
+        there, seen = self._newest_in_target(), receiver.seen
+        if there is None or seen is None or there.version == self.published:
+            return
+        match relation(there.lineage, seen):
+            case Relation.SAME | Relation.BEHIND:
+                self.published = self.announced = there.version
+                receiver.record.write(staged=there.id)
+            case Relation.AHEAD:  # which the source may have lost; what comes next is copied
+                log_once(
+                    logger,
+                    "%s went back to version %d, and %s has version %d: it stays, until more is "
+                    "published",
+                    *(self._source.name, seen.id.number, self._target.name, there.version),
+                )
+                self.published = self.announced = seen.id.number
+
+    def _newest_in_target(self) -> Versioned | None:
+        with contextlib.suppress(StoreCorruptError):  # the next commit replaces a damaged pointer
+            return self._target.newest()
+        return None
+
+    def _announce(self, copied: Publication) -> None:
+        if self._on_copied is not None:
+            self._on_copied(copied)
+        self.announced = copied.version
+
+    def _check(self) -> None:
+        """Compare the target with the copied version; if they differ, it is copied again.
+
+        Raises:
+            StoreCorruptError: they differ.
+        """
+        try:
+            self._target.check()
+        except StoreCorruptError:
+            self.published = None
+            raise
+
+    def _close(self) -> None:
+        """Close what was opened for the turn, which may go on in another run."""
+        # First the receiver: the last records that are relayed say that it has ended.
+        receiver, self._receiver = self._receiver, None
+        try:
+            if receiver is not None:
+                receiver.close()
+        finally:
+            self._close_target()
+
+    def _close_target(self) -> None:
+        relay, self._relay = self._relay, None
+        try:
+            if relay is not None:
+                relay.close()
+        finally:
+            self._target.close()
