@@ -82,8 +82,7 @@ REQUEST_S = 120.0
 """Time without a byte of an answer after which a request has failed. An upload has no answer before
 its end: a part of 32 MiB needs 0.3 MB/s."""
 _OUTAGE_S = 600.0
-"""Time without a byte after which a download is given up, with the parts that came. After a
-time-out, also the time for an upload: a part of 32 MiB needs 0.06 MB/s."""
+"""Time without a byte after which a download is given up, with the parts that came."""
 _NO_LIMIT = timedelta(days=1)
 
 
@@ -119,19 +118,18 @@ class Bucket(Closing):
         self.requests: collections.Counter[str] = collections.Counter()
         """Number of requests made, by kind: get, put, list, delete."""
         try:
-            self._objects = self._open(REQUEST_S)
-            self._objects_of_slow_link = self._open(_OUTAGE_S)
+            self._objects = self._open()
         except (self._errors.BaseError, ValueError) as error:
             raise OptionError(f"cannot use {self.url}: {first_line(error)}") from error
 
-    def _open(self, timeout_s: float) -> Any:
+    def _open(self) -> Any:
         return self._obstore.store.from_url(
             self.url,
             # http is used only if the environment names an endpoint with it.
             client_options={
                 "allow_http": True,
                 "connect_timeout": timedelta(seconds=_CONNECT_S),
-                "read_timeout": timedelta(seconds=timeout_s),
+                "read_timeout": timedelta(seconds=REQUEST_S),
                 "timeout": _NO_LIMIT,
             },
             retry_config={"max_retries": 0},
@@ -290,8 +288,7 @@ class Bucket(Closing):
         return f"{self.url}/{name}"
 
     def _put(self, name: str, data: bytes | memoryview, mode: Any) -> Tag:
-        objects = self._objects_of_slow_link if self._width.is_narrow else self._objects
-        return _tag_of(self._obstore.put(objects, name, data, mode=mode, use_multipart=False))
+        return _tag_of(self._obstore.put(self._objects, name, data, mode=mode, use_multipart=False))
 
     def _request(
         self,
@@ -365,11 +362,6 @@ class _Width:
         self._limit = float(NUM_REQUESTS)
         self._running = 0
         self._narrowed_at = -math.inf
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether a request has timed out, and few have succeeded since."""
-        return self._limit < NUM_REQUESTS
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:

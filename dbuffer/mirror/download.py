@@ -33,8 +33,8 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors
 from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
-from dbuffer.mirror.bucket_records import BucketRecords
 from dbuffer.mirror.options import MirrorOptions
+from dbuffer.mirror.records import BucketRecords
 from dbuffer.receive.follow_loop import wait_until_newer
 from dbuffer.receive.reader import VersionVerifier
 from dbuffer.receive.receiver import WeightReceiver

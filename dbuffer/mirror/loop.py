@@ -4,8 +4,9 @@ A mirror is elected, looks for a newer version, copies it, and compares the targ
 then. A step that fails is logged, noted in the source, and tried again; a mirror that loses its
 target is elected anew. Only the errors of `FINAL` end a mirror: all others may pass.
 
-Acknowledgements go the other way meanwhile, in a thread of their own (`AcknowledgementRelay`): a
-copy may take minutes, and a sender must not take its receivers for dead for as long.
+Acknowledgements go the other way, under a retry of the same kind but in a thread of their own
+(`AcknowledgementRelay`): a copy may take minutes, and a sender must not take its receivers for dead
+meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+
+from msgspec.structs import replace
 
 from dbuffer.errors import (
     ClosedError,
@@ -22,16 +25,17 @@ from dbuffer.errors import (
     WriterSupersededError,
 )
 from dbuffer.format.lineage import Lineage, Relation, relation
-from dbuffer.format.manifest import Versioned
+from dbuffer.format.manifest import ReceiverRecord, Versioned
 from dbuffer.mirror.options import mirror_id
-from dbuffer.mirror.relay import AcknowledgementRelay
+from dbuffer.mirror.records import ReceiverKey, ReceiversOfBucket, RecordWriter, key_of
 from dbuffer.mirror.sources import Source, SourceReceiver
 from dbuffer.mirror.stores import StoreTarget
 from dbuffer.mirror.upload import BucketTarget
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.runtime.timing import TIMING
-from dbuffer.runtime.trouble import log_once
+from dbuffer.runtime.trouble import RetryLoop, log_once
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import OvertakenError
 from dbuffer.store.records import OwnRecord
 
@@ -40,6 +44,9 @@ logger = logging.getLogger(__name__)
 FINAL = (ClosedError, OptionError, WriterSupersededError)
 """Errors that end a mirror, besides those of ``on_copied``: no retry mends them. The list in
 docs/across-nodes.md says what to do about each."""
+
+RELAY_S = 0.05
+"""Interval at which a store's records are read; only changed ones go over the network."""
 
 NO_STATS = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
 
@@ -179,7 +186,6 @@ class MirrorLoop:
             except OvertakenError:
                 return None
         self.published = copied.version
-        self._relay.expect()
         receiver.record.count(copied=1, copied_bytes=copied.num_bytes, copy_s=copied.duration_s)
         receiver.record.write(staged=copied.id, problem=None, problem_version=None)
         return copied
@@ -241,3 +247,55 @@ class MirrorLoop:
                 relay.close()
         finally:
             self._target.close()
+
+
+class AcknowledgementRelay:
+    """Copies receivers' records from the target to the source, until :meth:`close`.
+
+    A sender waits for receivers by the records in its own store; a mirror's readers have theirs in
+    the local store, or in the bucket. Relays chain as mirrors do: a relay of the next store finds
+    these records again. A relay keeps a record alive for as long as the receiver itself may live;
+    then it copies the record's last state, and with it that the receiver has ended.
+
+    Args:
+        reader: reads the records.
+        writer: writes them.
+    """
+
+    def __init__(self, reader: DoubleBuffer | ReceiversOfBucket, writer: RecordWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._records: list[ReceiverRecord] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dbuffer-relay", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Relay what there is, and stop."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        name = self._writer.name
+        retry = RetryLoop(logger, failed=f"cannot relay acknowledgements to {name}: ")
+        of_bucket = isinstance(self._reader, ReceiversOfBucket)
+        interval_s = TIMING.bucket_list_s if of_bucket else RELAY_S
+        while not self._stop.wait(interval_s if retry.error is None else retry.retry_s):
+            with retry.attempt():
+                self._relay()
+                retry.succeeded(f"relaying acknowledgements to {name}")
+        for last in (self._relay, self._writer.close):
+            with retry.attempt():
+                last()
+
+    def _relay(self) -> None:
+        # Before records are read: a record that is read after its receiver's end is the last one.
+        ended = {key_of(record) for record in self._records if not self._reader.may_live(record)}
+        self._records = self._reader.receivers()
+        self._writer.write([_relayed(record, ended) for record in self._records])
+
+
+def _relayed(record: ReceiverRecord, ended: Collection[ReceiverKey]) -> ReceiverRecord:
+    """Return the part of a record that concerns the sender; the version held is in the mirror."""
+    has_ended = record.has_ended or key_of(record) in ended
+    return replace(record, held=None, stats={}, is_relayed=True, has_ended=has_ended)

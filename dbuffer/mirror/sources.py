@@ -10,7 +10,7 @@ from dbuffer.format.manifest import Pointer
 from dbuffer.format.places import MIRROR_LOCK_FILE
 from dbuffer.mirror.download import BucketReceiver, BucketSource, HeldObjects
 from dbuffer.mirror.options import MirrorOptions
-from dbuffer.mirror.relay import StoreRecords
+from dbuffer.mirror.records import StoreRecords
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import Held

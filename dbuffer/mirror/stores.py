@@ -23,7 +23,7 @@ from dbuffer.format.lineage import Relation, VersionId, relation
 from dbuffer.format.manifest import UNDECODABLE, Pointer
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.footer import KeptFooter
-from dbuffer.io.tensors import FileTensors, KeptMappings
+from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import OnBytes, chunks_of
 from dbuffer.mirror.download import HeldObjects
 from dbuffer.mirror.options import SWAPPED, MirrorOptions
@@ -201,8 +201,8 @@ class StoreTarget:
         Raises:
             StoreNotFoundError: the version's files are gone.
         """
-        total, hashed = draft.footer.layout.checksums_offset, held.manifest.checksums_xxh3
-        if draft.is_mapped and hashed is not None:
+        total = draft.footer.layout.checksums_offset
+        if draft.is_mapped and held.manifest.checksums_xxh3 is not None:
             on_bytes = counter(self._progress, total)
             checksums = self._apply_changes(draft, held, receiver, on_bytes)
             if checksums is not None:
@@ -210,12 +210,12 @@ class StoreTarget:
         on_bytes = counter(self._progress, total)
         if isinstance(held, Held):
             return draft.fill_from(held, remote, self._copier, on_bytes)
-        if draft.is_mapped:
-            is_hashed = hashed is not None
-            return held.read_into(draft.mapped, self._copier, hashed=is_hashed, on_bytes=on_bytes)
-        tensors = FileTensors.in_memory(draft.footer.layout)
-        held.read_into(tensors, self._copier, hashed=False, on_bytes=on_bytes)
-        return draft.fill(tensors.views, self._copier)
+        return draft.fill_in_memory(
+            lambda memory, hashed: held.read_into(
+                memory, self._copier, hashed=hashed, on_bytes=on_bytes
+            ),
+            self._copier,
+        )
 
     def _apply_changes(
         self,

@@ -44,8 +44,8 @@ from dbuffer.io.footer import Footer, KeptFooter
 from dbuffer.io.tensors import as_bytes, new_memory, pack_checksums
 from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
-from dbuffer.mirror.bucket_records import ReceiversOfBucket
 from dbuffer.mirror.options import SWAPPED, MirrorOptions
+from dbuffer.mirror.records import ReceiversOfBucket
 from dbuffer.mirror.retention import unneeded_objects
 from dbuffer.mirror.sources import HeldOf, Source, SourceReceiver, StoreSource
 from dbuffer.publish.draft import counter

@@ -195,16 +195,25 @@ class Draft:
         self, held: Held, layout: Layout, copier: Copier, on_bytes: OnBytes | None
     ) -> list[int] | None:
         """Copy a version of another store, which has this layout there; return its checksums."""
-        reader, hashed = ChainReader(held, layout), self._hashed
-        if self.is_mapped:
-            return reader.read(self.mapped, copier, on_bytes=on_bytes, hashed=hashed)
-        if held.manifest.anchor is None:
-            file, own = held.file.number, self.claim.weights
+        if not self.is_mapped and held.manifest.anchor is None:
+            file, own, hashed = held.file.number, self.claim.weights, self._hashed
             return read_tensors(
                 file, held.path, layout, own, copier, hashed=hashed, on_bytes=on_bytes
             )
+        reader = ChainReader(held, layout)
+        return self.fill_in_memory(
+            lambda memory, hashed: reader.read(memory, copier, on_bytes=on_bytes, hashed=hashed),
+            copier,
+        )
+
+    def fill_in_memory(
+        self, read: Callable[[FileTensors, bool], list[int] | None], copier: Copier
+    ) -> list[int] | None:
+        """Fill it by a function of memory, and of whether it is to hash the tensors."""
+        if self.is_mapped:
+            return read(self.mapped, self._hashed)
         tensors = FileTensors.in_memory(self.footer.layout)
-        reader.read(tensors, copier, on_bytes=on_bytes)
+        read(tensors, False)
         return self.fill(tensors.views, copier)
 
     def _write(self, spec: TensorSpec, offset: int, tensor: torch.Tensor) -> list[int]:

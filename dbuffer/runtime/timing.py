@@ -56,10 +56,8 @@ class Timing:
     """Least time between two puts of the object with a mirror's records."""
     bucket_heartbeat_s: float = 60.0
     """Interval at which that object is put although no record has changed."""
-    bucket_list_s: float = 5.0
-    """Interval at which the sender's mirror lists these objects, at most."""
-    bucket_expect_s: float = 0.5
-    """First such interval after a version was published; it doubles with each further one."""
+    bucket_list_s: float = 1.0
+    """Interval at which the sender's mirror lists these objects."""
     bucket_grace_s: float = 3600.0
     """Time for which objects of a version that is not kept are still there: who reads them must be
     done by then, or starts over with a newer version."""

@@ -51,6 +51,7 @@ class RetryLoop:
 
     Args:
         logger: the caller's logger.
+        failed: the beginning of messages about failures, as ``"cannot look: "``.
         final: errors that end the attempts.
         stop: an error after it is set is ignored: it comes of closing.
     """
@@ -59,10 +60,12 @@ class RetryLoop:
         self,
         logger: logging.Logger,
         *,
+        failed: str = "",
         final: tuple[type[Exception], ...] = (),
         stop: threading.Event | None = None,
     ) -> None:
         self._logger = logger
+        self._failed = failed
         self._final = final
         self._stop = stop or threading.Event()
         self._failures: _Failures | None = None
@@ -108,7 +111,7 @@ class RetryLoop:
         return isinstance(error, self._final)
 
     def _fail(self, error: Exception) -> None:
-        self._back_off(error, message_of(error))
+        self._back_off(error, self._failed + message_of(error))
 
     def _back_off(
         self,

@@ -23,8 +23,8 @@ from dbuffer.format.objects import (
     version_of,
 )
 from dbuffer.mirror.bucket import Bucket, Listed
-from dbuffer.mirror.bucket_records import read_records
 from dbuffer.mirror.download import newest_version
+from dbuffer.mirror.records import read_records
 from dbuffer.runtime.messages import listed as in_words
 from dbuffer.runtime.timing import TIMING
 from dbuffer.tools.status import (

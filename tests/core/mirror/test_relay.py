@@ -18,8 +18,9 @@ import dbuffer
 from dbuffer.format.lineage import Lineage, Run, VersionId
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
+from dbuffer.mirror.loop import RELAY_S, AcknowledgementRelay
 from dbuffer.mirror.mirror import Mirror
-from dbuffer.mirror.relay import RELAY_S, AcknowledgementRelay, StoreRecords
+from dbuffer.mirror.records import StoreRecords
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
@@ -187,19 +188,6 @@ def test_what_has_not_changed_is_not_written_again(relay, remote, local):
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == before
     record.write(**applied(2))
     until("it is relayed", lambda: record_of(remote).applied_version == 2)
-
-
-@pytest.mark.timing(bucket_expect_s=0.2)
-def test_versions_that_come_fast_do_not_put_off_the_next_look(stores, remote, local):
-    relay = AcknowledgementRelay(stores[0], StoreRecords(stores[1]), interval_s=60.0)
-    RecordFile(local, "rank").write(**applied(1))
-
-    def is_relayed() -> bool:
-        relay.expect()
-        return record_of(remote) is not None
-
-    until("it is relayed", is_relayed)
-    relay.close()
 
 
 def test_the_last_word_is_relayed_when_it_is_closed(relay, remote, local):

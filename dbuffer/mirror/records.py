@@ -1,16 +1,19 @@
-"""Receivers' records in a bucket: an object for each mirror, with those of its local store.
+"""Receivers' records that a mirror relays: `StoreRecords`, `BucketRecords`, `ReceiversOfBucket`.
 
-Clocks of two clusters are not compared: a mirror shows life by putting its object again, and who
-reads it goes by its own time since the object has changed.
+In a store each record has a file of its own. In a bucket each mirror has one object, with the
+records of its local store. Clocks of two clusters are not compared: a mirror shows life by putting
+its object again, and a reader goes by its own time since the object has changed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import os
 import time
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
@@ -22,12 +25,66 @@ from dbuffer.format.objects import (
     is_of_receivers,
     receivers_object,
 )
+from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
-from dbuffer.store.records import OwnRecord
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.records import OwnRecord, PublishedRecord
 
 logger = logging.getLogger(__name__)
+
+ReceiverKey: TypeAlias = tuple[str, str]
+"""Id and token of a receiver."""
+
+
+def key_of(record: ReceiverRecord) -> ReceiverKey:
+    """Return the key of a record's receiver."""
+    return record.receiver, record.token
+
+
+class StoreRecords:
+    """Relayed records in a store, each in a file of its own."""
+
+    def __init__(self, store: DoubleBuffer) -> None:
+        self._store = DoubleBuffer(store.root, allow_shared_store=True)
+        self._files: dict[ReceiverKey, PublishedRecord] = {}
+        self._touched_at = time.monotonic()
+
+    @property
+    def name(self) -> str:
+        return str(self._store.root)
+
+    def write(self, records: Collection[ReceiverRecord]) -> None:
+        """Let these relayed records be there, and no others of this writer."""
+        by_key = {key_of(record): record for record in records}
+        for key in self._files.keys() - by_key.keys():
+            self._files.pop(key).remove()
+        # Not Path.is_dir(), which raises what a network mount may answer.
+        if not os.path.isdir(self._store.root / RECEIVERS_DIRECTORY):  # noqa: PTH112
+            return
+        for key, record in by_key.items():
+            self._update(self._files.setdefault(key, PublishedRecord(self._store, *key)), record)
+        if time.monotonic() - self._touched_at > TIMING.heartbeat_s:
+            self._touched_at = time.monotonic()
+            for file in self._files.values():
+                if file.record is not None and not file.record.has_ended:
+                    file.show_life()
+
+    def close(self) -> None:
+        """Stop showing life; the records stay."""
+        for file in self._files.values():
+            file.close()
+
+    def _update(self, file: PublishedRecord, record: ReceiverRecord) -> None:
+        """Write a record, if more has changed in it than its time."""
+        before = file.record
+        if before is not None and record == replace(before, updated_at=record.updated_at):
+            return
+        with contextlib.suppress(StoreNotFoundError):  # the store is being removed
+            file.put(record)
+            if record.has_ended:
+                file.close()
 
 
 class BucketRecords:
@@ -81,6 +138,10 @@ def _without_times(records: list[ReceiverRecord]) -> list[ReceiverRecord]:
     return [replace(record, updated_at=0.0) for record in records]
 
 
+RecordWriter: TypeAlias = StoreRecords | BucketRecords
+"""Place that records are relayed to."""
+
+
 def read_records(bucket: Bucket, name: str) -> list[ReceiverRecord]:
     """Read the records of a mirror's object."""
     read = bucket.read(BucketReceivers, name)
@@ -103,7 +164,7 @@ class ReceiversOfBucket:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._seen: dict[str, _Seen] = {}
-        self._records: dict[tuple[str, str], tuple[float, float, ReceiverRecord]] = {}
+        self._records: dict[ReceiverKey, tuple[float, float, ReceiverRecord]] = {}
         """Latest record of each receiver: its time, when its object was seen changed, and it."""
 
     def receivers(self) -> list[ReceiverRecord]:
@@ -130,7 +191,7 @@ class ReceiversOfBucket:
         self._bucket.in_parallel(lambda name: self._read(name, listed[name].e_tag), changed)
         # A receiver whose mirror has changed its id has a record in two objects.
         self._records = {
-            (record.receiver, record.token): (at, changed_at, record)
+            key_of(record): (at, changed_at, record)
             for at, changed_at, record in sorted(
                 (
                     (record.updated_at, seen.changed_at, record)
@@ -148,7 +209,7 @@ class ReceiversOfBucket:
 
     def may_live(self, record: ReceiverRecord) -> bool:
         """Whether a record's receiver may be alive: its mirror is, and does not say otherwise."""
-        _, changed_at, _ = self._records.get((record.receiver, record.token), (0, -math.inf, None))
+        _, changed_at, _ = self._records.get(key_of(record), (0, -math.inf, None))
         if record.has_ended:
             return False
         return time.monotonic() - changed_at < TIMING.bucket_presumed_dead_after_s
