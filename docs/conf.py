@@ -22,6 +22,7 @@ html_title = "dbuffer"
 html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = ["copy.js"]
 
 myst_heading_anchors = 3
 
