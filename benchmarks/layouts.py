@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
-from dbuffer.receive.stager import Stager
+from dbuffer.receive.stager import Staged, Stager
 
 _FUSED = {
     "q_proj": ("qkv_proj", 0),
@@ -124,6 +125,7 @@ class PlannedReceiver:
         *,
         rank: int = 0,
         size: int = 1,
+        stages_on_device: bool = False,
     ) -> None:
         self._make_model = partial(FusedModel, shapes, device, rank=rank, size=size)
         self.model = self._make_model()
@@ -136,14 +138,19 @@ class PlannedReceiver:
         self._check = ShapeCheck(watched)
         self._copier = Copier()
         serving: Any = self.model  # it is never refused, and has no checkpoint
-        self._loads = WeightLoader(self.model, serving, self._copier, self._check)
+        is_cuda = device.type == "cuda"
+        self._loads = WeightLoader(self.model, serving, self._copier, self._check, patches=is_cuda)
         receiver = WeightReceiver(store, receiver_id=f"engine.rank-{rank}")
         self._stager = Stager(
             receiver,
             prepare=self._prepare,
             copy=True,
-            pin_memory=device.type == "cuda",
+            device=device if stages_on_device else None,
+            pin_memory=is_cuda,
+            attest=self._attest if is_cuda or stages_on_device else None,
         )
+        self._stager.use_device()
+        self._attest_s = 0.0
         self._trace: LoadTrace | None = None
 
     def __enter__(self) -> Self:
@@ -172,6 +179,26 @@ class PlannedReceiver:
         self._stager.release(applied=staged.id)
         is_patched = switch is not None and switch.patches is not None
         return Switched(staged.duration_s, commit_s, staged.num_bytes, is_patched)
+
+    def attest_s(self) -> float:
+        """Wait until the last switch is attested; return the seconds that comparing took.
+
+        Raises:
+            RuntimeError: the model has other weights than were staged.
+        """
+        while self._stager.attested is None:
+            time.sleep(0.001)
+        if differing := self._stager.attested[1]:
+            raise RuntimeError(f"the switch left other weights than were staged: {differing}")
+        return self._attest_s
+
+    def _attest(self, staged: Staged, is_wanted: Callable[[], bool]) -> Sequence[str] | None:
+        if not isinstance(staged.prepared, PreparedSwitch):
+            return None
+        started = time.perf_counter()
+        differing = self._loads.attest(staged.prepared, lambda: contextlib.nullcontext(is_wanted()))
+        self._attest_s = time.perf_counter() - started
+        return differing
 
     def require_right(self, weights: Weights) -> None:
         """Raise RuntimeError unless the model has what its own loaders make of these."""

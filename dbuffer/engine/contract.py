@@ -196,8 +196,8 @@ class EngineRank:
     """All ranks of the engine."""
     module: torch.nn.Module
     """The model that serves."""
-    on_device: bool
-    """Whether its weights are outside of main memory."""
+    device: torch.device
+    """Device of its weights."""
     is_pipeline_stage: bool = False
     """Whether it holds some of the model's layers only, and other ranks hold the rest."""
     not_weights: Collection[str] = (ENDPOINT_ATTR,)
@@ -206,6 +206,11 @@ class EngineRank:
     """Packing of its layers, if it is known."""
     instance_id: str | None = None
     """Id of this start of the engine, one for all ranks, if its follower does not send it."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether its weights are outside of main memory."""
+        return self.device.type != "cpu"
 
     def engine_id(self, options: EngineOptions) -> str:
         """Return the engine's name among the store's receivers; the same on all of its ranks."""

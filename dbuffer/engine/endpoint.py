@@ -93,7 +93,7 @@ class RankEndpoint:
         """
         self.state.is_asleep = True
         if self.receiver is not None:
-            self.receiver.wait_unread()
+            self.receiver.note_asleep()
         if is_lost:
             self.note_foreign_load("going to sleep without a copy of the weights")
 

@@ -51,10 +51,11 @@ class EngineOptions:
     engine_id: str | None = None
     """The engine's name among the store's receivers. Default: one from what
     the engine calls itself, or from its address."""
-    staging: Literal["auto", "map", "copy"] = "auto"
-    """Hold a version mapped, or copied into memory (pinned, with a GPU); only what this rank needs
-    of it, where that is known. ``"auto"``: map without a GPU on a local mount, copy else, and with
-    a GPU on a local mount only when it is known whether less than all will do."""
+    staging: Literal["auto", "map", "copy", "device"] = "auto"
+    """Hold a version mapped, or copied into memory (pinned, with a GPU), or as much of it as there
+    is room for in the device's own memory, and the rest as with ``"copy"``; only what this rank
+    needs of it, where that is known. ``"auto"``: map without a GPU on a local mount, copy else, and
+    with a GPU on a local mount only when it is known whether less than all will do."""
     verify: bool | Literal["auto"] = "auto"
     """Check every tensor against its checksum. ``"auto"``: on network mounts."""
     poll_interval_s: float = 0.5
@@ -103,7 +104,7 @@ class EngineOptions:
             _require(self, "version", self.local_store is None)
         is_name = isinstance(self.engine_id, str) and is_receiver_id(self.engine_id + ".rank-0000")
         _require(self, "engine_id", self.engine_id is None or is_name)
-        checks.choice("staging", self.staging, ("auto", "map", "copy"))
+        checks.choice("staging", self.staging, ("auto", "map", "copy", "device"))
         checks.choice("verify", self.verify, (True, False, "auto"))
         checks.positive_seconds("poll_interval_s", self.poll_interval_s)
         checks.positive_seconds("timeout_s", self.timeout_s)

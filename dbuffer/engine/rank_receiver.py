@@ -106,7 +106,8 @@ class RankReceiver:
             receiver,
             check=self._model.check,
             prepare=self._model.prepare,
-            copy={"auto": "auto", "map": False, "copy": True}[options.staging],  # type: ignore[arg-type]
+            copy="auto" if options.staging in ("auto", "device") else options.staging == "copy",
+            device=rank.device if options.staging == "device" else None,
             pin_memory=rank.on_device and options.staging != "map",
             forked=options.forked,
             version=options.version,
@@ -168,13 +169,15 @@ class RankReceiver:
         )
         self.note_foreign_load("they were compared with it")
 
-    def wait_unread(self) -> None:
-        """Wait until the stager's thread no longer reads weights that fell asleep."""
+    def note_asleep(self) -> None:
+        """Leave the device to others, before the weights fall asleep; wait until none are read."""
         with self._model.reading:
             pass
+        self._stager.leave_device()
 
     def note_awake(self) -> None:
         """Stage anew: what came while the weights slept could not be compared with them."""
+        self._stager.use_device()
         self._stager.stage_again(applied=self._id)
 
     @property
@@ -210,6 +213,7 @@ class RankReceiver:
         version = self.options.version or newest
         if newest and newest >= version:
             self.update(UpdateRequest(at_least=version))
+            self._stager.leave_device()  # the engine is about to take what it needs of it
 
     def update(self, request: UpdateRequest | OptionError) -> None:
         """Switch the engine to a version. Nothing may be generating.
@@ -248,6 +252,7 @@ class RankReceiver:
             raise
         finally:
             self._state.is_updating = False
+            self._stager.use_device()
             self._stager.release(applied=self._id)
 
     @property

@@ -13,6 +13,7 @@ The device works on the current stream, behind what the caller has queued there.
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,13 @@ def fork_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], contextlib.Exi
             return stack.pop_all()
 
     return on_own_streams
+
+
+def free_on(device: torch.device) -> int:
+    """Return the free bytes of a device's memory; of main memory, what its processes may take."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def to_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:

@@ -28,7 +28,7 @@ from dbuffer import errors
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, number_of, relation
 from dbuffer.format.manifest import MAX_INTEGER, Pointer
-from dbuffer.io.devices import PageLock
+from dbuffer.io.devices import PageLock, fork_streams, free_on
 from dbuffer.io.tensors import new_memory
 from dbuffer.receive.follow_loop import FollowLoop, Forked
 from dbuffer.receive.receiver import WeightReceiver
@@ -36,9 +36,13 @@ from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.cores import leave_core
+from dbuffer.runtime.messages import first_line
 from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
+
+DEVICE_RESERVE_BYTES = 1 << 30
+"""Memory of a device that is left to others: a larger batch of the engine's, for instance."""
 
 Check = Callable[[Snapshot], None]
 
@@ -56,14 +60,18 @@ class Prepared(Protocol):
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
         """Return this for other tensors with the same contents."""
 
-    @property
-    def staging_bytes(self) -> int:
-        """Size of the memory that :meth:`copied_into` needs."""
+    def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
+        """Sizes of the memories that :meth:`copied_into` needs: a device's, and main memory.
+
+        ``device_bytes``: largest size of the first.
+        """
 
     def copied_into(
-        self, memory: torch.Tensor, copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None]
+        self,
+        memories: tuple[torch.Tensor, torch.Tensor],
+        copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
     ) -> Prepared:
-        """Return this in ``memory``, flat bytes, with no reference to the snapshot left.
+        """Return this in two memories, flat bytes, with no reference to the snapshot left.
 
         ``copy`` copies views of the snapshot's tensors, the second, into the first.
         """
@@ -187,6 +195,42 @@ class StagingMemory:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
+class DeviceMemory:
+    """Memory for a version, or for a part of one, on an engine's device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.may_use = False
+        """Whether to use the device: not before an engine has taken all that it needs, nor while it
+        sleeps, and others use the device."""
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def room(self) -> int:
+        """Return how many bytes may be used, those in use included."""
+        free_bytes = free_on(self._bytes.device) - DEVICE_RESERVE_BYTES
+        return max(0, free_bytes + self._bytes.numel()) if self.may_use else 0
+
+    def resized(self, num_bytes: int) -> torch.Tensor:
+        """Return memory of this size; or none, if others have taken the room meanwhile."""
+        if self._bytes.numel() != num_bytes:
+            self._free()
+            try:
+                self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=self._bytes.device)
+            except torch.OutOfMemoryError as error:
+                log_once(logger, "a version is staged in main memory alone: %s", first_line(error))
+        return self._bytes
+
+    def leave(self) -> None:
+        """Give the memory back, and use none until that is allowed again."""
+        self.may_use = False
+        self._free()
+
+    def _free(self) -> None:
+        if self._bytes.numel():
+            self._bytes = torch.empty(0, dtype=torch.uint8, device=self._bytes.device)
+            if self._bytes.is_cuda:
+                torch.cuda.empty_cache()  # torch would keep it for this process
+
+
 class Stager(ProcessBound):
     """Follows a store in a thread of its own, and has its newest version ready.
 
@@ -198,9 +242,11 @@ class Stager(ProcessBound):
             stager's thread. An error from it makes the version unusable, and is raised by `take`.
         prepare: called with each version, in the stager's thread. Its result, if any, is staged
             too; or alone, if versions are copied and that is enough.
-        copy: copy into memory of its own. ``"auto"``: if ``pin_memory``, and later versions will
-            not have less to copy. On a network mount a version is read into memory of its own in
-            any case.
+        device: device of an engine, in whose memory to copy as much of a version as there is room
+            for; None: copy into main memory alone.
+        copy: copy into memory of its own. ``"auto"``: if ``pin_memory`` or ``device``, and later
+            versions will not have less to copy. On a network mount a version is read into memory of
+            its own in any case.
         pin_memory: that memory is page-locked, for a device to copy from.
         version: keep this version ready, and no other, until it was applied; it is waited for.
         applied: version up to which nothing need be staged from the start.
@@ -222,6 +268,7 @@ class Stager(ProcessBound):
         check: Check | None = None,
         prepare: Prepare | None = None,
         copy: bool | Literal["auto"] = "auto",
+        device: torch.device | None = None,
         pin_memory: bool = False,
         version: int | None = None,
         applied: VersionId | None = None,
@@ -245,6 +292,9 @@ class Stager(ProcessBound):
         """Version that was applied last, and what ``attest`` returned for it, or None before."""
         self._copy = copy
         self._memory = StagingMemory(pinned=pin_memory)
+        self._device_memory = None if device is None else DeviceMemory(device)
+        self._memories = threading.Lock()
+        """Held while a version is copied into these, or read there."""
         self._version = version
         self._loop = FollowLoop(receiver, "staging", logger, forked=forked)
         self._interrupt = threading.Event()
@@ -355,6 +405,20 @@ class Stager(ProcessBound):
                 self._receiver.record.write()
             self._wake()
 
+    def use_device(self) -> None:
+        """Stage in the device's memory from now on, if that is wanted and there is room."""
+        if self._device_memory is not None:
+            self._device_memory.may_use = True
+
+    def leave_device(self) -> None:
+        """Give the device's memory back, and take none until :meth:`use_device`."""
+        if self._device_memory is None:
+            return
+        with self._memories:
+            with self._condition:
+                self._drop_unless_taken()
+            self._device_memory.leave()
+
     def close(self) -> None:
         """Stop following, and take the record out of the store."""
         if self._is_inherited:
@@ -368,6 +432,8 @@ class Stager(ProcessBound):
         self._receiver.record.remove()
         self._receiver.close()
         self._memory.free()
+        if self._device_memory is not None:
+            self._device_memory.leave()
 
     def _request_for(
         self,
@@ -490,17 +556,22 @@ class Stager(ProcessBound):
                 if self._state is not State.APPLIED:
                     self._interrupt.clear()
                     return not self._is_closed
-                applied = self._staged
-                assert applied is not None  # noqa: S101 - it was READY
-            differing = self._attest(applied, self._may_attest) if self._attest else None
-            with self._condition:
-                if self._state is State.APPLIED and self._staged is applied:
-                    self._enter(State.EMPTY)
-                    # What was overwritten meanwhile is no version to compare with.
-                    if self._let_go() and self._attest is not None:
-                        self.attested = applied.id, differing
-                    self._receiver.record.write()
-            del applied  # unmapped here, without the lock
+            with self._memories:
+                self._finish_applied()
+
+    def _finish_applied(self) -> None:
+        """Attest the version that was applied, and let go of it."""
+        applied, differing = self._staged, None
+        if applied is not None and self._attest is not None:
+            differing = self._attest(applied, self._may_attest)
+        with self._condition:
+            if applied is not None and self._state is State.APPLIED and self._staged is applied:
+                self._enter(State.EMPTY)
+                # What was overwritten meanwhile is no version to compare with.
+                if self._let_go() and self._attest is not None:
+                    self.attested = applied.id, differing
+                self._receiver.record.write()
+        # Here, without the lock, it is unmapped.
 
     def _may_attest(self) -> bool:
         """Whether the version that was applied is still there, and no other is waited for."""
@@ -584,20 +655,34 @@ class Stager(ProcessBound):
     ) -> tuple[SnapshotTensors | None, Prepared | None]:
         """Copy what was prepared, if that is enough, or else all tensors."""
         if prepared is not None and is_enough:
-            memory = self._memory.resized(prepared.staging_bytes)
-            return None, prepared.copied_into(memory, snapshot.copy_parts)
+            return None, self._copied_part(snapshot, prepared)
         tensors = snapshot.copy_into(self._memory.resized(snapshot.data_bytes))
         return tensors, None if prepared is None else prepared.of(tensors)
+
+    def _copied_part(self, snapshot: Snapshot, prepared: Prepared) -> Prepared:
+        """Copy what was prepared into the device's memory, and the rest into main memory."""
+        with self._memories:
+            on_device = torch.empty(0, dtype=torch.uint8)
+            sizes = prepared.staging_bytes(0)
+            if self._device_memory is not None:
+                sizes = prepared.staging_bytes(self._device_memory.room())
+                on_device = self._device_memory.resized(sizes[0])
+                if on_device.numel() < sizes[0]:
+                    sizes = prepared.staging_bytes(0)
+            memories = on_device, self._memory.resized(sizes[1])
+            with fork_streams([on_device])():
+                return prepared.copied_into(memories, snapshot.copy_parts)
 
     def _needs_whole(self) -> bool:
         with self._condition:
             return self._request is not None and self._request.is_whole
 
     def _must_copy(self, *, later_copies_less: bool) -> bool:
+        is_faster = self._memory.is_pinned or self._device_memory is not None
         if not self._receiver.reader.maps_files:  # a snapshot is in memory of its own already
-            return self._memory.is_pinned
+            return is_faster
         if self._copy == "auto":
-            return self._memory.is_pinned and not later_copies_less
+            return is_faster and not later_copies_less
         return self._copy
 
     def _settle(self, request: _Request | None) -> None:

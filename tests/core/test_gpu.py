@@ -13,6 +13,7 @@ from benchmarks.layouts import PlannedReceiver
 from dbuffer.engine.plan import prepared_switch
 from dbuffer.errors import StoreAccessError
 from dbuffer.io.devices import PageLock
+from dbuffer.receive.stager import DeviceMemory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -198,7 +199,43 @@ def test_an_engine_is_patched_with_a_delta(store, monkeypatch, whole):
             sender.send(weights)
             switched = engine.switch()
             engine.require_right(weights)
+            assert engine.attest_s() > 0
     assert switched.is_patched
+
+
+def test_an_engine_is_not_patched_where_something_wrote_to_it(store):
+    weights = {name: t.cuda() for name, t in models.random_weights(SHAPES).items()}
+    with (
+        dbuffer.WeightSender(store, delta=True) as sender,
+        PlannedReceiver(store, SHAPES, torch.device("cuda")) as engine,
+    ):
+        for _ in range(4):
+            changed(weights, 0.01)
+            sender.send(weights)
+            engine.switch()
+            engine.attest_s()
+            next(engine.model.parameters()).data.view(-1)[:1] += 1
+        changed(weights, 0.01)
+        sender.send(weights)
+        engine.switch()
+        engine.require_right(weights)
+
+
+@pytest.mark.parametrize("room_bytes", [0, 100 << 20, 1 << 40])
+def test_a_version_is_staged_in_a_gpu_s_memory(store, monkeypatch, room_bytes):
+    monkeypatch.setattr(DeviceMemory, "room", lambda memory: room_bytes)
+    weights = {name: t.cuda() for name, t in models.random_weights(SHAPES).items()}
+    device = torch.device("cuda")
+    with (
+        dbuffer.WeightSender(store) as sender,
+        PlannedReceiver(store, SHAPES, device, stages_on_device=True) as engine,
+    ):
+        for _ in range(4):
+            changed(weights, 1.0)
+            sender.send(weights)
+            engine.switch()
+            engine.require_right(weights)
+            engine.attest_s()
 
 
 @pytest.mark.parametrize("share", [0.01, 1.0])

@@ -224,8 +224,11 @@ class Switched:
         self.versions.append(copied(tensors))
         switch = self.prepare(tensors)
         if switch is not None and switch.is_enough and self.staged:
-            memory = torch.full((switch.staging_bytes,), 255, dtype=torch.uint8)
-            switch = switch.copied_into(memory, COPIER.copy_tensors)
+            whole = sum(switch.staging_bytes(0))
+            sizes = switch.staging_bytes(int(torch.randint(0, whole + 1, ())))
+            assert sum(sizes) == whole
+            device, memory = (torch.full((size,), 255, dtype=torch.uint8) for size in sizes)
+            switch = switch.copied_into((device, memory), COPIER.copy_tensors)
             for tensor in tensors.values():  # it needs them no longer
                 tensor.fill_(-1)
         self.patched.append(switch is not None and switch.patches is not None)

@@ -21,6 +21,7 @@ from dbuffer.engine.plan.prepared_switch import PreparedSwitch
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.rank_receiver import RankReceiver
 from dbuffer.engine.shape_check import ShapeCheck, UnusedTensors
+from dbuffer.receive.stager import DeviceMemory
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.light_engines import Rank
 from tests.support.soak import in_turn
@@ -34,7 +35,7 @@ TIMEOUT_S = 20.0
 DTYPE = torch.bfloat16
 
 
-STAGINGS = ["map", "copy"]
+STAGINGS = ["map", "copy", "device"]
 both_stagings = pytest.mark.parametrize("staging", STAGINGS)
 
 
@@ -127,6 +128,8 @@ _errors: list[list[str]] = []
 
 def start(rank: int, store: Path, staging: str, more: dict[str, Any] | None = None) -> None:
     mine = PlannedRank(Model(rank), RankChannel.of(Coordinator()))
+    half = sum(parameter.nbytes for parameter in mine.module.parameters()) // 2
+    DeviceMemory.room = lambda memory: half * memory.may_use
     options = EngineOptions(store=str(store), engine_id="engine", staging=staging, **(more or {}))
     endpoint = RankEndpoint()
     endpoint.begin(lambda: mine, options)
@@ -226,10 +229,10 @@ def test_what_was_staged_for_another_model_is_staged_anew(staging, world, store)
         logged, found = zip(*world.run(update_after_moving, 3), strict=True)
         # Where all of it was staged, nothing is read again.
         assert [any("reads version 3 again" in line for line in lines) for lines in logged] == [
-            staging == "copy"
+            staging != "map"
         ] * SIZE
         # Read again, it is planned again, and verified at once.
-        num_loads = 4 if staging == "copy" else 3
+        num_loads = 3 if staging == "map" else 4
         assert require_right(list(found), published) == [num_loads] * SIZE
     world.run(close)
 
@@ -243,6 +246,44 @@ def test_a_tensor_of_two_names_is_staged_under_both(staging, world, store):
             published["norm_1"] = published["norm_0"]
             sender.send(published)
             assert require_right(world.run(update, version), published) == [2] * SIZE
+    world.run(close)
+
+
+def staged_on_device(rank: int, version: int) -> int:
+    """Bytes of a version in the device's memory; here that is main memory, too."""
+    stager = _engine[-1][1]._stager
+    stager.take(version, timeout_s=TIMEOUT_S)
+    stager.release()
+    return stager._device_memory._bytes.numel()
+
+
+def sleep(rank: int) -> int:
+    """Fall asleep; bytes that are still in use on the device."""
+    receiver = _engine[-1][1]
+    receiver._state.is_asleep = True
+    receiver.note_asleep()
+    return receiver._stager._device_memory._bytes.numel()
+
+
+def wake_up(rank: int) -> None:
+    receiver = _engine[-1][1]
+    receiver._state.is_asleep = False
+    receiver.note_awake()
+
+
+def test_a_version_is_staged_on_the_device_as_far_as_there_is_room_and_not_in_sleep(world, store):
+    half = sum(tensor.nbytes for tensor in weights(0).values()) // SIZE // 2
+    with dbuffer.WeightSender(store) as sender:
+        prove_the_plan(world, sender, "device")
+        sender.send(weights(3))
+        assert all(0 < each <= half + 4096 for each in world.run(staged_on_device, 3))
+        assert world.run(sleep) == [0] * SIZE
+        sender.send(weights(4))
+        assert world.run(staged_on_device, 4) == [0] * SIZE
+        world.run(wake_up)
+        sender.send(published := weights(5))
+        assert all(0 < each <= half + 4096 for each in world.run(staged_on_device, 5))
+        require_right(world.run(update, 5), published)
     world.run(close)
 
 

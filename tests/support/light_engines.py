@@ -90,6 +90,7 @@ class Model:
 class Rank:
     """What a receiver needs of a rank."""
 
+    device = torch.device("cpu")
     on_device = False
     is_pipeline_stage = False
     module = torch.nn.Module()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -112,19 +114,30 @@ class PreparedSwitch:
             images=[image for image in self.images if image.name in plan.packed],
         )
 
-    @property
-    def staging_bytes(self) -> int:
-        """Memory that :meth:`copied_into` needs."""
-        staged = (*self.plan.parameters.values(), *self.reloaded.values())
-        return sum(align(tensor.nbytes) for tensor in staged)
+    def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
+        """Sizes of the memories that :meth:`copied_into` needs: a device's, and main memory.
 
-    def copied_into(self, memory: torch.Tensor, copy: CopyTensors) -> PreparedSwitch:
+        ``device_bytes``: largest size of the first.
+        """
+        parameters = self.plan.parameters.values()
+        sizes = [align(tensor.nbytes) for tensor in (*parameters, *self.reloaded.values())]
+        on_device = sum(size for size in _fitting(sizes[: len(parameters)], device_bytes))
+        return on_device, sum(sizes) - on_device
+
+    def copied_into(
+        self, memories: tuple[torch.Tensor, torch.Tensor], copy: CopyTensors
+    ) -> PreparedSwitch:
         """Copy all that it needs into flat bytes, with ``copy``, and bind the copies to these.
 
-        First copies of the parameters, then the published tensors that are reloaded.
+        The first memory gets copies of parameters for as long as they fit; the second gets the
+        rest, and the published tensors that are reloaded.
         """
         parameters = self.plan.parameters
-        staged, rest = _laid_out(memory, parameters)
+        sizes = [align(tensor.nbytes) for tensor in parameters.values()]
+        names, count = list(parameters), len(_fitting(sizes, memories[0].numel()))
+        staged, _ = _laid_out(memories[0], {name: parameters[name] for name in names[:count]})
+        others, rest = _laid_out(memories[1], {name: parameters[name] for name in names[count:]})
+        staged |= others
         reloaded, _ = _laid_out(rest, self.reloaded)
         copies = [(reloaded[name], tensor) for name, tensor in self.reloaded.items()]
         for name, tensor in staged.items():
@@ -233,6 +246,11 @@ class PreparedSwitch:
         copier.in_parallel(work, cut_work([copy[0].nbytes for _, copy in copies], copier))
         images = {each.name: each.name for each in self.images if not each.matches()}
         return {name: layer_of(name) for name in sorted(differing)} | images
+
+
+def _fitting(sizes: Sequence[int], num_bytes: int) -> Sequence[int]:
+    """Return the sizes, from the first on, whose sum is so many bytes at most."""
+    return sizes[: bisect.bisect_right(list(itertools.accumulate(sizes)), num_bytes)]
 
 
 def _laid_out(

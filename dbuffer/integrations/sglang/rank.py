@@ -21,7 +21,7 @@ class SchedulerRank(EngineRank):
     def __init__(self, model: Any, names: NameMap | None) -> None:
         self.module = model
         self._names = names
-        self.on_device = next(model.parameters()).device.type != "cpu"
+        self.device = next(model.parameters()).device
         self.ranks = RankChannel.of(get_parallel().tp_group)
 
     def engine_id(self, options: EngineOptions) -> str:

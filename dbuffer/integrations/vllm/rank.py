@@ -37,8 +37,7 @@ class WorkerRank(EngineRank):
         mend_workers()
         self._vllm_config = vllm_config
         self.module = model
-        self._device = device
-        self.on_device = device.type != "cpu"
+        self.device = device
         self.packing = None if self.on_device else CpuPacking()
         if not self.on_device:
             use_cores_of_parent()
@@ -59,7 +58,7 @@ class WorkerRank(EngineRank):
 
     def make_model(self, before: ServingModel | None) -> ServingModel:
         """Return the model to load into: the one before, which knows whether it may serve."""
-        return before or VllmModel(self._vllm_config, self.module, self._device)
+        return before or VllmModel(self._vllm_config, self.module, self.device)
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
         return vllm_shape_check(self._vllm_config, self.module, partial=partial)

@@ -67,7 +67,7 @@ RIGHT_OPTIONS: dict[str, list[Any]] = {
     "local_store": [None, "/a", "/dev/shm/größe copy"],
     "version": [None, 1, MAX_INTEGER],
     "engine_id": [None, "a", "0", "_", "vllm-host.1_2-3", "a" * 118],
-    "staging": ["auto", "map", "copy"],
+    "staging": ["auto", "map", "copy", "device"],
     "verify": ["auto", True, False],
     "poll_interval_s": [1, 0.001, 3600.0],
     "timeout_s": [1, 0.001, 86400],
