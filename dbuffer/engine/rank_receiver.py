@@ -213,7 +213,7 @@ class RankReceiver:
         version = self.options.version or newest
         if newest and newest >= version:
             self.update(UpdateRequest(at_least=version))
-            self._stager.leave_device()  # the engine is about to take what it needs of it
+            self._stager.leave_device()  # the engine is about to allocate its caches there
 
     def update(self, request: UpdateRequest | OptionError) -> None:
         """Switch the engine to a version. Nothing may be generating.

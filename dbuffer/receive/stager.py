@@ -243,7 +243,7 @@ class Stager(ProcessBound):
         prepare: called with each version, in the stager's thread. Its result, if any, is staged
             too; or alone, if versions are copied and that is enough.
         device: device of an engine, in whose memory to copy as much of a version as there is room
-            for; None: copy into main memory alone.
+            for. Default: copy into main memory alone.
         copy: copy into memory of its own. ``"auto"``: if ``pin_memory`` or ``device``, and later
             versions will not have less to copy. On a network mount a version is read into memory of
             its own in any case.
@@ -567,7 +567,7 @@ class Stager(ProcessBound):
         with self._condition:
             if applied is not None and self._state is State.APPLIED and self._staged is applied:
                 self._enter(State.EMPTY)
-                # What was overwritten meanwhile is no version to compare with.
+                # If the version was overwritten meanwhile, the comparison says nothing.
                 if self._let_go() and self._attest is not None:
                     self.attested = applied.id, differing
                 self._receiver.record.write()
@@ -660,7 +660,7 @@ class Stager(ProcessBound):
         return tensors, None if prepared is None else prepared.of(tensors)
 
     def _copied_part(self, snapshot: Snapshot, prepared: Prepared) -> Prepared:
-        """Copy what was prepared into the device's memory, and the rest into main memory."""
+        """Copy the prepared part into the device's memory, and into main memory if it is full."""
         with self._memories:
             on_device = torch.empty(0, dtype=torch.uint8)
             sizes = prepared.staging_bytes(0)
