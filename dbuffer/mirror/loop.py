@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection
 
 from msgspec.structs import replace
@@ -74,6 +75,7 @@ class MirrorLoop:
         """Follows the source while this mirror is elected and runs."""
         self._relay: AcknowledgementRelay | None = None
         """Relays acknowledgements while the target is open, from the first version on."""
+        self._check_at = 0.0
         self.record = OwnRecord("mirror")
         """The receiver's record; before this mirror is elected, no other process sees it."""
         self.is_fit = threading.Event()
@@ -92,12 +94,12 @@ class MirrorLoop:
             while not stop.is_set():
                 copied = None
                 with retry.attempt():
-                    version = retry.wait(self.published, timeout_s=TIMING.bucket_heartbeat_s)
-                    if version is not None:
+                    until_check_s = self._check_at - time.monotonic()
+                    if until_check_s <= 0:
+                        self._check()
+                    elif retry.wait(self.published, timeout_s=until_check_s) is not None:
                         copied = self._copy_newest()
                         retry.used()
-                    elif self._relay is not None and not stop.is_set():
-                        self._check()
                 if copied is not None:
                     self._announce(copied)
                 elif retry.has_forked:
@@ -224,8 +226,10 @@ class MirrorLoop:
         Raises:
             StoreCorruptError: they differ.
         """
+        self._check_at = time.monotonic() + TIMING.bucket_heartbeat_s
         try:
-            self._target.check()
+            if self._relay is not None:
+                self._target.check()
         except StoreCorruptError:
             self.published = None
             raise

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import os
 import secrets
 import time
@@ -51,19 +50,11 @@ from dbuffer.mirror.sources import HeldOf, Source, SourceReceiver, StoreSource
 from dbuffer.publish.draft import counter
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.reader import read_whole
-from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.store.hold import Held
 
 logger = logging.getLogger(__name__)
-
-
-_SWEEPS = 60
-"""Lists of the versions' objects during `Timing.bucket_grace_s`, at most, besides checks."""
-
-_MAX_PUTS = 10
-"""Puts of the record whose condition fails, in a row. Each but one was another mirror's."""
 
 
 class BucketTarget:
@@ -88,7 +79,6 @@ class BucketTarget:
         """Record in the bucket, if this mirror is the writer and the version lacks no object."""
         self._is_writer = False
         """False also if the bucket turned out to be not as this mirror had left it."""
-        self._swept_at = -math.inf
         self._footer = KeptFooter()
         self.receivers = ReceiversOfBucket(bucket)
         """Reader of receivers' records."""
@@ -152,6 +142,8 @@ class BucketTarget:
     def check(self) -> None:
         """Compare the record and the newest version's objects with the last publish.
 
+        Objects that are not needed are deleted.
+
         Raises:
             WriterSupersededError: another mirror has put the record.
             StoreCorruptError: an object is missing, or an earlier record is there again.
@@ -161,55 +153,52 @@ class BucketTarget:
         try:
             read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
         except (StoreNotFoundError, StoreCorruptError):
-            self._begin_anew(None)
+            self._lose(self._last, None)
         if read is not None:
             if read[0] != self._last:
-                self._begin_anew(read[0])
+                self._lose(self._last, read[0])
             self._tag = read[1]
-        self._require_objects()
+        if missing := self._sweep():
+            self._last = None
+            raise StoreCorruptError(
+                f"{self._bucket.name_of(missing[0])} is missing, or has another size: {self.name} "
+                "gets its newest version anew"
+            )
 
     def _take_over(self) -> None:
-        """Put the record of the version that is there again, with this mirror's name."""
-        for _ in range(_MAX_PUTS):
-            current = self._read_record()
-            if current is None or self._put_record(current.by(self._writer)):
-                break
-        else:
-            raise self._no_conditions()
+        """Put the record of the version that is there again, with this mirror's name.
+
+        Raises:
+            StoreAccessError: another mirror was faster, or the answer was lost.
+        """
+        current = self._read_record()
+        is_mine = current is None or current.writer == self._writer
+        if current is not None and not (is_mine or self._put_record(current.by(self._writer))):
+            raise StoreAccessError(
+                f"{self._bucket.name_of(POINTER_OBJECT)} could not be put on condition of its "
+                "ETag: does the service support conditional puts?"
+            )
         self._is_writer, self._last = True, self._current
         if self._last is not None and self._sweep():
             self._last = None
 
     def _publish(self, version: BucketVersion) -> None:
-        """Put a version's record, and delete old objects.
+        """Put a version's record.
 
         Raises:
             WriterSupersededError: another mirror has put the record.
             StoreCorruptError: the record was deleted, or an earlier one is there again.
         """
-        for _ in range(_MAX_PUTS):
-            before = self._current
-            if self._put_record(version):
-                break
+        before = self._current
+        if not self._put_record(version):
             # It is another mirror's; or ours, and the answer to a put was lost.
             now = self._read_record()
-            if now == version:
-                break
-            if now is None or now.writer != self._writer:
-                self._current = before
-                self._begin_anew(now)
-        else:
-            raise self._no_conditions()
+            if now != version:
+                self._lose(before, now)
         self._last = version
-        if time.monotonic() - self._swept_at >= TIMING.bucket_grace_s / _SWEEPS:
-            try:
-                self._require_objects()
-            except StoreAccessError as error:  # the version is published all the same
-                log_once(logger, "old objects stay: %s", str(error))
 
-    def _begin_anew(self, now: BucketVersion | None) -> NoReturn:
+    def _lose(self, before: BucketVersion | None, now: BucketVersion | None) -> NoReturn:
         """Tell of a record that this mirror has not put: it takes the bucket over again."""
-        before = self._current
         is_restored = before is not None and (
             now is None
             or now.writer == self._writer
@@ -223,19 +212,6 @@ class BucketTarget:
             f"{self._bucket.name_of(POINTER_OBJECT)} {became}: it gets the newest version anew"
         )
 
-    def _require_objects(self) -> None:
-        """Delete objects that are not needed, and require all of the newest version.
-
-        Raises:
-            StoreCorruptError: one is missing.
-        """
-        if missing := self._sweep():
-            self._is_writer, self._last = False, None
-            raise StoreCorruptError(
-                f"{self._bucket.name_of(missing[0])} is missing, or has another size: {self.name} "
-                "gets its newest version anew"
-            )
-
     def _sweep(self) -> list[str]:
         """Delete objects that are not needed; return the newest version's missing objects.
 
@@ -244,7 +220,6 @@ class BucketTarget:
         """
         assert self._last is not None  # noqa: S101 - it names the objects that are needed
         listed = self._bucket.list(VERSIONS_PREFIX)
-        self._swept_at = time.monotonic()
         missing = [
             part.name
             for part in self._last.parts
@@ -277,12 +252,6 @@ class BucketTarget:
             read = None
         self._current, self._tag = read or (None, None)
         return self._current
-
-    def _no_conditions(self) -> StoreAccessError:
-        return StoreAccessError(
-            f"{self.name}/{POINTER_OBJECT} could not be put on condition of its ETag, {_MAX_PUTS} "
-            "times: does the service support conditional puts?"
-        )
 
     def _open_deltas(
         self, held: HeldOf, opened: contextlib.ExitStack

@@ -206,6 +206,12 @@ def test_only_the_deltas_go_through_the_bucket(remote, local, proxy, bucket_url)
 LONG_BYTES = 9 * 8 * (1 << 14)
 
 
+def anchors_in(bucket: Bucket) -> list[int]:
+    """Return the numbers of the anchors of which parts are in a bucket."""
+    versions = [version_of(name) for name in bucket.list("") if ".weights/" in name]
+    return sorted({version.number for version in versions if version is not None})
+
+
 def gets(proxy: FaultyProxy) -> list[Request]:
     return [request for request in proxy.requests if request.method == "GET"]
 
@@ -245,18 +251,19 @@ def test_late_readers(remote, local, bucket, timing):
             send(sender, up, 1, 2, 3, 4)
         with mirror(bucket.url, local):
             assert_copied(local, LONG, 4)
-    timing.bucket_grace_s = 0.0
+    timing.bucket_grace_s, timing.bucket_heartbeat_s = 0.0, 0.05
     last = KEEP_ANCHORS + 6
     with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
         send(sender, up, *range(5, last + 1))
+        until("others are deleted", lambda: anchors_in(bucket) == [last - 1, last])
     with mirror(bucket.url, local):
         assert_copied(local, LONG, last)
 
 
 def test_a_version_that_goes_while_it_is_read_is_replaced_by_a_newer_one(
-    remote, local, proxy, bucket_url, timing
+    remote, local, proxy, bucket_url, bucket, timing
 ):
-    timing.bucket_grace_s = 0.0
+    timing.bucket_grace_s, timing.bucket_heartbeat_s = 0.0, 0.05
     held = Hold()
     with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket_url) as up:
         send(sender, up, 1)
@@ -266,6 +273,7 @@ def test_a_version_that_goes_while_it_is_read_is_replaced_by_a_newer_one(
         with mirror(bucket_url, local) as down:
             held.wait()
             send(sender, up, *range(2, KEEP_ANCHORS + 3))
+            until("it is deleted", lambda: 1 not in anchors_in(bucket))
             held.release()
             assert_copied(local, LONG, KEEP_ANCHORS + 2)
             assert down.stats["failures"] == 0
@@ -548,7 +556,7 @@ def test_a_pointer_of_another_program_is_left_alone(remote, bucket, content):
 
 def test_old_objects_of_the_mirror_are_deleted_and_no_others(remote, bucket, timing):
     """Neither below the prefix nor beside it."""
-    timing.bucket_grace_s = 0.0
+    timing.bucket_grace_s, timing.bucket_heartbeat_s = 0.0, 0.05
     run = "0" * 16
     others = [
         "mine",
@@ -570,10 +578,8 @@ def test_old_objects_of_the_mirror_are_deleted_and_no_others(remote, bucket, tim
         for name in others[-2:]:
             bucket.put(name, b"mine")
         send(sender, up, *range(2, 6), pattern=SMALL)
-    names = bucket.list("")
-    assert names.keys() >= set(others)
-    ours = [name for name in names.keys() - set(others) if version_of(name)]
-    assert len(ours) == KEEP_ANCHORS
+        until("others are deleted", lambda: anchors_in(bucket) == [4, 5])
+    assert bucket.list("").keys() >= set(others)
     for each in beside:
         assert each.list("").keys() == {"CURRENT"}
         each.close()
@@ -583,8 +589,8 @@ def test_deltas_are_kept_as_long_as_their_anchor(remote, bucket, timing, monkeyp
     """An anchor stays for some time after the next one has come."""
     monkeypatch.setattr("dbuffer.format.chain.MAX_CHAIN", 3)
 
-    def kept(kind: str) -> list[int]:
-        return [version_of(name).number for name in sorted(bucket.list("versions")) if kind in name]
+    def deltas() -> list[int]:
+        return sorted(version_of(name).number for name in bucket.list("") if ".delta/" in name)
 
     with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
         for version in range(1, 12):
@@ -592,11 +598,11 @@ def test_deltas_are_kept_as_long_as_their_anchor(remote, bucket, timing, monkeyp
             with mirror(remote, bucket.url) as up:
                 send(sender, up, version, pattern=SPARSE)
                 if version == 10:
-                    assert kept(".weights/") == [1, 10, 4, 7]
-                    assert len(kept(".delta/")) == 9
+                    assert anchors_in(bucket) == [1, 4, 7, 10]
+                    assert len(deltas()) == 9
                     timing.bucket_grace_s = 0.0
-    assert sorted(kept(".weights/")) == [7, 10]
-    assert sorted(kept(".delta/")) == [7, 8, 9, 10, 11]
+    assert anchors_in(bucket) == [7, 10]
+    assert deltas() == [7, 8, 9, 10, 11]
     names = bucket.list("")
     assert all(part.name in names for part in newest_version(bucket).parts)
 
