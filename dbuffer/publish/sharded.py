@@ -188,7 +188,7 @@ class ShardedWeightSender(Publisher):
 
         def check() -> None:
             if checks.seconds("timeout_s", timeout_s) >= self._patience_s:
-                rule = f"less than the {self._patience_s:g} s that the ranks wait for each other"
+                rule = f"less than rank_timeout_s + reader_timeout_s, {self._patience_s:g} s here"
                 checks.refuse("timeout_s", timeout_s, rule)
 
         with self._closing_if_interrupted():

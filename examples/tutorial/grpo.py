@@ -28,6 +28,8 @@ GROUP_SIZE = 8
 
 def main(args: argparse.Namespace) -> None:
     """Train."""
+    if args.metrics_port:  # before a store is made: another program may have the port
+        start_http_server(args.metrics_port, "127.0.0.1")
     rewards: list[float] = []
 
     def reward(completion_ids: list[list[int]], **_: object) -> list[float]:
@@ -69,7 +71,6 @@ def main(args: argparse.Namespace) -> None:
     sender = trainer.weight_sync.sender
     if args.metrics_port:
         metrics.register(sender)
-        start_http_server(args.metrics_port, "127.0.0.1")
     trainer.train()
     print("{versions:.0f} versions, {bytes:,.0f} bytes".format(**sender.stats))
     if args.delta:
