@@ -314,6 +314,38 @@ def refuse_overflow(specs: Iterable[TensorSpec], tensors: Iterable[torch.Tensor]
                     _refuse_values_beyond(limit, spec, tensor)
 
 
+def refuse_not_finite(specs: Iterable[TensorSpec], tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse NaN and infinity. Reads each floating-point tensor once.
+
+    Raises:
+        InvalidWeightsError: there is one; the message names its tensor.
+    """
+    by_device: dict[torch.device, list[tuple[TensorSpec, torch.Tensor]]] = {}
+    for spec, tensor in zip(specs, tensors, strict=True):
+        if not tensor.numel() or not _may_be_infinite(tensor):
+            continue
+        plain = tensor.detach().resolve_conj()
+        real = torch.view_as_real(plain) if plain.is_complex() else plain
+        by_device.setdefault(tensor.device, []).append((spec, real))
+    for pairs in by_device.values():
+        with torch.inference_mode():
+            extremes = torch.stack([_extremes_of(tensor) for _, tensor in pairs])
+            finite = extremes.isfinite().all(dim=1).tolist()
+        for (spec, tensor), is_finite in zip(pairs, finite, strict=True):
+            if not is_finite:
+                wide = tensor if tensor.itemsize > 1 else tensor.float()
+                count = int((~wide.isfinite()).sum())
+                raise InvalidWeightsError(
+                    f"{spec.name!r} has {count} values that are NaN or infinite, of "
+                    f"{tensor.numel()}; nothing was published. require_finite=False publishes them"
+                )
+
+
+def _may_be_infinite(tensor: torch.Tensor) -> bool:
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return is_number and tensor.dtype is not torch.float4_e2m1fn_x2
+
+
 @functools.cache
 def _largest_cast_to(dtype: torch.dtype) -> float:
     """Return a bound below which values are rounded to the dtype's largest, or less."""

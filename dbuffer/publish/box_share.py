@@ -16,7 +16,6 @@ from dbuffer.format.layout import ITEM_BYTES
 from dbuffer.io.changes import Changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import refuse_overflow
 from dbuffer.publish import shards
 from dbuffer.publish.delta_chain import max_changed
 from dbuffer.publish.draft import ClaimInfo
@@ -131,12 +130,12 @@ class BoxShare(Share):
             index = self._boxes[number].tensor
             spec = self._layout.specs[index]
             elements = parts.elements(source.tensors[index], spec.name)
-            refuse_overflow([spec], [elements])
+            source.refuse_values([spec], [elements])
             return elements
 
         def act_on_whole(index: int, whole: torch.Tensor) -> None:
             number = self._number_of[index]
-            refuse_overflow([self._layout.specs[index]], [whole])
+            source.refuse_values([self._layout.specs[index]], [whole])
             action(range(number, number + 1), lambda _: whole)
 
         world = self._world

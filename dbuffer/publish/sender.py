@@ -21,7 +21,7 @@ from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import fork_streams
 from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import FileTensors, file_under, refuse_overflow
+from dbuffer.io.tensors import FileTensors, file_under
 from dbuffer.publish.delta_chain import DeltaChain
 from dbuffer.publish.draft import Progress
 from dbuffer.publish.patches import SparsePatch, patches_of
@@ -333,7 +333,7 @@ class WeightSender(Publisher):
             self._refuse_idle_buffer(source)
             footer = self._footer_of(source)
             if not source.is_lazy:
-                refuse_overflow(source.specs, source.eager)
+                source.refuse_values(source.specs, source.eager)
         request = PublishRequest(started, source, footer, version, metadata, progress)
         publication = self._publish(request)
         self._is_behind = False

@@ -37,6 +37,7 @@ class SenderKeywords(TypedDict, total=False):
     keep_bytes: int | None
     run: str | None
     steps: Steps
+    require_finite: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,10 @@ class SenderOptions:
     last, by this sender or the one before. ``"any"``: publish it, log that the step goes back, and
     count it in ``stats["steps_back"]``."""
 
+    require_finite: bool = False
+    """Refuse weights with a NaN or an infinity, by the tensor's name; nothing is published then. It
+    reads all weights once more, on the device where they are. Patches are not looked at."""
+
     def __post_init__(self) -> None:
         checks.flag("durable", self.durable)
         checks.choice("checksum", self.checksum, (True, False, "auto"))
@@ -113,6 +118,7 @@ class SenderOptions:
         if not (run is None or is_name):
             checks.refuse("run", run, "1 to 128 printable characters")
         checks.choice("steps", self.steps, ("any", "monotonic"))
+        checks.flag("require_finite", self.require_finite)
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
@@ -145,6 +151,7 @@ class SenderOptions:
             rename=self.rename,
             sharded=sharded,
             as_checkpoint=self.as_checkpoint,
+            require_finite=self.require_finite,
         )
 
     def has_checksums(self, medium: Medium) -> bool:

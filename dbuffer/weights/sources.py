@@ -15,7 +15,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dbuffer.errors import InvalidWeightsError, UnsupportedError
 from dbuffer.format.layout import TensorSpec
-from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to, refuse_overflow
+from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to, refuse_not_finite, refuse_overflow
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.checkpoint import LazyTensor, read_checkpoint
@@ -119,16 +119,29 @@ class Source:
     """Reader that the lazy tensors come from, each in its turn."""
     check: Callable[[], None] = _check_nothing
     """Called when all tensors were copied, and before the commit, which an error prevents."""
+    must_be_finite: bool = False
+    """Whether a NaN or an infinity prevents the commit."""
+
+    def refuse_values(self, specs: Iterable[TensorSpec], tensors: Collection[torch.Tensor]) -> None:
+        """Refuse tensors that overflow in their cast, or are not finite and must be.
+
+        Raises:
+            InvalidWeightsError: there is one; the message names it.
+        """
+        refuse_overflow(specs, tensors)
+        if self.must_be_finite:
+            refuse_not_finite(specs, tensors)
 
     def fetched(self) -> Iterator[torch.Tensor]:
         """Yield all tensors, one at a time; each may be gone when the next has come.
 
         Raises:
-            InvalidWeightsError: a tensor differs from its declaration, or overflows in its cast.
+            InvalidWeightsError: a tensor differs from its declaration, or has values that are
+                refused.
         """
         for spec, tensor in zip(self.specs, self.tensors, strict=True):
             fetched = fetch(tensor)
-            refuse_overflow([spec], [fetched])
+            self.refuse_values([spec], [fetched])
             yield fetched
         self.finish()
 
@@ -157,6 +170,8 @@ class Describer:
     forever."""
     as_checkpoint: bool = True
     """Take a transformers module for what its checkpoint would be."""
+    require_finite: bool = False
+    """Refuse weights with a NaN or an infinity."""
     _renaming: Conversion | None = field(default=None, init=False)
     """Conversion of the last weights by a map that changes tensors."""
     _known: tuple[WeightsSpec, tuple[TensorSpec, ...]] | None = field(default=None, init=False)
@@ -169,6 +184,9 @@ class Describer:
 
     def describe(self, weights: Weights) -> Source:
         """Return specs and tensors of weights of any kind; an iterator is not begun yet."""
+        return replace(self._describe(weights), must_be_finite=self.require_finite)
+
+    def _describe(self, weights: Weights) -> Source:
         if is_stream(weights):
             self._require_whole_tensors("an iterator")
             return Source((), [], {}, stream=self._stream(weights), new_names=self._new_names)
@@ -232,6 +250,8 @@ class Describer:
             checked = _gatherable(name, tensor, sharded=self.sharded)
             spec, fetched = spec_of(name, checked, self.dtype), fetch(checked)
             refuse_overflow([spec], [fetched])
+            if self.require_finite:
+                refuse_not_finite([spec], [fetched])
             yield spec, fetched
 
     def _checked(self, pairs: Iterable[Any]) -> Tensors:

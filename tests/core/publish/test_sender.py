@@ -397,6 +397,41 @@ def publish_in_little_memory(connection: Connection, store: Path) -> None:
     connection.send("the limit holds")
 
 
+@pytest.mark.parametrize("mount", ["local", "network"])
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_refused_if_they_must_be(
+    store, tmp_path, monkeypatch, mount, delta, value
+):
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64)
+    weights = {str(kind): torch.ones(1000).to(kind) for kind in (*kinds, torch.int32, torch.bool)}
+    weights["empty"] = torch.ones(0)
+    checkpoint = tmp_path / "model.safetensors"
+    with dbuffer.WeightSender(store, delta=delta, require_finite=True) as sender:
+        assert sender.send(weights).version == 1
+        for kind in kinds:
+            spoilt = weights | {str(kind): weights[str(kind)].clone()}
+            spoilt[str(kind)][7] = value
+            told = f"'{kind}' has 1 values that are NaN or infinite, of "
+            with pytest.raises(dbuffer.InvalidWeightsError, match=told):
+                sender.send(spoilt)
+            with pytest.raises(dbuffer.InvalidWeightsError, match=told):
+                sender.send(spoilt, wait=False).wait()
+            if not delta:
+                with pytest.raises(dbuffer.InvalidWeightsError, match=told):
+                    sender.send(iter(spoilt.items()))
+            if kind is not torch.complex64:  # which the format does not have
+                del spoilt["torch.complex64"]
+                save_file(spoilt, checkpoint)
+                with pytest.raises(dbuffer.InvalidWeightsError, match=told):
+                    sender.send(checkpoint)
+        assert sender.send(weights).version == 2
+    with dbuffer.WeightSender(store, delta=delta) as sender:
+        spoilt = weights | {"torch.float32": torch.full((1000,), value)}
+        assert sender.send(spoilt).version == 3
+
+
 def test_a_send_takes_little_memory_beside_the_store(store):
     with Child(publish_in_little_memory, store) as child:
         assert [child.receive() for _ in range(4)] == [160, 160, 80, "the limit holds"]

@@ -235,11 +235,24 @@ def refuse_overflow(rank: int, case: Callable[[int], Case], store: Path, mount: 
         assert sender.send(weights).version == 2
 
 
+def refuse_infinity(rank: int, case: Callable[[int], Case], store: Path, mount: str) -> None:
+    weights, _ = case(distributed.get_world_size())
+    with mounted(mount), ShardedWeightSender(store, require_finite=True) as sender:
+        sender.send(weights)
+        for tensor in weights.values():
+            tensor.to_local().fill_(float("inf"))
+            with pytest.raises(dbuffer.InvalidWeightsError, match="NaN or infinite"):
+                sender.send(weights)
+            tensor.to_local().fill_(1)
+        assert sender.send(weights).version == 2
+
+
 @pytest.mark.parametrize("mount", MOUNTS)
 @pytest.mark.parametrize("case", [STRIDED])
-def test_an_overflow_on_any_rank_is_refused_on_all(four, store, case, mount):
+@pytest.mark.parametrize("refuse", [refuse_overflow, refuse_infinity])
+def test_values_are_refused_on_all_ranks(four, store, case, mount, refuse):
     """In boxes that a rank holds, and in tensors that are gathered."""
-    four.run(refuse_overflow, case, store, mount)
+    four.run(refuse, case, store, mount)
 
 
 def test_large_plain_tensors_are_spread_over_the_ranks():
