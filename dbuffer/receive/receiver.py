@@ -124,6 +124,7 @@ class WeightReceiver(Closing, ProcessBound):
         self._held_last: tuple[VersionId, dict[str, Any]] | None = None
         """Version and metadata that it read last."""
         self._loaded: int | None = None
+        self._has_looked = False
         self._matcher = Matcher()
         self._loaded_names = LoadedNames()
 
@@ -320,9 +321,13 @@ class WeightReceiver(Closing, ProcessBound):
         while True:
             self._check_open()
             if not self._store.exists() and self._seen is None:
+                self._note_wait()
                 return None
             try:
-                return self._load_newest(target, partial, views, check)
+                version = self._load_newest(target, partial, views, check)
+                if self._seen is None:
+                    self._note_wait()
+                return version
             except OvertakenError:
                 overwritten = None if self._seen is None else self._seen.version
                 message = "version %d of %s was overwritten while it was loaded; loading the newest"
@@ -481,13 +486,21 @@ class WeightReceiver(Closing, ProcessBound):
         if not self._store.exists():
             if self._seen is not None:
                 raise errors.StoreNotFoundError(f"the store at {self.store} was removed")
+            self._note_wait()
             return None
         self._store.check()
         pointer = self._store.newest_pointer(self._seen)
         if pointer is None:
+            self._note_wait()
             return None
         self._seen = pointer
         return pointer.version
+
+    def _note_wait(self) -> None:
+        """Log, at the first look alone, if there is no store: its path may be mistyped."""
+        if not self._has_looked:
+            self._has_looked = True
+            self._store.note_wait()
 
     def _hold(self, newer_than: int | None, *, reread: bool = True) -> Held | None:
         """Hold the newest version; with ``reread`` False, the one that was seen just now."""

@@ -14,6 +14,7 @@ from dbuffer.format import places
 from dbuffer.format.layout import KeptLayouts
 from dbuffer.format.lineage import Relation, VersionId, describe_fork, relation
 from dbuffer.format.manifest import (
+    MAX_RECORD_BYTES,
     UNDECODABLE,
     Manifest,
     Pointer,
@@ -113,17 +114,19 @@ class DoubleBuffer:
             pointer = self._pointer_by_manifests(seen)
         if seen is not None:
             require_successor(self.root, seen, pointer)
-        elif pointer is None and (other := other_weights(self.root)) is not None:
-            message = "%s holds %s, which dbuffer does not read: it needs a sender of dbuffer's own"
-            log_once(logger, message, self.root, other)
         return pointer
 
     def state_without_version(self) -> str:
         """Clause for messages of readers that came upon no version: what is there instead."""
         if not self.exists():
-            return ", which is not there"
-        other = other_weights(self.root)
-        return "" if other is None else f", which holds {other}"
+            return ", which does not exist"
+        contents = other_weights(self.root) or other_contents(self.root)
+        return "" if contents is None else f", which holds {contents}, and no store"
+
+    def note_wait(self) -> None:
+        """Log once that there is no store to wait at: the path may be mistyped."""
+        if state := self.state_without_version():
+            log_once(logger, "waiting for a first version in %s%s", self.root, state)
 
     def _pointer_by_manifests(self, seen: Pointer | None) -> Pointer | None:
         """Derive the pointer from the manifests, while ``CURRENT`` is missing.
@@ -211,6 +214,16 @@ class DoubleBuffer:
     def writer(self) -> WriterRecord | None:
         """Read the record of the store's last writer."""
         return self._read(WriterRecord, self.root / places.WRITER_FILE)
+
+    def was_closed(self, writer: WriterRecord) -> bool:
+        """Whether a writer gave the store up in order; a killed one has not."""
+        path = self.root / places.WRITER_LOCK_FILE
+        try:
+            with os_errors("read", path):
+                token = filesystem.read_small(path, MAX_RECORD_BYTES, owner_only=self.owner_only)
+        except (errors.StoreNotFoundError, errors.StoreCorruptError):
+            return False
+        return token == writer.token.encode()
 
     def require_writer(self, writer: WriterRecord) -> None:
         """Raise unless this writer still has the store.

@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,6 +159,8 @@ class BufferWriter:
         except BaseException:
             self._lock.close()
             raise
+        # It runs as well if the writer is dropped, or its program ends.
+        self._note_close = weakref.finalize(self, _note_close, lock, self.record.token)
 
     @property
     def is_open(self) -> bool:
@@ -169,10 +172,12 @@ class BufferWriter:
         return self.medium.can_rewrite_in_place and not self._keep
 
     def close(self) -> None:
+        """Give the store up. The lock's file says so; of a killed writer it does not."""
         self._files.close()
         for file in self._open_records.values():
             if file is not None:
                 file.close()
+        self._note_close()
         self._lock.close()
 
     def wait_applied(
@@ -592,3 +597,10 @@ class BufferWriter:
                         log_once(
                             logger, "cannot remove the record of a dead receiver: %s", str(error)
                         )
+
+
+def _note_close(lock: Descriptor, token: str) -> None:
+    """Write a writer's token into the lock's file, unless this is a fork."""
+    if lock.is_open:
+        with contextlib.suppress(OSError):  # the disk may be full
+            filesystem.write_at(lock.number, 0, token.encode())

@@ -157,6 +157,15 @@ def test_readers_say_what_is_there(torchrls, caplog, capsys):
         assert "which holds weights of TorchRL's own" in err
 
 
+def test_a_reader_of_a_mistyped_path_says_so_once(tmp_path, caplog):
+    path = tmp_path / "polcy"
+    with dbuffer.WeightReceiver(path) as receiver, dbuffer.WeightReceiver(path) as other:
+        for _ in range(2):
+            assert receiver.load_into({}) is None
+            assert other.wait_for_version(timeout_s=0) is None
+    assert caplog.messages == [f"waiting for a first version in {path}, which does not exist"]
+
+
 def test_the_command_line_refuses_as_wrong_usage(torchrls, tmp_path, capsys):
     save_file(WEIGHTS, tmp_path / "model.safetensors")
     project = tmp_path / "project"
