@@ -16,7 +16,6 @@ from dbuffer.errors import (
     SnapshotEvictedError,
     StoreCorruptError,
     StoreNotFoundError,
-    WaitTimeoutError,
 )
 from dbuffer.format.layout import KeptLayouts, digest
 from dbuffer.format.lineage import Lineage, VersionId
@@ -193,18 +192,6 @@ def newest_version(bucket: Bucket) -> BucketVersion | None:
     except StoreNotFoundError:
         return None
     return None if read is None else read[0]
-
-
-def require_newest(bucket: Bucket) -> BucketVersion:
-    """Read the record of a bucket's newest version.
-
-    Raises:
-        WaitTimeoutError: nothing was published there.
-    """
-    version = newest_version(bucket)
-    if version is None:
-        raise WaitTimeoutError(f"nothing was published in {bucket.url} yet")
-    return version
 
 
 def hold_objects(

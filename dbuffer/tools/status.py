@@ -14,6 +14,7 @@ from dbuffer.format.manifest import (
     Manifest,
     ReceiverRecord,
     Versioned,
+    WriterRecord,
     step_in,
     steps_between,
 )
@@ -47,15 +48,8 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
             for record in records
         ],
         problems=[] if manifest is None or before is None else _step_back(before, manifest),
-    ) | {
-        "writer": writer
-        and {
-            "host": writer.host,
-            "pid": writer.pid,
-            "epoch": writer.epoch,
-            "is_alive": store.may_live(writer),
-        },
-    }
+        writer=None if writer is None else _writer_status(store, writer),
+    )
 
 
 def make_status(
@@ -66,8 +60,15 @@ def make_status(
     buffers: list[dict[str, Any]],
     receivers: list[dict[str, Any]],
     problems: list[str],
+    writer: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the status of a store or a bucket; damaged buffers and receivers add problems."""
+    """Return the status of a store or a bucket; some parts add problems."""
+    killed = []
+    if writer is not None and not (writer["is_alive"] or writer["was_closed"]):
+        killed = [
+            f"the sender, process {writer['pid']} on {writer['host']}, ended without closing the "
+            "store: killed?"
+        ]
     damaged = [
         f"buffer {buffer['buffer']} is damaged: see `dbuffer verify {store}`"
         for buffer in buffers
@@ -83,10 +84,21 @@ def make_status(
         "filesystem": filesystem,
         "version": None if newest is None else newest.version,
         "run": None if newest is None else newest.id.run,
-        "writer": None,
+        "writer": writer,
         "buffers": buffers,
         "receivers": receivers,
-        "problems": [*problems, *damaged, *reported],
+        "problems": [*problems, *killed, *damaged, *reported],
+    }
+
+
+def _writer_status(store: DoubleBuffer, writer: WriterRecord) -> dict[str, Any]:
+    was_closed = store.was_closed(writer)
+    return {
+        "host": writer.host,
+        "pid": writer.pid,
+        "epoch": writer.epoch,
+        "is_alive": not was_closed and store.may_live(writer),
+        "was_closed": was_closed,
     }
 
 

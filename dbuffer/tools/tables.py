@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -87,9 +88,8 @@ def status_parts(status: dict[str, Any]) -> list[RenderableType]:
     newest = "nothing published yet" if version is None else f"version {version}"
     title = f"{status['store']} ({status['filesystem']}): {newest}"
     if writer is not None:
-        state = "sender" if writer["is_alive"] else "last sender (ended):"
-        title += f"; {state} process {writer['pid']} on {writer['host']}"
-        title += f", sender {writer['epoch']} of this store"
+        process = f"pid {writer['pid']} on {writer['host']}, run {writer['epoch']}"
+        title += f"; sender {process}" if writer["is_alive"] else f"; no sender (last: {process})"
     parts = list(map(line, [title, *status["problems"]]))
     if status["buffers"]:
         parts.append(table(status["buffers"], *_BUFFER))
@@ -133,31 +133,30 @@ def layout_parts(layout: dict[str, Any]) -> list[RenderableType]:
     return [*tensors, *map(line, tied)]
 
 
+def verification_parts(checks: list[dict[str, Any]]) -> list[RenderableType]:
+    """Return the buffers and their damage, and notes on versions without checksums."""
+    notes = [
+        f"version {check['version']} has no checksums: bytes of its tensors are not verified"
+        for check in checks
+        if not check["has_checksums"] and not check["problems"]
+    ]
+    return [table(checks), *map(line, notes)]
+
+
 def comparison_parts(comparison: dict[str, Any]) -> list[RenderableType]:
-    """Return differing tensors, and numbers of tensors."""
-    pairs = [
-        *(("differs", pair["published"], pair["needed"]) for pair in comparison["differing"]),
-        *(("missing", None, spec) for spec in comparison["missing"]),
-        *(("left over", spec, None) for spec in comparison["left_over"]),
-        *(("is cast", pair["published"], pair["needed"]) for pair in comparison["recast"]),
-    ]
-    rows = [
-        {"": kind, "tensor": (needed or published)["name"]}
-        | {"published": _kind(published), "needed": _kind(needed)}
-        for kind, published, needed in pairs
-    ]
+    """Return tensors that differ or were renamed, and numbers of tensors."""
+    rows = list(comparison["tensors"])
     for name, old in comparison["renamed"].items():
-        rows.append({"": "renamed", "tensor": name, "published": ", ".join(old), "needed": ""})
+        published = ", ".join(old)
+        rows.append({"problem": "renamed", "name": name, "published": published, "needed": ""})
+    num_of = Counter(row["problem"] for row in rows)
+    kinds = ("differs", "missing", "left over", "other dtype", "renamed")
+    counts = [f"{num_of[kind]} {kind}" for kind in kinds if num_of[kind]]
     notes = [f"no name matches the rule {rule}" for rule in comparison["unused_rules"]]
-    keys = {"match": "matching", "differ in shape": "differing", "missing": "missing"}
-    keys["left over"] = "left_over"
-    notes.append(", ".join(f"{len(comparison[key])} {text}" for text, key in keys.items()))
-    if recast := comparison["recast"]:
-        notes.append(f"of another dtype, which engines cast and load_into refuses: {len(recast)}")
+    notes.append(", ".join([f"{comparison['num_matching']} match", *counts]))
+    if num_of["other dtype"]:
+        notes[-1] += " (engines cast, and load_into raises)"
     if comparison["suggestion"]:
         notes.append(comparison["suggestion"])
-    return [*([table(rows)] if rows else []), *map(line, notes)]
-
-
-def _kind(spec: dict[str, Any] | None) -> str:
-    return "" if spec is None else f"{spec['dtype']} {list(spec['shape'])}"
+    parts = [table(rows, "problem", "name", "published", "needed")] if rows else []
+    return [*parts, *map(line, notes)]

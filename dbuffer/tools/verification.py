@@ -1,23 +1,13 @@
-"""`verify_store` and `verify_bucket`: check records, layouts, sizes and checksums."""
+"""`verify_store`: checks records, layouts, sizes and checksums."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dbuffer.errors import (
-    SnapshotEvictedError,
-    StoreCorruptError,
-    StoreNotFoundError,
-    WaitTimeoutError,
-)
+from dbuffer.errors import StoreNotFoundError, WaitTimeoutError
 from dbuffer.format.manifest import UNDECODABLE
-from dbuffer.format.objects import BucketVersion, Part
 from dbuffer.format.places import BUFFERS
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import FileTensors
-from dbuffer.mirror.bucket import Bucket
-from dbuffer.mirror.download import HeldObjects, hold_objects, require_newest
-from dbuffer.publish.draft import Progress, counter
 from dbuffer.receive.reader import map_privately, read_whole, wrong_tensors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
@@ -26,67 +16,14 @@ from dbuffer.store.hold import Held, OvertakenError, Patience, hold_buffer, hold
 
 @dataclass(slots=True)
 class BufferCheck:
-    """Result of checking a buffer, or a bucket."""
+    """Result of checking a buffer."""
 
-    buffer: str | None
-    """Name of the buffer; None: a bucket, which has no buffers."""
+    buffer: str
     version: int | None
     is_newest: bool
     has_checksums: bool = False
     problems: list[str] = field(default_factory=list)
     """Names of damaged tensors, or descriptions of other damage; empty if there is none."""
-
-
-def verify_bucket(bucket: Bucket, progress: Progress | None = None) -> BufferCheck:
-    """Fetch the newest version of a bucket, and check its parts and its tensors.
-
-    All weights are in memory then. ``progress`` is called with the bytes fetched, and in all.
-    """
-    while True:
-        version = require_newest(bucket)
-        check = BufferCheck(None, version.id.number, is_newest=True)
-        try:
-            with hold_objects(bucket, version) as held:
-                check.has_checksums = held.manifest.checksums_xxh3 is not None
-                check.problems = _find_damage_in_bucket(bucket, held, progress)
-                if check.problems and not held.is_still_named():  # they may be removed parts
-                    continue
-        except SnapshotEvictedError:  # a newer version has come
-            continue
-        except UNDECODABLE as error:
-            check.problems = [str(error)]
-        return check
-
-
-def _find_damage_in_bucket(
-    bucket: Bucket, held: HeldObjects, progress: Progress | None
-) -> list[str]:
-    problems: list[str] = []
-    for _ in range(2):  # a range has no digest, and the network may have damaged it
-        try:
-            problems = _find_damage_of_objects(held, progress)
-        except StoreNotFoundError as error:
-            problems = [str(error)]
-        if not problems:
-            return []
-        if damaged := _damaged_parts(bucket, held.record):
-            return damaged
-    return problems
-
-
-def _damaged_parts(bucket: Bucket, version: BucketVersion) -> list[str]:
-    """Fetch all parts of a version; return a description of each damaged one, by name."""
-    problems: dict[str, str] = {}
-
-    def check(part: Part) -> None:
-        try:
-            if bucket.get_pieces(part.name, part.num_bytes, lambda *_: None) != part.xxh3:
-                problems[part.name] = f"{bucket.name_of(part.name)} is not what was published"
-        except (StoreNotFoundError, StoreCorruptError) as error:
-            problems[part.name] = str(error)
-
-    bucket.in_parallel(check, version.parts)
-    return [problems[part.name] for part in version.parts if part.name in problems]
 
 
 def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
@@ -146,22 +83,6 @@ def _find_damage(held: Held) -> list[str]:
             checksums: list[int] | None = copier.checksums(map_privately(held))
         else:
             _, checksums = read_whole(held, copier, hashed=True)
-        return [] if checksums is None else wrong_tensors(held, layout, checksums)
-    except UNDECODABLE as error:
-        return [str(error)]
-    finally:
-        copier.close()
-
-
-def _find_damage_of_objects(held: HeldObjects, progress: Progress | None) -> list[str]:
-    """Fetch a version, whose parts have digests, and compare its tensors as well."""
-    copier, hashed = Copier(), held.manifest.checksums_xxh3 is not None
-    delta_bytes = sum(held.record.delta(each).num_bytes for each in held.manifest.since_anchor)
-    try:
-        layout = held.read_layout()
-        tensors = FileTensors.in_memory(layout)
-        on_bytes = counter(progress, layout.checksums_offset + delta_bytes)
-        checksums = held.read_into(tensors, copier, hashed=hashed, on_bytes=on_bytes)
         return [] if checksums is None else wrong_tensors(held, layout, checksums)
     except UNDECODABLE as error:
         return [str(error)]

@@ -234,7 +234,7 @@ def test_json_has_the_documented_shape(tmp_path, checkpoint, capsys):
         return shape_of(json.loads(capsys.readouterr().out))
 
     assert printed("publish", str(checkpoint), store) == documented("dbuffer publish --json")
-    follow = ["follow", store, "--count", "1", "--receiver-id", "worker-0"]
+    follow = ["exec", store, "true", "--count", "1", "--receiver-id", "worker-0"]
     assert printed(*follow) == documented("dbuffer follow --json")
     assert printed("status", store) == documented("dbuffer status --json")
     assert printed("log", store) == documented("dbuffer log --json")

@@ -20,7 +20,6 @@ from dbuffer.engine.messages import decode_answer
 from dbuffer.integrations import interfaces
 from dbuffer.integrations.interfaces import Record, Sources
 from dbuffer.integrations.vllm import follow, plugin
-from dbuffer.tools.doctor import releases
 from tests.support import ROOT
 
 DEV = runpy.run_path(str(ROOT / "dev.py"))
@@ -162,9 +161,6 @@ def newer(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_newer_release_follows_if_its_interface_is_as_recorded(newer):
     assert interfaces.is_newer("vllm")
     interfaces.require("vllm")
-    [finding] = [finding for finding in releases.findings() if finding.probe == "vllm"]
-    assert (finding.verdict, finding.result[:5]) == ("good", "99.1;")
-    assert "newer" in finding.consequence
 
 
 @pytest.mark.parametrize(
@@ -205,6 +201,3 @@ def test_a_newer_release_whose_interface_moved_is_refused_at_the_start(newer):
         registered["dbuffer"](None, None)
     with pytest.raises(dbuffer.UnsupportedError, match=moved):
         registered["dbuffer"].trainer_init(None, client=None)
-    [finding] = [finding for finding in releases.findings() if finding.probe == "vllm"]
-    assert finding.verdict == "unknown"
-    assert "EngineCore.pause_scheduler" in finding.consequence

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import logging
@@ -12,16 +11,18 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import dbuffer
 from dbuffer import errors
-from dbuffer.receive.follow_loop import FollowLoop, Forked
+from dbuffer.receive.follow_loop import FollowLoop
+from dbuffer.runtime import options
 from dbuffer.runtime.messages import counted, format_bytes
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import path_of
@@ -33,98 +34,98 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_VARIABLE_BYTES = 128 << 10
-"""Linux's limit for one variable of an environment, with its name and the zero at its end."""
+_LOOK_S = 0.05
+"""Interval at which it looks whether a command has ended."""
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        return options.seconds("timeout_s", float(text))
+    except ValueError as error:  # an OptionError is one
+        raise typer.BadParameter(str(error)) from None
+
+
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Stop with exit code 3 if no version comes for this many seconds.",
+        metavar="SECONDS",
+        parser=_parse_seconds,
+    ),
+]
 
 
 def follow(
     store: shared.StoreArgument,
     count: shared.CountOption = None,
-    timeout_s: shared.TimeoutOption = None,
-    receiver_id: shared.ReceiverOption = None,
-    verify: shared.VerifyOption = False,
-    forked: shared.ForkedOption = "follow",
+    timeout_s: TimeoutOption = None,
     as_json: shared.JsonLinesOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Print each new version.
+    """Print each new version. Nothing is acknowledged: no sender waits for this command."""
 
-    With --receiver-id, also acknowledge it: a sender that waits for receivers counts this one.
-    """
-    use = functools.partial(_report, as_json=as_json)
-    receiver = _receiver(store, receiver_id, verify, allow_shared_store)
-    _follow(receiver, count, timeout_s, forked, use, acknowledge=receiver_id is not None)
+    def use(snapshot: Snapshot, _: threading.Event) -> None:
+        _report(snapshot, as_json=as_json)
+
+    receiver = dbuffer.WeightReceiver(store, allow_shared_store=allow_shared_store)
+    _follow(receiver, count, timeout_s, use, acknowledge=False)
 
 
 def run_for_each(
     store: shared.StoreArgument,
     command: Annotated[str, typer.Argument(help="The shell command.", metavar="COMMAND")],
     count: shared.CountOption = None,
-    timeout_s: shared.TimeoutOption = None,
+    timeout_s: TimeoutOption = None,
     receiver_id: shared.ReceiverOption = None,
-    verify: shared.VerifyOption = False,
-    forked: shared.ForkedOption = "follow",
     as_json: shared.JsonLinesOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Run a shell command for each new version, then acknowledge the version.
 
-    Its environment holds DBUFFER_VERSION, DBUFFER_STORE, DBUFFER_WEIGHTS (a file, safe to read
-    until the command ends, and once open also if `exec` is killed; on a network mount a copy in
-    TMPDIR), DBUFFER_METADATA_FILE (JSON), and the same JSON in DBUFFER_METADATA if it is below
-    128 KB. A command that fails ends `exec` with exit code 1, and its version is not acknowledged.
+    Its environment holds DBUFFER_VERSION, DBUFFER_STORE, DBUFFER_METADATA_FILE (JSON) and
+    DBUFFER_WEIGHTS (a file that stays readable until the command ends; on a network mount a copy in
+    TMPDIR). A command that fails ends `exec` with exit code 1, and its version is not acknowledged.
     """
     if not command.strip():
         raise typer.BadParameter("an empty command; is a variable not set?", param_hint="COMMAND")
 
-    def use(snapshot: Snapshot) -> None:
+    def use(snapshot: Snapshot, stop: threading.Event) -> None:
         _report(snapshot, as_json=as_json)
-        _run(command, store, snapshot)
+        _run(command, store, snapshot, stop)
 
-    receiver = _receiver(store, receiver_id, verify, allow_shared_store)
-    _follow(receiver, count, timeout_s, forked, use, acknowledge=True)
-
-
-def _receiver(
-    store: Path, receiver_id: str | None, verify: bool, allow_shared_store: bool
-) -> dbuffer.WeightReceiver:
-    return dbuffer.WeightReceiver(
-        store,
-        receiver_id=receiver_id,
-        verify=verify or "auto",
-        allow_shared_store=allow_shared_store,
+    receiver = dbuffer.WeightReceiver(
+        store, receiver_id=receiver_id, allow_shared_store=allow_shared_store
     )
+    _follow(receiver, count, timeout_s, use, acknowledge=True)
 
 
 def _follow(
     receiver: dbuffer.WeightReceiver,
     count: int | None,
     timeout_s: float | None,
-    forked: Forked,
-    use: Callable[[Snapshot], None],
+    use: Callable[[Snapshot, threading.Event], None],
     *,
     acknowledge: bool,
 ) -> None:
     """Use each new version, at most ``count``; acknowledge it, or leave no record."""
-    policy: Literal["follow", "raise"] = "follow" if forked == "follow" else "raise"
-    final, version = (errors.WaitTimeoutError,), None
-    with receiver, contextlib.ExitStack() as at_end:
-        noted, received = at_end.enter_context(shared.noting_signals(raises=True))
-        loop = FollowLoop(receiver, "following", logger, forked=policy, final=final, stop=noted)
+    version = None
+    with shared.stopped_by_signals() as stop, receiver, contextlib.ExitStack() as at_end:
+        final = (errors.WaitTimeoutError,)
+        loop = FollowLoop(receiver, "following", logger, forked="follow", final=final, stop=stop)
         if not acknowledge:
             at_end.callback(receiver.record.remove)
         receiver.wait_for_version(None, 0.0)  # raise errors that exist from the start
-        shared.explain_wait(receiver.store)
         for _ in itertools.count() if count is None else range(count):
             held = contextlib.ExitStack()
-            with progress(shared.describe_wait(receiver.store, version)):
-                snapshot = _hold_next(
-                    receiver, loop, held, version, timeout_s, received, acknowledge
-                )
+            above = "" if version is None else f" above {version}"
+            with progress(f"waiting for a version{above} in {receiver.store}"):
+                snapshot = _hold_next(receiver, loop, held, version, timeout_s, stop, acknowledge)
+            if snapshot is None:
+                return
             try:
-                # If another run comes meanwhile, the next wait applies `forked`.
+                # If another run comes meanwhile, the next wait follows it.
                 with contextlib.suppress(errors.VersionRegressedError), held:
-                    use(snapshot)
+                    use(snapshot, stop)
             except errors.SnapshotEvictedError as error:
                 logger.warning("version %d is not acknowledged: %s", snapshot.version, str(error))
             if not acknowledge:
@@ -138,32 +139,29 @@ def _hold_next(
     held: contextlib.ExitStack,
     newer_than: int | None,
     timeout_s: float | None,
-    received: list[int],
+    stop: threading.Event,
     acknowledge: bool,
-) -> Snapshot:
-    """Wait for the next version, also while the store cannot be read.
-
-    ``received``: numbers of signals that end the wait.
-    """
+) -> Snapshot | None:
+    """Wait for the next version, also while the store cannot be read; return None if stopped."""
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    while True:
+    while not stop.is_set():
         left_s = None if timeout_s is None else max(0.0, deadline - time.monotonic())
         with loop.attempt():
             version = loop.wait(newer_than, timeout_s=left_s)
-            if received:  # Python has dropped the exception of this signal
-                signal.raise_signal(received[-1])
-            if version is None:
+            if version is not None:
+                snapshot = held.enter_context(receiver.open(newer_than, acknowledge=acknowledge))
+                loop.used()
+                return snapshot
+            if not stop.is_set():
                 there = DoubleBuffer(receiver.store).state_without_version()
                 raise errors.WaitTimeoutError(
-                    f"nothing new for {timeout_s:g} s in {receiver.store}{there}"
+                    f"no new version within {timeout_s:g} s in {receiver.store}{there}"
                 )
-            snapshot = held.enter_context(receiver.open(newer_than, acknowledge=acknowledge))
-            loop.used()
-            return snapshot
         if loop.has_forked:
             newer_than = None
         if loop.error is not None and time.monotonic() >= deadline:
             raise loop.error
+    return None
 
 
 def _report(snapshot: Snapshot, *, as_json: bool) -> None:
@@ -180,49 +178,40 @@ def _report(snapshot: Snapshot, *, as_json: bool) -> None:
     shared.report(fields, f"version {snapshot.version}: {size}{metadata}", as_json=as_json)
 
 
-def _run(command: str, store: Path, snapshot: Snapshot) -> None:
-    metadata = json.dumps(snapshot.metadata)
+def _run(command: str, store: Path, snapshot: Snapshot, stop: threading.Event) -> None:
+    """Run a shell command; all processes of the command get SIGTERM if ``stop`` is set meanwhile.
+
+    A shell that ignores it is waited for. The shell gets the descriptor that locks the weights, and
+    so keeps the lock if `exec` is killed.
+    """
     with snapshot.as_file() as weights, tempfile.TemporaryFile("w") as metadata_file:
-        metadata_file.write(metadata)
+        json.dump(snapshot.metadata, metadata_file)
         metadata_file.flush()
         environment = {
             **os.environ,
             "DBUFFER_VERSION": str(snapshot.version),
             "DBUFFER_STORE": str(store),
             "DBUFFER_WEIGHTS": str(weights),
-            "DBUFFER_METADATA": metadata,
             "DBUFFER_METADATA_FILE": str(path_of(metadata_file.fileno())),
         }
-        if len(f"DBUFFER_METADATA={metadata}") >= _MAX_VARIABLE_BYTES:
-            del environment["DBUFFER_METADATA"]
-            logger.warning(
-                "metadata of %d bytes does not fit into DBUFFER_METADATA; read it from the file "
-                "that DBUFFER_METADATA_FILE names",
-                len(metadata),
-            )
-        code = _exit_code(command, environment, locked=int(weights.name))
-    if code:
-        raise errors.DBufferError(
-            f"the command for version {snapshot.version} ended with {code}: {command}"
-        )
-
-
-def _exit_code(command: str, environment: dict[str, str], *, locked: int) -> int:
-    """Run a shell command and return its exit code; what ends `exec` ends the command first.
-
-    All processes of the command get SIGTERM; a shell that ignores it is waited for. The shell gets
-    the descriptor that ``locked`` the weights, and so keeps the lock if `exec` is killed.
-    """
-    # At a terminal, Ctrl-C reaches all processes, and a process group of their own could not read.
-    group = None if os.isatty(0) else 0
-    # The argument is a shell command by contract.
-    shell = subprocess.Popen(  # noqa: S602
-        command, shell=True, env=environment, pass_fds=[locked], process_group=group
-    )
-    with shell:
-        try:
-            return shell.wait()
-        except BaseException:
+        # At a terminal, Ctrl-C reaches all processes, and processes in a group of their own could
+        # not read from it.
+        group = None if os.isatty(0) else 0
+        # The argument is a shell command by contract.
+        with subprocess.Popen(  # noqa: S602
+            command,
+            shell=True,
+            env=environment,
+            pass_fds=[int(weights.name)],
+            process_group=group,
+        ) as shell:
+            while shell.poll() is None and not stop.wait(_LOOK_S):
+                pass
             if shell.returncode is None:
                 os.kill(shell.pid if group is None else -shell.pid, signal.SIGTERM)
-            raise
+    if shell.returncode:
+        if stop.wait(_LOOK_S):  # at a terminal, Ctrl-C ends the command as well
+            raise KeyboardInterrupt
+        raise errors.DBufferError(
+            f"the command for version {snapshot.version} ended with {shell.returncode}: {command}"
+        )

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from dbuffer.errors import OptionError, UnsupportedError, WaitTimeoutError
+from dbuffer.errors import OptionError, UnsupportedError
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import progress
-from dbuffer.weights.names import NameMap
 
 if TYPE_CHECKING:
     from dbuffer.engine.server import EngineServer
@@ -31,13 +28,10 @@ def follow_server(
             "--custom-weight-loader dbuffer.integrations.sglang.load_from_store."
         ),
     ] = "vllm",
-    rename: shared.RenameOption = None,
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="The server's API key.",
-            metavar="KEY",
-            show_default="for a vLLM server: the variable VLLM_API_KEY",
+            help="The server's API key; default for a vLLM server: VLLM_API_KEY.", metavar="KEY"
         ),
     ] = None,
     pause: Annotated[
@@ -51,24 +45,8 @@ def follow_server(
         int | None,
         typer.Option(help="Serve this version and stay on it, instead of each newest one."),
     ] = None,
-    partial: Annotated[
-        bool,
-        typer.Option(
-            "--partial", help="Accept versions that hold a part of the model (vLLM only)."
-        ),
-    ] = False,
-    unused_tensors: Annotated[
-        Literal["refuse", "warn"],
-        typer.Option(
-            help="Versions with tensors that the server's model has no place for: refuse them, or "
-            "warn once and leave those tensors out."
-        ),
-    ] = "refuse",
     count: shared.CountOption = None,
-    timeout_s: shared.TimeoutOption = None,
     receiver_id: shared.ReceiverOption = None,
-    verify: shared.VerifyOption = False,
-    forked: shared.ForkedOption = "follow",
     as_json: shared.JsonLinesOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
@@ -78,8 +56,6 @@ def follow_server(
     store under the same path. It is resumed after each switch; a server that was restarted is
     switched again.
     """
-    if engine == "sglang" and partial:
-        raise OptionError("--partial has no effect on an SGLang server, which takes whole models")
     from dbuffer.engine.background import follow_for_ever
     from dbuffer.engine.engine_options import EngineOptions
     from dbuffer.engine.follower import Follower
@@ -89,26 +65,14 @@ def follow_server(
         store=str(store),
         version=version,
         engine_id=receiver_id,
-        verify=verify or "auto",
         allow_shared_store=allow_shared_store,
-        partial=partial,
-        unused_tensors=unused_tensors,
-        forked=forked,
     )
-    server = _server(engine, url, rename, api_key)
-    follower = Follower(server, engine_options, pause=pause)
-    last = time.monotonic()
+    follower = Follower(_server(engine, url, api_key), engine_options, pause=pause)
     # A switch that has begun must end with the server resumed, even after a signal.
-    with (
-        shared.stopped_by_signals() as stop,
-        progress(f"{url} follows {store}"),
-        follower,
-    ):
+    with shared.stopped_by_signals() as stop, progress(f"{url} follows {store}"), follower:
         follower.require_followable()
-        shared.explain_wait(store)
         for outcome in follow_for_ever(follower, stop):
             if isinstance(outcome, Switch):
-                last = time.monotonic()
                 text = (
                     f"version {outcome.version}: {url} switched, ready after "
                     f"{1e3 * outcome.wait_s:.1f} ms, paused for {1e3 * outcome.pause_s:.1f} ms"
@@ -119,23 +83,13 @@ def follow_server(
                     return
             elif isinstance(outcome, UnsupportedError | OptionError):
                 raise outcome
-            elif timeout_s is not None and time.monotonic() - last > timeout_s:
-                raise WaitTimeoutError(
-                    f"no switch of {url} for {timeout_s:g} s: {outcome or 'nothing new'}"
-                )
 
 
-def _server(engine: str, url: str, rename: Path | None, api_key: str | None) -> EngineServer:
+def _server(engine: str, url: str, api_key: str | None) -> EngineServer:
     if engine == "sglang":
         from dbuffer.integrations.sglang.sglang_engine import SglangServer
 
-        names = None if rename is None else NameMap.read(rename)
-        return SglangServer(url, names, api_key=api_key)
-    if rename is not None:
-        raise OptionError(
-            "--rename has no effect on a vLLM server, which takes its checkpoint's names: rename "
-            "where you publish"
-        )
+        return SglangServer(url, api_key=api_key)
     from dbuffer.integrations.vllm.vllm_engine import VllmServer
 
     return VllmServer(url, api_key=api_key or os.environ.get("VLLM_API_KEY"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,13 +28,6 @@ def mirror(
     poll_interval_s: Annotated[
         float, typer.Option(help="Seconds between checks of the remote store.")
     ] = 0.5,
-    reader_timeout_s: Annotated[
-        float | None,
-        typer.Option(
-            help="Longest wait for readers of the local buffer that is to be written.",
-            show_default="60",
-        ),
-    ] = None,
     metrics_port: Annotated[
         int | None,
         typer.Option(
@@ -57,8 +49,6 @@ def mirror(
     and started at any time, and can follow another mirror.
     """
     remote, local = shared.parse_place(source), shared.parse_place(target)
-    if isinstance(local, str):
-        shared.refuse_for_bucket(reader_timeout_s=reader_timeout_s is not None)
     num_copied = 0
 
     def report(copied: Publication) -> None:
@@ -76,7 +66,6 @@ def mirror(
             remote,
             local,
             poll_interval_s=poll_interval_s,
-            reader_timeout_s=60.0 if reader_timeout_s is None else reader_timeout_s,
             allow_shared_store=allow_shared_store,
             on_copied=report,
             progress=on_bytes,
@@ -84,8 +73,6 @@ def mirror(
         with copying:
             if metrics_port is not None:
                 _serve_metrics(copying, metrics_port)
-            if isinstance(remote, Path):
-                shared.explain_wait(remote, local)
             copying.run(stop)
 
 

@@ -69,19 +69,10 @@ def publish(
             metavar="DTYPE",
         ),
     ] = None,
-    checksum: Annotated[
-        bool, typer.Option(help="Write checksums, so that `dbuffer verify` can check every byte.")
-    ] = True,
     delta: Annotated[
         bool, typer.Option("--delta", help="Publish only what changed since the last version.")
     ] = False,
-    durable: Annotated[
-        bool, typer.Option("--durable", help="Flush to stable storage before publishing.")
-    ] = False,
     rename: shared.RenameOption = None,
-    run: Annotated[
-        str | None, typer.Option(help="Name of the run, as `dbuffer log` shows it.", metavar="NAME")
-    ] = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
@@ -99,12 +90,10 @@ def publish(
     # Refuse invalid input before the sender makes the store, or takes it over.
     metadata = checked_metadata(metadata)
     chosen: SenderKeywords = {
-        "checksum": checksum,
+        "checksum": True,
         "delta": delta,
-        "durable": durable,
         "dtype": _parse_dtype(dtype),
         "rename": None if rename is None else NameMap.read(rename),
-        "run": run,
         "allow_shared_store": allow_shared_store,
     }
     SenderOptions(**chosen).make_describer().describe(checkpoint)

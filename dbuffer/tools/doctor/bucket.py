@@ -8,7 +8,7 @@ from dbuffer.errors import StoreAccessError
 from dbuffer.format.objects import RECEIVERS_PREFIX, VERSIONS_PREFIX, is_of_receivers
 from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.download import newest_version
-from dbuffer.tools.doctor.finding import Finding, Outcome, find
+from dbuffer.tools.doctor.probes import Finding, Outcome, find
 
 NAME = ".dbuffer-doctor"
 """Name of the objects that are put below the prefixes of records and versions, and deleted."""

@@ -14,19 +14,49 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
-from dbuffer.errors import OptionError, StoreAccessError
+from dbuffer.errors import DBufferError, OptionError, StoreAccessError
 from dbuffer.format.places import POINTER_FILE, WRITER_FILE
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.store import filesystem, mounts
 from dbuffer.store.filesystem import MOUNT_VARIABLE, Descriptor, os_errors
 from dbuffer.store.medium import Medium, medium_of
 from dbuffer.store.watcher import Watcher
-from dbuffer.tools.doctor.finding import Finding, Outcome, find
 
 logger = logging.getLogger(__name__)
+
+Verdict = Literal["good", "adapted", "broken", "unknown"]
+
+Outcome: TypeAlias = tuple[Verdict, str, str]
+"""Verdict, result and consequence of a probe, as in its `Finding`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of one probe."""
+
+    probe: str
+    verdict: Verdict
+    """``good``: it works; ``adapted``: it does not work, and dbuffer does without; ``broken``: it
+    does not work, and a store would not be safe; ``unknown``: it could not be determined."""
+    result: str
+    consequence: str
+    """Consequence for dbuffer and its users."""
+
+
+def find(probe: str, run: Callable[[], Outcome], cure: str) -> Finding:
+    """Run a probe; if it raises an error, that is its result, and ``cure`` the consequence."""
+    try:
+        return Finding(probe, *run())
+    except OptionError:  # no finding about the place
+        raise
+    except (DBufferError, OSError) as error:
+        return Finding(probe, "broken", str(error), cure)
+
 
 PREFIX = ".dbuffer-doctor-"
 """Beginning of all names that the doctor makes in a user's directory."""

@@ -23,7 +23,6 @@ from dbuffer.mirror.mirror import start_mirror
 from dbuffer.publish.sender_options import SenderKeywords
 from dbuffer.receive.stager import Stager
 from dbuffer.runtime import options
-from dbuffer.tools.doctor.peer import measure_with_peers, wait_for_host
 from tests.support.commands import call
 
 NO_TIMES: list[Any] = [
@@ -161,8 +160,6 @@ MAKERS: dict[str, tuple[Any, str]] = {
         lambda store, **wrong: BroadcastManager(torch.nn.Linear(2, 2), None, None, **wrong),
         "timeout_s timeout_s=0 rank_timeout_s rank_timeout_s=0",
     ),
-    "measure_with_peers": (measure_with_peers, "timeout_s"),
-    "wait_for_host": (wait_for_host, "timeout_s"),
 }
 """Functions that make something, and names of options, which also refuse 0 if that is there."""
 

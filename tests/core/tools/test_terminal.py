@@ -59,7 +59,7 @@ def test_names_of_tensors_are_folded(store, tmp_path):
     with Terminal("ls", store, "--against", tmp_path / "model.safetensors") as terminal:
         code, lines = terminal.wait_for_end()
     assert code == 1
-    assert "0 match, 1 differ in shape" in "\n".join(lines)
+    assert "0 match, 1 differs, 1 left over" in "\n".join(lines)
     assert "…" not in "".join(lines)
 
 
