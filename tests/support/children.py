@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,42 +26,32 @@ _processes = multiprocessing.get_context("forkserver")
 _paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
 _environment = dict(os.environ)
-_PRELOADED = (
+_PRELOADED = [
     *("dbuffer.api", "dbuffer.engine.rank_receiver", "dbuffer.mirror.mirror"),
     *("dbuffer.publish.sharded", "dbuffer.tools.doctor.peer", "hypothesis.stateful"),
     *("prometheus_client", "pytest", "tests.support.damage", "tests.support.light_engines"),
     *("tensordict", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
     *("httpx", "rich.console", "rich.table", "typer"),  # for commands
-)
-_preloaded_for_a_while: list[str] = []
+]
 
 
-@contextlib.contextmanager
-def preloaded(*modules: str) -> Iterator[None]:
-    """Let children be forked off a process that has imported these, too, for a while.
-
-    Each fork takes time for all that the process holds.
-    """
-    before = list(_preloaded_for_a_while)
-    _preload([*before, *modules])
-    try:
-        yield
-    finally:
-        _preload(before)
-
-
-def _preload(modules: list[str]) -> None:
-    _preloaded_for_a_while[:] = modules
-    forkserver._forkserver._stop()
-    _name_modules()
+def preload(*modules: str) -> None:
+    """Let children be forked off a process that has imported these, too, from now on."""
+    more = [module for module in modules if module not in _PRELOADED]
+    if more:
+        _PRELOADED.extend(more)
+        server: Any = forkserver._forkserver
+        if server._forkserver_alive_fd is not None:
+            os.close(server._forkserver_alive_fd)  # it ends with the last of its children
+        server.__init__()
+        _name_modules()
 
 
 def _name_modules() -> None:
-    names = [*_PRELOADED, *_preloaded_for_a_while, "tests.support.frozen"]
-    _processes.set_forkserver_preload(names)
+    _processes.set_forkserver_preload([*_PRELOADED, "tests.support.frozen"])
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Start it with the first child, but not in the environment of a test that changes its own."""
     if forkserver._forkserver._forkserver_pid is None:
         _name_modules()  # whatever else named some meanwhile
@@ -72,9 +62,6 @@ def _start_server() -> None:
         finally:
             os.environ.clear()
             os.environ.update(current)
-
-
-_name_modules()
 
 
 def is_running(pid: int) -> bool:
@@ -116,7 +103,7 @@ class Child:
         self, function: Callable[..., None], *args: Any, processes: Any = _processes
     ) -> None:
         if processes is _processes:
-            _start_server()
+            start_server()
         self._connection, theirs = processes.Pipe()
         self._process = processes.Process(
             target=_run,

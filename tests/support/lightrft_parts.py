@@ -152,7 +152,7 @@ def run_ranks(program: str, main: Callable[[Path], None]) -> None:
 def _fork_rank(_: Any, command: tuple[str, ...], env: dict[str, str]) -> preforked.Process:
     """Start a rank as torchrun does, without another import of vLLM."""
     arguments = list(command[command.index("-u") + 1 :])
-    return preforked.start(arguments, env=env, output=sys.stdout.buffer, new_session=True)
+    return preforked.start(arguments, env=env, new_session=True)
 
 
 def by_rank(seen: Any) -> list[Any]:

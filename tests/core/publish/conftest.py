@@ -6,16 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.children import preloaded
+from tests.support.children import preload
 from tests.support.worlds import World
 
 
 @pytest.fixture(scope="session")
-def transformers_preloaded() -> Iterator[None]:
+def transformers_preloaded() -> None:
     """Ranks need not import transformers, which takes each of them 4 s."""
     names = ("transformers.core_model_loading", "transformers.models.mixtral.modeling_mixtral")
-    with preloaded(*names, "torch.distributed.pipelining"):
-        yield
+    preload(*names, "torch.distributed.pipelining")
 
 
 @pytest.fixture(scope="package")

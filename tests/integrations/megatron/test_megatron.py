@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import dbuffer
-from tests.support.children import preloaded
+from tests.support.children import preload
 from tests.support.later import Later
 from tests.support.sharded import mounted
 from tests.support.worlds import World
@@ -80,10 +80,8 @@ def model_of(family: str) -> Any:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: Any) -> Iterator[World]:
-    with (
-        preloaded("tests.support.megatron_parts"),
-        World(tmp_path_factory.mktemp("world"), 4) as world,
-    ):
+    preload("tests.support.megatron_parts")
+    with World(tmp_path_factory.mktemp("world"), 4) as world:
         yield world
 
 

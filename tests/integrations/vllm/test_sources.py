@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
+from tests.support.children import preload
 from tests.support.engines import preforked
 from tests.support.worlds import World
 
@@ -24,9 +25,9 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: Any) -> Iterator[World]:
-    with preforked.preloaded("vllm.distributed.weight_transfer.base"):
-        with World(tmp_path_factory.mktemp("world"), 2) as world:
-            yield world
+    preload(preforked.LEAN_VLLM)
+    with World(tmp_path_factory.mktemp("world"), 2) as world:
+        yield world
 
 
 def made() -> nn.Module:

@@ -1,5 +1,7 @@
 """vLLM as forks for tests have it: imported, and changed where it would only take processor time.
 
+Whatever imports this module has it so.
+
 Its ranks sleep between messages, its kernels are replaced once, and outside of soaks torch compiles
 nothing. It sees no AMX, so that engines are the same on all processors.
 """
@@ -12,7 +14,8 @@ import importlib.metadata
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 MODULES = (
@@ -34,24 +37,32 @@ SPIN_S = 0.01
 
 KERNELS = "register_triton_kernel_overrides"
 
+REGISTRY = "vllm.model_executor.models.registry"
+
+FORKED_WITH_CARE = "jemalloc_bg_thd"
+"""Thread of pyarrow's allocator, which an older vLLM imports; jemalloc starts it anew in a fork."""
+
+
+def has_threads() -> bool:
+    """Whether the imports have started a thread, so that no fork has all of the process."""
+    return _num_threads > 1
+
 
 def prepare() -> None:
     """Import vLLM and its plugins, and change them."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # read as they are imported
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
-    import_all([*MODULES, *(plugin.module for plugin in plugins)])
+    for name in [*MODULES, *(plugin.module for plugin in plugins)]:
+        # A program that needs a module that is missing will fail itself.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     if "DBUFFER_SOAK" not in os.environ:
         # Each engine with two ranks compiles how it looks up embeddings, for seconds.
         importlib.import_module("torch._dynamo.config").disable = True  # type: ignore[attr-defined]
     let_readers_sleep()
     replace_kernels()
     hide_amx()
-
-
-def import_all(names: Sequence[str]) -> None:
-    """Import those that there are; a program that needs another will fail itself."""
-    for name in names:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    describe_models_here()
 
 
 def let_readers_sleep() -> None:
@@ -88,3 +99,21 @@ def hide_amx() -> None:
     """
     if (cpu := sys.modules.get("torch.cpu")) is not None:
         cpu._is_amx_tile_supported = lambda: False  # type: ignore[attr-defined]
+
+
+def describe_models_here() -> None:
+    """Let vLLM inspect the classes of models in its own process.
+
+    It starts a program for each class, which imports vLLM, as the class might use a GPU.
+    """
+
+    def run(function: Callable[[], Any]) -> Any:
+        return function()
+
+    if (registry := sys.modules.get(REGISTRY)) is not None:
+        registry._run_in_subprocess = run  # type: ignore[attr-defined]
+
+
+prepare()
+_names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+_num_threads = len([name for name in _names if name != FORKED_WITH_CARE])

@@ -18,7 +18,7 @@ import pytest
 
 from dbuffer.integrations.sglang import versions_of
 from tests.support import ROOT
-from tests.support.engines import zygote
+from tests.support.engines import preforked
 from tests.support.waiting import until
 
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
@@ -107,7 +107,7 @@ def prefork() -> None:
     gc.freeze()  # a collection of all writes to all, which a fork would copy
     gc.enable()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads cannot be forked"
-    zygote.fork_zygote()
+    preforked.serve_forks()
 
 
 def start_engine(checkpoint: Path, **more: Any) -> Any:

@@ -96,23 +96,22 @@ def observe(
     """
     env = environment(processes=False) if env is None else env
     log = directory / "log.txt"
-    with log.open("wb") as output:
-        process = preforked.start(
-            [str(PROGRAMS / program), str(directory), *arguments],
-            env=env | {"PYTHONFAULTHANDLER": "1"},
-            output=output,
-            new_session=True,
-            imports_anew=imports_anew,
-        )
-        try:
-            code: int | None = process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            code = None
-            os.killpg(process.pid, signal.SIGABRT)  # faulthandler tells where each thread is
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STACKS_S)
-        finally:
-            kill_group(process)
+    process = preforked.start(
+        [str(PROGRAMS / program), str(directory), *arguments],
+        env=env | {"PYTHONFAULTHANDLER": "1"},
+        output=log,
+        new_session=True,
+        imports_anew=imports_anew,
+    )
+    try:
+        code: int | None = process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        code = None
+        os.killpg(process.pid, signal.SIGABRT)  # faulthandler tells where each thread is
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STACKS_S)
+    finally:
+        kill_group(process)
     ended = "hung" if code is None else f"exited with {code}"
     assert code == 0, f"{program} {ended}: {_told_by(log, *sorted(directory.rglob('server.log')))}"
     return json.loads((directory / "observed.json").read_text())
@@ -172,6 +171,7 @@ def kill_group(process: preforked.Process) -> None:
     """End a process and all that it started, in case it has not ended by itself."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # it may lead no group yet
     process.wait()
 
 

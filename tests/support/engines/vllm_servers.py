@@ -93,13 +93,12 @@ class Server:
         more = {"VLLM_SERVER_DEV_MODE": "1"} if development else {}
         if api_servers > 1:  # vLLM's command wants to know its version from a package of this name
             more["PYTHONPATH"] = os.pathsep.join([vllm_metadata(log.parent), *sys.path])
-        with log.open("wb") as output:
-            self._process = preforked.start(
-                command,
-                env=environment(processes=True, **more),
-                output=output,
-                imports_anew=api_servers > 1,
-            )
+        self._process = preforked.start(
+            command,
+            env=environment(processes=True, **more),
+            output=log,
+            imports_anew=api_servers > 1,
+        )
         self.client = httpx.Client(
             base_url=self.url, timeout=WAIT_S, headers={"Authorization": f"Bearer {API_KEY}"}
         )
