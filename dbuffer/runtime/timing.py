@@ -58,6 +58,9 @@ class Timing:
     """Interval at which that object is put although no record has changed."""
     bucket_list_s: float = 1.0
     """Interval at which the sender's mirror lists these objects."""
+    bucket_watch_s: float = 15.0
+    """Interval at which `dbuffer status --watch` reads a bucket. A list of up to 1,000 objects is
+    priced as 12 gets; so the cost is a half of a mirror's poll, which is two gets a second."""
     bucket_grace_s: float = 3600.0
     """Time for which objects of a version that is not kept are still there: who reads them must be
     done by then, or starts over with a newer version."""

@@ -195,7 +195,8 @@ def no_place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "loop"
 
 
-def test_no_place_for_a_store(no_place):
+def test_no_place_for_a_store(no_place, monkeypatch):
+    monkeypatch.setattr("dbuffer.mirror.mirror._FIT_S", 0.1)  # a mirror waits for its remote store
     makers = [
         lambda: dbuffer.WeightSender(no_place),
         lambda: dbuffer.WeightReceiver(no_place).wait_for_version(timeout_s=0),

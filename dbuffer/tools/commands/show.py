@@ -14,6 +14,7 @@ import typer
 
 from dbuffer.errors import OptionError, WaitTimeoutError
 from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store.hold import hold_newest
 from dbuffer.tools import tables
 from dbuffer.tools.commands import shared
@@ -23,9 +24,6 @@ from dbuffer.weights.comparison import compare
 from dbuffer.weights.names import NameMap
 
 _REFRESH_S = 0.5
-_BUCKET_REFRESH_S = 15.0
-"""Interval at which `--watch` reads a bucket. A list of up to 1,000 objects is priced as 12 gets;
-so the cost is a half of a mirror's poll, which is two gets a second."""
 
 
 def status(
@@ -67,7 +65,7 @@ def status(
             from dbuffer.tools.bucket_status import read_bucket_status
 
             bucket = stack.enter_context(Bucket(place))
-            read, refresh_s = functools.partial(read_bucket_status, bucket), _BUCKET_REFRESH_S
+            read, refresh_s = functools.partial(read_bucket_status, bucket), TIMING.bucket_watch_s
         if watch:
             from rich.console import Group
             from rich.live import Live

@@ -171,6 +171,7 @@ def test_a_status_costs_few_requests(capsys, proxy, url):
     assert made == [("GET", False), ("GET", True)]
 
 
+@pytest.mark.timing(bucket_watch_s=0.2)
 def test_a_watched_bucket_is_read_again(proxy, remote, bucket_url):
     with mirrored(remote, bucket_url) as sender, Terminal("status", bucket_url, "--watch") as shown:
         shown.wait_for(lambda lines: lines and " (bucket): version 3" in lines[0])
