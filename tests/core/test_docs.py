@@ -33,7 +33,7 @@ from dbuffer.format import manifest as records
 from dbuffer.format import objects
 from dbuffer.format.layout import Layout
 from dbuffer.tools.cli import COMMANDS, app, run
-from tests.support import ROOT
+from tests.support import NEEDS_ALL, ROOT
 from tests.support.children import Child, Command
 from tests.support.documents import (
     BLOCKS,
@@ -51,6 +51,7 @@ from tests.support.waiting import until
 from tests.support.worlds import World
 
 INTEGRATIONS = ROOT / "tests" / "integrations"
+pytest.importorskip("sphinx", reason=NEEDS_ALL)
 MARKED = [block for block in BLOCKS if block.mark == NOT_RUN]
 
 

@@ -14,12 +14,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import yaml
 
 import dbuffer
-from tests.support import ROOT
+from tests.support import NEEDS_ALL, ROOT
 from tests.support.soak import IN_SOAKS_ALONE
 
+pytest.importorskip("twine", reason=NEEDS_ALL)
+yaml = pytest.importorskip("yaml", reason=NEEDS_ALL)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

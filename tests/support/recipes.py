@@ -9,10 +9,11 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import yaml
+import pytest
 
-from tests.support import ROOT
+from tests.support import NEEDS_ALL, ROOT
 
+yaml = pytest.importorskip("yaml", reason=NEEDS_ALL)
 EXAMPLES = ROOT / "examples"
 
 SLURM = {
