@@ -46,10 +46,13 @@ pytest.register_assert_rewrite("tests.support")
 import dbuffer  # noqa: E402
 from dbuffer.runtime.timing import Timing  # noqa: E402
 from tests.support import ROOT  # noqa: E402
-from tests.support.durations import Measurement, durations  # noqa: E402
 from tests.support.engines import preforked  # noqa: E402
 from tests.support.later import Later  # noqa: E402
-from tests.support.scopes import scope_of  # noqa: E402
+from tests.support.schedule import (  # noqa: E402
+    Measurement,
+    durations,
+    scope_of,
+)
 from tests.support.stores import SHARED_MEMORY  # noqa: E402
 from tests.support.timings import set_timings, timings  # noqa: E402
 

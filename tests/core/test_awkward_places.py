@@ -17,9 +17,8 @@ import pytest
 import torch
 
 import dbuffer
-from tests.support.children import Child
+from tests.support.children import Child, run_program
 from tests.support.patterns import OTHER, SMALL, load, newest, publish
-from tests.support.programs import run_program
 
 # Stores that cannot be written, move, vanish or come late
 

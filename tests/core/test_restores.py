@@ -33,9 +33,8 @@ from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child
 from tests.support.moments import CHANGING_CALLS, at_call, die
 from tests.support.patterns import Sparse
-from tests.support.restores import back_up, copy_over, rename, replace
 from tests.support.soak import Record, is_soak
-from tests.support.stores import remove_store
+from tests.support.stores import back_up, copy_over, remove_store, rename, replace
 from tests.support.waiting import until
 
 VERSIONS = 500 if is_soak() else 150

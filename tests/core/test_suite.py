@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 from tests.support import ROOT
 from tests.support.ports import free_port
-from tests.support.scopes import SCOPES, scope_of
+from tests.support.schedule import SCOPES, scope_of
 
 VLLM_PROGRAMS = {
     "tests.support.engines.preforked",
@@ -51,7 +51,7 @@ def test_files_that_run_vllm_are_in_scopes():
     for path, module in modules().items():
         name = path.relative_to(ROOT).as_posix()
         if path.name.startswith("test_") and VLLM_PROGRAMS & set(names_imported(module)):
-            assert scope_of(name) != name, f"tests/support/scopes.py does not name {name}"
+            assert scope_of(name) != name, f"tests/support/schedule.py does not name {name}"
     for name, beginnings in SCOPES.items():
         assert all((ROOT / beginning).exists() for beginning in beginnings)
         assert {scope_of(beginning) for beginning in beginnings} == {name}

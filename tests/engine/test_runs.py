@@ -14,7 +14,7 @@ from dbuffer.errors import EngineUpdateError, VersionRegressedError
 from dbuffer.integrations.vllm.admission import Admission
 from tests.support.light_engines import WAIT_S, LightEngine, Scene
 from tests.support.patterns import SMALL
-from tests.support.restores import WAYS, back_up
+from tests.support.stores import WAYS, back_up
 from tests.support.waiting import until
 
 LOST = 100

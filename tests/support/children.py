@@ -1,12 +1,17 @@
-"""Processes that end with their tests: functions, and the command line, as forks."""
+"""Processes that end with their tests: functions, and the command line, as forks.
+
+`call` runs the command line in the test's own process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -15,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
 import torch
 
 from tests.support import ROOT
@@ -266,3 +272,24 @@ def _run(
     except BaseException:
         traceback.print_exc()
         raise
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Run a command that needs no process of its own; its exit code, output and complaints."""
+    from dbuffer.tools import cli  # looks at the environment
+
+    code = cli.run([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+def run_program(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a program, and return its exit status and its output."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done.stderr = without_leaks_of_triton(done.stderr)
+    return done
+
+
+def without_leaks_of_triton(errors: str) -> str:
+    """Remove the report that Triton 3.9 (torch 2.15) makes of its own objects as Python ends."""
+    return re.sub(r"nanobind: leaked .*?refleaks\.html\n?", "", errors, flags=re.DOTALL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,17 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from dbuffer import LazyTensor, ShardedWeightSender
 from dbuffer.store import filesystem
 from dbuffer.weights.checkpoint import HeldRows
-from tests.support.conversions import NEEDS_CONVERSIONS
 from tests.support.patterns import SMALL, SPARSE, Pattern
+
+_spec = importlib.util.find_spec("transformers")
+_folders = [] if _spec is None else _spec.submodule_search_locations or []
+
+NEEDS_CONVERSIONS = pytest.mark.skipif(
+    # The file, because importing transformers takes seconds.
+    not any(Path(folder, "core_model_loading.py").exists() for folder in _folders),
+    reason="this transformers saves modules as they are",
+)
+"""Of tests that need a transformers which saves modules under other names than they have."""
 
 Case = tuple[Any, dict[str, torch.Tensor]]
 """What is sent, sharded, and the same whole, as state dict."""

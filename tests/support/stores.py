@@ -1,4 +1,4 @@
-"""Files of a store, and disks with little room."""
+"""Files of a store, stores that are put back, and disks with little room."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import dbuffer
 from dbuffer.format.lineage import Run, VersionId
 from dbuffer.format.manifest import Manifest
 from dbuffer.store import filesystem
+from dbuffer.store.watcher import Watcher
 from tests.support.waiting import until
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -160,3 +161,44 @@ def without_flock() -> None:
     filesystem.try_lock = lambda descriptor, *, exclusive: True
     filesystem.lock_within = lambda descriptor, timeout_s: True
     filesystem.unlock = lambda descriptor: None
+
+
+def begin_watching(directory: Path) -> None:
+    """Let the thread and the descriptors of all watches be there, before a test counts its own.
+
+    watchdog keeps them for good once a process has watched something.
+    """
+    with contextlib.closing(Watcher(directory / "nothing")) as watcher:
+        watcher.wait(0.0)
+
+
+# Stores that are copied and put back, as an administrator or a job script does it
+
+
+def back_up(store: Path, backup: Path) -> None:
+    """Copy a store with all of its files."""
+    subprocess.run(["cp", "-a", store, backup], check=True)
+
+
+def copy_over(store: Path, backup: Path, *options: str) -> None:
+    """Put a store back by copying its backup over it: files that came later stay."""
+    subprocess.run(["cp", "-a", *options, f"{backup}/.", store], check=True)
+
+
+def replace(store: Path, backup: Path) -> None:
+    """Put a store back by removing it and copying its backup to its place."""
+    remove_store(store)
+    back_up(backup, store)
+
+
+def rename(store: Path, backup: Path) -> None:
+    """Put a store back by renaming a copy of its backup; open files lead to the lost store."""
+    copy, lost = store.with_name("copy-of-backup"), store.with_name("lost")
+    back_up(backup, copy)
+    store.rename(lost)
+    copy.rename(store)
+    shutil.rmtree(lost)
+
+
+WAYS = [copy_over, replace, rename]
+"""Functions that put a whole store back."""

@@ -39,8 +39,7 @@ from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.liveness import Process
 from dbuffer.store.writer import BufferWriter
-from tests.support.children import Child, Command
-from tests.support.commands import call
+from tests.support.children import Child, Command, call
 from tests.support.damage import flip_bit
 from tests.support.moments import COPIES, Step, at_call, at_step, die, stop
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, bits, newest, received
@@ -48,6 +47,7 @@ from tests.support.ports import free_port
 from tests.support.soak import is_soak, numbers, patience_s
 from tests.support.stores import (
     assert_tidy,
+    begin_watching,
     contents,
     fill,
     make_temporaries_old,
@@ -57,7 +57,6 @@ from tests.support.stores import (
     without_flock,
 )
 from tests.support.waiting import TIMEOUT_S, meanwhile, until
-from tests.support.watches import begin_watching
 
 MEGABYTE = 1 << 20
 LONG = Pattern(num_tensors=9, numel=MEGABYTE // 8)  # 9 MB: read in three spans

@@ -26,9 +26,8 @@ from dbuffer.publish import publication as publication_module
 from dbuffer.publish import sender as sender_module
 from dbuffer.publish.draft import Draft
 from dbuffer.store.buffer import DoubleBuffer
-from tests.support.children import Child, in_a_fork
+from tests.support.children import Child, in_a_fork, run_program
 from tests.support.patterns import assert_same, received
-from tests.support.programs import run_program
 from tests.support.stores import removed_but_mapped, without_garbage_collection
 from tests.support.waiting import Gate, until
 

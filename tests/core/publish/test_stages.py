@@ -21,9 +21,16 @@ from dbuffer import ShardedWeightSender
 from dbuffer.publish.shard_writer import PartFileWriter, SharedFileWriter
 from dbuffer.publish.shards import Box
 from dbuffer.ranks.agreement import Agreement
-from tests.support.conversions import NEEDS_CONVERSIONS
 from tests.support.patterns import assert_same, received
-from tests.support.sharded import grid, mesh_of, mixtral, mounted, state_of, whole
+from tests.support.sharded import (
+    NEEDS_CONVERSIONS,
+    grid,
+    mesh_of,
+    mixtral,
+    mounted,
+    state_of,
+    whole,
+)
 from tests.support.soak import in_turn
 
 WIDTH = 64

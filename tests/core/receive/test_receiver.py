@@ -25,8 +25,8 @@ from tests.support.children import Child, open_files
 from tests.support.damage import flip_bit, weights_file
 from tests.support.patterns import OTHER, SMALL
 from tests.support.soak import in_turn
+from tests.support.stores import begin_watching
 from tests.support.waiting import meanwhile
-from tests.support.watches import begin_watching
 
 SOON_S = 20.0
 """Bound on a busy machine; what it bounds would otherwise take 30 s or more."""

@@ -12,8 +12,7 @@ import torch
 
 import dbuffer
 from dbuffer.runtime.extras import EXTRAS, needed_for
-from tests.support.commands import call
-from tests.support.programs import run_program
+from tests.support.children import call, run_program
 
 ROOT = Path(__file__).parents[3]
 

@@ -23,7 +23,7 @@ from dbuffer.mirror.mirror import start_mirror
 from dbuffer.publish.sender_options import SenderKeywords
 from dbuffer.receive.stager import Stager
 from dbuffer.runtime import options
-from tests.support.commands import call
+from tests.support.children import call
 
 NO_TIMES: list[Any] = [
     *(math.nan, math.inf, -math.inf, -1, -0.001, 1e10, 10**400),

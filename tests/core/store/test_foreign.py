@@ -18,7 +18,7 @@ from torch import distributed
 import dbuffer
 from dbuffer.errors import OptionError, StoreAccessError, WaitTimeoutError
 from dbuffer.mirror.mirror import Mirror
-from tests.support.commands import call
+from tests.support.children import call
 from tests.support.soak import in_turn
 from tests.support.stores import contents, small_disk
 

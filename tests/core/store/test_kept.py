@@ -18,8 +18,7 @@ import dbuffer
 from dbuffer.format import chain
 from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
-from tests.support.children import Child
-from tests.support.commands import call
+from tests.support.children import Child, call
 from tests.support.moments import die_before_call
 from tests.support.patterns import SMALL, SPARSE, Pattern, newest, opened, publish, received
 from tests.support.soak import numbers

@@ -22,13 +22,11 @@ import pytest
 import dbuffer
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
-from tests.support.children import Child
-from tests.support.commands import call
+from tests.support.children import Child, call
 from tests.support.moments import MOMENTS, at_call, die
 from tests.support.patterns import SMALL, opened
-from tests.support.restores import WAYS, back_up, copy_over, rename
 from tests.support.soak import is_soak, numbers
-from tests.support.stores import receiver_records
+from tests.support.stores import WAYS, back_up, copy_over, receiver_records, rename
 
 LOST = 100
 """Added to a version's number: the value of its tensors in a run that is lost; the next run adds it

@@ -22,9 +22,8 @@ from dbuffer.store import filesystem, mounts
 from dbuffer.store import watcher as watcher_module
 from dbuffer.store.watcher import Watcher
 from tests.support.soak import in_turn
-from tests.support.stores import remove_store
+from tests.support.stores import begin_watching, remove_store
 from tests.support.waiting import meanwhile, until
-from tests.support.watches import begin_watching
 
 LONG_S = 300.0
 """A poll interval that no test waits for."""

@@ -22,8 +22,7 @@ from dbuffer.format.objects import (
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import newest_version
-from tests.support.children import Command
-from tests.support.commands import call
+from tests.support.children import Command, call
 from tests.support.object_store import Request, status
 from tests.support.patterns import Sparse
 from tests.support.ports import free_port

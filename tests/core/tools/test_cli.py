@@ -31,8 +31,7 @@ from dbuffer.tools import cli
 from dbuffer.tools.commands import follow
 from dbuffer.tools.commands.shared import stopped_by_signals
 from dbuffer.tools.verification import verify_store
-from tests.support.children import Child, Command
-from tests.support.commands import call
+from tests.support.children import Child, Command, call
 from tests.support.stores import contents
 from tests.support.waiting import TIMEOUT_S, until
 

@@ -25,8 +25,7 @@ from dbuffer.store import filesystem, records
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.doctor import peer, probes
 from dbuffer.tools.doctor.probes import PREFIX, Finding, examine
-from tests.support.children import Child, Command
-from tests.support.commands import call
+from tests.support.children import Child, Command, call
 from tests.support.moments import die
 from tests.support.patterns import SMALL, newest
 from tests.support.stores import contents, fill, small_disk, without_flock

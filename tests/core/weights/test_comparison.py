@@ -14,7 +14,7 @@ from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.weights.comparison import compare
 from dbuffer.weights.names import NameMap
 from dbuffer.weights.rules import Rule
-from tests.support.commands import call
+from tests.support.children import call
 from tests.support.waiting import error_of
 
 

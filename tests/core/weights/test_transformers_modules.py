@@ -15,11 +15,11 @@ from torch import nn
 import dbuffer
 from dbuffer import WeightReceiver, WeightSender
 from dbuffer.weights.sources import Describer
-from tests.support.conversions import NEEDS_CONVERSIONS
 from tests.support.engines.families import CONFIGURATIONS, make_family
 from tests.support.engines.tiny_models import SHAPE
 from tests.support.later import Later
 from tests.support.patterns import assert_same, received
+from tests.support.sharded import NEEDS_CONVERSIONS
 
 transformers = Later("transformers")
 checkpointing = Later("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 import dbuffer
 from dbuffer.integrations import peft as integration
 from tests.support.children import Child
-from tests.support.conversions import NEEDS_CONVERSIONS
 from tests.support.engines.tiny_models import make_model
 from tests.support.later import Later
 from tests.support.peft_parts import (
@@ -28,6 +27,7 @@ from tests.support.peft_parts import (
     reference,
     train,
 )
+from tests.support.sharded import NEEDS_CONVERSIONS
 from tests.support.soak import is_soak
 from tests.support.waiting import error_of
 

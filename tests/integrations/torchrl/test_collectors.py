@@ -30,9 +30,8 @@ from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child
 from tests.support.later import Later
 from tests.support.soak import IN_SOAKS_ALONE, in_turn, is_soak
-from tests.support.stores import remove_store
+from tests.support.stores import begin_watching, remove_store
 from tests.support.waiting import TIMEOUT_S, until
-from tests.support.watches import begin_watching
 
 parts = Later("tests.support.torchrl_parts")
 collectors = Later("torchrl.collectors")
