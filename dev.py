@@ -14,8 +14,8 @@ python3 dev.py lowest [options of pytest]            (those of the core, on the 
 python3 dev.py newest [options of pytest]            (all tests without a vLLM or an SGLang, on the
                                                       newest versions that the index has)
 python3 dev.py core PYTHON [options of pytest]       (tests of the core, on another Python: 3.13)
-python3 dev.py coverage [options of pytest]          (tests of the core and of engine/; shows how much of
-                                                      each package they cover)
+python3 dev.py coverage [options of pytest]          (tests of the core and of engine/, and their
+                                                      share of each package)
 python3 dev.py interfaces [--record] [NAME[==VERSION] ...]
                                                      (what moved, of what dbuffer uses, in the
                                                       newest release of each framework, or another)

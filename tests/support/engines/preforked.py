@@ -49,7 +49,7 @@ def start(
     """Run a program in another process.
 
     Args:
-        arguments: of Python's command line: a script's path, ``-m MODULE`` or ``-c CODE``, and more.
+        arguments: Python's, such as a script's path and its own, or ``-m MODULE``.
         env: the environment.
         output: file of its standard output. Default: the standard output of this process.
         errors: file of its standard error. Default: ``output``.
