@@ -1,1 +1,1 @@
-"""A store on a filesystem: its two buffers, the version pointer, who writes, and who has read."""
+"""A store on a filesystem: two buffers, the version pointer, the writer and readers' records."""

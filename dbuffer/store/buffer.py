@@ -50,7 +50,7 @@ class DoubleBuffer:
         )
 
     def check(self) -> None:
-        """Refuse a store that is not there, or in which others could put weights."""
+        """Refuse a store that does not exist, or that other users can write to."""
         if not self.exists():
             raise errors.StoreNotFoundError(f"there is no store at {self.root}")
         if self.owner_only:
@@ -68,7 +68,7 @@ class DoubleBuffer:
         try:
             filesystem.check_trust(self.root)
         except errors.StoreAccessError as error:
-            # A mistyped path may be that of a directory which is for others to write to.
+            # A mistyped path may lead to a directory that is shared on purpose.
             contents = other_contents(self.root)
             if contents is None:
                 raise
@@ -107,7 +107,7 @@ class DoubleBuffer:
         """Read ``CURRENT`` for a reader that has ``seen`` an earlier pointer.
 
         Raises:
-            VersionRegressedError: the version that was seen does not lead to what is there now.
+            VersionRegressedError: the version that was seen does not lead to the newest one.
         """
         pointer = self.pointer()
         if pointer is None and self.medium.reaches_other_hosts:
@@ -117,7 +117,7 @@ class DoubleBuffer:
         return pointer
 
     def state_without_version(self) -> str:
-        """Clause for messages of readers that came upon no version: what is there instead."""
+        """Return a clause for messages of readers that found no version."""
         if not self.exists():
             return ", which does not exist"
         contents = other_weights(self.root) or other_contents(self.root)
@@ -263,7 +263,7 @@ class DoubleBuffer:
         return records[-1] if records else None
 
     def records_of(self, receiver_id: str) -> list[ReceiverRecord]:
-        """Read the records of all receivers of this id; the one that was written last is last.
+        """Read the records of all receivers of this id, in the order of their last writes.
 
         Only their files are read; as in :meth:`receivers`, damaged ones are ignored.
         """
@@ -329,7 +329,7 @@ def pointer_to(buffer: str, manifest: Manifest) -> Pointer:
 
 
 def require_successor(store: Path | str, seen: Versioned, now: Versioned | None) -> None:
-    """Raise unless the version that was ``seen`` leads to what a store, or a bucket, holds now.
+    """Raise unless the version that was ``seen`` leads to the newest of a store or a bucket.
 
     Raises:
         VersionRegressedError: it does not.

@@ -1,7 +1,7 @@
-"""`Contents`: what the next writer of a store finds there, and what follows from it.
+"""`Contents`: a store's records as its next writer finds them, and conclusions from them.
 
-A writer may have died anywhere, and a record may be damaged. A damaged one counts as none, but its
-file is there: it tells a store that was published to from a new one.
+A writer may have died anywhere, and a record may be damaged. A damaged record counts as none, but
+its file shows that the store is not new.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dbuffer.store.buffer import DoubleBuffer, other_buffer
 
 
 def require_version(version: object) -> None:
-    """Raise a `VersionError` for what is neither a version's number nor None."""
+    """Raise a `VersionError` unless this is a version's number or None."""
     if version is None or (type(version) is int and version <= MAX_INTEGER):
         return
     raise VersionError(f"a version is an integer below 2**63, not {version!r:.80}")
@@ -77,7 +77,7 @@ class Contents:
         return places.BUFFERS[1] if self.newest_buffer is None else other_buffer(self.newest_buffer)
 
     def has_published(self, manifest: Manifest) -> bool:
-        """Whether a buffer's manifest is that of a version that was published, and not lost.
+        """Whether a buffer's manifest describes a version that was published, and not lost.
 
         A commit that failed may leave a complete manifest, whose number the next version takes.
         """

@@ -35,8 +35,8 @@ from dbuffer.runtime.trouble import log_once
 logger = logging.getLogger(__name__)
 
 MOUNT_VARIABLE = "DBUFFER_MOUNT"
-"""``network`` or ``local`` in this environment variable overrules what a mount looks like: for a
-disk of this host that other hosts see over a network, for a FUSE mount that no other host sees."""
+"""``network`` or ``local`` in this environment variable overrules the detected type of a mount:
+for a disk of this host that other hosts see over a network, for a FUSE mount of this host alone."""
 
 TICK_S = 0.02
 """A pause before a directory is changed again, longer than a tick of a server's clock (10 ms)."""
@@ -72,7 +72,7 @@ def real_path(path: Path) -> Path:
 
 
 def os_errors(action: str, path: Path | str) -> TranslatedErrors:
-    """Turn an OSError into ours, which says what was being done, where, and what to do."""
+    """Turn an OSError into ours, which says which action failed, where, and what to do."""
 
     def translate(error: BaseException) -> None:
         if isinstance(error, DBufferError) or not isinstance(error, OSError):
@@ -107,7 +107,7 @@ def list_matching(directory: Path, pattern: str) -> list[Path]:
 def make_directory(path: Path, *, parents: bool = False, durable: bool = False) -> None:
     """Make a directory that only its owner can enter, unless it is there.
 
-    ``durable``: flush the directories in which something was made.
+    ``durable``: flush each directory that got a new entry.
     """
     with os_errors("make the directory", path):
         if path.is_dir():
@@ -119,7 +119,7 @@ def make_directory(path: Path, *, parents: bool = False, durable: bool = False) 
 
 
 def check_trust(path: Path) -> None:
-    """Refuse a directory in which someone else could put weights."""
+    """Refuse a directory that other users can write to."""
     with os_errors("look at a store", path):
         status = path.stat()
     if not stat.S_ISDIR(status.st_mode):
@@ -134,7 +134,7 @@ def _check_trusted(status: os.stat_result, path: Path) -> None:
             "pass allow_shared_store=True (--allow-shared-store) to use it anyway"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        # Modes of directories such as /tmp and of mounts are for everybody who uses them.
+        # Directories such as /tmp and mounts are shared: their modes must stay.
         is_for_all = status.st_mode & stat.S_ISVTX or path.is_mount()
         remedy = "name a directory below it" if is_for_all else f"run 'chmod go-w {path}'"
         raise StoreAccessError(
@@ -176,7 +176,7 @@ def _check_regular(status: os.stat_result, path: Path, *, owner_only: bool) -> N
 
 
 def check_file(path: Path, num_bytes: int, *, owner_only: bool) -> None:
-    """Refuse a file of another size, or one that `open_regular` would refuse, without opening it.
+    """Refuse a file of another size, and each that `open_regular` would refuse; do not open it.
 
     Raises:
         StoreNotFoundError: it is not there.
@@ -195,9 +195,9 @@ def check_file(path: Path, num_bytes: int, *, owner_only: bool) -> None:
 def refresh(directory: Path) -> None:
     """Make this host look anew at a directory that another host writes to.
 
-    Opening a file by name alone may give the one that had the name up to a minute ago, for as
-    long as a process keeps that one open; after its directory was opened it does not (measured
-    with NFSv3 and v4.2).
+    Opening a file by name alone may give an earlier file of that name for up to a minute, while a
+    process keeps the earlier file open. Opening the directory first prevents this (measured with
+    NFSv3 and v4.2).
     """
     os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
@@ -312,7 +312,7 @@ def replace_file(
 
 
 def _rename(temporary: Path, path: Path, made: tuple[int, int]) -> None:
-    """Give a finished file its name, over what had it.
+    """Give a finished file its name, in place of the file that had it.
 
     An NFS client asks again when no answer has come, and a server that was restarted in between
     does not know that it has done it already: then there is nothing to rename. So what counts is
@@ -463,7 +463,7 @@ def sync_directory(path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
-        # SMB and some FUSE mounts: what a rename is worth there is the server's affair.
+        # SMB and some FUSE mounts: there the server decides when a rename is durable.
         message = "%s cannot be flushed as a directory: renames rest on its server"
         log_once(logger, message, path)
     finally:
@@ -611,7 +611,7 @@ def unlock(descriptor: int) -> None:
 
 
 def path_of(descriptor: int) -> Path:
-    """A path by which other processes of this host open the same file, unlinked or not."""
+    """Return a path that other processes of this host can open, even if the file is unlinked."""
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
 
 

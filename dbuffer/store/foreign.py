@@ -1,8 +1,8 @@
 """Directories that hold something other than a store: a checkpoint, other stores, TorchRL weights.
 
-A sender must not write a store into any of them: other files would be mixed with a store's. And
-receivers of TorchRL's own double buffer go on reading its files, whatever is published beside them:
-a run of which only the trainer was moved to dbuffer would serve its last old weights.
+A sender must not write a store into any of them: other files would be mixed with a store's.
+Receivers of TorchRL's own double buffer keep reading its files, whatever is published beside them:
+if only the trainer moves to dbuffer, they serve the last old weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MARKS = (
     places.WRITER_LOCK_FILE,
     *(f"{buffer}/{places.MANIFEST_FILE}" for buffer in places.BUFFERS),
 )
-"""Files by which a directory is known as a store, whatever else is in it."""
+"""Files that make a directory a store, whatever else is in it."""
 
 _OF_MOUNTS = "lost+found"
 """Directory at the root of an ext4 filesystem, which may be a store's own mount."""
@@ -61,7 +61,7 @@ def other_weights(root: Path) -> str | None:
 def other_contents(root: Path) -> str | None:
     """Name the contents of a directory, or return None if it is a store's, empty or not there.
 
-    What is left of a store counts as one. Hidden names do not count: network mounts and backups
+    Remains of a store count as a store. Hidden names do not count: network mounts and backups
     keep theirs in any directory.
     """
     with os_errors("list", root):
@@ -76,7 +76,7 @@ def other_contents(root: Path) -> str | None:
 
 
 def is_store(root: Path) -> bool:
-    """Whether a directory is a store's, or what is left of one."""
+    """Whether a directory is a store, or the remains of one."""
     return other_contents(root) is None and any((root / name).exists() for name in _PARTS)
 
 

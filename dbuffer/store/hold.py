@@ -1,17 +1,17 @@
 """`Held`: a version held for reading in a store, and how a reader comes to hold one.
 
 A read is: pointer, weights file, shared lock on that file, manifest. The manifest read *under
-the lock* decides. If it still is the one that the pointer names, no writer has begun to rewrite
-the file, and none that respects the lock will while it is held. Every weights file is its own
+the lock* decides. If the pointer still names it, no writer has begun to rewrite the file, and no
+writer that respects the lock will while it is held. Every weights file is its own
 lock, so a file that is replaced needs no lock taken over: the old one goes with the old file.
 
 A reader that cannot trust locks compares generations: :meth:`Held.is_unchanged` after
 the last byte was read tells whether a writer has begun since.
 
-On a network mount there are no locks that all can trust, and each version has a file of its own,
-which is never written again. There a reader says in its record what it is about to read, and then
-looks at the manifest once more; a writer takes the manifest away, and then looks at the records
-before it removes a file. Whichever is first, one of them sees the other.
+On a network mount no lock can be trusted, and each version has its own file, which is never written
+again. There a reader announces the version in its record, and then reads the manifest once more. A
+writer takes the manifest away, and then reads the records before it removes a file. In any order,
+at least one of them sees the other.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Held(HeldVersion):
         """Wait a moment after a file of this version was removed while it was read.
 
         Raises:
-            OvertakenError: what is there now is to be read.
+            OvertakenError: the reader must begin again with the newest version.
             StoreCorruptError: the manifest names that file, and has for long enough.
         """
         logger.warning(

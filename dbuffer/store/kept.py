@@ -1,10 +1,10 @@
-"""Kept versions: those that a store holds besides the two in its buffers.
+"""Kept versions: versions that a store holds besides the two in its buffers.
 
-Each lies in a buffer of its own, ``kept/RUN-NUMBER``: the manifest that it had in A or B, and
+Each has a buffer of its own, ``kept/RUN-NUMBER``: the manifest that it had in A or B, and
 second names of its weights file and of its parts. So a version is kept without a copy. A file with
 a second name is never written again (`LocalFiles`); deltas that a kept manifest names stay.
 
-The directory is made elsewhere and renamed: what is there is complete. A version that is dropped
+The directory is made elsewhere and renamed, so it is always complete. A version that is dropped
 loses its manifest first, so that no new reader begins; a pinned one is never dropped.
 """
 
@@ -80,7 +80,7 @@ def require(store: DoubleBuffer, version: int) -> VersionId:
     """Return the id of a version that is in A, in B or kept.
 
     Raises:
-        VersionError: it is not there; the message names those that are.
+        VersionError: the store does not have it; the message names the versions that it has.
     """
     for _, manifest in Contents(store).published():
         if manifest.version == version:
@@ -144,7 +144,11 @@ def is_pinned(store: DoubleBuffer, buffer: str) -> bool:
 
 
 def withdraw(store: DoubleBuffer, buffer: str) -> bool:
-    """Take the manifest of a kept version away, so that no reader begins; False: it is pinned."""
+    """Take the manifest of a kept version away, so that no reader begins.
+
+    Returns:
+        False if the version is pinned, and keeps its manifest.
+    """
     manifest = store.root / buffer / places.MANIFEST_FILE
     dropped = manifest.with_name(places.DROPPED_FILE)
     if is_pinned(store, buffer):

@@ -43,7 +43,7 @@ def read_record(kind: type[RecordT], path: Path, *, owner_only: bool) -> RecordT
 
 
 class RecordListing:
-    """Records of a store's receivers, of which only changed ones are read again."""
+    """Records of a store's receivers. Only changed files are read again."""
 
     def __init__(self, directory: Path, *, owner_only: bool) -> None:
         self._directory = directory
@@ -67,12 +67,12 @@ class RecordListing:
         return [record for _, record in known.values() if record is not None]
 
     def records_of(self, receiver_id: str) -> list[ReceiverRecord]:
-        """Return the usable records of one receiver id, the one that was written last at the end.
+        """Return the usable records of one receiver id, in the order of their last writes.
 
         Only their files are read.
         """
         names = [e.name for e in self._entries() if places.receiver_of(e.name) == receiver_id]
-        # By one clock, that of the files' times; records have those of their hosts.
+        # By the files' times, which come from one clock; times in records come from many.
         names.sort(key=lambda name: filesystem.touched_at(self._directory / name))
         return [record for name in names if (record := self._read_usable(name)) is not None]
 

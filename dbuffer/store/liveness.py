@@ -59,7 +59,7 @@ class Process:
 
     @property
     def can_be_seen(self) -> bool:
-        """Whether its process id means from here what it means to itself."""
+        """Whether its process id has the same meaning here: same boot, same PID namespace."""
         here = Process.here()
         return (self.boot, self.pid_namespace) == (here.boot, here.pid_namespace) and (
             bool(self.boot) or self.host == here.host
@@ -113,7 +113,7 @@ def _here(pid: int) -> Process:
 def _state_of(pid: int) -> tuple[str, int]:
     """State and start time of a process, from ``/proc``; "" and 0 if it tells nothing."""
     try:
-        # That of another PID namespace numbers other processes.
+        # A /proc of another PID namespace numbers other processes.
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
             return "", 0
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -32,8 +32,8 @@ LOCAL_FILESYSTEMS = REWRITABLE_FILESYSTEMS | frozenset(
     {"bcachefs", "btrfs", "ecryptfs", "exfat", "f2fs", "hugetlbfs", "jfs", "nilfs2", "ntfs3"}
     | {"overlay", "reiserfs", "rootfs", "ubifs", "vfat", "xfs", "zfs"}
 )
-"""Filesystems that only this host writes. All others count as network mounts: what works between
-hosts also works on one, and not the other way round."""
+"""Filesystems that only this host writes. All others count as network mounts: the ways that
+work between hosts also work on one host."""
 _CLOCK_S = 60.0
 """Interval at which a server's clock is compared with this host's."""
 
@@ -63,10 +63,10 @@ class Medium:
 
     @property
     def maps_files(self) -> bool:
-        """Whether writers and readers map weights files, each of which holds a version whole.
+        """Whether writers and readers map weights files, and each file holds a version whole.
 
-        Else bytes go through pwrite and pread, because a mapped file that goes away is a SIGBUS,
-        and a version may be the file of an earlier one and the deltas since.
+        Otherwise bytes go through pwrite and pread, because a mapped file that is removed causes
+        a SIGBUS; and a version may be an earlier version's file and the deltas since.
         """
         return not self.reaches_other_hosts
 

@@ -1,10 +1,10 @@
 """`NetworkFiles`: a writer's files on a network mount, each made for a version and never rewritten.
 
-A file that is rewritten in place would be read torn on another host, and one that is removed under
-a reader there is an error in the middle of its read. So each version is a new file, flushed and
-read back. A reader says in its record what it is about to read; a file that no manifest names any
-more is retired: it stays until no record says that it is being read; and at least for a moment, for
-readers that cannot write a record; and at most for as long as readers are waited for.
+If a writer rewrote a file in place, readers on other hosts would see torn data; if it removed the
+file during a read, the read would fail. So each version is a new file, flushed and read back. A
+reader announces a version in its record. A file that no manifest names any more is retired: it
+stays until no record names a version that needs it. It stays at least for a moment, for readers
+that cannot write a record, and at most for ``reader_timeout_s``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class _Retired(NamedTuple):
     versions: range | None
     """Versions that it was needed for, or None if they are unknown, as of a dead writer's file."""
     since: float
-    """Time from which it was no longer named."""
+    """Time at which the last manifest that named it was replaced."""
     superseded_at: float
-    """Time from which there was a newer version, with which new readers begin."""
+    """Time at which a newer version was published; new readers begin with that."""
 
 
 class NetworkFiles(WeightsFiles):
@@ -67,7 +67,7 @@ class NetworkFiles(WeightsFiles):
                     path.unlink(missing_ok=True)
                 else:
                     self._retire(path, _versions_of(path, replaced))
-        # And what a publish left that failed between its mark and this.
+        # Remove the files of a publish that failed between its mark and this, too.
         files = self.all_in(directory)
         unnamed = [path for path in files if path not in keep and path not in self._retired]
         if unnamed:
@@ -84,7 +84,7 @@ class NetworkFiles(WeightsFiles):
             self._is_store_shown = True
 
     def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:  # noqa: ARG002
-        # It has no size yet: what is allocated over a network may not be there.
+        # It has no size yet: blocks that were allocated over a network may be missing.
         filesystem.check_room(path, num_bytes)
 
     def _retire(self, path: Path, versions: range | None, *, age_s: float = 0.0) -> None:
@@ -110,7 +110,7 @@ class NetworkFiles(WeightsFiles):
             }
             unnamed = readers.keys() - (self._named_versions() if readers else set())
         except (DBufferError, OSError) as error:
-            # What is published is published, and room is not worth a publish that fails.
+            # The version is published, and a publish must not fail for the sake of room.
             logger.warning("cannot see who reads old versions, keeping them: %s", str(error))
             return
         for path, retired in list(self._retired.items()):

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 MAX_PROBLEM_CHARACTERS = 2000
 
 _of_process: weakref.WeakValueDictionary[Path, RecordFile] = weakref.WeakValueDictionary()
-"""Records of this process: the receiver of one that was dropped has ended, closed or not."""
+"""Records of this process. If a record was dropped, its receiver has ended, closed or not."""
 
 
 class PublishedRecord:
@@ -77,7 +77,7 @@ class PublishedRecord:
             self._file = None
 
     def is_there(self) -> bool:
-        """Whether the file is still the one that was written last."""
+        """Whether the path still leads to the file that was written last."""
         if self._file is None or not self._file.is_open:  # in a fork: the parent's
             return False
         with contextlib.suppress(OSError):
@@ -185,7 +185,7 @@ class RecordFile(OwnRecord):
         After :meth:`close`, the file stays as it is.
         """
         self.set(**changes)
-        # Not Path.is_dir(), which raises what a network mount may answer.
+        # Not Path.is_dir(), which raises some errors that a network mount may answer.
         if not os.path.isdir(self._directory):  # noqa: PTH112
             return
         with self._lock:

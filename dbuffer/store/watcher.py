@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 def _setting(changed: threading.Event, file_name: str) -> type[InotifyEmitter]:
     """Return an emitter that sets an event when a file is replaced.
 
-    In watchdog's thread that has learned of it, and not by its dispatcher: in a process whose main
-    thread computes, as an engine's does, each switch of threads may take milliseconds. It does not
-    refer to who waits for the event.
+    It sets the event in the thread that reads from inotify, not in watchdog's dispatcher: in a
+    process whose main thread computes, as an engine's does, each switch of threads may take
+    milliseconds. It holds no reference to the waiting object.
     """
 
     class Emitter(InotifyEmitter):
@@ -87,13 +87,13 @@ class Watcher(ProcessBound):
         except OSError:  # a look at the pointer tells why
             return
         identity = (status.st_dev, status.st_ino)
-        # A new directory may get the number of the one that was removed; the emitter ends with
-        # the old one.
+        # A new directory may get the inode of a removed one; the emitter ends with the old
+        # directory.
         is_unwatched = identity != self._watched or self._has_ended()
         if is_unwatched and time.monotonic() >= self._watch_from:
             self._stop()
             self._watched = identity if self._start() else None
-            # What was replaced before the watch stood will send no event.
+            # A replacement before the watch began sends no event.
             self._changed.set()
 
     def _start(self) -> bool:

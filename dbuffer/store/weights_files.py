@@ -96,7 +96,7 @@ class WeightsFiles(ABC):
         file.close()
 
     def close_at(self, path: Path) -> None:
-        """Close what is at ``path``, just before it is removed; see `replace_file`."""
+        """Close the file at ``path``, just before it is removed; see `replace_file`."""
         if (file := self.open.get(path)) is not None:
             self.forget(file)
 
@@ -106,7 +106,7 @@ class WeightsFiles(ABC):
         self.open.clear()
 
     def all_in(self, directory: str) -> list[Path]:
-        """The files that a writer may have made there; what else lies there is not ours."""
+        """Return the files that a writer may have made there, and no others."""
         is_ours = (
             places.is_delta_file if directory == places.DELTAS_DIRECTORY else places.is_weights_file
         )
@@ -139,7 +139,7 @@ def _has_second_name(file: Descriptor) -> bool:
 class LocalFiles(WeightsFiles):
     """Each buffer has one file, which is written again unless its layout changes.
 
-    It is written under an exclusive lock, which waits for those who read it.
+    A writer takes an exclusive lock first, and so waits for readers.
     """
 
     access = os.O_RDWR
@@ -253,7 +253,7 @@ class LocalFiles(WeightsFiles):
                     path.unlink()
 
     def note_flip(self) -> None:
-        """Do nothing: readers see what was written."""
+        """Do nothing: readers see a write at once."""
 
     def remove_unneeded(self) -> None:
         """Do nothing: no file is left for its readers."""

@@ -137,7 +137,7 @@ class BufferWriter:
         self._last_number = 0
         """Number of its run's last version, which the store may have lost since."""
         self.last_step: int | float | None = None
-        """Trainer's step of the last version, of its run or that it began upon, that names one."""
+        """Trainer's step of the last version with one, of this run or the version before it."""
         self.steps_back = 0
         """Number of its run's versions whose step was below the last."""
         self._forgot_at = time.monotonic()
@@ -216,9 +216,8 @@ class BufferWriter:
         files that need not stay (`Retention.sweep`).
 
         The buffer's file is rewritten if the medium can do that, it has this layout already, no
-        process reads it and no other version stands on it. Otherwise a new one for ``file_bytes``
-        is made (0: not known yet), or none for a version that builds upon the file of an earlier
-        one.
+        process reads it and no other version needs it. Otherwise a new one for ``file_bytes`` is
+        made (0: not known yet). A version with an anchor gets no file.
 
         Raises:
             StoreFullError: there is no room for a new file.
@@ -345,7 +344,7 @@ class BufferWriter:
     def commit(self, claim: Claim, **described: Any) -> Manifest:
         """Make the claimed buffer the newest version, in the one step of moving the pointer.
 
-        ``described``: the manifest's fields that tell what was written into the file.
+        ``described``: the manifest's fields that describe the file's contents.
 
         Returns:
             The manifest, as it was published.
@@ -486,8 +485,8 @@ class BufferWriter:
         """Drop a claim that failed. Its buffer stays marked, and is begun anew next time."""
         if claim.file is not None:
             self._files.forget(claim.file)
-        # Half a version takes room and is of no use. One that failed in the commit is whole, and
-        # may be published already.
+        # Half a version takes room and is of no use. A version that failed in the commit is
+        # whole, and may be published already.
         with contextlib.suppress(DBufferError, OSError):
             if self.store.manifest(claim.buffer) == claim.marked:
                 for path in (*parts_of(claim.path), *claim.deltas):
@@ -552,7 +551,7 @@ class BufferWriter:
         )
 
     def _make_directories(self) -> None:
-        """Refuse a store in which others could put weights; make what it lacks, or has lost."""
+        """Refuse a store that other users can write to; make its missing directories."""
         self.store.check()
         for name in (places.SCRATCH_DIRECTORY, *places.BUFFERS, places.RECEIVERS_DIRECTORY):
             filesystem.make_directory(self.root / name)
@@ -574,7 +573,7 @@ class BufferWriter:
 
     def _remove_old_records(self) -> None:
         now = self.store.medium.now()
-        # By the times of files, as the records have those of their hosts' clocks.
+        # By the times of files: those in records come from the clocks of many hosts.
         ages_s: list[tuple[float, Path, ReceiverRecord]] = []
         for record in self.store.receivers():
             path = self.store.record_path(record.receiver, record.token)
