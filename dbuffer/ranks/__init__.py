@@ -1,1 +1,1 @@
-"""Ranks of one job that meet, and agree on what all of them do."""
+"""Ranks of one job that meet, and take steps together."""

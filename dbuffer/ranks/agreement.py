@@ -3,7 +3,7 @@
 A rank that raises on its own leaves the others waiting in the next collective. So every step ends
 in an exchange that carries its outcome on each rank; where one failed, all of them raise its
 error. The exchange has a process group of its own: the trainer's collectives cannot get between,
-and dropping it closes its connections, by which the other ranks notice at once.
+and dropping it closes its connections, which the other ranks notice at once.
 
 Ranks that are out of step must never take each other's messages for answers. Whatever leaves a call
 on one rank alone, an interrupt for instance, drops that rank's connections; and each exchange
@@ -41,7 +41,7 @@ _LENGTH_BYTES = 8
 """Size of a message's length, in front of it."""
 
 _MESSAGE_BYTES = 1 << 30
-"""Most bytes of what is collected that go in one message."""
+"""Largest message of a collection, in bytes."""
 
 _MAX_TIMEOUT_S = 1e9
 """gloo adds a time-out to its clock, in nanoseconds of 64 bits."""
@@ -77,13 +77,13 @@ class _Outcome(NamedTuple):
 
 
 class Agreement(World):
-    """The ranks of a process group, as one that takes steps.
+    """The ranks of a process group, which take steps together.
 
     Making one is collective, as every step is.
 
     Args:
-        group: a group of torch.distributed; None: all ranks.
-        timeout_s: how long the ranks wait for one that does not come.
+        group: a group of torch.distributed. Default: all ranks.
+        timeout_s: how long the ranks wait for a missing rank.
 
     Raises:
         OptionError: torch.distributed was not initialised, or this rank is not in the group.
@@ -127,8 +127,8 @@ class Agreement(World):
             action: no collective may fail in it on some ranks and be waited for by others.
 
         Raises:
-            DBufferError: the error of the first rank that failed, on all of them; one that lost a
-                connection, or waited in vain, only if no other failed.
+            DBufferError: the error of the first rank that failed, on all ranks. An error of a lost
+                connection or a time-out counts only if no other rank failed.
             RankFailedError: that error was none of ours, or a rank was lost, interrupted, or at
                 another step.
         """
@@ -215,7 +215,7 @@ class Agreement(World):
         return outcomes
 
     def _in_step(self, what: str, cause: Exception | None = None) -> TranslatedErrors:
-        """Talk to the other ranks in a ``with`` block; who is lost in it is named."""
+        """Talk to the other ranks in a ``with`` block; an error names the ranks lost in it."""
 
         def translate(error: BaseException) -> None:
             if isinstance(error, RuntimeError):
@@ -265,19 +265,19 @@ def connect(
     *,
     purpose: str = "trainer",
 ) -> Any:
-    """A group of our own of the same ranks; its connections close when it is dropped.
+    """Make another group of the same ranks; its connections close when it is dropped.
 
-    It is one of CPUs, whatever the trainer's is of: what is exchanged lies in main memory.
-    `torch.distributed.new_group` would let a second one of the same ranks hang: it looks for the
-    addresses of the first, which are still in the store.
+    It exchanges main memory over gloo, whatever the backend of the trainer's group.
+    `torch.distributed.new_group` would let a second group of the same ranks hang: it looks for the
+    addresses of the first one, which are still in the store.
 
     Raises:
         RankFailedError: a rank did not come in time.
     """
     ranks = "-".join(map(str, distributed.get_process_group_ranks(group)))
     store = PrefixStore(f"dbuffer/{purpose}/{ranks}", _get_default_store())
-    # Counted in the store, which all ranks see: one that was interrupted as they met, or begun
-    # anew, goes on where the others do.
+    # Counted in the store, which all ranks see: a rank that was interrupted during a meeting, or
+    # that began anew, uses the number of the others.
     number = store.add(_LAST, 0) + 1
     store_of_one = PrefixStore(str(number), store)
     timeout_s = min(timeout_s, _MAX_TIMEOUT_S)

@@ -30,7 +30,7 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float, where: str | N
     """Wait until all ranks are here, this one of so many.
 
     They can meet once in a store, and try again if they do not. ``where``: the place, for the
-    message; None: what the store says of itself.
+    message. Default: the store's own description.
 
     Raises:
         RankTimeoutError: not all of them came.

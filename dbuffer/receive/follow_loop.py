@@ -175,7 +175,7 @@ class FollowLoop(RetryLoop):
         version = self._wait(newer_than, timeout_s, interrupt or self._stop)
         self._version = version if version is None or exactly is None else exactly
         if version is not None:
-            # This attempt is the one that was asked for: if it fails, that is waited out.
+            # This attempt answers `retry_now`: if it fails, the backoff applies again.
             self._is_due = False
         return self._version
 
@@ -243,7 +243,7 @@ class FollowLoop(RetryLoop):
     ) -> int | None:
         """Wait out the backoff; end early, and return it, if a newer version than failed comes."""
         if failure.version is not None:
-            # Nothing newer stands in for a version that is waited for exactly.
+            # If exactly one version will do, a newer one does not end the backoff.
             above = MAX_INTEGER if self._is_exact else max(failure.version, newer_than or 0)
             return self._receiver.wait_for_version(above, left_s, interrupt)
         if not interrupt.wait(left_s):

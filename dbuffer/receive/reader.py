@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 class VersionVerifier:
-    """Verifies versions in memory against what was published.
+    """Verifies versions in memory against their checksums.
 
     Args:
-        store_name: name of the store that they are held in, for messages.
-        record: the receiver's record, in which unreadable versions are reported.
+        store_name: the store's name, for messages.
+        record: the receiver's record, which reports unreadable versions.
         copier: reads and hashes.
     """
 
@@ -53,7 +53,7 @@ class VersionVerifier:
         wrong = wrong_tensors(held, layout, checksums, self._known_checksums)
         if not wrong:
             return
-        # A writer marks the buffer before its first byte: one that is not marked was damaged.
+        # A writer marks the buffer before its first byte: without a mark, this is damage.
         if held.is_still_named():
             raise StoreCorruptError(
                 f"{held.name}: version {held.manifest.version} was damaged after it was "
@@ -132,7 +132,7 @@ class VersionReader(VersionVerifier):
 
     Args:
         store: the store that versions are held in.
-        record: the receiver's record, in which unreadable versions are reported.
+        record: the receiver's record, which reports unreadable versions.
         copier: reads and hashes.
         verify: whether to compare checksums, as in `WeightReceiver`.
     """

@@ -70,7 +70,8 @@ class WeightReceiver(Closing, ProcessBound):
     """Reader of a store; there may be any number, in any process.
 
     It may be made before the store exists, and serves one thread at a time. It writes nothing until
-    it reads: then ``receivers/ID.TOKEN.json`` in the store says what it holds and has applied.
+    it reads: then ``receivers/ID.TOKEN.json`` in the store names the versions that it holds and has
+    applied.
 
     If the store forks from the version that it has seen, every method that looks at the store
     raises `VersionRegressedError`, until :meth:`follow_fork`.
@@ -166,10 +167,10 @@ class WeightReceiver(Closing, ProcessBound):
             OptionError: an argument is invalid.
             WaitTimeoutError: no such version came in time.
             VersionError: ``version`` is not in the store, neither in a buffer nor kept.
-            VersionRegressedError: the store was emptied, or replaced. On leaving, too: what was
-                read in the block must not be used.
-            SnapshotEvictedError: on leaving: the block took longer than the sender waits, and
-                what was read in it must not be used.
+            VersionRegressedError: the store was emptied, or replaced. If raised on leaving, discard
+                all data that the block read.
+            SnapshotEvictedError: on leaving: the block took longer than the sender waits. Discard
+                all data that it read.
             StoreCorruptError, StoreAccessError: nothing was read.
         """
         self._check_open()
@@ -294,24 +295,23 @@ class WeightReceiver(Closing, ProcessBound):
             target: a module or a dictionary of tensors, filled in place; or a function such as
                 vLLM's ``model.load_weights``, called with an iterator of ``(name, tensor)`` pairs,
                 which ends with the call. A coroutine function is refused.
-            partial: leave tensors of the target that the version lacks as they are. All that it
-                holds must still be in the target. A version that lacks what an earlier one
-                contained is refused, because the rest would stay that one's; this receiver
-                remembers what it has loaded, so load into one target with it, and load into a
-                target with one receiver.
+            partial: leave tensors unchanged that the version lacks. The target must have all of the
+                version's tensors. A version that lacks a tensor of an earlier one is refused,
+                because that tensor would keep its earlier values. The receiver remembers which
+                tensors it has loaded: use one receiver for one target.
             views: give a function views of the store in place of copies, which it may keep. A view
                 is valid during the call: a later version overwrites it.
-            check: called with the version's metadata before anything is touched; what it raises
-                is raised. Default: refuse an adapter, which is no model
-                (:mod:`dbuffer.integrations.peft` loads those).
+            check: called with the version's metadata before anything is touched; its errors are
+                raised. Default: refuse an adapter, which is no model
+                (:mod:`dbuffer.integrations.peft` loads adapters).
 
         Returns:
             The version loaded, or None if there is nothing newer (or nothing at all).
 
         Raises:
-            WeightsMismatchError: names, shapes or dtypes differ, or the version lacks what an
-                earlier one contained. The target was not touched.
-            VersionRegressedError: what it has seen does not lead to what the store holds.
+            WeightsMismatchError: names, shapes or dtypes differ, or the version lacks a tensor of
+                an earlier one. The target was not touched.
+            VersionRegressedError: the newest version does not follow the last one seen.
             StoreCorruptError: the store is damaged.
 
             If a sender has overwritten a version while it was loaded, and the next one cannot be
@@ -396,7 +396,7 @@ class WeightReceiver(Closing, ProcessBound):
         Raises:
             OptionError: an argument is invalid.
             StoreNotFoundError: the store was removed.
-            VersionRegressedError: what it has seen does not lead to what the store holds.
+            VersionRegressedError: the newest version does not follow the last one seen.
             StoreAccessError, StoreCorruptError: it cannot be read.
         """
         _check_version("newer_than", newer_than)
@@ -449,7 +449,7 @@ class WeightReceiver(Closing, ProcessBound):
         self.record.write(held=None)
 
     def follow_fork(self) -> None:
-        """Follow what the store holds now, wherever that came from.
+        """Accept the store's newest version, whichever run published it.
 
         The names that a target was filled with are still remembered: with ``partial``, a version
         that lacks some of them is refused, because it would leave a mix.
@@ -503,7 +503,7 @@ class WeightReceiver(Closing, ProcessBound):
             self._store.note_wait()
 
     def _hold(self, newer_than: int | None, *, reread: bool = True) -> Held | None:
-        """Hold the newest version; with ``reread`` False, the one that was seen just now."""
+        """Hold the newest version; with ``reread`` False, the version of the last pointer read."""
         held = hold_newest(
             self._store,
             newer_than=newer_than,

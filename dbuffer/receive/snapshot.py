@@ -74,8 +74,8 @@ class Snapshot(ProcessBound):
     """One version, held still: no writer touches its bytes while it is open.
 
     The tensors are views of mapped memory, or on a network mount of memory that the file was read
-    into. They are valid until the snapshot is left; copy what is needed longer. Writing into one
-    changes this snapshot's copy of a page, and nothing else.
+    into. They are valid until the snapshot is left: copy tensors that you keep. Writing into a
+    tensor changes this snapshot's copy of a page, and nothing else.
     """
 
     def __init__(self, held: Held, contents: FileTensors, copier: Copier, *, verify: bool) -> None:
@@ -110,7 +110,7 @@ class Snapshot(ProcessBound):
     def path(self) -> Path:
         """The weights file, which ``TensorDict.from_consolidated`` opens as well.
 
-        On a network mount it may hold an earlier version, to which deltas are applied:
+        On a network mount it may hold an earlier version, and deltas lead from that to this one:
         :meth:`as_file` gives a file of this version.
         """
         return self._held.path
@@ -165,8 +165,8 @@ class Snapshot(ProcessBound):
         """Copy views of its tensors, cast where dtypes differ.
 
         Raises:
-            StoreCorruptError: tensors were damaged since this snapshot was opened and verified; all
-                of them are looked at, as checksums are those of whole tensors.
+            StoreCorruptError: tensors were damaged since this snapshot was opened and verified. All
+                tensors are checked, because a checksum covers a whole tensor.
         """
         self._copier.copy_tensors(targets, parts)
         if self._verify:

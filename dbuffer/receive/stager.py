@@ -48,7 +48,7 @@ Check = Callable[[Snapshot], None]
 
 
 class Prepared(Protocol):
-    """Part of a version, in the form in which an engine loads it."""
+    """Part of a version, in the form that an engine loads."""
 
     @property
     def is_enough(self) -> bool:
@@ -155,7 +155,7 @@ class _Request:
             return False
         if self.id is not None:
             return staged.lineage.reaches(self.id)
-        # A number means the version that is published after what was there.
+        # A number means a version that is published after the newest one of that time.
         return self.newest is None or relation(staged.lineage, self.newest) != Relation.FORKED
 
     def concerns(self, number: int) -> bool:
@@ -163,7 +163,7 @@ class _Request:
 
 
 class StagingMemory:
-    """Memory for one version; page-locked for a GPU to copy from, if it is to be."""
+    """Memory for one version; with ``pinned``, page-locked for a GPU to copy from."""
 
     def __init__(self, *, pinned: bool) -> None:
         self.is_pinned = pinned
@@ -249,13 +249,13 @@ class Stager(ProcessBound):
             its own in any case.
         pin_memory: that memory is page-locked, for a device to copy from.
         version: keep this version ready, and no other, until it was applied; it is waited for.
-        applied: version up to which nothing need be staged from the start.
-        forked: where another run has published in place of what was seen, ``"follow"``: stage what
-            the store holds now. ``"refuse"``: that is a problem with every version, until this
-            stager is closed.
+        applied: version that the engine has at the start; only later ones are staged.
+        forked: if another run has published in place of the versions seen so far, ``"follow"``
+            stages the newest version. ``"refuse"`` reports a problem with every version, until
+            this stager is closed.
         on_found: called in the stager's thread with each version, before it is staged.
-        attest: called in the stager's thread with each version that was applied, before it is let
-            go of.
+        attest: called in the stager's thread with each version that was applied, before it is
+            released.
 
     Raises:
         OptionError: an option is invalid.
@@ -306,7 +306,7 @@ class Stager(ProcessBound):
         """Hold on the staged version, if it is mapped."""
         self._request: _Request | None = None
         self._applied = applied
-        """Version up to which nothing need be staged."""
+        """Only versions after this one are staged."""
         receiver.record.count(staged=0, staged_bytes=0, stage_s=0.0, evictions=0, failures=0)
         receiver.record.write()
         self._thread = threading.Thread(target=self._run, name="dbuffer-stager", daemon=True)
@@ -334,19 +334,19 @@ class Stager(ProcessBound):
         whole: bool = False,
         timeout_s: float,
     ) -> Staged:
-        """Wait until a version is ready, and keep it. Nothing else is staged until its release.
+        """Wait until a version is ready, and keep it. No other version is staged until its release.
 
         Args:
-            version: exactly the one of this number, or id.
-            at_least: this one or a later one, whichever is ready. Default: the stager's version, or
-                the one that is the newest now, or was when the store could last be read.
+            version: exactly this version, by number or id.
+            at_least: this version or a later one, whichever is ready. Default: the stager's
+                version, or the newest one, as of the last time that the store could be read.
             whole: with all its tensors.
             timeout_s: how long to wait.
 
         Raises:
             OptionError: an argument is invalid.
             WaitTimeoutError: it was not ready in time.
-            VersionRegressedError: it does not lead to what the store holds now.
+            VersionRegressedError: the version does not lead to the store's newest one.
             DBufferError, OSError: the version, or the store, cannot be used.
         """
         options.seconds("timeout_s", timeout_s)
@@ -359,7 +359,7 @@ class Stager(ProcessBound):
             request = self._request_for(version, at_least, is_whole=whole)
             self._loop.retry_now()  # the cause of a failure may have been mended since
             if self._applied is not None and self._applied.number >= request.number:
-                # It is to be applied again.
+                # The caller applies that version again.
                 self._applied = self._applied._replace(number=request.number - 1)
             self._request = request
             try:
@@ -458,7 +458,7 @@ class Stager(ProcessBound):
         return _Request(goal.number, goal, newest, version is not None, is_whole)
 
     def _leads_on(self, version: VersionId) -> bool:
-        """Whether a version leads to what the store holds, as far as that was seen."""
+        """Whether a version leads to the newest version seen in the store."""
         seen = self._receiver.seen
         return seen is not None and seen.reaches(version)
 
@@ -489,7 +489,7 @@ class Stager(ProcessBound):
         return is_staged and self._staged is not None and self._request.is_met_by(self._staged)
 
     def _may_stage(self) -> bool:
-        """Whether another version may take the place of the one that is ready."""
+        """Whether another version may take the place of the ready one."""
         # A version that answers a request is about to be taken.
         if self._state in (State.CLOSED, State.TAKEN) or self._is_answered():
             return False
@@ -594,14 +594,14 @@ class Stager(ProcessBound):
         return None, self._version
 
     def _make_room(self, version: int) -> bool:
-        """Let go of what was staged before, unless it, or another version, is to be taken."""
+        """Drop the staged version for this one; return False if this one need not be staged."""
         with self._condition:
             if not self._may_stage():
                 return False
             request = self._request
             if request is not None and request.is_exact and request.number != version:
                 return False
-            # Before the store was looked at, it was not known whether what was applied leads to it.
+            # Only now that the store was read is it known whether the applied version leads to it.
             newer_than, exactly = self._aim()
             if exactly is None and newer_than is not None and version <= newer_than:
                 return False
@@ -653,7 +653,7 @@ class Stager(ProcessBound):
     def _copied(
         self, snapshot: Snapshot, prepared: Prepared | None, *, is_enough: bool
     ) -> tuple[SnapshotTensors | None, Prepared | None]:
-        """Copy what was prepared, if that is enough, or else all tensors."""
+        """Copy the prepared part, if that is enough, or else all tensors."""
         if prepared is not None and is_enough:
             return None, self._copied_part(snapshot, prepared)
         tensors = snapshot.copy_into(self._memory.resized(snapshot.data_bytes))
@@ -706,14 +706,14 @@ class Stager(ProcessBound):
 
 
 def _is_lost(version: VersionId, newest: Lineage, known: Iterable[Lineage]) -> bool:
-    """Whether a version does not lead to the newest, and no later one that it leads to can come.
+    """Whether a version does not lead to the newest one, and will not lead to any later one.
 
     A version of a run that is not known may be published yet, as in a mirror that lags.
     """
     if newest.reaches(version):
         return False
     if any(run.id == version.run for run in newest.runs[1:]):
-        return True  # the run after it began upon an earlier version
+        return True  # the next run continued from an earlier version
     lineages = [each.to(version) for each in known if each.reaches(version)]
     return any(relation(each, newest) is Relation.FORKED for each in lineages)
 

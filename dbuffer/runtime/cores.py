@@ -12,7 +12,7 @@ import multiprocessing
 import os
 
 _cores: set[int] = set()
-"""Cores for threads that begin from now on; empty: those of the thread that starts them."""
+"""Cores for new threads; if empty, a thread has the cores of the thread that starts it."""
 
 
 def use_cores_of_parent() -> None:

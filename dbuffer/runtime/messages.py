@@ -21,7 +21,7 @@ def counted(count: float, noun: str) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return the type and the message of an error, of which some list a whole model."""
+    """Return the type and the message of an error. The message is cut: some list a whole model."""
     return f"{type(error).__name__}: {error!s:.{_MAX_MESSAGE}}".rstrip(": ")
 
 

@@ -117,7 +117,7 @@ def directory_or_bucket(name: str, value: Any) -> Path | str:
 
 
 def _require_whole_path(name: str, url: Any) -> None:
-    """Refuse a URL of which a part would be no part of the path: two stores would be one."""
+    """Refuse a URL with a query or fragment: without it, two stores would have one path."""
     if set("?#") & set(os.fspath(url)):
         rule = "a URL without ? and # (%3F and %23 in a name; options are in the environment)"
         refuse(name, url, rule)

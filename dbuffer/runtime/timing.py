@@ -27,9 +27,9 @@ class Timing:
     """Upper bound of the backoff."""
 
     settle_s: float = 2.0
-    """Longest time for which pointer and manifest may disagree. A writer is between the two for
-    microseconds; a disagreement that lasts, while the pointer stands still, is damage. Also the
-    time for which another program's file may be half written."""
+    """Longest time that pointer and manifest may disagree. A writer is between the two for
+    microseconds; a disagreement that lasts while the pointer does not change is damage. Also the
+    longest time that another program's file may be half written."""
     keep_superseded_s: float = 2.0
     """Least age of a superseded file of a network mount before it is removed: readers that write no
     record (a read-only mount, `dbuffer verify`) have this long to finish."""
@@ -41,10 +41,10 @@ class Timing:
     the end together with the last acknowledgement. A problem with the store itself may be over as
     well, until the receiver looks at the store again."""
     forget_receivers_after_s: float = 7 * 24 * 3600.0
-    """Time for which the last record of an id that the user gave is kept after its receiver
-    ended."""
+    """Time before the last record of an id that the user gave is removed, from the end of its
+    receiver on."""
     forget_ephemeral_after_s: float = 60.0
-    """Time for which other records are kept: of a generated id, and of an id that has a later
+    """Time before other records are removed: of a generated id, and of an id that has a later
     record. A sender that waits for a version counts receivers that applied it and ended."""
     inotify_retry_s: float = 60.0
     """Time before inotify is tried again after its limits were used up."""
@@ -62,8 +62,8 @@ class Timing:
     """Interval at which `dbuffer status --watch` reads a bucket. A list of up to 1,000 objects is
     priced as 12 gets; so the cost is a half of a mirror's poll, which is two gets a second."""
     bucket_grace_s: float = 3600.0
-    """Time for which objects of a version that is not kept are still there: who reads them must be
-    done by then, or starts over with a newer version."""
+    """Time before objects of a version that is not kept are deleted. A reader that takes longer
+    starts over with a newer version."""
 
     ranks_end_within_s: float = 1.0
     """Time for the end of a rank to show that broke its connection."""

@@ -1,4 +1,4 @@
-"""`TranslatedErrors`: what a block raises, in other terms."""
+"""`TranslatedErrors`: replaces the exceptions that leave a block."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from types import TracebackType
 class TranslatedErrors(contextlib.AbstractContextManager[None]):
     """Gives each exception that leaves a ``with`` block to ``translate``.
 
-    That raises what is to be raised instead, or returns: the exception goes on.
+    If ``translate`` returns, the exception goes on; to replace it, ``translate`` raises another.
 
-    In the place of a generator that catches one and raises another: on Python 3.13 (not on 3.11)
-    its frame and contextlib's then hold each other, and with them whatever the callers had in hand
-    (memory of a version, descriptors), until the garbage collector comes by, which engines rarely
+    This is no generator that catches one exception and raises another: on Python 3.13 (not on 3.11)
+    its frame and contextlib's would then hold each other, and with them all objects of the callers
+    (memory of a version, descriptors), until the garbage collector runs, which engines rarely
     let.
     """
 

@@ -37,7 +37,7 @@ class _Failures:
     """Backoff after the next one."""
     log_s: float = _LOG_MIN_S
     log_at: float = 0.0
-    """Time from which the next one is logged, whatever its kind."""
+    """Earliest time at which the next failure is logged, whatever its kind."""
 
 
 class RetryLoop:
@@ -69,9 +69,9 @@ class RetryLoop:
         self._final = final
         self._stop = stop or threading.Event()
         self._failures: _Failures | None = None
-        """None: none since the last success."""
+        """Failures since the last success, or None if there were none."""
         self.error: Exception | None = None
-        """Error of the last attempt; None: it worked."""
+        """Error of the last attempt, or None if it worked."""
         self.retry_s = 0.0
         """Backoff after the last failure."""
 
@@ -129,7 +129,7 @@ class RetryLoop:
         now = time.monotonic()
         failures = self._failures = self._failures or _Failures(now)
         failures.number += 1
-        # A store that was replaced is another failure than one that was emptied.
+        # To replace a store and to empty it are failures of two kinds.
         kind = type(error), getattr(error, "is_forked", None)
         if kind not in failures.kinds:
             failures.log_at = now + failures.log_s

@@ -51,7 +51,7 @@ class View:
     index: tuple[int | slice, ...]
     """Index of the box in the whole; of a dimension that is left out, a number."""
     order: tuple[int, ...]
-    """Dimensions of the box in the order in which the view has them."""
+    """Dimensions of the box, in the view's order."""
     shape: tuple[int, ...]
     """Shape of the view, which may have more dimensions of size 1."""
     is_whole: bool = False
@@ -64,9 +64,9 @@ class View:
 
     @classmethod
     def find(cls, part: torch.Tensor, whole: torch.Tensor) -> Self | None:
-        """Return the place of ``part`` in a contiguous tensor of which it is a view.
+        """Return the place of ``part``, a view, in its contiguous tensor.
 
-        None: it is no box of it, for instance because dimensions were joined.
+        Return None if it is no box of the tensor, for instance because dimensions were joined.
         """
         shape, rest = tuple(part.shape), int(part.storage_offset())
         if shape == whole.shape and part.stride() == whole.stride():
@@ -116,12 +116,12 @@ class LazyTensor:
     """The tensor itself, where each rank of a trainer holds a part of it and `fetch` gathers it, or
     this rank's rows of it."""
     view: View | None = None
-    """Place of the tensor in ``sharded``; None: it is all of it."""
+    """Place of the tensor in ``sharded``, or None if it is all of ``sharded``."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """Rows of a tensor that this rank holds, where the ranks' shares are not those of a DTensor."""
+    """Rows of a tensor that this rank holds, if no DTensor could describe the ranks' shares."""
 
     local: torch.Tensor
     first: int

@@ -1,4 +1,4 @@
-"""Comparison of a store's tensors with those that a model needs, before anything is loaded."""
+"""Comparison of a store's tensors with a model's, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Comparison:
     renamed: dict[str, tuple[str, ...]]
     """Names in the store of each tensor that a rule changed, by its new name."""
     sources: dict[str, int]
-    """Index of the published tensor from which each name of the model is filled."""
+    """Index of the published tensor that fills each name of the model."""
     unused_rules: list[Rule]
     """Rules that no name in the store fits."""
 
@@ -55,7 +55,7 @@ def compare(
     index_of |= {alias: index_of[name] for alias, name in published.aliases.items()}
     specs = {name: published.specs[index] for name, index in index_of.items()}
     offered, renamed_from, unused_rules = _renamed_specs(specs, rename)
-    # Of names of one tensor, those of a part of it are told apart by the number of the part.
+    # Several names may be parts of one tensor: the number of the part tells them apart.
     origins: dict[str, tuple[int, int]] = {}
     num_parts: Counter[str] = Counter()
     for name in offered:
@@ -64,7 +64,7 @@ def compare(
         num_parts[source] += 1
     of_model = {spec.name: spec for spec in needed}
     matching, differing, recast = [], [], []
-    # No pair is made for those that are alike: 18,000 of them set the garbage collector going.
+    # Equal tensors get no pair: 18,000 pairs would start the garbage collector.
     for name, have in offered.items():
         if (need := of_model.get(name)) is None:
             continue

@@ -41,7 +41,7 @@ class Output:
     sources: tuple[str, ...]
     """Names of the tensors that it is made of."""
     view: View | None
-    """Place in its only source; None: it is computed."""
+    """Place in its only source, or None if the tensor is computed."""
     stride: tuple[int, ...]
     offset: int
     """Stride and storage offset of the view, where its source is contiguous and has no offset."""
@@ -134,9 +134,9 @@ def _view(output: Output) -> View:
 
 
 class _Whole:
-    """A lazy tensor of which several views are published one after another: it is made once.
+    """A lazy tensor that is made once, while several views of it are published one by one.
 
-    It is dropped with the last view. A view that comes again is of another publish.
+    It is dropped with the last view. If a view is fetched again, another publish has begun.
     """
 
     def __init__(self, tensor: LazyTensor) -> None:
@@ -149,7 +149,7 @@ class _Whole:
         tensor, view, number = self._tensor, _view(output), self._num_views
         self._num_views += 1
         fetch = functools.partial(self._fetch, number, view)
-        # A view of a view has no place in the tensor of which ranks hold parts.
+        # A view of a view has no place in the sharded tensor.
         is_part = tensor.sharded is not None and tensor.view is None
         return LazyTensor(
             tensor.dtype,
@@ -192,7 +192,7 @@ def _computed(name: str, output: Output, convert: Convert, parts: Tensors) -> La
 
 
 class _Tracer(TorchFunctionMode):
-    """Records of which tensors others are made, and lets ``contiguous()`` copy nothing.
+    """Records the sources of each new tensor, and makes ``contiguous()`` copy nothing.
 
     Args:
         wholes: tensors by name, without data.

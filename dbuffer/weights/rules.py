@@ -1,4 +1,4 @@
-"""`Rule`: one step from a trainer's tensors to those that an engine expects."""
+"""`Rule`: one step from a trainer's tensors to an engine's."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ PRESETS: dict[str, tuple[Rule, ...]] = {
     "model.language_model.": (Rule("prefix", "model.language_model.", "model."),),
 }
 """Rules for what trainers put into names, by that text: torch.compile, FSDP1, DDP, an actor beside
-a critic, peft, and a vision-language model of which an engine has the language model."""
+a critic, peft, and a vision-language model whose language model alone is served."""
 
 
 def preset_rules(name: str, source: str = "preset") -> tuple[Rule, ...]:
@@ -168,7 +168,7 @@ Change: TypeAlias = Callable[[str], str | None]
 
 
 def change_of(rule: Rule) -> Change:
-    """Return the function by which a rule changes names."""
+    """Return the function of a rule that changes names."""
     text, to = str(rule.text), str(rule.to)
     if rule.kind == "prefix":
         return lambda name: to + name[len(text) :] if name.startswith(text) else None
@@ -247,7 +247,7 @@ def _split(rule: Rule, name: str, tensor: torch.Tensor, stars: list[str]) -> Pai
 
 
 def _stacked(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> tuple[Pairs, bool]:
-    """Return tensors with those that are joined at the place of their first one."""
+    """Return the tensors after joining; a joined tensor has the place of its first part."""
     texts = (rule.text,) if isinstance(rule.text, str) else rule.text
     matchers = list(map(_matcher, texts))
     parts_of: dict[str, dict[int, torch.Tensor]] = {}

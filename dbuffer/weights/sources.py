@@ -2,8 +2,8 @@
 
 A module, a state dict, a TensorDict, a list or iterator of ``(name, tensor)``, a HuggingFace
 checkpoint directory, or a weight source of vLLM's; some of a mapping's or list's tensors may be
-lazy ones. Everything is checked before a byte is written, except what an iterator or a lazy tensor
-has not yet produced.
+lazy ones. Everything is checked before a byte is written, except tensors that an iterator or a lazy
+tensor has not yet produced.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class WeightsSpec:
     """Weights without their values: enough to see that the next ones are like them.
 
     Checking 18,000 names one by one takes as long as copying 18,000 tensors. It is done for the
-    first version; for one that has the same names, shapes and dtypes it need not be done again.
+    first version, and again only if names, shapes or dtypes change.
     """
 
     names: list[str]
@@ -146,7 +146,7 @@ class Source:
         self.finish()
 
     def finish(self) -> None:
-        """Finish a pass over lazy tensors, of which some may not have been fetched."""
+        """Finish a pass over lazy tensors, even if some were not fetched."""
         if self.reader is not None:
             self.reader.finish()
         self.check()
@@ -307,13 +307,13 @@ def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
 def module_state(module: nn.Module) -> dict[str, Any]:
     """All that the module would save, by clean name, non-tensors included."""
     state = module.state_dict(keep_vars=True)
-    # None is what a module returns that has no extra state just now.
+    # A module that has no extra state just now returns None.
     kept = {n: v for n, v in state.items() if not (v is None and is_extra_state(n))}
     return _by_name(clean_names(kept), kept.values())
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a module's ``get_extra_state`` has made what a state dict has under this name."""
+    """Whether a module's ``get_extra_state`` made the entry of this name in a state dict."""
     return name.rpartition(".")[2] == TORCH_EXTRA_STATE
 
 
@@ -373,7 +373,7 @@ def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
 
 
 def _check_stack(weights: Any, where: str) -> None:
-    """Refuse a lazy stack that hides tensors: those that differ between its members."""
+    """Refuse a lazy stack that hides tensors because its members differ in them."""
     from tensordict import LazyStackedTensorDict
 
     if not isinstance(weights, LazyStackedTensorDict):
@@ -439,7 +439,7 @@ def _checked_pair(pair: Any, position: int) -> tuple[str, torch.Tensor | LazyTen
 def _gatherable(
     name: str, tensor: torch.Tensor | LazyTensor, *, sharded: bool
 ) -> torch.Tensor | LazyTensor:
-    """The tensor, or for one of which each rank holds a part a promise to gather it."""
+    """Return the tensor, or a promise to gather it if each rank holds a part of it."""
     if isinstance(tensor, LazyTensor):
         return tensor
     if hasattr(type(tensor), "local_shards"):  # which refuses nearly every access

@@ -102,7 +102,7 @@ def _changed_prefixes(comparison: Comparison) -> Iterator[NameMap]:
 
 
 def _common_end(one: str, other: str) -> int:
-    """Return the length of the whole parts between dots in which two names end alike."""
+    """Return the length of the longest common ending of two names, in whole parts between dots."""
     pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
     return len(".".join(part for part, _ in same))

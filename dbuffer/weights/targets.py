@@ -1,4 +1,4 @@
-"""Targets of a load: their tensors are matched with those of a layout, all or nothing.
+"""Targets of a load: their tensors are matched with a layout's, all or nothing.
 
 With ``partial=True`` a layout may hold a part of a target's tensors. To prevent a mix of two
 versions, :class:`LoadedNames` remembers which tensors versions contained, and refuses a later
@@ -65,7 +65,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A match, and the facts by which the next target is recognized as the same."""
+    """A match, and the facts that identify the same target at the next load."""
 
     layout: Layout
     outline: sources.WeightsSpec
@@ -84,7 +84,7 @@ def refuse_adapter(metadata: Mapping[str, Any]) -> None:
 
 
 class Matcher:
-    """Finds the tensor that each of a layout's tensors is to be copied into."""
+    """Finds the target's tensor for each of a layout's tensors."""
 
     def __init__(self) -> None:
         self._known: _Known | None = None
@@ -130,7 +130,7 @@ class Matcher:
         # A lazily conjugated view has its tensor's address, and cannot be filled.
         if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
             return None
-        # At the same addresses they overlap as little as before, and are as much the target's own.
+        # The checks below hold at the same addresses if they held at the last load.
         if addresses != known.addresses:
             if (
                 not all(map(sources.lies_in_memory, tensors))
@@ -145,8 +145,7 @@ class Matcher:
 class LoadedNames:
     """Names of all tensors that versions contained so far, and the first version of each.
 
-    With partial versions, one that has less than an earlier one would leave a mix of both in the
-    target: what it lacks would stay the earlier one's.
+    If a partial version lacks a tensor of an earlier version, the target would be a mix of both.
     """
 
     def __init__(self) -> None:
@@ -220,7 +219,7 @@ def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator
 def _overlaps(
     tensors: Mapping[str, torch.Tensor], comparison: Comparison
 ) -> tuple[list[tuple[NamedIndex, NamedIndex]], list[str]]:
-    """Targets that are the same memory, and problems with those that overlap in part."""
+    """Return targets that are the same memory, and problems with targets that overlap in part."""
     ties: list[tuple[NamedIndex, NamedIndex]] = []
     problems: list[str] = []
     for group in _overlap_groups(tensors):
@@ -311,7 +310,7 @@ def _describe_problems(problems: list[str]) -> str:
 
 
 def tensordict_targets(target: TensorDictBase) -> dict[str, torch.Tensor]:
-    """The leaves of a TensorDict that is to be filled."""
+    """Return the leaves of a TensorDict, as targets."""
     named = dict(_named_in(target))
     if problems := list(_not_kept(target, named).values()):
         raise WeightsMismatchError(_describe_problems(problems))
@@ -321,7 +320,7 @@ def tensordict_targets(target: TensorDictBase) -> dict[str, torch.Tensor]:
 def _as_published(
     target: nn.Module, named: dict[str, torch.Tensor], layout: Layout
 ) -> dict[str, torch.Tensor]:
-    """Return a module's tensors by its own names or its checkpoint's: those that fit better."""
+    """Return a module's tensors by its own names or its checkpoint's, whichever fit better."""
     if layout.all_names <= named.keys() or not has_model(target):
         return named
     if any(not isinstance(one, torch.Tensor) or has_no_shape(one) for one in named.values()):

@@ -1,4 +1,4 @@
-"""`as_checkpoint`: a transformers module's tensors as those that its checkpoint would have.
+"""`as_checkpoint`: a transformers module's tensors in the form of its checkpoint.
 
 transformers fuses experts and renames layers when it loads, and ``save_pretrained`` undoes that.
 The same code of transformers is used here.
@@ -34,7 +34,7 @@ def has_model(module: nn.Module) -> bool:
 def as_checkpoint(module: nn.Module, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the tensors that ``save_pretrained`` would write, in the module's order.
 
-    Most are views of the module's tensors; those that transformers computes are lazy. A module
+    Most are views of the module's tensors; computed tensors are lazy. A module
     without a transformers model in it keeps its tensors, and so does one whose checkpoint has just
     these.
 

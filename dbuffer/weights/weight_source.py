@@ -11,7 +11,7 @@ to the end.
 | a rank's part | ``held_names()`` | ``owners`` in the metadata |
 | other tensors | None in a pass | not in a pass |
 
-If all ranks have all tensors, those of rank 0 are published, and other ranks may get anything.
+If all ranks have all tensors, rank 0's are published, and other ranks may get anything.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def is_weight_source(weights: object) -> TypeGuard[WeightSource]:
 def parameters_of(source: object) -> dict[str, torch.Tensor] | None:
     """Return the parameters that a ``ModuleSource`` of vLLM's gathers one by one.
 
-    None: this is no such source. A class derived from it may yield something else.
+    Return None for any other source: a class derived from it may yield something else.
     """
     library = sys.modules.get("vllm.distributed.weight_transfer.base")
     if type(source) is not getattr(library, "ModuleSource", None):
@@ -63,7 +63,7 @@ class SourceReader:
         source: the source; its ``metadata`` is read here, on all ranks.
 
     Raises:
-        InvalidWeightsError: ``metadata`` differs from that of vLLM's sources.
+        InvalidWeightsError: ``metadata`` has another form than vLLM's sources give it.
         UnsupportedError: the source yields pieces of tensors, and no whole ones.
     """
 
@@ -99,7 +99,7 @@ class SourceReader:
         return [place for name, place in self._place.items() if name in self._held]
 
     def require_all(self) -> None:
-        """Refuse a source of which this rank has a part.
+        """Refuse a source if this rank has only a part of it.
 
         Raises:
             UnsupportedError: other ranks have the rest.
