@@ -49,8 +49,8 @@ _Step: TypeAlias = tuple[list[Rule], Change | None]
 class NameMap:
     r"""Rules that rename tensors, and cut, join or transpose them; names that none fits stay.
 
-    Each rule applies to the result of the rules before it. Rules for whole names in a row are one table.
-    Start with an empty map and add rules in their order::
+    Each rule applies to the result of the rules before it. Rules for whole names in a row are one
+    table. Start with an empty map and add rules in their order::
 
         NameMap().prefix("actor.", "").pattern(r"(.*)\.gamma", r"\1.weight")
 
