@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping, Set
@@ -36,11 +37,12 @@ from dbuffer.receive.reader import VersionReader
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors, copy_matched
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
-from dbuffer.store import kept
+from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer, pointer_to
 from dbuffer.store.hold import Held, OvertakenError, hold_newest, hold_version
 from dbuffer.store.records import RecordFile
 from dbuffer.store.watcher import Watcher
+from dbuffer.weights.saving import DEFAULT_SHARD_BYTES, write_checkpoint
 from dbuffer.weights.targets import LoadedNames, Matcher, refuse_adapter
 
 if TYPE_CHECKING:  # its import takes as long as torch's
@@ -359,6 +361,61 @@ class WeightReceiver(Closing, ProcessBound):
             self._loaded = manifest.version
             self._set_applied(manifest.lineage)
             return manifest.version
+
+    def save_pretrained(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        version: int | VersionId | None = None,
+        model: str | os.PathLike[str] | None = None,
+        shard_bytes: int = DEFAULT_SHARD_BYTES,
+        on_bytes: Callable[[int, int], None] = lambda *_: None,
+    ) -> VersionId:
+        """Save a version as a checkpoint: safetensors files that transformers and vLLM load.
+
+        Whole or not at all: it is written beside ``directory``, and renamed. It is not acknowledged
+        as applied. Needs the extra ``safetensors``.
+
+        Args:
+            directory: where; nothing may be there but an empty directory.
+            version: number or id of one of the newest two versions, or of a kept one. Default: the
+                newest.
+            model: checkpoint directory whose configuration and tokenizer are copied, too.
+            shard_bytes: size above which another file begins.
+            on_bytes: called with the bytes written so far, and in all.
+
+        Returns:
+            The version's id.
+
+        Raises:
+            OptionError: something is there already, or another argument is invalid.
+            VersionError: ``version`` is not in the store.
+            WaitTimeoutError: nothing was published yet.
+            WeightsMismatchError: the version holds an adapter: peft's ``save_adapter`` saves it.
+            SnapshotEvictedError: it took longer than the sender waits; nothing was saved.
+            StoreFullError, StoreAccessError: the filesystem refused.
+        """
+        path = options.directory("directory", directory)
+        options.whole_number("shard_bytes", shard_bytes)
+        beside = None if model is None else options.directory("model", model)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            options.refuse("directory", directory, "a directory that is not there, or empty")
+        filesystem.make_directory(path.parent, parents=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+            made = Path(scratch, "checkpoint")
+            with self.open(version=version, timeout_s=0.0, acknowledge=False) as snapshot:
+                refuse_adapter(snapshot.metadata)
+                write_checkpoint(
+                    made,
+                    snapshot.tensors,
+                    beside=beside,
+                    shard_bytes=shard_bytes,
+                    on_bytes=on_bytes,
+                )
+            # After the snapshot was left: only then is it known that no writer took its buffer.
+            with filesystem.os_errors("rename a directory", path):
+                made.rename(path)
+        return snapshot.id
 
     def follow(
         self, newer_than: int | None = None, stop_event: threading.Event | None = None

@@ -470,6 +470,14 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_contents(directory: Path) -> None:
+    """Flush a directory's files: else a power cut may leave its name, and not the bytes in it."""
+    for file in directory.iterdir():
+        with file.open("rb") as written:
+            sync_file(written.fileno(), file)
+    sync_directory(directory)
+
+
 def size_at(path: Path) -> int:
     """Size of the file at ``path``; 0 if there is none."""
     try:

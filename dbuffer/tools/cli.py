@@ -20,6 +20,7 @@ from dbuffer.errors import DBufferError, OptionError, WaitTimeoutError, WriterSu
 from dbuffer.tools.commands import keep, mirror, publish, show
 from dbuffer.tools.commands.demo import demo
 from dbuffer.tools.commands.doctor import doctor
+from dbuffer.tools.commands.export import export
 from dbuffer.tools.commands.follow import follow, run_for_each
 from dbuffer.tools.commands.follow_server import follow_server
 from dbuffer.tools.commands.shared import (
@@ -41,6 +42,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "log": show.log,
     "verify": show.verify,
     "ls": show.ls,
+    "export": export,
     "pin": keep.pin,
     "unpin": keep.unpin,
     "rollback": keep.rollback,
@@ -66,7 +68,7 @@ of a pipe is gone; 143 stopped by SIGTERM.
 """
 
 _TELLING = (
-    "dbuffer.mirror.mirror",
+    "dbuffer.mirror.loop",
     "dbuffer.publish.delta_chain",
     "dbuffer.store.weights_files",
 )

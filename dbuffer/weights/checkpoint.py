@@ -19,7 +19,7 @@ from dbuffer.runtime.messages import listed
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -144,7 +144,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, LazyTensor], Callable[[], Non
     file_of: dict[str, str] = {}
     twice: dict[tuple[str, str], list[str]] = {}
     """Tensors that are in two files, by the files' names."""
-    states = {path / _INDEX: _state_of(path / _INDEX)}
+    states = {path / INDEX: _state_of(path / INDEX)}
     files = _checkpoint_files(path)
     states |= {file: _state_of(file) for file in files}  # before any is opened
     for file, names_in_file in files.items():
@@ -190,7 +190,7 @@ def _checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
         raise InvalidWeightsError(
             f"there is no checkpoint at {path}: give a local directory or .safetensors file"
         )
-    index = path / _INDEX
+    index = path / INDEX
     if not index.is_file():
         if files := sorted(path.glob("*.safetensors")):
             return dict.fromkeys(files)

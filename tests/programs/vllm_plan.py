@@ -84,6 +84,10 @@ def load_again_what_something_wrote_to(directory: Path, base: Path, llm: Any) ->
         assert switch.version == 3
         assert torch.equal(norm, weights["model.norm.weight"])
         assert llm.llm_engine.get_weight_version() == "3"
+        with dbuffer.WeightReceiver(store) as receiver:
+            receiver.save_pretrained(directory / "saved", model=base, shard_bytes=1 << 16)
+        assert len(list((directory / "saved").glob("*.safetensors"))) > 1
+        assert greedy(start_llm(directory / "saved")) == greedy(llm)
 
 
 def fill_what_replaced_a_parameter_and_refuse_a_layer(

@@ -123,11 +123,7 @@ def _write(snapshot: Snapshot, config: dict[str, Any], path: Path) -> None:
         save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
         text = json.dumps(config, indent=2, sort_keys=True)
         (path / _CONFIG).write_text(text, encoding="utf-8")
-        # Else a power cut may leave the name of the directory, and not the bytes in it.
-        for file in path.iterdir():
-            with file.open("rb") as written:
-                filesystem.sync_file(written.fileno(), file)
-        filesystem.sync_directory(path)
+        filesystem.sync_contents(path)
 
 
 def hold(path: Path) -> filesystem.Descriptor | None:

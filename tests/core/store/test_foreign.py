@@ -158,7 +158,7 @@ def test_readers_say_what_is_there(torchrls, caplog, capsys):
 
 
 def test_a_reader_of_a_mistyped_path_says_so_once(tmp_path, caplog):
-    path = tmp_path / "polcy"
+    path = tmp_path / "polic"
     with dbuffer.WeightReceiver(path) as receiver, dbuffer.WeightReceiver(path) as other:
         for _ in range(2):
             assert receiver.load_into({}) is None

@@ -699,3 +699,16 @@ def test_what_is_logged_is_made_printable(monkeypatch, tmp_path, odd_store):
     assert code == 0, err
     assert "ignoring an unusable record" in err
     assert "\x1b" not in out + err
+
+
+def test_a_version_is_exported_as_a_checkpoint(store, checkpoint, tmp_path, capsys):
+    (checkpoint / "config.json").write_text("{}")
+    directory = tmp_path / "exported"
+    code, out, _ = call(capsys, "export", store, directory, "--model", checkpoint, "--json")
+    told = json.loads(out)
+    assert (code, told["version"], told["directory"]) == (0, 2, str(directory))
+    assert {path.name for path in directory.iterdir()} == {"config.json", FILE}
+    code, _, err = call(capsys, "export", store, directory)
+    assert (code, "not there, or empty" in err) == (2, True)
+    code, out, _ = call(capsys, "export", store, tmp_path / "first", "--version", "1")
+    assert (code, out) == (0, f"version 1 of {store} is saved in {tmp_path / 'first'}\n")
