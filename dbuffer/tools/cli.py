@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import dbuffer
 from dbuffer.errors import DBufferError, OptionError, WaitTimeoutError, WriterSupersededError
@@ -51,6 +53,24 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 """Function of each command, in the order of the help."""
 
+EXAMPLES = {
+    "publish": "./checkpoint STORE --metadata '{\"step\": 80}'",
+    "follow": "STORE --count 1 --timeout-s 60",
+    "exec": "STORE './evaluate.sh $DBUFFER_VERSION'",
+    "follow-server": "STORE http://localhost:8000",
+    "mirror": "/mnt/shared/policy STORE",
+    "status": "STORE --watch",
+    "log": "STORE",
+    "verify": "STORE",
+    "ls": "STORE --against ./model",
+    "pin": "STORE 120",
+    "unpin": "STORE 120",
+    "rollback": "STORE 120",
+    "doctor": "/mnt/shared/policy",
+    "demo": "",
+}
+"""Arguments of each command, for its help; STORE stands for a directory."""
+
 _DESCRIPTION = """Move weights from a trainer to its inference workers through a directory.
 
 A store is a directory with two buffers and a pointer to the newest version. `publish` writes a
@@ -60,7 +80,8 @@ it, or switch an inference server to it; `status` shows the sender and the recei
 Try it: `dbuffer demo` trains a small model while a real vLLM engine samples from it.
 """
 
-_EPILOG = """`dbuffer COMMAND --help` shows a command's options.
+_EPILOG = """`dbuffer COMMAND --help` shows a command's options. The variable DBUFFER_STORE stands
+for a STORE that is left out.
 
 Exit codes: 0 success; 1 a failure, or damage in a store; 2 wrong usage; 3 a time-out, or nothing
 was published yet; 4 another process took over as the writer; 130 stopped by Ctrl-C; 141 the reader
@@ -74,6 +95,21 @@ _TELLING = (
 )
 """Loggers that say at the level INFO for whom a command waits, or why it publishes no delta."""
 
+
+class StoreCommand(TyperCommand):
+    """Command whose argument STORE may be left out if the variable DBUFFER_STORE names a store."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Add the store to the arguments if one argument is missing."""
+        store = os.environ.get("DBUFFER_STORE")
+        names = [str(it.name) for it in self.params if it.param_type_name == "argument"]
+        if store and "store" in names:
+            given, _, _ = self.make_parser(ctx).parse_args(list(args))
+            if sum(not isinstance(given.get(name), str) for name in names) == 1:
+                args = [*args, store] if names[-1] == "store" else [store, *args]
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -83,7 +119,9 @@ app = typer.Typer(
     epilog=_EPILOG,
 )
 for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
+    _example = f"Example: dbuffer {_name} {EXAMPLES[_name]}".rstrip()
+    _example = _example.replace("STORE", "/dev/shm/policy")  # noqa: S108
+    app.command(_name, cls=StoreCommand, epilog=_example)(_command)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -6,19 +6,18 @@ import datetime
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from dbuffer.runtime.messages import counted, format_bytes
 from dbuffer.tools.terminal import printable
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 
 def line(text: object) -> RenderableType:
     """Return a line of a result; no part of the text is markup."""
-    from rich.text import Text
-
     return Text(printable(text).replace("\n", "\\n"), overflow="fold")
 
 
@@ -31,8 +30,6 @@ def table(rows: Sequence[Mapping[str, Any]], *columns: str) -> RenderableType:
         rows: the dictionaries.
         columns: keys to show; by default, all.
     """
-    from rich.table import Table
-
     drawn = Table(box=None, padding=(0, 2, 0, 0))
     cells = {key: [_cell(key, row[key]) for row in rows] for key in columns or rows[0]}
     cells = {key: column for key, column in cells.items() if any(column)}

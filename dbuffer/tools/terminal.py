@@ -1,8 +1,7 @@
 """Output: results on stdout; errors, logs and progress on stderr.
 
 Names, hosts, paths and messages come from other programs, and may contain control sequences. All of
-them pass through :func:`printable`. rich, which draws tables and progress, is imported only for
-these.
+them pass through :func:`printable`.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from rich.console import Console, RenderableType
+from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 _PIPE_COLUMNS = 1 << 16
 """Width for pipes: no line is folded."""
@@ -46,8 +45,6 @@ def print_error(text: str) -> None:
 
 def print_parts(parts: Sequence[RenderableType]) -> None:
     """Print lines and tables on stdout."""
-    from rich.console import Console
-
     width = None if sys.stdout.isatty() else _PIPE_COLUMNS
     Console(width=width).print(*parts, sep="\n")
 
@@ -62,9 +59,6 @@ def progress(text: str, *, in_bytes: bool = False) -> Iterator[Callable[[int, in
     if not sys.stderr.isatty():
         yield lambda *_: None
         return
-    from rich.console import Console
-    from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),

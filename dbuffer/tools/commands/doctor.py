@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from dbuffer.errors import OptionError
 from dbuffer.tools.commands import shared
 from dbuffer.tools.doctor.peer import measure_with_peers, wait_for_host
 from dbuffer.tools.doctor.probes import examine
@@ -17,7 +16,7 @@ from dbuffer.tools.terminal import progress
 
 
 def doctor(
-    directory: Annotated[
+    store: Annotated[
         str,
         typer.Argument(
             help="Store directory (may not exist yet), or URL of a bucket.", metavar="STORE"
@@ -32,27 +31,24 @@ def doctor(
         ),
     ] = False,
     as_json: shared.JsonOption = False,
-    allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Probe a mount or a bucket: show what works on it, and how dbuffer adapts.
 
     The probes run in a directory inside STORE that is removed afterwards; a store in STORE is not
     touched. With `dbuffer doctor STORE --peer` on another host, it also publishes to that host, and
     measures when the host sees each version, and whether the clocks agree. Exit code 1 if a store
-    would not be safe there.
+    would not be safe there, or needs --allow-shared-store.
 
     Of a bucket (s3://BUCKET/PREFIX) it tries the rights that mirrors need.
     """
-    place = shared.parse_place(directory)
+    place = shared.parse_place(store)
     if isinstance(place, str):
-        shared.refuse_for_bucket(peer=peer, allow_shared_store=allow_shared_store)
+        shared.refuse_for_bucket(peer=peer)
         from dbuffer.tools.doctor.bucket import examine_bucket
 
         with progress(f"trying {place}"):
             findings = examine_bucket(place)
     elif peer:
-        if allow_shared_store:
-            raise OptionError("--allow-shared-store has no effect with --peer")
         with progress(f"waiting for 'dbuffer doctor {place}' on another host"):
             num_seen = wait_for_host(place)
         text = f"saw {num_seen} versions of another host, which has the results"
@@ -60,8 +56,7 @@ def doctor(
         return
     else:
         with progress(f"probing {place}, also with each 'dbuffer doctor --peer' on another host"):
-            findings = examine(place, allow_shared_store=allow_shared_store)
-            findings += measure_with_peers(place, allow_shared_store=allow_shared_store)
+            findings = examine(place) + measure_with_peers(place)
     is_sound, host = all(it.verdict != "broken" for it in findings), socket.gethostname()
     results = list(map(dataclasses.asdict, findings))
     result = {"is_sound": is_sound, "path": str(place), "host": host, "findings": results}

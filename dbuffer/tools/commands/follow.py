@@ -38,19 +38,11 @@ _LOOK_S = 0.05
 """Interval at which it looks whether a command has ended."""
 
 
-def _parse_seconds(text: str) -> float:
-    try:
-        return options.seconds("timeout_s", float(text))
-    except ValueError as error:  # an OptionError is one
-        raise typer.BadParameter(str(error)) from None
-
-
 TimeoutOption = Annotated[
     float | None,
     typer.Option(
         help="Stop with exit code 3 if no version comes for this many seconds.",
         metavar="SECONDS",
-        parser=_parse_seconds,
     ),
 ]
 
@@ -109,6 +101,8 @@ def _follow(
 ) -> None:
     """Use each new version, at most ``count``; acknowledge it, or leave no record."""
     version = None
+    if timeout_s is not None:
+        options.seconds("timeout_s", timeout_s)
     with shared.stopped_by_signals() as stop, receiver, contextlib.ExitStack() as at_end:
         final = (errors.WaitTimeoutError,)
         loop = FollowLoop(receiver, "following", logger, forked="follow", final=final, stop=stop)

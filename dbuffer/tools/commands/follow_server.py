@@ -43,7 +43,10 @@ def follow_server(
     ] = "keep",
     version: Annotated[
         int | None,
-        typer.Option(help="Serve this version and stay on it, instead of each newest one."),
+        typer.Option(
+            help="Serve this version and stay on it, instead of each newest one.",
+            metavar="VERSION",
+        ),
     ] = None,
     count: shared.CountOption = None,
     receiver_id: shared.ReceiverOption = None,

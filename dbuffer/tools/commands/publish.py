@@ -50,7 +50,9 @@ def publish(
     store: shared.StoreArgument,
     version: Annotated[
         int | None,
-        typer.Option(help="Version, above the last one.", show_default="the last one + 1"),
+        typer.Option(
+            help="Version, above the last one. Default: the last one + 1.", metavar="VERSION"
+        ),
     ] = None,
     metadata: Annotated[
         dict[str, Any] | None,

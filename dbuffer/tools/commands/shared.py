@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from rich.console import RenderableType
 
 from dbuffer.errors import OptionError, StoreNotFoundError
 from dbuffer.runtime import options
@@ -21,8 +22,6 @@ from dbuffer.store.foreign import is_store
 from dbuffer.tools.terminal import print_json, print_line, print_parts
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from dbuffer.publish.publication import Publication
 
 EXIT_FAILED = 1

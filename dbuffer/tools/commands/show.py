@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
+from rich.live import Live
 
 from dbuffer.errors import OptionError, WaitTimeoutError
 from dbuffer.format.layout import Layout, TensorSpec
@@ -67,9 +69,6 @@ def status(
             bucket = stack.enter_context(Bucket(place))
             read, refresh_s = functools.partial(read_bucket_status, bucket), TIMING.bucket_watch_s
         if watch:
-            from rich.console import Group
-            from rich.live import Live
-
             with Live(screen=True, auto_refresh=False) as live:
                 while True:
                     live.update(Group(*tables.status_parts(read())), refresh=True)

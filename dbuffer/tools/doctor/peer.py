@@ -98,7 +98,7 @@ def _wait_until_removed(place: Path) -> None:
         filesystem.refresh(place.parent)
 
 
-def measure_with_peers(path: Path, *, allow_shared_store: bool = False) -> list[Finding]:
+def measure_with_peers(path: Path) -> list[Finding]:
     """Be the first host: measure with all peers of this user that wait; links are not followed.
 
     Raises:
@@ -108,8 +108,7 @@ def measure_with_peers(path: Path, *, allow_shared_store: bool = False) -> list[
     filesystem.refresh(base)
     for place in sorted(base.glob(f"{PREFIX}peer-*")):
         with contextlib.suppress(errors.StoreAccessError, errors.StoreNotFoundError):
-            if not allow_shared_store:
-                filesystem.check_trust(place)
+            filesystem.check_trust(place)
             if not place.is_symlink():
                 findings += _measure(place)
     return findings

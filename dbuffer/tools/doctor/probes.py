@@ -6,7 +6,6 @@ The documentation and options of a network mount do not show how its servers beh
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import mmap
 import os
@@ -68,22 +67,17 @@ _EVENT_S = 1.0
 """Time for an event of inotify to come."""
 
 
-def examine(path: Path, *, allow_shared_store: bool = False) -> list[Finding]:
+def examine(path: Path) -> list[Finding]:
     """Probe the place of a store. A store in it is not touched, and none is made.
 
-    Args:
-        path: the store's directory. If it does not exist, the nearest existing directory above it
-            is probed.
-        allow_shared_store: accept a directory that belongs to another user, or that others can
-            write to.
+    If the directory does not exist, the nearest existing directory above it is probed.
     """
     base = existing(path)
     medium = medium_of(base)
-    trust = functools.partial(_trust, path, base, allow_shared_store=allow_shared_store)
     return [
         find("mount", lambda: _mount(medium, base), ""),
         find("room", lambda: _room(base), "make room for two versions"),
-        find("trust", trust, "no store can be made here"),
+        find("trust", lambda: _trust(path, base), "no store can be made here"),
         find("locks", lambda: _locks(medium, base), "no sender can open a store here"),
         find("mapping", lambda: _mapping(medium, base), "weights cannot be mapped here"),
         find("events", lambda: _events(medium, base), "receivers cannot wait here"),
@@ -165,7 +159,7 @@ def _room(base: Path) -> Outcome:
     )
 
 
-def _trust(path: Path, base: Path, *, allow_shared_store: bool) -> Outcome:
+def _trust(path: Path, base: Path) -> Outcome:
     with scratch(base) as place:
         filesystem.check_trust(place)  # an export may map users, or set modes
     missing = path.relative_to(base).parts
@@ -180,8 +174,6 @@ def _trust(path: Path, base: Path, *, allow_shared_store: bool) -> Outcome:
     try:
         filesystem.check_trust(path)
     except StoreAccessError as error:
-        if allow_shared_store:
-            return "adapted", result, "used because of allow_shared_store"
         is_store = any((path / name).exists() for name in (POINTER_FILE, WRITER_FILE))
         others_can_rename = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
         if is_store or others_can_rename:

@@ -325,7 +325,7 @@ BOTH = (
     f"`dbuffer mirror /dev/shm/policy {BUCKET}` where they are published",
 )
 WITHOUT_EFFECT = {
-    "--allow-shared-store": LOOKING,
+    "--allow-shared-store": ("status URL",),
     "--peer": ("doctor URL",),
 }
 

@@ -132,7 +132,6 @@ def places(directory: Path) -> Path:
         (2, "status store --watch --check", "--watch"),
         (2, "status store --watch", "--watch needs a terminal"),
         (2, "ls store --rename y", "--rename has no effect"),
-        (2, "doctor . --peer --allow-shared-store", "--allow-shared-store has no effect"),
         # Arguments that are not what they should be.
         (2, "publish store checkpoint", "did you swap CHECKPOINT and STORE?"),
         (2, "publish checkpoint checkpoint", "give the store another directory"),
@@ -178,6 +177,19 @@ def test_what_is_wrong_is_said_and_nothing_touched(
     assert text in " ".join(err.split())
     assert "use bf16" not in text or "int8" not in err
     assert contents(places) == before
+
+
+def test_a_variable_names_the_store(monkeypatch, capsys, store, checkpoint):
+    monkeypatch.setenv("DBUFFER_STORE", str(store))
+    commands = ("status", "log", "ls --json", "pin 2", "unpin 2", "follow --count 1", "verify")
+    for command in (*commands, "rollback 1", "doctor", 'exec "exit $DBUFFER_VERSION" --count 1'):
+        code, _, err = call(capsys, *shlex.split(command))
+        assert code == (command[:4] == "exec"), err
+    assert "for version 3 ended with 3" in err
+    assert "version 4" in published(capsys, checkpoint)
+    assert "version 1:" in published(capsys, checkpoint, store.parent / "other")
+    assert "Missing argument 'STORE'" in call(capsys, "pin")[2]
+    assert call(capsys, "status", store.parent / "nowhere")[0] == 1
 
 
 def test_completion(monkeypatch, capsys):

@@ -42,6 +42,7 @@ def test_help_is_whole(command):
     assert "…" not in "".join(lines)
     text = " ".join(" ".join(lines).split())
     assert " ".join(inspect.getdoc(COMMANDS[command]).split()) in text
+    assert f"Example: dbuffer {command}" in text
     if command == "follow-server":
         assert " dbuffer.integrations.sglang.load_from_store." in text
         assert "--custom-weight-loader " in text
