@@ -63,6 +63,7 @@ EXAMPLES = {
     "log": "STORE",
     "verify": "STORE",
     "ls": "STORE --against ./model",
+    "export": "STORE checkpoints/step-800 --model models/qwen3",
     "pin": "STORE 120",
     "unpin": "STORE 120",
     "rollback": "STORE 120",

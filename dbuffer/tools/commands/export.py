@@ -29,7 +29,6 @@ def export(
             help="One that `dbuffer log` lists: its number, or RUN-NUMBER. Default: the newest.",
             metavar="VERSION",
             parser=parse_version,
-            show_default="never",
         ),
     ] = None,
     model: Annotated[
@@ -46,8 +45,6 @@ def export(
     """Save a version as a HuggingFace checkpoint, which `vllm serve` and transformers load.
 
     Whole or not at all: it is written beside DIR, and renamed.
-
-    Example: dbuffer export /dev/shm/policy checkpoints/step-800 --model models/qwen3
     """
     receiver = dbuffer.WeightReceiver(store, allow_shared_store=allow_shared_store)
     with receiver, progress(f"saving {store}", in_bytes=True) as on_bytes:
