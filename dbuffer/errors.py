@@ -23,8 +23,8 @@ class StoreNotFoundError(DBufferError, FileNotFoundError):
 class StoreAccessError(DBufferError, OSError):
     """The filesystem refused access, or the store is not safe: others can write to it.
 
-    Check the mount: read-only, permissions, a broken disk. For a store that others can write to, do
-    what the message says (``chmod go-w``, or another path), or pass ``allow_shared_store=True``.
+    Check the mount: read-only, permissions, a broken disk. If others can write to the store, follow
+    the message (``chmod go-w``, or another path), or pass ``allow_shared_store=True``.
     """
 
 
@@ -64,7 +64,7 @@ class WriterSupersededError(DBufferError, RuntimeError):
 
 
 class VersionError(DBufferError, ValueError):
-    """A version is not above the last published one, not in the store any more, or no integer.
+    """A version is not above the last published one, no longer in the store, or not an integer.
 
     Publish a version above the last one, or leave ``version`` out; put a trainer's step in the
     metadata.
@@ -132,9 +132,8 @@ class WeightsMismatchError(DBufferError, ValueError):
 class SnapshotEvictedError(DBufferError, RuntimeError):
     """A snapshot was held for longer than the sender waits, and the sender reused its buffer.
 
-    Discard what was read and open the newest version: the reader cannot tell whether the sender
-    left its file alone or, because locks do not work, rewrote it. Copy faster, or raise the
-    sender's ``reader_timeout_s``.
+    Discard the data that was read, and open the newest version: the sender may have rewritten the
+    file, if locks do not work. Copy faster, or raise the sender's ``reader_timeout_s``.
     """
 
 

@@ -56,6 +56,7 @@ def read_root_page(app, docname, source):
         path = ROOT / ROOT_PAGES[docname]
         app.env.note_dependency(str(path), docname=docname)
         before = re.sub(r"\]\((?:\.\./)?docs/", "](", path.read_text(encoding="utf-8"))
+        before = re.sub(r"\[([^\]]+)\]\(tests/[^)]+\)", r"\1", before)  # the site has no tests
         text = re.sub(r"\]\((?=(?:benchmarks|examples)/)", "](../", before) + text
     for page, file in ROOT_PAGES.items():
         text = text.replace(f"](../{file}", f"]({page}.md").replace(f"]({file}", f"]({page}.md")

@@ -87,7 +87,7 @@ class RetryLoop:
             return False
         duration_s = time.monotonic() - failures.since
         self._logger.warning(
-            "%s works again, after %.1f s and %d failures", what, duration_s, failures.number
+            "%s recovered after %.1f s (%d failed attempts)", what, duration_s, failures.number
         )
         return True
 

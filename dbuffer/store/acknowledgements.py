@@ -61,7 +61,7 @@ def wait_applied(
         if left <= 0:
             raise WaitTimeoutError(
                 f"{num_applied} of {needed} receivers applied version {version} of "
-                f"{store.root} within {timeout_s:g} s ({wait.states() or 'no receiver came yet'})"
+                f"{store.root} within {timeout_s:g} s ({wait.states() or 'no receiver has connected'})"
             )
         time.sleep(min(next(pauses_s), left))
 
@@ -147,7 +147,7 @@ class _Wait:
         """Describe each receiver, with what keeps it from the version."""
         states = [self._state(record) for records in self._counted.values() for record in records]
         missing = sorted((self._names or set()) - self._counted.keys())
-        return ", ".join([*states, *(f"{name} has not come" for name in missing)])
+        return ", ".join([*states, *(f"{name} has not connected" for name in missing)])
 
     def _state(self, record: ReceiverRecord) -> str:
         verb = "stays" if record.stays_below(self._version) else "is"

@@ -154,7 +154,7 @@ def test_trouble_of_a_moment_ends_and_following_goes_on(scene, damage):
             during = scene.metrics()
         scene.publish(2)
         assert follower.wait_applied(2, WAIT_S) == 2
-        until("it is over", lambda: any("works again" in line for line in scene.lines()))
+        until("it is over", lambda: any("recovered" in line for line in scene.lines()))
         after = scene.metrics()
     assert scene.engine.version == 2
     # What is not known is not said, and what is known is true.
@@ -165,7 +165,7 @@ def test_trouble_of_a_moment_ends_and_following_goes_on(scene, damage):
     assert after["failures_total"] == failures + 1
     began, *more, ended = scene.lines()
     assert "trying again" in began
-    assert "works again" in ended
+    assert "recovered" in ended
     assert len(more) <= 1  # its rank may find out a moment later that all is well
 
 
@@ -971,7 +971,7 @@ def test_follow_command_survives_trouble_of_a_moment(scene, tmp_path):
         scene.publish(2)
         assert '"version": 2' in follower.line(1)
         assert follower.wait(WAIT_S) == 0
-        assert "works again" in " ".join(follower.errors().split())
+        assert "recovered" in " ".join(follower.errors().split())
 
 
 # The middleware: what it answers a server that starts, or ends

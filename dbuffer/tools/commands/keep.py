@@ -50,7 +50,7 @@ def pin(
 ) -> None:
     """Keep a version until it is unpinned, whatever the store's sender keeps.
 
-    No byte is copied: the weights file gets a second name below `kept`.
+    Nothing is copied: the weights file is hard-linked below `kept`.
     """
     kept.pin(shared.view_of(store, allow_shared_store=allow_shared_store), version)
     text = f"version {version} of {store} is pinned"

@@ -469,7 +469,7 @@ def test_waiting_for_receivers_by_name(sender, store):
     for receivers in (["one"], []):
         sender.wait_applied(2, receivers=receivers, timeout_s=0)
     with pytest.raises(
-        dbuffer.WaitTimeoutError, match=r"1 of 2 .*one has ended at 2, other has not come"
+        dbuffer.WaitTimeoutError, match=r"1 of 2 .*one has ended at 2, other has not connected"
     ):
         sender.wait_applied(2, receivers={"one", "other"}, timeout_s=0)
     with pytest.raises(dbuffer.WaitTimeoutError):

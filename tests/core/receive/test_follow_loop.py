@@ -88,7 +88,7 @@ def test_a_failure_is_recorded_and_logged_once_and_over_with_a_success(
     assert problem_in(store) == (None, None)
     began, ended = [entry.getMessage() for entry in caplog.records if entry.name == __name__]
     assert f"testing version 1 of {store}: ValueError: as it was before; trying again" in began
-    assert f"testing {store} works again" in ended
+    assert f"testing {store} recovered" in ended
 
 
 @pytest.mark.timing(retry_min_s=1000.0)
