@@ -60,8 +60,8 @@ def wait_applied(
         left = deadline - time.monotonic()
         if left <= 0:
             raise WaitTimeoutError(
-                f"{num_applied} of {needed} receivers applied version {version} of "
-                f"{store.root} within {timeout_s:g} s ({wait.states() or 'no receiver has connected'})"
+                f"{num_applied} of {needed} receivers applied version {version} of {store.root} "
+                f"within {timeout_s:g} s ({wait.states() or 'no receiver has connected'})"
             )
         time.sleep(min(next(pauses_s), left))
 

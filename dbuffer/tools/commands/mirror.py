@@ -85,6 +85,7 @@ def _serve_metrics(copying: Mirror, port: int) -> None:
         start_http_server(port)
     except OSError as error:
         raise DBufferError(
-            f"cannot serve metrics on port {port} ({error.strerror}): choose a different --metrics-port"
+            f"cannot serve metrics on port {port} ({error.strerror}): "
+            "choose a different --metrics-port"
         ) from error
     register(copying)
