@@ -30,9 +30,8 @@ _folders = [] if _spec is None else _spec.submodule_search_locations or []
 NEEDS_CONVERSIONS = pytest.mark.skipif(
     # The file, because importing transformers takes seconds.
     not any(Path(folder, "core_model_loading.py").exists() for folder in _folders),
-    reason="this transformers saves modules as they are",
+    reason="needs a transformers that saves modules under other names than they have",
 )
-"""Of tests that need a transformers which saves modules under other names than they have."""
 
 Case = tuple[Any, dict[str, torch.Tensor]]
 """What is sent, sharded, and the same whole, as state dict."""

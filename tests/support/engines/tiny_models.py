@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from tests.support.later import Later
 
@@ -94,6 +91,10 @@ def save_tokenizer(checkpoint: Path) -> None:
 
 def make_tokenizer(*special: str) -> Any:
     """A word for each token, the last ones of their own names; words stand between spaces."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
     plain = [f"word{number}" for number in range(SHAPE["vocab_size"] - len(special))]
     words = {word: number for number, word in enumerate([*plain, *special])}
     tokenizer = Tokenizer(WordLevel(words, unk_token="word0"))
