@@ -38,11 +38,6 @@ class Comparison:
         """Whether a load that is strict about names and shapes would succeed."""
         return not (self.missing or self.left_over or self.differing)
 
-    @property
-    def fits_exactly(self) -> bool:
-        """Whether `WeightReceiver.load_into` would succeed, which casts nothing."""
-        return self.fits and not self.recast
-
 
 def compare(
     published: Layout, needed: Iterable[TensorSpec], rename: Rename | None = None

@@ -144,15 +144,6 @@ class NameMap:
         return type(self)((*self.rules, *rules))
 
     @property
-    def inverse(self) -> Self:
-        """Map that undoes this one.
-
-        Raises:
-            OptionError: (a ``ValueError``) a rule has no inverse; the message names it.
-        """
-        return type(self)(rule.inverse for rule in reversed(self.rules))
-
-    @property
     def changes_tensors(self) -> bool:
         """Whether rules cut, join or transpose, so that the map applies to whole sets alone."""
         return any(rule.kind in TENSOR_KINDS for rule in self.rules)

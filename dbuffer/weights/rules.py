@@ -76,21 +76,6 @@ class Rule:
             and all(text.count("*") == whole.count("*") for text in texts)
         )
 
-    @property
-    def inverse(self) -> Rule:
-        """Rule that undoes this one."""
-        if self.kind == "transpose":
-            return self
-        if self.kind in ("split", "stack"):
-            kind: Kind = "stack" if self.kind == "split" else "split"
-            return Rule(kind, self.to, self.text, self.dims)
-        if self.kind == "pattern" or not self.to:
-            why = "its groups may be lost" if self.kind == "pattern" else "every name would fit it"
-            raise OptionError(
-                f"the rule {self} cannot be inverted, because {why}: write the rule that does it"
-            )
-        return Rule(self.kind, self.to, self.text)
-
     def as_json(self) -> dict[str, Any]:
         """Return the rule as a mapping file has it."""
         text, to, dims = (
