@@ -42,7 +42,7 @@ from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.vllm import api_servers
 from dbuffer.integrations.vllm.api_servers import SharedFollower
 from dbuffer.integrations.vllm.config import instance_of_api_servers
-from dbuffer.mirror.mirror import Mirror
+from dbuffer.mirror.loop import MirrorLoop
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import PublishedRecord
@@ -285,7 +285,7 @@ def test_mirror_that_ended_is_told(scene, shm_path, monkeypatch):
     scene.publish(1)
     with scene.follower(local_store=str(shm_path / "local")) as follower:
         until("it came", lambda: follower.sync() is not None)
-        monkeypatch.setattr(Mirror, "_copy_newest", fail)
+        monkeypatch.setattr(MirrorLoop, "_copy_newest", fail)
         scene.publish(2)
         told = "gets no more versions of .*: OptionError: another store's versions"
         until("it has ended", lambda: follower._view._mirror.error is not None)
