@@ -30,7 +30,7 @@ from benchmarks.models import Shapes, Weights
 from benchmarks.processes import child, reply, scratch_folder
 from benchmarks.request_costs import KINDS, PRICES, Ends, Requests
 from benchmarks.targets import at_most
-from dbuffer.format.objects import PART_BYTES
+from dbuffer.format.objects import PART_BYTES, version_of
 from dbuffer.mirror.bucket import NUM_REQUESTS
 from tests.support.object_server import BUCKET, ObjectServer, environment
 
@@ -335,7 +335,7 @@ class _Way:
             sent_s - started_s,
             load_s,
             sum(new.values()),
-            sum("/weights/" in name or "/deltas/" in name for name in new),
+            sum(version_of(name) is not None for name in new),
             ended_s - started_s,
             trainer,
             reader,

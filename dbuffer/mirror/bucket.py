@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import importlib
 import logging
 import math
@@ -228,12 +229,7 @@ class Bucket(Closing):
 
     def put(self, name: str, data: bytes | memoryview) -> Tag:
         """Put an object, whatever was there."""
-
-        def request() -> Tag:
-            with self._width.request():
-                return self._put(name, data, "overwrite")
-
-        return self._request("put", name, request)
+        return self._request("put", name, lambda: self._put(name, data, "overwrite"))
 
     def put_if(self, name: str, data: bytes, tag: Tag | None) -> Tag | None:
         """Put an object if it still has the content of ``tag``, or with None is not there.
@@ -270,10 +266,11 @@ class Bucket(Closing):
         """Delete objects, if they are there."""
 
         def delete(name: str) -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self._obstore.delete(self._objects, name)
+            with contextlib.suppress(StoreNotFoundError):
+                request = functools.partial(self._obstore.delete, self._objects, name)
+                self._request("delete", name, request)
 
-        self.in_parallel(lambda name: self._request("delete", name, lambda: delete(name)), names)
+        self.in_parallel(delete, names)
 
     def in_parallel(self, action: Callable[[T], Any], items: Sequence[T]) -> None:
         """Call a function with each item, from several threads."""
@@ -288,7 +285,9 @@ class Bucket(Closing):
         return f"{self.url}/{name}"
 
     def _put(self, name: str, data: bytes | memoryview, mode: Any) -> Tag:
-        return _tag_of(self._obstore.put(self._objects, name, data, mode=mode, use_multipart=False))
+        with self._width.request():
+            put = self._obstore.put
+            return _tag_of(put(self._objects, name, data, mode=mode, use_multipart=False))
 
     def _request(
         self,

@@ -43,8 +43,8 @@ from dbuffer.store.records import OwnRecord
 logger = logging.getLogger(__name__)
 
 FINAL = (ClosedError, OptionError, WriterSupersededError)
-"""Errors that end a mirror, besides those of ``on_copied``: no retry mends them. The list in
-docs/across-nodes.md says what to do about each."""
+"""Errors that end a mirror, besides errors of ``on_copied``: no retry mends them. The section "What
+ends a mirror" of docs/object-storage.md says what to do about each."""
 
 RELAY_S = 0.05
 """Interval at which a store's records are read; only changed ones go over the network."""

@@ -669,29 +669,6 @@ def test_a_reader_whose_mirror_died_has_ended(remote, local, bucket_url, far, ti
         until("it counts as dead", lambda: DoubleBuffer(remote).receiver("far").has_ended)
 
 
-NUM_POLLS = 40
-
-
-def test_idle_mirrors_make_few_requests(remote, local, proxy, bucket_url):
-    """Besides polls and listings, whose intervals are set, none."""
-
-    def is_poll(request: Request) -> bool:
-        is_look = request.path.endswith(POINTER_OBJECT) or "list-type" in request.query
-        return request.method == "GET" and is_look
-
-    with Way(remote, bucket_url, local) as way:
-        way.carry(1)
-
-        def last_ones() -> list[Request]:
-            """The last requests, if they are polls, and so many that nothing comes between."""
-            last = proxy.requests[-NUM_POLLS:]
-            return last if len(last) == NUM_POLLS and all(map(is_poll, last)) else []
-
-        last = until("records are put, and then no more", last_ones)
-        polls = [each for each in last if each.path.endswith(POINTER_OBJECT)]
-        assert {each.status for each in polls} <= {304, None}  # the last ones are in flight
-
-
 def test_a_mirror_counts_its_requests(remote, local, proxy, bucket_url):
     proxy.inject(FAULTS["503"], nth=3)  # and is made again
     with dbuffer.WeightSender(remote, checksum=True) as sender:

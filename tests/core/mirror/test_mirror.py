@@ -31,6 +31,7 @@ from dbuffer.format.lineage import Relation, VersionId, relation
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import metrics
 from dbuffer.mirror import mirror as mirrors
+from dbuffer.mirror.loop import FINAL
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.mirror.options import mirror_id
 from dbuffer.publish.publication import Publication
@@ -39,6 +40,7 @@ from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.liveness import Process
 from dbuffer.store.writer import BufferWriter
+from tests.support import ROOT
 from tests.support.children import Child, Command, call
 from tests.support.damage import flip_bit
 from tests.support.moments import COPIES, Step, at_call, at_step, die, stop
@@ -1116,6 +1118,13 @@ def test_it_runs_once_and_not_after_it_was_closed(remote, local):
         with pytest.raises(dbuffer.ClosedError):
             begin()
     mirror_once(remote, local)  # which nothing keeps from being elected
+
+
+def test_the_documentation_lists_what_ends_a_mirror():
+    page = (ROOT / "docs" / "object-storage.md").read_text(encoding="utf-8")
+    section = page.split("## What ends a mirror")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)`", section, re.MULTILINE)
+    assert set(listed) == {error.__name__ for error in FINAL}
 
 
 def test_on_copied_may_close_it(remote, local):

@@ -19,6 +19,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from tests.support.object_store import FAULTS, FaultyProxy, Request, set_environment, slow
 from tests.support.patterns import SPARSE
 from tests.support.soak import is_soak
+from tests.support.stores import remove_store
 from tests.support.waiting import TIMEOUT_S, until
 
 NUM_WORLDS = 500 if is_soak() else 40
@@ -70,8 +71,8 @@ class World:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
-        if self.random.random() < 0.7:
-            shutil.rmtree(self.near)
+        if self.random.random() < 0.7 and self.near.exists():
+            remove_store(self.near)
 
     def start(self, end: str) -> None:
         ends = (self.near, self.bucket.url) if end == "up" else (self.bucket.url, self.far)
