@@ -68,7 +68,10 @@ class BucketVersion(Record, frozen=True, kw_only=True):
     NAME: ClassVar = "bucket's version"
 
     writer: Token
-    """Random name of the mirror that put it: one that reads another name has lost the bucket."""
+    """Random name of the mirror that put it."""
+    epoch: Positive
+    """Number of the mirror that put it. A mirror takes over with the next number: one that reads a
+    higher number has lost the bucket, one that reads a lower number sees a record put back."""
     manifest: Manifest
     """The version's manifest; its ``anchor_buffer`` is None."""
     part_bytes: Positive
@@ -86,10 +89,10 @@ class BucketVersion(Record, frozen=True, kw_only=True):
         """Make a record of all other fields."""
         return cls(**fields, xxh3=_joint_digest(fields))
 
-    def by(self, writer: str) -> Self:
+    def by(self, writer: str, epoch: int) -> Self:
         """Return it as another mirror puts it."""
-        fields = asdict(self) | {"writer": writer}
-        return replace(self, writer=writer, xxh3=_joint_digest(fields))
+        changes: dict[str, Any] = {"writer": writer, "epoch": epoch}
+        return replace(self, **changes, xxh3=_joint_digest(asdict(self) | changes))
 
     def __post_init__(self) -> None:
         if self.xxh3 != _joint_digest(asdict(self)):

@@ -194,23 +194,6 @@ def newest_version(bucket: Bucket) -> BucketVersion | None:
     return None if read is None else read[0]
 
 
-def hold_objects(
-    bucket: Bucket, version: BucketVersion, before: HeldObjects | None = None
-) -> HeldObjects:
-    """Hold a version that was the newest just now; see `HeldObjects`.
-
-    Raises:
-        SnapshotEvictedError: it has gone since, as newer ones came.
-        StoreCorruptError: its footer is damaged, or missing.
-    """
-    try:
-        return HeldObjects(bucket, version, before)
-    except StoreNotFoundError as error:
-        if newest_version(bucket) == version:
-            raise StoreCorruptError(f"{error}, which {POINTER_OBJECT} names") from error
-        raise SnapshotEvictedError(f"{error}: newer versions have come") from error
-
-
 class BucketReceiver:
     """Receiver of a mirror that follows a bucket. Its record is relayed with others'."""
 
@@ -254,9 +237,23 @@ class BucketReceiver:
         if seen is None or (newer_than is not None and seen.id.number <= newer_than):
             yield None
             return
-        self._held = hold_objects(self._bucket, seen, self._held)
+        self._held = self._hold(seen)
         with self._held:
             yield self._held
+
+    def _hold(self, version: BucketVersion) -> HeldObjects:
+        """Hold a version that was the newest just now.
+
+        Raises:
+            SnapshotEvictedError: it has gone since, as newer ones came.
+            StoreCorruptError: its footer is damaged, or missing.
+        """
+        try:
+            return HeldObjects(self._bucket, version, self._held)
+        except StoreNotFoundError as error:
+            if newest_version(self._bucket) == version:
+                raise StoreCorruptError(f"{error}, which {POINTER_OBJECT} names") from error
+            raise SnapshotEvictedError(f"{error}: newer versions have come") from error
 
     def follow_fork(self) -> None:
         self._seen = self._tag = None

@@ -1,4 +1,4 @@
-"""`unneeded_objects`: the objects of a bucket that no reader needs any more."""
+"""Objects of a bucket that its newest version lacks, and objects that no reader needs any more."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from dbuffer.runtime.timing import TIMING
 
 KEEP_ANCHORS = 2
 """Newest anchors that are kept, with the deltas since: a reader of an earlier one may be slow."""
+
+
+def missing_objects(listed: Mapping[str, Listed], newest: BucketVersion) -> list[str]:
+    """Return the names of the newest version's parts that are missing, or have another size."""
+    return [
+        part.name
+        for part in newest.parts
+        if part.name not in listed or listed[part.name].num_bytes != part.num_bytes
+    ]
 
 
 def unneeded_objects(listed: Mapping[str, Listed], newest: BucketVersion) -> list[str]:

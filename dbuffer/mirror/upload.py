@@ -26,15 +26,17 @@ from dbuffer.errors import (
 )
 from dbuffer.format.chain import chain_of, is_long, trimmed
 from dbuffer.format.layout import Layout, digest
-from dbuffer.format.lineage import Relation, VersionId, relation
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE, Manifest, encode
 from dbuffer.format.objects import (
     PART_BYTES,
     POINTER_OBJECT,
+    RECEIVERS_PREFIX,
     VERSIONS_PREFIX,
     BucketVersion,
     Parts,
     delta_directory,
+    is_of_receivers,
     part_object,
     version_of,
     weights_directory,
@@ -45,7 +47,7 @@ from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.options import SWAPPED, MirrorOptions
 from dbuffer.mirror.records import ReceiversOfBucket
-from dbuffer.mirror.retention import unneeded_objects
+from dbuffer.mirror.retention import missing_objects, unneeded_objects
 from dbuffer.mirror.sources import HeldOf, Source, SourceReceiver, StoreSource
 from dbuffer.publish.draft import counter
 from dbuffer.publish.publication import Publication
@@ -61,7 +63,7 @@ class BucketTarget:
     """A bucket as target: a mirror publishes versions there.
 
     The mirror that was started last is the writer: it puts its own name into the record, and the
-    one before finds out with its next look. Before the first version, the first put decides.
+    one before finds out with its next look.
 
     A version's deltas are put if they lead from the version that was put last; its weights, if none
     do, or if late readers are better off with a new anchor.
@@ -72,6 +74,8 @@ class BucketTarget:
         self._copier = options.copier
         self._progress = options.progress
         self._writer = secrets.token_hex(8)
+        self._epoch = 0
+        """Number of this mirror among the writers of the bucket; 0 before it takes it over."""
         self._current: BucketVersion | None = None
         """Record in the bucket, as this mirror has read or put it last."""
         self._tag: Tag | None = None
@@ -153,10 +157,10 @@ class BucketTarget:
         try:
             read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
         except (StoreNotFoundError, StoreCorruptError):
-            self._lose(self._last, None)
+            self._lose(None)
         if read is not None:
             if read[0] != self._last:
-                self._lose(self._last, read[0])
+                self._lose(read[0])
             self._tag = read[1]
         if missing := self._sweep():
             self._last = None
@@ -169,11 +173,19 @@ class BucketTarget:
         """Put the record of the version that is there again, with this mirror's name.
 
         Raises:
+            WriterSupersededError: a mirror that was started later has put the record.
             StoreAccessError: another mirror was faster, or the answer was lost.
         """
         current = self._read_record()
-        is_mine = current is None or current.writer == self._writer
-        if current is not None and not (is_mine or self._put_record(current.by(self._writer))):
+        if not self._epoch:
+            # A mirror that is started later has a higher number, also if the record was lost.
+            self._epoch = max(int(time.time()), 0 if current is None else current.epoch + 1)
+        self._require_lead(current)
+        if (
+            current is not None
+            and current.writer != self._writer
+            and not self._put_record(current.by(self._writer, self._epoch))
+        ):
             raise StoreAccessError(
                 f"{self._bucket.name_of(POINTER_OBJECT)} could not be put on condition of its "
                 "ETag: does the service support conditional puts?"
@@ -189,23 +201,21 @@ class BucketTarget:
             WriterSupersededError: another mirror has put the record.
             StoreCorruptError: the record was deleted, or an earlier one is there again.
         """
-        before = self._current
         if not self._put_record(version):
             # It is another mirror's; or ours, and the answer to a put was lost.
             now = self._read_record()
             if now != version:
-                self._lose(before, now)
+                self._lose(now)
         self._last = version
 
-    def _lose(self, before: BucketVersion | None, now: BucketVersion | None) -> NoReturn:
-        """Tell of a record that this mirror has not put: it takes the bucket over again."""
-        is_restored = before is not None and (
-            now is None
-            or now.writer == self._writer
-            or relation(now.manifest.lineage, before.manifest.lineage) is Relation.BEHIND
-        )
-        if now is not None and not is_restored:
+    def _require_lead(self, now: BucketVersion | None) -> None:
+        """Raise unless a record is of this mirror, or of a mirror that was started earlier."""
+        if now is not None and now.writer != self._writer and now.epoch >= self._epoch:
             raise WriterSupersededError(f"another mirror took {self.name} over; this one must stop")
+
+    def _lose(self, now: BucketVersion | None) -> NoReturn:
+        """Tell of a record that this mirror has not put: it takes the bucket over again."""
+        self._require_lead(now)
         self._is_writer, self._last = False, None
         became = "is missing or damaged" if now is None else f"went back to version {now.id.number}"
         raise StoreCorruptError(
@@ -220,11 +230,7 @@ class BucketTarget:
         """
         assert self._last is not None  # noqa: S101 - it names the objects that are needed
         listed = self._bucket.list(VERSIONS_PREFIX)
-        missing = [
-            part.name
-            for part in self._last.parts
-            if part.name not in listed or listed[part.name].num_bytes != part.num_bytes
-        ]
+        missing = missing_objects(listed, self._last)
         if not missing:
             try:
                 self._bucket.delete(unneeded_objects(listed, self._last))
@@ -245,13 +251,19 @@ class BucketTarget:
         except StoreNotFoundError:
             read = None
         except StoreCorruptError as error:
-            if not any(map(version_of, self._bucket.list(VERSIONS_PREFIX))):
-                raise  # it is another program's
+            if self._current is None and not self._has_mirrors_objects():
+                remedy = "remove it, unless it is another program's"
+                raise StoreCorruptError(f"{error}; {remedy}") from None
             logger.warning("deleting a damaged record: %s", str(error))
             self._bucket.delete([POINTER_OBJECT])
             read = None
         self._current, self._tag = read or (None, None)
         return self._current
+
+    def _has_mirrors_objects(self) -> bool:
+        return any(map(version_of, self._bucket.list(VERSIONS_PREFIX))) or any(
+            map(is_of_receivers, self._bucket.list(RECEIVERS_PREFIX))
+        )
 
     def _open_deltas(
         self, held: HeldOf, opened: contextlib.ExitStack
@@ -354,6 +366,7 @@ class BucketTarget:
         )
         return BucketVersion.sealed(
             writer=self._writer,
+            epoch=self._epoch,
             manifest=described,
             part_bytes=PART_BYTES,
             weights=digests,

@@ -25,6 +25,7 @@ from dbuffer.format.objects import (
 from dbuffer.mirror.bucket import Bucket, Listed
 from dbuffer.mirror.download import newest_version
 from dbuffer.mirror.records import read_records
+from dbuffer.mirror.retention import missing_objects
 from dbuffer.runtime.messages import listed as in_words
 from dbuffer.runtime.timing import TIMING
 from dbuffer.tools.status import (
@@ -40,7 +41,8 @@ from dbuffer.tools.status import (
 def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
     """Return the status, as `dbuffer status --json` prints it; nothing is written.
 
-    It takes a request, a list of the mirrors' records, and a request for each of these.
+    It takes a request, lists of the mirrors' records and of the versions' parts, and a request for
+    each of these records.
 
     Raises:
         StoreNotFoundError: there is nothing of a mirror.
@@ -52,14 +54,17 @@ def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
     names = {
         name: it for name, it in bucket.list(RECEIVERS_PREFIX).items() if is_of_receivers(name)
     }
-    if version is None:
-        if any(map(version_of, bucket.list(VERSIONS_PREFIX))):
-            name = bucket.name_of(POINTER_OBJECT)
-            problems.append(
-                f"{name} is missing: the mirror into the bucket puts it within a minute"
-            )
-        elif not names:
-            raise StoreNotFoundError(f"nothing was published in {bucket.url} yet")
+    listed = bucket.list(VERSIONS_PREFIX)
+    if version is None and not names and not any(map(version_of, listed)):
+        raise StoreNotFoundError(f"nothing was published in {bucket.url} yet")
+    missing = [] if version is None else missing_objects(listed, version)
+    if version is None and any(map(version_of, listed)):
+        missing = [POINTER_OBJECT]
+    if missing:
+        problems.append(
+            f"{bucket.name_of(missing[0])} is missing, or has another size: the mirror into the "
+            "bucket puts it within a minute"
+        )
     manifest = None if version is None else version.manifest
     metadata = {} if manifest is None else manifest.metadata
     receivers = in_order(_receivers(bucket, names, problems))

@@ -30,6 +30,7 @@ WRITER = "f" * 16
 
 VERSION = BucketVersion.sealed(
     writer=WRITER,
+    epoch=1,
     manifest=(
         Manifest(
             state="complete",
@@ -97,6 +98,7 @@ def test_names_of_all_objects_are_known():
     "fields",
     [
         {"writer": "me"},
+        {"epoch": 0},
         {"weights": [XXH3] * 2},
         {"weights": [XXH3, XXH3, "../../secret"]},
         {"weights": [XXH3, XXH3, 7]},
@@ -124,11 +126,16 @@ def test_a_damaged_version_is_refused(fields):
 
 
 def test_a_version_that_was_changed_is_refused():
-    for other in ({"writer": RUN}, {"part_bytes": 127}, {"weights": [RUN, XXH3, XXH3]}):
+    for other in (
+        {"writer": RUN},
+        {"epoch": 2},
+        {"part_bytes": 127},
+        {"weights": [RUN, XXH3, XXH3]},
+    ):
         with pytest.raises(dbuffer.StoreCorruptError, match="not as it was written"):
             structs.replace(VERSION, **other)
-    assert VERSION.by(RUN).writer == RUN
-    assert VERSION.by(RUN).by(WRITER) == VERSION
+    assert VERSION.by(RUN, 2).writer == RUN
+    assert VERSION.by(RUN, 2).by(WRITER, 1) == VERSION
 
 
 def test_receivers_are_a_list():

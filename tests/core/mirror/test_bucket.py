@@ -390,6 +390,26 @@ def test_the_mirror_that_was_started_last_is_the_writer(remote, bucket, caplog):
     assert "has ended" in caplog.text
 
 
+def test_a_record_of_the_writer_before_that_is_put_back_ends_no_mirror(remote, bucket, timing):
+    """It is of the same version; a record of a mirror that is started later ends the writer."""
+    timing.bucket_heartbeat_s = 0.1
+    with dbuffer.WeightSender(remote, checksum=True) as sender:
+        with mirror(remote, bucket.url) as before:
+            send(sender, before, 1)
+            old = newest_version(bucket)
+        with mirror(remote, bucket.url) as up:
+            until("it has taken over", lambda: newest_version(bucket).writer != old.writer)
+            writer = newest_version(bucket).writer
+            bucket.put(POINTER_OBJECT, encode(old))
+            until("it has done so again", lambda: newest_version(bucket).writer == writer)
+            assert up.error is None
+            later = newest_version(bucket).by(old.writer, newest_version(bucket).epoch + 1)
+            bucket.put(POINTER_OBJECT, encode(later))
+            until("it has ended", lambda: up.error is not None)
+            assert isinstance(up.error, dbuffer.WriterSupersededError)
+    assert newest_version(bucket) == later
+
+
 def test_a_store_that_is_copied_from_the_bucket_is_not_copied_into_it(remote, local, bucket):
     """Its mirror was started with source and target swapped: it ends, and the others go on."""
     with Way(remote, bucket.url, local) as way:
@@ -407,7 +427,7 @@ def test_a_store_that_is_copied_from_the_bucket_is_not_copied_into_it(remote, lo
     "damage",
     [
         *("no record", "old record", "garbled record", "no part", "cut part"),
-        *("emptied", "put that was lost"),
+        *("emptied", "garbled alone", "put that was lost"),
     ],
 )
 @pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "with the next version"])
@@ -431,12 +451,15 @@ def test_a_bucket_that_was_put_back_or_lost_objects_is_mended(
         if damage == "put that was lost":
             proxy.inject(lose, when=is_part)
         send(sender, up, 2)
-        names = list(bucket.list("")) if damage == "emptied" else [POINTER_OBJECT]
+        names = [POINTER_OBJECT] if damage == "no record" else list(bucket.list(""))
         part = newest_version(bucket).parts[0].name
         match damage:
             case "no record" | "emptied":
                 bucket.delete(names)
             case "garbled record":
+                bucket.put(POINTER_OBJECT, b"garbled")
+            case "garbled alone":
+                bucket.delete(names)
                 bucket.put(POINTER_OBJECT, b"garbled")
             case "old record":
                 bucket.put(POINTER_OBJECT, old)
@@ -551,6 +574,9 @@ def test_a_pointer_of_another_program_is_left_alone(remote, bucket, content):
         sender.send(SMALL.weights(1))
         until("it has tried", lambda: up.stats["failures"] > 1)
         assert up.error is None
+        problem = DoubleBuffer(remote).receivers()[0].problem
+        remedy = "remove it, unless it is another program's"
+        assert (remedy in problem) == (content != b"{}"), "which has another format"
     assert bytes(bucket.get_range(POINTER_OBJECT, 0, len(content))) == content
 
 
