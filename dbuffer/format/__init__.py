@@ -1,1 +1,1 @@
-"""The format on disk: the records of a store, where a tensor lies in its file, and deltas."""
+"""The format on disk: the records of a store, the layout of weights files, and deltas."""

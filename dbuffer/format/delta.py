@@ -20,8 +20,8 @@ the streams. The first two are the low and the high bytes of *gaps*: the number 
 before each changed one, in 16 bits: 65535 as often as it fits, then the rest. Then comes one stream
 for each byte of a word: the lowest byte of each changed word, the next one of each, and so on.
 
-A stream, and the two tables together, are stored as a frame of zstd if that is shorter than what is
-in it, and as they are if not. How long each is, unpacked, follows from the header alone.
+A stream, and the two tables together, are stored as one zstd frame if that makes them shorter, and
+unchanged otherwise. The length of each, unpacked, follows from the header alone.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def split_planes(words: npt.NDArray[Any]) -> list[npt.NDArray[np.uint8]]:
 def join_planes(
     planes: list[bytes | memoryview], dtype: np.dtype[Any]
 ) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return the words of which `split_planes` has made these planes."""
+    """Return the words that `split_planes` split into these planes."""
     words: npt.NDArray[Any] = np.frombuffer(planes[-1], np.uint8).astype(dtype)
     for plane in reversed(planes[:-1]):
         words <<= 8

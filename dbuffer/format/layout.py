@@ -10,9 +10,9 @@ A weights file is, in this order::
 so that ``TensorDict.from_consolidated(file)`` opens it with no help from dbuffer. tensordict
 knows no float8 and keeps some names for itself; our layout holds those as well.
 
-The ranks of a trainer that share no memory write a file each. Then the weights file has a hole
-for data and no end for tensordict, its layout says which bytes of which tensor lie where in which
-part, and a reader puts them together, in memory, as the weights file would have had them.
+The ranks of a trainer that share no memory write a file each. The weights file then has a hole for
+data and no end for tensordict, and its layout gives the place of each piece of a tensor in these
+parts. A reader joins the pieces in memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALIGNMENT_BYTES = 64
 
 BLOCK_BYTES = 1 << 20
 """Bytes hashed in one go: copied, then hashed while they are still in a core's cache. Part of the
-format: a longer tensor's checksum is that of its blocks' digests."""
+format: a longer tensor's checksum is the digest of its blocks' digests."""
 
 SPAN_BYTES = 4 << 20
 """Read or written in one call where a file is not mapped: long enough for a network."""
@@ -123,7 +123,7 @@ class Span(NamedTuple):
     """First byte, in a file that holds all data."""
     end: int
     part: int | None
-    """The part in which these bytes are; None: the weights file itself."""
+    """The part with these bytes, or None for the weights file itself."""
     place: int
     """Bytes from the beginning of the part."""
 
@@ -159,7 +159,7 @@ class Layout:
     """Size of each part; empty where all data is in the weights file itself."""
     pieces: tuple[Piece, ...] = ()
     """Place of each piece in the parts, in the order of the tensors, and in each of its bytes. In a
-    file that was joined from parts, the pieces still say what was hashed by itself."""
+    file that was joined from parts, each piece still begins a new block of checksums."""
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec], aliases: dict[str, str] | None = None) -> Layout:
@@ -221,7 +221,7 @@ class Layout:
 
     @cached_property
     def widths(self) -> list[int]:
-        """Bytes of one of each tensor's *words*: an element, or 8 of one that is longer."""
+        """Bytes of a *word* of each tensor: of an element, and at most 8."""
         return [min(ITEM_BYTES[spec.dtype], 8) for spec in self.specs]
 
     @cached_property
@@ -241,7 +241,7 @@ class Layout:
 
     @cached_property
     def spans(self) -> list[Span]:
-        """All of the tensors' bytes, in the order in which files hold them."""
+        """All of the tensors' bytes, in the order of the files."""
         if self.is_in_parts:
             return sorted(self._spans_of_pieces(), key=lambda span: (span.part, span.place))
         blocks, spans = self.blocks, []
@@ -314,8 +314,8 @@ class Layout:
     def encode_for_tensordict(self) -> bytes:
         """The end of the file as ``TensorDict.from_consolidated`` wants it.
 
-        The form was read off tensordict 0.10 to 0.15: nested metadata, then its length. What it
-        can not hold is left out: float8, float4, and names that it keeps for itself.
+        The form was read off tensordict 0.10 to 0.15: nested metadata, then its length. It leaves
+        out tensors that tensordict cannot hold: float8, float4, and reserved names.
         """
         padding = 0
         leaves = {
@@ -333,8 +333,8 @@ class Layout:
 class KeptLayouts:
     """The last layouts that were decoded, by the digest of their bytes.
 
-    Of 100,000 tensors, bytes are read and hashed in milliseconds, and decoded in a second; and they
-    are the same for every version until the weights' names, dtypes or shapes change.
+    The layout of 100,000 tensors is read and hashed in milliseconds, and decoded in a second. Its
+    bytes stay the same until the weights' names, dtypes or shapes change.
     """
 
     def __init__(self) -> None:

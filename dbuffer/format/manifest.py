@@ -34,13 +34,13 @@ from dbuffer.format.lineage import (
 from dbuffer.format.places import BUFFERS, WEIGHTS_FILE
 
 FORMAT = 1
-"""Version of the on-disk format, and the only one that is read."""
+"""Version of the on-disk format. No other version is read."""
 
 UNDECODABLE = (StoreCorruptError, UnsupportedError)
 """Errors of a file that cannot be decoded: it is damaged, or of another format."""
 
 MAX_RECORD_BYTES = 1 << 20
-"""No record is larger. Bounds what a damaged or hostile store can make a reader load."""
+"""No record is larger. Limits the bytes that a damaged or hostile store can make a reader load."""
 
 MAX_APPLIED_METADATA_BYTES = 1024
 """Size of the longest metadata, as JSON, that a receiver's record repeats in full. Each
@@ -138,7 +138,7 @@ class Pointer(Versioned, frozen=True, kw_only=True):
 
 @decodable
 class Manifest(Versioned, frozen=True, kw_only=True):
-    """``A/manifest.json``: what a buffer holds, or that it is being rewritten."""
+    """``A/manifest.json``: the version in a buffer, or the mark that it is being rewritten."""
 
     NAME: ClassVar = "manifest"
 
@@ -148,7 +148,7 @@ class Manifest(Versioned, frozen=True, kw_only=True):
     writer: Token
     """Token of who wrote it: the version's run, or a mirror's token."""
     file: _WeightsFile
-    """Name of the weights file, in the same directory, or in that of :attr:`anchor_buffer`."""
+    """Name of the weights file, in the same directory, or in :attr:`anchor_buffer`'s."""
     file_bytes: Count
     num_tensors: Count
     num_bytes: Count
@@ -224,9 +224,9 @@ class Manifest(Versioned, frozen=True, kw_only=True):
         return fields | {"anchor": self.file_version, "anchor_buffer": directory}
 
     def deltas_after(self, version: VersionId) -> list[VersionId]:
-        """The deltas that lead from a version of its chain to it, by what each leads to.
+        """Return the deltas that lead from a version of its chain to it, by the version after each.
 
-        None of them from itself, which has no chain if there are no deltas.
+        There are none from the version itself, which has no chain if there are no deltas.
         """
         if version == self.id:
             return []
@@ -235,7 +235,7 @@ class Manifest(Versioned, frozen=True, kw_only=True):
 
 @decodable
 class WriterRecord(Record, frozen=True, kw_only=True):
-    """``writer.json``: who has the store open for writing, or had it last."""
+    """``writer.json``: the process that has the store open for writing, or had it last."""
 
     NAME: ClassVar = "writer record"
 
@@ -254,7 +254,7 @@ class WriterRecord(Record, frozen=True, kw_only=True):
 
 @decodable
 class ReceiverRecord(Record, frozen=True, kw_only=True):
-    """``receivers/ID.TOKEN.json``: what one receiver has applied, and what it holds now."""
+    """``receivers/ID.TOKEN.json``: the versions that one receiver has applied and holds."""
 
     NAME: ClassVar = "receiver record"
 
@@ -275,15 +275,15 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     """Metadata of ``applied``, as :func:`metadata_for_record` returns it; empty: there is no such
     version."""
     part_of: _ReceiverId | None
-    """Id of the engine whose rank this is; the engine's receiver is the one that acknowledges."""
+    """Id of the engine whose rank this is; the engine's receiver acknowledges."""
     staged: VersionId | None
     """Version that is ready, checked and not yet applied."""
     problem: str | None
     """Reason why it cannot apply a version, or have it ready."""
     problem_version: VersionId | None
-    """Version that cannot be used; None: the store itself is the problem."""
+    """Version that cannot be used, or None if the store itself is the problem."""
     unreadable: VersionId | None
-    """Version upon deltas that could not be read: the next is to be whole."""
+    """Version whose deltas could not be read: the next one must be whole."""
     stats: dict[str, int | float]
     """Counts and durations since it started."""
     state: Literal["serving", "broken"] | None
@@ -304,7 +304,7 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     pid_namespace: Count
     started: Count
     is_ephemeral: bool
-    """No later receiver has this id: it was generated, or it is that of one rank."""
+    """No later receiver has this id: it was generated, or belongs to a rank."""
     is_relayed: bool
     """A mirror writes this record, for a receiver of the mirror's store."""
     has_ended: bool
@@ -335,11 +335,11 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
 
     @property
     def is_broken(self) -> bool:
-        """Whether it is an engine some of whose ranks are half loaded."""
+        """Whether it is an engine with half-loaded ranks."""
         return self.state == "broken"
 
     def lag_behind(self, newest: Lineage, metadata: Mapping[str, Any]) -> Lag | None:
-        """Return its lag behind the newest version; None: it has no version, or stays on one.
+        """Return its lag behind the newest version, or None if it has no version or stays on one.
 
         If its version does not lead to the newest, it lacks every version of that line.
 
@@ -395,7 +395,7 @@ def metadata_for_record(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def step_in(metadata: Mapping[str, Any]) -> int | float | None:
-    """Return the trainer's step in a version's metadata; None: there is no number ``step``.
+    """Return the trainer's step in a version's metadata, or None without a number ``step``.
 
     A number that no float can have is none: steps are compared with others, and made floats.
     """

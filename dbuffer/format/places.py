@@ -47,12 +47,12 @@ def part_name(file: str, part: int) -> str:
 
 
 def version_file(name: str) -> str:
-    """The weights file to which one of this name belongs: itself, if it is no part."""
+    """Return the weights file of a part, or the name itself if it is no part."""
     return re.sub(r"\.r[0-9]+\.td$", ".td", name)
 
 
 def is_weights_file(name: str) -> bool:
-    """Whether ``name`` is that of a weights file, or of a part of one."""
+    """Whether a file of this name is a weights file, or a part of one."""
     return WEIGHTS_FILE.fullmatch(version_file(name)) is not None
 
 
@@ -62,7 +62,7 @@ def delta_file(version: VersionId) -> str:
 
 
 def is_delta_file(name: str) -> bool:
-    """Whether ``name`` is that of a delta."""
+    """Whether a file of this name is a delta."""
     return _DELTA_FILE.fullmatch(name) is not None
 
 
@@ -72,10 +72,10 @@ def kept_buffer(version: VersionId | str) -> str:
 
 
 def is_kept(buffer: str) -> bool:
-    """Whether a buffer is that of a kept version, and neither A nor B."""
+    """Whether a buffer holds a kept version, and is neither A nor B."""
     return buffer not in BUFFERS
 
 
 def is_part_of(name: str, file: str) -> bool:
-    """Whether ``name`` is that of a part of the weights file ``file``."""
+    """Whether a file of this name is a part of the weights file ``file``."""
     return name.startswith(f"{file.removesuffix('.td')}.r") and name.endswith(".td")
