@@ -73,9 +73,9 @@ class Draft:
         writer: writes the store.
         mappings: mappings of the store's files, kept from one draft to the next.
         version: the version, and what leads to it.
-        footer: footer of its tensors; None: known when the last of a stream has come.
+        footer: footer of its tensors, or None for a stream until its last tensor has come.
         hashed: whether its checksums are computed as it is filled.
-        with_file: whether it has a weights file; else it is committed upon an earlier version's.
+        with_file: whether it has a weights file. Otherwise it has an anchor.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Draft:
 
     @property
     def has_file(self) -> bool:
-        """Whether it is filled; else it is committed upon the file of an earlier version."""
+        """Whether it has a weights file to fill. Otherwise it has an anchor."""
         return self.claim.file is not None
 
     @property
@@ -317,7 +317,7 @@ def _children(value: Any) -> Iterable[Any]:
 def counter(progress: Progress | None, total: int) -> OnBytes | None:
     """Return a function that sums up copied bytes, from several threads, for ``progress``.
 
-    None: there is no ``progress`` to call.
+    Return None without a ``progress`` to call.
     """
     if progress is None:
         return None

@@ -1,7 +1,7 @@
-"""`Inventory`: the tensors that a rank describes; `join`: those of all ranks, and who writes them.
+"""`Inventory`: the tensors that a rank describes; `join`: all ranks' tensors and their writers.
 
 Each rank takes an inventory: the tensors that it describes, and which box of each it holds. Ranks
-of different pipeline stages or experts describe different tensors, and those of all are joined.
+of different pipeline stages or experts describe different tensors, and all inventories are joined.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Inventory:
 def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> Inventory:
     """Return the tensors that a rank describes, and its boxes.
 
-    ``group_rank``: ranks of the sender's group by those of the job.
+    ``group_rank``: rank in the sender's group, by rank in the job.
 
     Raises:
         InvalidWeightsError: ranks outside of the group hold parts of a tensor.
@@ -114,7 +114,7 @@ def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> 
 def _part_ranks(sharded: Any, group_rank: Mapping[int, int], name: str) -> tuple[Ranks, bool]:
     """Return the ranks that hold parts of a tensor, and whether this rank holds any of it.
 
-    ``sharded``: the tensor as this rank has it; None: it is no sharded one.
+    ``sharded``: this rank's sharded tensor, or None if the tensor is not sharded.
     """
     if sharded is None:
         return (), True
@@ -136,7 +136,7 @@ def _holders(sharded: DTensor | HeldRows) -> tuple[list[int], bool]:
         return list(sharded.ranks), True
     mesh = sharded.device_mesh
     here = mesh.get_coordinate()
-    # Of replicas, only the one that this rank is in: the others hold the same.
+    # Only this rank's replica: the others hold the same.
     pairs = zip(here or [0] * mesh.ndim, sharded.placements, strict=True)
     index = tuple(one if placement.is_replicate() else slice(None) for one, placement in pairs)
     return mesh.mesh[index].flatten().tolist(), here is not None
@@ -159,7 +159,7 @@ def join(ranks: Agreement, source: Source, mine: Inventory, *, rows_only: bool) 
         ranks: the ranks.
         source: this rank's tensors.
         mine: this rank's inventory of them.
-        rows_only: gather what does not lie in one row of bytes in the whole tensor.
+        rows_only: gather boxes that are not one row of bytes in the whole tensor.
 
     Raises:
         InvalidWeightsError: they do not fit together: a tensor differs between ranks, overlaps, has
@@ -234,7 +234,7 @@ def _join(
 
 
 def _decode_boxes(encoded: list[Any], index_of: Sequence[int]) -> Boxes:
-    """Return the boxes of a rank, with the indices that its tensors have among those of all."""
+    """Return the boxes of a rank, with the indices of its tensors in the joined layout."""
     return {
         index_of[index]: Box(index_of[index], tuple(place[0]), tuple(place[1])) if place else None
         for index, *place in encoded

@@ -1,7 +1,8 @@
 """`Publication`, and `PendingPublication`: a version that is published while the trainer goes on.
 
 The tensors of a pending one are read meanwhile and must not be written to: a backward pass does
-not, an optimizer's step does. What a forward pass writes, a batch norm's statistics say, is copied.
+not write them, an optimizer's step does. Tensors that a forward pass writes, such as a batch norm's
+statistics, are copied.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Publication:
     duration_s: float
     """From the call of `send` to its return, waiting for slow readers included."""
     delta_bytes: int | None = None
-    """Bytes of the delta from the version before; None: there is none."""
+    """Bytes of the delta from the version before, or None without a delta."""
 
     @property
     def version(self) -> int:
@@ -95,7 +96,7 @@ class PendingPublication(ProcessBound):
         threading.Thread(target=run, name="dbuffer-send").start()
 
     def cancel(self) -> None:
-        """Let it not begin, if it has not: then it is over, and nothing went wrong with it."""
+        """End the publish without an error, if it has not begun."""
         self._future.cancel()
 
     @property
@@ -112,12 +113,12 @@ class PendingPublication(ProcessBound):
         """Wait until every receiver can see it; the weights may be changed then.
 
         Args:
-            timeout_s: for how long. None: for as long as it takes.
+            timeout_s: for how long. Default: until it is over.
 
         Raises:
             WaitTimeoutError: it is still going on.
             InvalidWeightsError: weights were changed meanwhile; nothing was published.
-            OptionError: ``timeout_s`` is not what it may be.
+            OptionError: ``timeout_s`` is invalid.
             ClosedError: this is a forked child.
             DBufferError: as ``send``.
         """
@@ -141,7 +142,7 @@ class PendingPublication(ProcessBound):
         return None
 
     def _check_not_forked(self) -> None:
-        # Nobody publishes it here; and a lock that was held during the fork is never released.
+        # No thread publishes it here; and a lock that was held during the fork stays locked.
         if self._is_inherited:
             raise ClosedError(
                 "this version is being published by the process that sent it, and this is a forked "
@@ -157,7 +158,7 @@ def _log_unreported(unreported: list[str], pid: int) -> None:
 
 
 def with_short_copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors, with copies in place of those that a forward pass may write."""
+    """Return the tensors, with copies of the ones that a forward pass may write."""
     return [
         tensor if tensor.requires_grad or tensor.nbytes > _COPIED_BYTES else tensor.detach().clone()
         for tensor in tensors
@@ -168,8 +169,8 @@ def watch_writes(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Calla
     """Return a function that raises an `InvalidWeightsError` if a tensor was written to since now.
 
     It goes by the count that autograd keeps of writes. Writes that bypass autograd
-    (``tensor.data``, NumPy, another process) are not detected, nor one that is under way, and
-    inference tensors are not counted.
+    (``tensor.data``, NumPy, another process), writes under way and inference tensors are not
+    detected.
     """
     watched = [
         (name, tensor, tensor._version)  # noqa: SLF001 - autograd's own count

@@ -120,9 +120,9 @@ class Publisher(Closing, ProcessBound, ABC):
             timeout_s: for how long.
 
         Raises:
-            OptionError: one of these is not what it may be.
-            WaitTimeoutError: they have not, in time; the message says who has.
-            ReceiverFailedError: one of those named cannot apply it, or its process has ended.
+            OptionError: an argument is invalid.
+            WaitTimeoutError: too few did so in time; the message names the version of each.
+            ReceiverFailedError: a named receiver cannot apply it, or its process has ended.
             StoreNotFoundError, WriterSupersededError: the store was removed, or another sender has
                 it.
         """
@@ -135,7 +135,7 @@ class Publisher(Closing, ProcessBound, ABC):
     def receiver_lags(self) -> dict[str, Lag]:
         """Return the lag behind the newest version of each living receiver, by its id.
 
-        An engine of many ranks is one receiver. Of several receivers with one id, the longest lag
+        An engine of many ranks is one receiver. If several receivers have one id, the longest lag
         counts. A receiver that has applied no version is absent.
 
         Raises:
@@ -169,7 +169,7 @@ class Publisher(Closing, ProcessBound, ABC):
 
     @contextlib.contextmanager
     def _publishing(self) -> Iterator[None]:
-        """Publish in a ``with`` block, when those of other threads are over.
+        """Publish in a ``with`` block, after the publishes of other threads.
 
         Raises:
             ClosedError: before anything is waited for, and after.
@@ -246,14 +246,14 @@ class Publisher(Closing, ProcessBound, ABC):
         comes without a delta.
 
         Args:
-            footer: footer of the tensors to be published; None: any tensors.
+            footer: footer of the new version's tensors. Default: any tensors.
         """
         base, self._last_share = self._last_share, None
         if base == EARLIER_SENDER:
             return self._resume(footer)
         if base is None:
             self._explain_full("the last publish failed, or ranks hold other tensors")
-        # By content: the footers of one rank may be the same object, and those of another not.
+        # By content: a rank may have one object for both footers, and another rank two.
         elif footer is not None and base.footer.layout_xxh3 != footer.layout_xxh3:
             self._explain_full("the last version has other tensors")
             return None
@@ -304,7 +304,7 @@ class Publisher(Closing, ProcessBound, ABC):
     def _commit(
         self, request: PublishRequest, changes: Changes | None, checksums: list[int] | None
     ) -> int | None:
-        """Publish on rank 0 what all ranks have written; the bytes of the delta that leads to it.
+        """Publish on rank 0 the ranks' writes; return the bytes of the delta to it.
 
         In a store that is flushed, rank 0's flush is enough: pages that other processes of this
         machine have written are pages of the same file.
@@ -323,8 +323,9 @@ class Publisher(Closing, ProcessBound, ABC):
     def _resume(self, footer: Footer | None) -> Share | None:
         """Return the version that an earlier sender left. Collective.
 
-        It is read whole, and compared with its checksums, if it has any; None: it is not there, or
-        a rank cannot read it. Done once: after an error, the next version is a full one.
+        It is read whole, and compared with its checksums, if it has any. Return None if there is no
+        such version, or a rank cannot read it. Done once: after an error, the next version is a
+        full one.
         """
         world = self._world
         encoded = world.first("look at the last version", lambda: self._encoded_last(footer))
@@ -359,7 +360,7 @@ class Publisher(Closing, ProcessBound, ABC):
         return f"it does not see version {manifest.version} as rank 0 does"
 
     def _is_undamaged(self, problems: Sequence[str | None], checksums: list[int] | None) -> bool:
-        """Whether all ranks have read what was published; if not, log why. On rank 0."""
+        """Whether all ranks have read the version undamaged; if not, log why. On rank 0."""
         chain = self._lead()
         for rank, problem in enumerate(problems):
             if problem is not None:

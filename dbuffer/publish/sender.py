@@ -52,7 +52,7 @@ class WeightSender(Publisher):
     Raises:
         StoreBusyError: another sender has this store.
         StoreAccessError: the directory cannot be made or written, or is not ours alone.
-        OptionError: an option is not what it may be, or the directory holds other weights.
+        OptionError: an option is invalid, or the directory holds other weights.
     """
 
     _closed_message = "this sender of {store} is closed, or was made before a fork; make a new one"
@@ -125,10 +125,10 @@ class WeightSender(Publisher):
             metadata: anything JSON can hold, a trainer's step for instance.
             progress: called with the bytes copied so far and in all (0: not known), for sources
                 that come tensor by tensor.
-            wait: False: return at once, and publish from a thread meanwhile. The trainer may go on
-                with forward and backward, and must not change the weights before ``wait()`` of
-                what was returned; see also :meth:`guard`. Not for iterators, lazy tensors and
-                checkpoints. A version before that is not published yet is waited for.
+            wait: if False, return at once, and publish from a thread. The trainer may go on with
+                forward and backward, and must not change the weights before the result's
+                ``wait()`` has returned; see also :meth:`guard`. Not for iterators, lazy tensors
+                and checkpoints. If an earlier version is still being published, wait for that.
 
         Raises:
             InvalidWeightsError: something in the weights or the metadata cannot be published.
@@ -136,9 +136,9 @@ class WeightSender(Publisher):
             StoreFullError, StoreAccessError: the filesystem refused. The last version stays, unless
                 the message says that this one is published.
             WriterSupersededError: another sender took the store over.
-            OptionError: ``wait`` is not what it may be.
+            OptionError: ``wait`` is neither True nor False.
             ClosedError: the sender was closed, or this is a forked child.
-            DBufferError: what went wrong with a version that was not waited for.
+            DBufferError: an earlier version failed that nothing has waited for.
         """
         started = time.monotonic()
         self._is_behind = True
@@ -192,9 +192,9 @@ class WeightSender(Publisher):
         The cost grows with the patches, not with the model. Patches that change nothing also make a
         version. Values are copied bit for bit, NaNs included.
 
-        The newest version is the last one that this sender published. Before its first publish, it
-        is the previous sender's last version, as for a `send`; if that may be another run's, send
-        all weights first.
+        Patches apply to the last version that this sender published, and before its first publish
+        to the previous sender's last version. If that may be another run's, send all weights
+        first.
 
         Args:
             patches: one a tensor at most.
@@ -277,7 +277,7 @@ class WeightSender(Publisher):
         If that failed, the step raises its error, and changes nothing.
 
         Args:
-            optimizer: torch's, or one that wraps such a one, as those of accelerate and DeepSpeed.
+            optimizer: torch's, or a wrapper of it, as accelerate and DeepSpeed have them.
 
         Returns:
             A handle whose ``remove()`` takes the guard off again.
@@ -294,8 +294,8 @@ class WeightSender(Publisher):
     def _settle(self) -> None:
         """Wait for pending publications, and raise an error that was not raised before.
 
-        Not in a forked child, where no thread publishes; nor on top of this thread's own publish,
-        for which it may be waiting.
+        Do nothing in a forked child, where no thread publishes, and in the thread that publishes
+        itself, which may be waiting for this.
         """
         if self._is_inherited or self._publishing_thread == threading.get_ident():
             return
@@ -310,10 +310,10 @@ class WeightSender(Publisher):
             raise errors[0]
 
     def close(self) -> None:
-        """Give the store up, after what is being published. The last version stays published.
+        """Finish the publish under way, and give the store up. The last version stays published.
 
         Raises:
-            DBufferError: what went wrong with a version that was not waited for.
+            DBufferError: an earlier version failed that nothing has waited for.
         """
         try:
             self._settle()

@@ -65,8 +65,8 @@ class SenderOptions:
     rename: Rename | None = None
     """A :class:`NameMap`, a mapping of names, or a function from name to name."""
     as_checkpoint: bool = True
-    """Publish a transformers module as ``save_pretrained`` would save it. False: publish its own
-    names and tensors, with experts fused as transformers fuses them."""
+    """Publish a transformers module as ``save_pretrained`` would save it. If False, publish its
+    own names and tensors, with experts fused as transformers fuses them."""
     num_threads: int | None = None
     """Threads that copy, on each rank. Default: the cores that the process may use, at most 8; of
     several ranks on a host, each has its share."""

@@ -1,8 +1,8 @@
-"""`ShardedWeightSender`: all ranks of a trainer publish together, each what it holds.
+"""`ShardedWeightSender`: all ranks of a trainer publish together, each its own part.
 
-Nothing is gathered, nothing is copied twice: see `shard_writer` for where it goes, `inventory` and
-`shards` for who writes what. Rank 0 is the store's writer; it commits when every rank has said that
-all that it was to write is written, and on a network mount flushed.
+Nothing is gathered, nothing is copied twice: `shard_writer` writes the files, `inventory` and
+`shards` assign boxes to ranks. Rank 0 is the store's writer; it commits when every rank has written
+its part, and on a network mount flushed it.
 """
 
 from __future__ import annotations
@@ -52,15 +52,14 @@ class ShardedWeightSender(Publisher):
 
     Args:
         store: the store's directory; made (mode 0700) if it is not there.
-        group: the ranks that hold the weights; None: all ranks of torch.distributed, which must
+        group: the ranks that hold the weights. Default: all ranks of torch.distributed, which must
             be initialised. Rank 0 of the group is the store's writer.
-        rank_timeout_s: how long the ranks wait for one that hangs. One that dies is noticed at
-            once.
+        rank_timeout_s: how long the ranks wait for a hung rank. A dead rank is noticed at once.
         **options: fields of :class:`SenderOptions`: ``durable``, ``checksum``, ``delta`` and more.
 
     Raises:
-        OptionError: an option is not what it may be, torch.distributed is not initialised, or the
-            directory holds other weights: a checkpoint, or those of another transport.
+        OptionError: an option is invalid, torch.distributed is not initialised, or the directory
+            holds other weights: a checkpoint, or another transport's.
         RankFailedError: a rank was lost, or failed for a reason that is none of ours.
         StoreBusyError: another sender has the store.
         StoreAccessError: the store cannot be used.
@@ -120,9 +119,9 @@ class ShardedWeightSender(Publisher):
             opened.pop_all()
         of_job = distributed.get_process_group_ranks(group)
         self._group_rank = {rank: number for number, rank in enumerate(of_job)}
-        """Ranks of the group by those of the job."""
+        """Rank in the group, by rank in the job."""
         self._inventory: Inventory | None = None
-        """Inventory of this rank, as all were joined; None: they were not."""
+        """Inventory of this rank at the last join, or None before a join."""
         self._joined = Joined()
         self._shard_writer: ShardWriter = PartFileWriter(self.store, rank=ranks.rank)
         if is_shared:
@@ -137,9 +136,9 @@ class ShardedWeightSender(Publisher):
         version: int | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Publication:
-        """Publish weights of which each rank holds a part. Every rank makes this call.
+        """Publish the weights of all ranks. Every rank makes this call.
 
-        Ranks may hold different tensors: those of all ranks are published. A tensor that several
+        Ranks may hold different tensors: all ranks' tensors are published. A tensor that several
         ranks hold must have the same shape and dtype on each. DTensors are written by the ranks
         that hold them; a plain tensor is taken to be the same on all ranks that have it, and
         written by one. What can be written by rows, columns or other boxes is; the rest (strided
@@ -235,7 +234,7 @@ class ShardedWeightSender(Publisher):
         version: int | None,
         metadata: Mapping[str, Any] | None,
     ) -> PublishRequest:
-        """Describe what all ranks hold, and assign who writes what of it."""
+        """Describe the tensors of all ranks, and assign their boxes to ranks."""
         ranks = self._world
         described: list[tuple[Source, Inventory]] = []
         on_rank_0: dict[str, Any] = {"version": 0, "metadata": {}}
@@ -263,7 +262,7 @@ class ShardedWeightSender(Publisher):
 
         steps = ranks.each("describe its weights", describe)
         [(source, inventory)] = described
-        # A base is decided by what all ranks say, and never by one.
+        # All ranks decide about a base together, never one rank alone.
         if len({one["base"] for one in steps}) > 1:
             self._last_share = None
         versions = [one["version"] for one in steps]
@@ -283,7 +282,7 @@ class ShardedWeightSender(Publisher):
         return PublishRequest(started, source, footer, **on_rank_0)
 
     def _placed(self, source: Source) -> Source:
-        """Return the source with its tensors at their places among those of all ranks."""
+        """Return the source with its tensors at their places in the joined layout."""
         joined = self._joined
         if source.specs == joined.specs:
             return replace(source, specs=joined.specs, aliases=joined.aliases)

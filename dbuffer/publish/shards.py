@@ -1,8 +1,8 @@
-"""Boxes of tensors that the ranks of a sharded trainer hold, and who writes which of them.
+"""Boxes of tensors that the ranks of a sharded trainer hold, and the rank that writes each.
 
 A box has a first index and an extent in every dimension. Where the boxes of all ranks cover a
-tensor, each box is written by one of those that hold it. Where they do not, the tensor is gathered
-by the ranks that hold parts of it, written by one of them, and dropped.
+tensor, one of the ranks that hold a box writes it. Otherwise the ranks that hold parts of a tensor
+gather it, and one of them writes and drops it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:  # its import takes half as long as torch's
     from torch.distributed.tensor import DTensor
 
 SPREAD_FROM_BYTES = 1 << 20
-"""Size from which a box that several ranks hold is written by the least busy of them; below it, the
-first writes it. What a trainer lets drift apart between ranks is small (the statistics of a batch
-norm), and must not be put together from several."""
+"""If several ranks hold a box of this size or larger, the least busy of them writes it; below, the
+first. Tensors that drift apart between ranks are small (the statistics of a batch norm), and must
+all come from one rank."""
 
 
 class Box(NamedTuple):
@@ -57,7 +57,7 @@ class WriteAssignment:
 
 
 Boxes: TypeAlias = dict[int, Box | None]
-"""Boxes that a rank holds, by the tensor's index; None: no box, or one that must be added up."""
+"""Boxes that a rank holds, by the tensor's index; None without a box, or for a partial sum."""
 
 
 class HeldParts:
@@ -189,7 +189,7 @@ def each_gathered(
         return id(tensor if sharded is None else sharded)
 
     try:
-        # A tensor of which several views are published is gathered once.
+        # If several views of a tensor are published, it is gathered once.
         for _, pairs in itertools.groupby(assignment.gathered, whole_of):
             views = list(pairs)
             tensor = tensors[views[0][0]]
@@ -212,7 +212,7 @@ def each_gathered(
 
 
 def sharded_in(tensor: torch.Tensor | LazyTensor) -> Any:
-    """Return the sharded tensor that a lazy one is, or is a view of; None: it is no such one."""
+    """Return the sharded tensor behind a lazy one or its view, or None if there is none."""
     return tensor.sharded if isinstance(tensor, LazyTensor) else None
 
 
@@ -225,9 +225,9 @@ def _viewed(tensor: torch.Tensor | LazyTensor, whole: torch.Tensor) -> torch.Ten
 def assign_writes(
     specs: Sequence[TensorSpec], held: Sequence[Boxes], *, rows_only: bool
 ) -> WriteAssignment:
-    """Spread the writing of what each rank has ``held`` over the ranks.
+    """Assign a writer to each box that ranks have ``held``.
 
-    ``rows_only``: gather what does not lie in one row of bytes in the whole tensor.
+    ``rows_only``: gather boxes that are not one row of bytes in the whole tensor.
     """
     written: list[list[Box]] = [[] for _ in held]
     gathered: list[int] = []
@@ -279,7 +279,7 @@ def _is_contiguous(box: Box, shape: tuple[int, ...]) -> bool:
 
 
 def layout_in_parts(layout: Layout, assignment: WriteAssignment) -> Layout:
-    """Return a layout of the same tensors in which each rank writes into a part of its own."""
+    """Return a layout of the same tensors with a part for each rank."""
     part_bytes = [0] * len(assignment.boxes)
     pieces = []
     whole: list[list[Box]] = [[] for _ in assignment.boxes]
