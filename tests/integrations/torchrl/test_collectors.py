@@ -29,26 +29,20 @@ import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child
 from tests.support.later import Later
-from tests.support.soak import IN_SOAKS_ALONE, in_turn, is_soak
+from tests.support.soak import in_turn, is_soak
 from tests.support.stores import begin_watching, remove_store
 from tests.support.waiting import TIMEOUT_S, until
 
 parts = Later("tests.support.torchrl_parts")
 collectors = Later("torchrl.collectors")
-data = Later("torchrl.data")
 envs = Later("torchrl.envs")
 loading = Later("dbuffer.integrations.torchrl.loading")
 testing = Later("torchrl.testing.modules")
-weight_update = Later("torchrl.weight_update")
 
 pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 
 MULTI_CLASSES = ("MultiSyncCollector", "MultiAsyncCollector")
 MULTI = pytest.mark.parametrize("class_name", MULTI_CLASSES)
-SYNC = pytest.mark.parametrize(
-    "class_name", [MULTI_CLASSES[0], pytest.param(MULTI_CLASSES[1], marks=IN_SOAKS_ALONE)]
-)
-"""One class outside of soaks: workers of both get their weights in one way."""
 STRATEGIES = pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
 
 
@@ -145,12 +139,11 @@ def test_update_weights(scheme, collector_class):
                 assert parts.acts(collector) == [policy(torch.zeros(())).item()] * 3
 
 
-@SYNC
-def test_workers_read_a_local_copy(address, shm_path, policy, collector_class):
+def test_workers_read_a_local_copy(address, shm_path, policy):
     """Stores on a network mount are read once a node, by a mirror in one of the workers."""
     local = shm_path / "local"
     scheme = parts.DoubleBufferSyncScheme(address, local, poll_interval_s=0.05)
-    with parts.collecting(policy, scheme, collector_class=collector_class) as collector:
+    with parts.collecting(policy, scheme) as collector:
         for value in (2.0, 3.0):
             update(collector, policy, value)  # returns when both have said so, in their copy
             assert states(collector) == [value, value]

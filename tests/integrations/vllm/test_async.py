@@ -7,6 +7,8 @@ The program goes through what befalls such an engine, the last of it being its d
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.engines.vllm_engines import (
     ANSWERS_TELL_VERSIONS,
     NEEDS_VLLM,
@@ -28,16 +30,12 @@ def test_tokens_of_an_engine_are_of_the_versions_that_it_reports(directory, reco
 
 
 @IN_SOAKS_ALONE
-def test_two_ranks_switch_as_one_and_stage_no_more_than_they_must(shm_path, record_property):
-    """With a model of 100 MB, and the extension's way."""
-    env = environment(processes=True, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
-    for figure in observe("vllm_async.py", shm_path, "two-ranks", env=env).items():
-        record_property(*figure)
+@pytest.mark.parametrize("role", ["two-ranks", "short-of-cache"])
+def test_ranks_switch_as_one_and_preempted_requests_go_on(shm_path, role, record_property):
+    """Two ranks have a model of 100 MB, and the extension's way.
 
-
-@IN_SOAKS_ALONE
-def test_preempted_requests_go_on_with_the_new_weights_and_say_so(shm_path, record_property):
-    """With pause="wait"; vLLM holds them for ones that have not begun."""
-    env = environment(processes=False, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
-    for figure in observe("vllm_async.py", shm_path, "short-of-cache", env=env).items():
+    With pause="wait", vLLM holds preempted requests for ones that have not begun.
+    """
+    env = environment(processes=role == "two-ranks", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    for figure in observe("vllm_async.py", shm_path, role, env=env).items():
         record_property(*figure)

@@ -42,9 +42,6 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-Make = Callable[[list[str], asyncio.AbstractEventLoop], Engine]
-
-
 def note_async(calls: list[str], name: str) -> Callable[..., Any]:
     async def call(*_: Any, **__: Any) -> bool:
         calls.append(name)
