@@ -1068,6 +1068,27 @@ def test_a_value_cached_by_its_weight_s_version_counter_is_computed_anew(staged)
     assert switched.patched == PATCHED
 
 
+@pytest.mark.parametrize("module", ["sglang.srt.distributed.parallel_state", "vllm.distributed.x"])
+def test_messages_of_ranks_are_no_weights(module):
+    """SGLang's heads refer to the group of their ranks, whose memory each message changes."""
+
+    class Group:
+        def __init__(self) -> None:
+            self.memory = 0
+
+    class Head(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.group = Group()
+
+        def process(self) -> None:
+            self.group.memory += 1
+
+    Group.__module__ = module
+    switched = Switched(lambda: Model(a=Head(), b=Layer()), two_tensors())
+    assert switched.switch_often(two_tensors) == PLANNED
+
+
 def test_another_layout_is_proven_anew():
     switched = Switched(two_layers, two_tensors())
     assert switched.switch_often(two_tensors)[-1]

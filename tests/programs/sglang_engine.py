@@ -24,6 +24,7 @@ from tests.support.engines.sglang_engines import (
     version_told,
 )
 from tests.support.engines.tiny_models import make_model, save_model, transformers_greedy
+from tests.support.waiting import until
 
 FORMS: dict[str, Callable[[torch.nn.Module], Any]] = {
     "of eight bits": lambda layer: layer.float().to(torch.float8_e4m3fn),
@@ -61,7 +62,9 @@ def main(directory: str) -> None:
     rename(scene, path / "renamed")
     stay(scene, path / "kept")
     lose_weights(scene, path / "lost")
-    switch_and_fail(scene, path / "store")
+    attest(scene, path / "attested")
+    switch(scene, path / "store")
+    fail(scene, path / "store")
     leave(path, "nothing came")
     greedy(scene.engine)  # its schedulers die of it, and this process with them
     leave(path, "answered")
@@ -122,6 +125,28 @@ def fail_at_first(scene: Scene, store: Path) -> None:
         assert (greedy(engine), label(engine)) == (scene.expected[0], "default")
 
 
+def attest(scene: Scene, store: Path) -> None:
+    """Both ranks switch by copies, and compare their weights with them while the engine serves."""
+    engine = scene.engine
+    with (
+        dbuffer.WeightSender(store) as sender,
+        following(engine, store, attest=True) as follower,
+    ):
+
+        def is_attested() -> bool:
+            assert follower.sync() is None
+            record = DoubleBuffer(store).receiver("engine")
+            return record is not None and record.attested_at is not None
+
+        sender.send(scene.weights[0])
+        follower.sync()  # a reload of weights that were lost: there are no copies to compare with
+        for index in (1, 0):
+            sender.send(scene.weights[index])
+            follower.sync()
+            until("the weights are compared", is_attested)
+            assert greedy(engine) == scene.expected[index]
+
+
 def rename(scene: Scene, store: Path) -> None:
     names = dbuffer.NameMap().prefix("actor.", "model.")
     theirs = {name: f"actor.{name[6:]}" for name in scene.weights[1]}
@@ -169,8 +194,8 @@ def lose_weights(scene: Scene, store: Path) -> None:
         assert (greedy(engine), label(engine)) == (scene.expected[0], "1")
 
 
-def switch_and_fail(scene: Scene, store: Path) -> None:
-    """Switch, refuse misfits, take a load back that fails on one rank; leave the engine broken."""
+def switch(scene: Scene, store: Path) -> None:
+    """Switch, and refuse misfits."""
     engine, weights, expected = scene
     with dbuffer.WeightSender(store) as sender, following(engine, store) as follower:
         for version, index in ((1, 1), (2, 0)):
@@ -194,6 +219,18 @@ def switch_and_fail(scene: Scene, store: Path) -> None:
                 follower.sync()
             assert "the engine serves on with version 2" in str(refusal.value)
             assert greedy(engine) == expected[0]
+
+
+def fail(scene: Scene, store: Path) -> None:
+    """Take back a load that fails on one rank, and leave the engine broken.
+
+    Loaders get each version where there is no fast path.
+    """
+    engine, weights, expected = scene
+    with (
+        dbuffer.WeightSender(store) as sender,
+        following(engine, store, plan=False) as follower,
+    ):
         before = sender.send(weights[1]).version
         follower.sync()
         assert greedy(engine) == expected[1]

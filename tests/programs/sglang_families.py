@@ -12,9 +12,11 @@ import pytest
 
 import dbuffer
 from dbuffer.integrations.sglang import follow
+from dbuffer.store.buffer import DoubleBuffer
 from tests.support.engines.families import CONFIGURATIONS, save_family
 from tests.support.engines.sglang_engines import greedy, label, prefork, start_engine
 from tests.support.engines.tiny_models import save_model
+from tests.support.waiting import until
 
 ORDER = (1, 0, 1, 0)
 """Of the two checkpoints, as they are published: where switches are copies, the last ones are."""
@@ -86,11 +88,20 @@ def run(directory: Path, case: Case) -> None:
     engine = start_engine(pair[0], **arguments)
     fresh.insert(0, greedy(engine))
     assert all(one != other for one, other in zip(*fresh, strict=True))
-    with dbuffer.WeightSender(store) as sender, follow(engine, store) as follower:
+    with dbuffer.WeightSender(store) as sender, follow(engine, store, attest=True) as follower:
         for version, number in enumerate(ORDER, start=1):
             sender.send(pair[number])
             assert follower.sync() is not None
             assert (greedy(engine), label(engine)) == (fresh[number], str(version))
+
+        def is_compared() -> bool:
+            assert follower.sync() is None
+            record = DoubleBuffer(store).receiver(follower.engine_id)
+            return record is not None and not record.is_attestable
+
+        until("the weights are compared", is_compared)
+        record = DoubleBuffer(store).receiver(follower.engine_id)
+        assert record.attested_at is not None
 
 
 def save(family: str, directory: Path, seed: int) -> Path:

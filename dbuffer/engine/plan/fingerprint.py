@@ -50,6 +50,10 @@ _NOT_LOOKED_INTO = (
 _COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
 """Modules of compiled code: it reads parameters where they lie, and no reload makes it anew."""
 
+_GROUPS = ("sglang.srt.distributed.", "vllm.distributed.")
+"""Modules of what ranks talk through: its memory changes with each message, and no load makes it.
+"""
+
 _CACHING = type(functools.lru_cache(len))
 
 _MAPPINGS = (dict, types.MappingProxyType)
@@ -156,7 +160,9 @@ class ModelFingerprint:
 
 def _is_code(thing: Any) -> bool:
     """Whether a thing holds no weights: code, or what the whole process shares."""
-    return isinstance(thing, _NOT_LOOKED_INTO) or type(thing).__module__.startswith(_COMPILED)
+    return isinstance(thing, _NOT_LOOKED_INTO) or type(thing).__module__.startswith(
+        (*_COMPILED, *_GROUPS)
+    )
 
 
 def _slots_of(thing: Any) -> Iterator[str]:
