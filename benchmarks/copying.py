@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from benchmarks.models import Weights
-from dbuffer.format.words import Integers
+from dbuffer.format.ranges import Integers
 from dbuffer.io.changes import Words
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import as_bytes

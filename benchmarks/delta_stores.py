@@ -17,7 +17,7 @@ from benchmarks.copying import scatter
 from benchmarks.measure import median, timed
 from benchmarks.models import Weights
 from benchmarks.processes import as_network, scratch_folder
-from dbuffer.format.words import Integers
+from dbuffer.format.ranges import Integers
 from dbuffer.io.changes import Words
 from dbuffer.io.copier import Copier
 

@@ -21,9 +21,9 @@ from benchmarks.transfers import Times
 from dbuffer.format import delta
 from dbuffer.format.layout import Layout, TensorSpec, digest
 from dbuffer.format.lineage import VersionId
-from dbuffer.io.changes import Changes, bytes_in, cut_work, find_changes
+from dbuffer.io.changes import Changes, cut_work, find_changes
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import apply_delta, changed_positions, encode_delta
+from dbuffer.io.delta import apply_delta, changed_places, encode_delta
 from dbuffer.io.tensors import FileTensors
 
 _RUN = "0" * 16
@@ -136,14 +136,13 @@ def _measure(shapes: Shapes, copier: Copier, *, samples: int) -> tuple[float, Ti
     versions = _versions(before, [models.nudged(tensor) for tensor in before])
     found = _find(versions, copier)
     encoded, *chunks = _file(versions, found)
-    prefix_bytes = delta.PREFIX_BYTES
-    _, xxh3 = delta.decode_prefix(encoded[:prefix_bytes])
-    layout, header = versions.before.layout, encoded[prefix_bytes:]
-    decoded = delta.decode_header(header, xxh3, layout, versions.layout_xxh3)
+    layout = versions.before.layout
+    decoded = delta.decode_header(
+        lambda start, size: encoded[start : start + size], layout, versions.layout_xxh3
+    )
     target, copied = _contents(layout), _contents(layout)
     words = np.frombuffer(target.raw, np.uint16)
-    positions = changed_positions(decoded, chunks.__getitem__, copier)
-    places = np.concatenate([at + layout.offsets[i] // 2 for i, at in positions.items()])
+    places = changed_places(decoded, chunks.__getitem__, copier) // 2
     values = np.frombuffer(versions.after.raw, np.uint16)[places]
     tensors = versions.after.views
     del before
@@ -154,7 +153,7 @@ def _measure(shapes: Shapes, copier: Copier, *, samples: int) -> tuple[float, Ti
             MEMCPY: lambda: copier.write(copied, tensors),
             FIND: lambda: _find(versions, copier),
             HASHED: lambda: _find_and_hash(versions, copier),
-            APPLY: lambda: apply_delta(decoded, chunks.__getitem__, target, copier),
+            APPLY: lambda: apply_delta(decoded, chunks.__getitem__, target.data, copier),
             COMPARE: lambda: _compare(versions.before, copied, copier, takes=False),
             TAKE: lambda: _compare(versions.before, copied, copier, takes=True),
             SCATTER: lambda: scatter(places, values, words, copier),
@@ -167,7 +166,8 @@ def _measure(shapes: Shapes, copier: Copier, *, samples: int) -> tuple[float, Ti
 
 
 def _find(versions: _Versions, copier: Copier) -> Changes:
-    return find_changes(versions.before, bytes_in(versions.after), copier)
+    before, after = versions.before, versions.after
+    return find_changes(before.data, after.data, before.layout, copier)
 
 
 def _find_and_hash(versions: _Versions, copier: Copier) -> None:

@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
@@ -34,7 +34,7 @@ from dbuffer.format.manifest import FORMAT, Record, decodable, decode
 from dbuffer.runtime.lazy import cached_property
 
 if TYPE_CHECKING:
-    from dbuffer.format.words import WordRanges
+    from dbuffer.format.ranges import ByteRanges
 
 ALIGNMENT_BYTES = 64
 """A cache line, the widest vector register, and a multiple of every dtype's size."""
@@ -220,16 +220,16 @@ class Layout:
         ]
 
     @cached_property
-    def widths(self) -> list[int]:
-        """Bytes of a *word* of each tensor: of an element, and at most 8."""
-        return [min(ITEM_BYTES[spec.dtype], 8) for spec in self.specs]
+    def byte_ranges(self) -> ByteRanges:
+        """Byte ranges of the tensors, counted from the first one."""
+        return self.byte_ranges_from(self.offsets)
 
-    @cached_property
-    def word_ranges(self) -> dict[int, WordRanges]:
-        """Places of the tensors, by the bytes of their words: 1, 2, 4 or 8."""
-        from dbuffer.format.words import WordRanges  # numpy is much to import for a command
+    def byte_ranges_from(self, starts: Sequence[int]) -> ByteRanges:
+        """Return the byte ranges of tensors that begin elsewhere than in this layout."""
+        from dbuffer.format.ranges import ByteRanges  # numpy is much to import for a command
 
-        return WordRanges.by_width(self.offsets, self.sizes, self.widths)
+        word_bytes = [min(ITEM_BYTES[spec.dtype], 8) for spec in self.specs]
+        return ByteRanges.of(starts, self.sizes, word_bytes)
 
     def _cuts(self) -> list[tuple[int, int, int]]:
         """Tensor, first byte and end of what blocks begin anew with: tensors, or their pieces."""

@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from dbuffer.errors import StoreCorruptError
-from dbuffer.format.delta import (
-    PREFIX_BYTES,
-    DeltaHeader,
-    decode_header,
-    decode_prefix,
-    words_per_element,
-)
+from dbuffer.format.delta import DeltaHeader, decode_header
 from dbuffer.format.layout import Layout, Piece, digest
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE
-from dbuffer.format.words import Integers
+from dbuffer.format.ranges import Integers
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import Excerpt, ReadChunk, apply_delta, changed_positions
+from dbuffer.io.delta import ReadChunk, apply_delta, changed_places, elements_at
 from dbuffer.io.tensors import FileTensors, unpack_checksums
 from dbuffer.io.transfer import OnBytes, read_tensors
 from dbuffer.runtime.translated import TranslatedErrors
@@ -84,7 +79,12 @@ class ChainReader:
             if manifest.anchor is None:
                 return checksums
             since = manifest.file_version
-        self._apply_after(since, memory, copier, on_bytes=on_bytes)
+        for later in manifest.deltas_after(since):
+            self._use(
+                later,
+                lambda header, read: apply_delta(header, read, memory.data, copier),
+                on_bytes,
+            )
         return copier.checksums(memory) if hashed else None
 
     def read_pieces(self, pieces: Sequence[Piece], memory: FileTensors, copier: Copier) -> None:
@@ -101,26 +101,11 @@ class ChainReader:
             pieces=tuple(p._replace(tensor=i, offset=0) for i, p in enumerate(pieces)),
         )
         read_tensors(held.file.number, held.path, own, memory, copier, hashed=False)
-        starts = np.array([layout.offsets[p.tensor] + p.offset for p in pieces], np.int64)
-        sizes = np.array([p.num_bytes for p in pieces], np.int64)
-        places, order = np.array(own.offsets, np.int64), np.argsort(starts)
-        excerpt = Excerpt(starts[order], (starts + sizes)[order], places[order])
-        self._apply_after(manifest.file_version, memory, copier, excerpt=excerpt)
-
-    def _apply_after(
-        self,
-        version: VersionId,
-        memory: FileTensors,
-        copier: Copier,
-        *,
-        excerpt: Excerpt | None = None,
-        on_bytes: OnBytes | None = None,
-    ) -> None:
-        for later in self._held.manifest.deltas_after(version):
+        starts = [layout.offsets[piece.tensor] + piece.offset for piece in pieces]
+        for later in manifest.deltas_after(manifest.file_version):
             self._use(
                 later,
-                lambda header, read: apply_delta(header, read, memory, copier, excerpt),
-                on_bytes,
+                lambda header, read: apply_delta(header, read, memory.data, copier, (own, starts)),
             )
 
     def changed_since(self, version: VersionId, copier: Copier) -> dict[int, Integers]:
@@ -129,13 +114,12 @@ class ChainReader:
         Returns:
             Flat positions of elements, ascending, by the tensor's index.
         """
-        parts: dict[int, list[Integers]] = {}
+        changed = [np.empty(0, np.int64)]
         for later in self._held.manifest.deltas_after(version):
-            changed = self._use(later, lambda header, read: changed_positions(header, read, copier))
-            for index, positions in changed.items():
-                parts.setdefault(index, []).append(positions)
-        words = {index: words_per_element(self._layout.specs[index]) for index in parts}
-        return {index: _united(some, words[index]) for index, some in parts.items()}
+            changed.append(
+                self._use(later, lambda header, read: changed_places(header, read, copier))
+            )
+        return elements_at(self._layout, np.concatenate(changed))
 
     def expected(self, known: Mapping[VersionId, list[int]]) -> list[int] | None:
         """Expected checksums of all tensors of the held version.
@@ -153,13 +137,13 @@ class ChainReader:
             return None
         expected = list(expected)
         for version in later:
-            if (checksums := self.header(version).checksums) is None:
+            if (checksums := self.header(version).record.checksums) is None:
                 raise StoreCorruptError(
                     f"{self._held.name}: the delta that leads to {version} was written without "
                     "checksums of its tensors"
                 )
-            for index, checksum in checksums.items():
-                expected[index] = checksum
+            for index, checksum in checksums:
+                expected[index] = int(checksum, 16)
         return expected
 
     def header(self, version: VersionId) -> DeltaHeader:
@@ -199,9 +183,7 @@ class ChainReader:
     def _read_header(self, path: Path | str, file: Descriptor, version: VersionId) -> DeltaHeader:
         chain, layout_xxh3 = self._held.manifest.chain, self._held.manifest.layout_xxh3
         assert layout_xxh3 is not None  # noqa: S101 - the manifest is complete
-        num_bytes, data_xxh3 = decode_prefix(_read_at(path, file, 0, PREFIX_BYTES))
-        data = _read_at(path, file, PREFIX_BYTES, num_bytes)
-        header = decode_header(data, data_xxh3, self._layout, layout_xxh3)
+        header = decode_header(partial(_read_at, path, file), self._layout, layout_xxh3)
         base, record = chain[chain.index(version) - 1], header.record
         if (record.base, record.id) != (base, version):
             raise StoreCorruptError(
@@ -224,15 +206,3 @@ def _naming(path: Path | str) -> TranslatedErrors:
 def _read_at(path: Path | str, file: Descriptor, offset: int, num_bytes: int) -> bytes:
     with os_errors("read a delta", path):
         return filesystem.read_at(file.number, offset, num_bytes)
-
-
-def _united(parts: list[Integers], words: int) -> Integers:
-    """Positions of elements that are in any of the parts, which count words; ascending."""
-    if len(parts) == 1 and words == 1:
-        return parts[0]
-    # Not np.unique, whose table of hashes takes ten times as long as sorting does.
-    together = np.sort(np.concatenate(parts)) // words
-    is_first = np.ones(len(together), bool)
-    is_first[1:] = together[1:] != together[:-1]
-    first: Integers = together[is_first]
-    return first

@@ -2,40 +2,35 @@
 
 Bits are compared, not numbers: -0.0 is not 0.0, and a NaN is itself. `dbuffer.format.delta`
 describes words and chunks; `dbuffer.io.delta` makes a file of the chunks, and applies it.
+
+Words are compared by numpy, in the copier's threads: torch takes longer to compare short words and
+to find the differing ones, and torch's own threads wait for each other if cores are busy.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 from dbuffer.format import delta
-from dbuffer.format.delta import CHUNK_BYTES, Chunk
-from dbuffer.format.layout import BLOCK_BYTES, Layout
-from dbuffer.format.words import Integers, WordRanges
+from dbuffer.format.delta import CHUNK_BYTES, GAP_BYTES, Chunk
+from dbuffer.format.layout import Layout, digest
+from dbuffer.format.ranges import Integers
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import FileTensors, flat_view, split_evenly
+from dbuffer.io.tensors import split_evenly
 
 Words = npt.NDArray[Any]
 """Unsigned numbers of one size."""
 
-Bytes = npt.NDArray[np.uint8]
-
 WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
-
-_RUN_BYTES = BLOCK_BYTES
-"""Bytes that are compared together. Each call of numpy lets go of the interpreter's lock, and then
-waits while another thread has it: few calls, then; and yet a core's cache holds most of a run."""
-
-_SAMPLE_WORDS = 1 << 14
 
 _SHARES_A_THREAD = 8
 """Threads take pieces of work one by one; more of them, and the last one is waited for less."""
@@ -58,28 +53,19 @@ class Changes:
     def joined(cls, parts: Iterable[Changes]) -> Changes:
         """Join the changes of several parts of a version."""
         parts = list(parts)
-        chunks = [chunk for part in parts for chunk in part.chunks]
         return cls(
-            sorted(chunks, key=lambda chunk: chunk[0][:2]),
+            sorted(chunk for part in parts for chunk in part.chunks),
             {tensor for part in parts for tensor in part.tensors},
         )
 
     def encode(self) -> bytes:
-        """Return the chunks for another rank: their number in 8 bytes, their rows, their bytes."""
-        rows = np.array([row for row, _ in self.chunks], delta.CHUNK_ROW)
-        bodies = [body for _, body in self.chunks]
-        return b"".join([len(rows).to_bytes(8, "little"), rows.tobytes(), *bodies])
+        """Return the chunks for another rank."""
+        return msgspec.msgpack.encode(self.chunks)
 
     @classmethod
     def decode(cls, data: memoryview) -> Changes:
         """Return the changes that `encode` has encoded, without the tensors."""
-        rows = np.frombuffer(data, delta.CHUNK_ROW, int.from_bytes(data[:8], "little"), 8)
-        chunks, at = [], 8 + rows.nbytes
-        for row in rows.tolist():
-            chunk = Chunk(*row)
-            chunks.append((chunk, bytes(data[at : at + chunk.stored_bytes])))
-            at += chunk.stored_bytes
-        return cls(chunks, set())
+        return cls(msgspec.msgpack.decode(data, type=list[tuple[Chunk, bytes]]), set())
 
 
 class Patch(NamedTuple):
@@ -89,24 +75,17 @@ class Patch(NamedTuple):
     """Ascending places in the file, counted in words of this size."""
     words: Words
 
-    @property
-    def width(self) -> int:
-        return self.words.itemsize
 
-    def cut(self) -> Iterator[Patch]:
-        """Yield the part of it in each range of the file that makes a chunk."""
-        if not len(self.places):
-            return
-        step = CHUNK_BYTES // self.width
-        starts = np.arange(step, int(self.places[-1]) + 1, step)
-        ends = [*self.places.searchsorted(starts).tolist(), len(self.places)]
-        for start, end in itertools.pairwise([0, *ends]):
-            if start < end:
-                yield Patch(self.places[start:end], self.words[start:end])
+class _Range(NamedTuple):
+    """Range of memory whose changes make a chunk."""
+
+    start: int
+    end: int
+    word_bytes: int
 
 
-_Differences: TypeAlias = tuple[Integers, Words, Words]
-"""Ascending places of words that differ, the old words there, and the new."""
+_FindChanges: TypeAlias = Callable[[_Range], tuple[Integers, Words]]
+"""Function that returns ascending positions of words in a range, and new minus old of each."""
 
 
 def cut_work(sizes: Sequence[int], copier: Copier) -> list[tuple[int, int]]:
@@ -115,128 +94,133 @@ def cut_work(sizes: Sequence[int], copier: Copier) -> list[tuple[int, int]]:
 
 
 def find_changes(
-    before: FileTensors,
-    after: Bytes,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    layout: Layout,
     copier: Copier,
     *,
-    first_byte: int = 0,
     file_starts: Sequence[int] | None = None,
     share: tuple[int, int] = (0, 1),
     max_changed: float = math.inf,
 ) -> Changes:
-    """Compare a version with the bytes of the next, and encode what differs.
+    """Compare a version with the next, and encode what differs.
 
     Args:
-        before: the version to start from.
-        after: bytes of the next version, from ``first_byte`` on.
+        before: bytes of the version to start from.
+        after: bytes of the next version.
+        layout: layout of both.
         copier: its threads do it.
-        first_byte: a tensor's first byte in the memory of ``before``.
-        file_starts: where each tensor of ``before`` begins in the weights file; None if they have
-            the file's layout.
+        file_starts: where each tensor begins in the weights file; None if they have the file's
+            layout.
         share: number of this rank, and number of ranks; each compares its share of the file.
         max_changed: words that may differ. When more do, the comparison ends.
     """
-    layout, end = before.layout, first_byte + len(after)
-    ranges = list(_ranges(layout, first_byte, end))
+    ranges = _ranges(layout)
     first, last = (number * len(ranges) // share[1] for number in (share[0], share[0] + 1))
-    ranges = ranges[first:last]
-    chunks: dict[int, list[tuple[Chunk, bytes]]] = {}
+
+    scratch = _Scratch()
+
+    def find(some: _Range) -> tuple[Integers, Words]:
+        old, new = (side[some.start : some.end] for side in (before, after))
+        width = some.word_bytes
+        return _compare(words_in(old, width), words_in(new, width), scratch)
+
+    return _encode(find, ranges[first:last], layout, copier, file_starts, max_changed)
+
+
+def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copier) -> Changes:
+    """Write a patch into the bytes of the version before; return what that changed."""
+    words, width = words_in(memory, patch.words.itemsize), patch.words.itemsize
+
+    def find(some: _Range) -> tuple[Integers, Words]:
+        first, end = patch.places.searchsorted((some.start // width, some.end // width)).tolist()
+        places, new = patch.places[first:end], patch.words[first:end]
+        differences = new - words.take(places)
+        words[places] = new
+        (differs,) = differences.nonzero()
+        return places.take(differs) - some.start // width, differences.take(differs)
+
+    ranges = [some._replace(word_bytes=width) for some in _ranges(layout)]
+    return _encode(find, ranges, layout, copier)
+
+
+def _ranges(layout: Layout) -> list[_Range]:
+    """Cut memory into ranges, and these into words of the smallest element in each."""
+    ranges, end = [], layout.checksums_offset
+    for start in range(0, end, CHUNK_BYTES):
+        stop = min(start + CHUNK_BYTES, end)
+        sizes = layout.byte_ranges.within(start, stop).word_bytes
+        if len(sizes):
+            ranges.append(_Range(start, stop, int(sizes.min())))
+    return ranges
+
+
+def _encode(
+    find: _FindChanges,
+    ranges: list[_Range],
+    layout: Layout,
+    copier: Copier,
+    file_starts: Sequence[int] | None = None,
+    max_changed: float = math.inf,
+) -> Changes:
+    """Encode the changes in each range; see `find_changes`."""
+    chunks: list[tuple[Chunk, bytes]] = []
     changed: set[int] = set()
     num_changed = 0
-    old = bytes_in(before)
+    starts = None if file_starts is None else np.array(file_starts, np.int64)
 
     def work(first: int, end: int) -> None:
         nonlocal num_changed
-        mask = np.empty(_RUN_BYTES // 8, np.bool_)
-        for number in range(first, end):
+        for some in ranges[first:end]:
             if num_changed > max_changed:
                 return
-            width, start, stop = ranges[number]
-            tensors = layout.word_ranges[width].within(start // width, stop // width)
-            sides = old[start:stop], after[start - first_byte : stop - first_byte]
-            old_words, new_words = (side.view(WORDS[width]) for side in sides)
-            differs = _compare(old_words, new_words, start // width, tensors, mask)
-            chunks[number] = list(_encoded(tensors, differs, file_starts))
-            changed.update(tensors.tensors[tensors.counts_of(differs[0]) > 0].tolist())
-            num_changed += len(differs[0])  # less, if another thread does so now: no harm
+            width = some.word_bytes
+            places, differences = find(some)
+            places += some.start // width
+            tensors = layout.byte_ranges.within(some.start, some.end).in_words(width)
+            counts = tensors.counts(places)
+            if counts.sum() < len(places):  # padding differs, too
+                inside = tensors.owners(places) >= 0
+                places, differences = places[inside], differences[inside]
+            changed.update(tensors.tensors[counts > 0].tolist())
+            if starts is not None:
+                places += (starts[tensors.tensors] // width - tensors.starts).repeat(counts)
+            if len(places):
+                chunks.append(_encode_chunk(places, differences))
+            num_changed += len(places)  # less, if another thread does so now: no harm
 
-    copier.in_parallel(work, cut_work([stop - start for _, start, stop in ranges], copier))
-    return Changes([chunk for number in sorted(chunks) for chunk in chunks[number]], changed)
-
-
-def apply_patches(patches: Iterable[Patch], contents: FileTensors, copier: Copier) -> Changes:
-    """Write patches into memory that holds the version before; return what that changed."""
-    parts = [
-        part for patch in sorted(patches, key=lambda patch: patch.width) for part in patch.cut()
-    ]
-    chunks: dict[int, tuple[Chunk, bytes]] = {}
-    changed: set[int] = set()
-
-    def work(first: int, end: int) -> None:
-        for number in range(first, end):
-            places, new = parts[number]
-            words = file_words(contents, new.itemsize)
-            old = words.take(places)
-            (differs,) = (old != new).nonzero()
-            if len(differs):
-                chunks[number] = _encode_chunk(places[differs], old[differs], new[differs])
-                tensors = contents.layout.word_ranges[new.itemsize]
-                changed.update(tensors.tensors[tensors.counts_of(places[differs]) > 0].tolist())
-            words[places] = new
-
-    copier.in_parallel(work, cut_work([len(part.places) for part in parts], copier))
-    return Changes([chunks[number] for number in sorted(chunks)], changed)
+    copier.in_parallel(work, cut_work([some.end - some.start for some in ranges], copier))
+    return Changes(sorted(chunks), changed)
 
 
-def _ranges(layout: Layout, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the width of the words, the first byte and the end of each chunk between two bytes."""
-    for width, tensors in layout.word_ranges.items():
-        tensors = tensors.within(start // width, -(-end // width))
-        firsts = np.maximum(tensors.starts * width, start)
-        lasts = np.minimum(tensors.ends * width, end) - 1
-        num_open = np.zeros(-(-end // CHUNK_BYTES) + 1, np.int64)
-        np.add.at(num_open, firsts // CHUNK_BYTES, 1)
-        np.add.at(num_open, lasts // CHUNK_BYTES + 1, -1)
-        for number in num_open.cumsum().nonzero()[0].tolist():
-            at = number * CHUNK_BYTES
-            yield width, max(at, start), min(at + CHUNK_BYTES, end)
+class _Scratch(threading.local):
+    """A thread's own memory for words of a range, and flags: new memory takes longer than both."""
+
+    def __init__(self) -> None:
+        self.differences = np.empty(CHUNK_BYTES, np.uint8)
+        self.flags = np.empty(CHUNK_BYTES // 8, np.bool_)
 
 
-def _compare(
-    old: Words, new: Words, start: int, tensors: WordRanges, mask: npt.NDArray[np.bool_]
-) -> _Differences:
-    """Find the words that differ in a range of the memory, which begins with the word ``start``."""
-    runs, step = [], _RUN_BYTES // old.itemsize
-    for at in range(0, len(old), step):
-        places, *words = _compare_run(old[at : at + step], new[at : at + step], mask)
-        places += start + at
-        runs.append((places, *words))
-    places, old_words, new_words = map(_joined, zip(*runs, strict=True))
-    if tensors.counts_of(places).sum() < len(places):  # padding or other tensors differ, too
-        inside = tensors.owners(places) >= 0
-        places, old_words, new_words = places[inside], old_words[inside], new_words[inside]
-    return places, old_words, new_words
+def _compare(old: Words, new: Words, scratch: _Scratch) -> tuple[Integers, Words]:
+    """Find the words that differ: their positions, and new minus old.
 
-
-def _compare_run(old: Words, new: Words, mask: npt.NDArray[np.bool_]) -> _Differences:
-    """Find the words that differ, with their positions in the run.
-
-    Eight bytes are compared at a time, and single words only where these differ. The length of a
-    run is a multiple of `ALIGNMENT_BYTES`, as tensors and chunks begin at such multiples.
+    Eight bytes are looked at together, and single words only where these differ. The length is a
+    multiple of `ALIGNMENT_BYTES`, as tensors and chunks begin at such multiples.
     """
-    old_eights, new_eights = old.view(np.uint64), new.view(np.uint64)
-    mask = np.not_equal(old_eights, new_eights, out=mask[: len(old_eights)])
-    fours = mask.view(np.uint32)  # four of the mask at a time: few of them are true
+    differences = scratch.differences[: new.nbytes].view(new.dtype)
+    np.subtract(new, old, out=differences)
+    eights = differences.view(np.uint64)
+    flags = np.not_equal(eights, 0, out=scratch.flags[: len(eights)])
+    fours = flags.view(np.uint32)  # four of them at a time: few are set
     (groups,) = (fours != 0).nonzero()
     if 3 * len(groups) > 2 * len(fours):
-        (positions,) = (old != new).nonzero()
-        return positions, old.take(positions), new.take(positions)
+        (positions,) = (differences != 0).nonzero()
+        return positions, differences.take(positions)
     (hits,) = fours.take(groups).view(np.bool_).nonzero()
-    eights = _positions_in(groups, hits, 4)
-    some_old, some_new = (side.take(eights).view(old.dtype) for side in (old_eights, new_eights))
-    (hits,) = (some_old != some_new).nonzero()
-    positions = _positions_in(eights, hits, 8 // old.itemsize)
-    return positions, some_old.take(hits), some_new.take(hits)
+    positions = _positions_in(groups, hits, 4)
+    differences = eights.take(positions).view(new.dtype)
+    (hits,) = (differences != 0).nonzero()
+    return _positions_in(positions, hits, 8 // new.itemsize), differences.take(hits)
 
 
 def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:
@@ -248,82 +232,29 @@ def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:
     return positions
 
 
-def _encoded(
-    tensors: WordRanges, differs: _Differences, file_starts: Sequence[int] | None
-) -> Iterator[tuple[Chunk, bytes]]:
-    """Yield the chunks of the words that differ in a range."""
-    places, old, new = differs
-    if file_starts is None:
-        if len(places):
-            yield _encode_chunk(*differs)
-        return
-    for index, start, some in tensors.split(places):
-        in_file = file_starts[index] // old.itemsize
-        yield _encode_chunk(places[some] + (in_file - start), old[some], new[some])
-
-
-def _encode_chunk(places: Integers, old: Words, new: Words) -> tuple[Chunk, bytes]:
-    """Encode words at ascending places in the file."""
-    code, values = delta.DIFFERENCES, _zigzag(new - old)
-    num_words = int(places[-1] - places[0]) + 1
-    if 2 * len(places) > num_words and not _is_shorter(values, new):
-        code, values = delta.NEW_WORDS, new
-    streams = [*delta.split_planes(_gaps_of(places)), *delta.split_planes(values)]
-    stored = [delta.pack(stream) for stream in streams]
+def _encode_chunk(places: Integers, differences: Words) -> tuple[Chunk, bytes]:
+    """Encode the differences of words at ascending places in the file."""
+    width = differences.itemsize
+    gaps = np.zeros(len(places), WORDS[GAP_BYTES])
+    np.subtract(places[1:], places[:-1], out=gaps[1:], casting="unsafe")
+    gaps[1:] -= 1
+    zigzag = (differences << 1) ^ -(differences >> (8 * width - 1))
+    stored = [_pack_plane(plane) for words in (gaps, zigzag) for plane in _planes_of(words)]
     body = b"".join([np.array(list(map(len, stored)), "<u4").tobytes(), *stored])
-    chunk = Chunk(
-        word_bytes=new.itemsize,
-        first_word=int(places[0]),
-        num_words=num_words,
-        num_changed=len(places),
-        raw_bytes=sum(map(len, streams)),
-        stored_bytes=len(body),
-        xxh3=xxhash.xxh3_64_intdigest(body),
-        values=code,
-    )
-    return chunk, body
+    first, last = int(places[0]), int(places[-1])
+    num_bytes = width * (last + 1 - first)
+    return Chunk(first * width, num_bytes, width, len(places), len(body), digest(body)), body
 
 
-def _gaps_of(places: Integers) -> Words:
-    """Return the gaps before each place, as 16-bit numbers."""
-    between = places[1:] - places[:-1]
-    between -= 1
-    gaps = np.zeros(len(places), np.uint16)
-    (long,) = (between >= delta.ESCAPE).nonzero()
-    times, between[long] = np.divmod(between.take(long), delta.ESCAPE)
-    gaps[1:] = between
-    return np.insert(gaps, np.repeat(long + 1, times), delta.ESCAPE) if len(long) else gaps
+def _planes_of(words: Words) -> Words:
+    """Return the lowest byte of each word, the next one of each, and so on."""
+    return words.view(np.uint8).reshape(len(words), words.itemsize).T
 
 
-def _zigzag(differences: Words) -> Words:
-    top = 8 * differences.dtype.itemsize - 1
-    return (differences << 1) ^ -(differences >> top)
+def _pack_plane(plane: Words) -> bytes:
+    return delta.pack(np.ascontiguousarray(plane)) if plane.any() else b""
 
 
-def _is_shorter(differences: Words, values: Words) -> bool:
-    """Whether words are stored in fewer bytes as differences, judged by a sample of them."""
-    step = max(1, len(values) // _SAMPLE_WORDS)
-
-    def size(words: Words) -> int:
-        return sum(len(delta.pack(plane)) for plane in delta.split_planes(words[::step]))
-
-    return size(differences) <= size(values)
-
-
-def _joined(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def words_in(tensor: torch.Tensor) -> Words:
-    """Return the memory of a plain tensor as words."""
-    return flat_view(tensor).numpy().view(WORDS[min(tensor.itemsize, 8)])
-
-
-def bytes_in(contents: FileTensors) -> Bytes:
-    """Return all the memory of ``contents``."""
-    return np.frombuffer(contents.raw, np.uint8)[: contents.layout.checksums_offset]
-
-
-def file_words(contents: FileTensors, width: int) -> Words:
-    """Return all the memory of ``contents`` as words of one size."""
-    return np.frombuffer(contents.raw, WORDS[width], len(contents.raw) // width)
+def words_in(memory: torch.Tensor, width: int) -> Words:
+    """Return flat bytes of main memory as words."""
+    return memory.numpy().view(WORDS[width])

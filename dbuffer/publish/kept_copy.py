@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from dbuffer.format.layout import ITEM_BYTES, Layout
-from dbuffer.io.changes import Changes, Patch, apply_patches, bytes_in, cut_work, find_changes
+from dbuffer.io.changes import Changes, Patch, apply_patch, cut_work, find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, new_memory
 from dbuffer.publish.shards import Box, flat_index, whole_box
@@ -37,17 +37,14 @@ class KeptCopy:
 
     def __init__(self, boxes: Sequence[Box] | None, layout: Layout, copier: Copier) -> None:
         specs = layout.specs
-        self._file_starts: list[int] | None = None
-        """Place of each box in the weights file, where boxes are rows of tensors."""
         if boxes is None:
             boxes = [whole_box(index, spec.shape) for index, spec in enumerate(specs)]
-        else:
-            self._file_starts = [
-                layout.offsets[box.tensor]
-                + flat_index(box.start, specs[box.tensor].shape)
-                * ITEM_BYTES[specs[box.tensor].dtype]
-                for box in boxes
-            ]
+        self._file_starts = [
+            layout.offsets[box.tensor]
+            + flat_index(box.start, specs[box.tensor].shape) * ITEM_BYTES[specs[box.tensor].dtype]
+            for box in boxes
+        ]
+        """Place of each box in the weights file, where boxes are rows of tensors."""
         self.boxes = boxes
         self._specs = [specs[box.tensor]._replace(shape=box.shape) for box in boxes]
         self._copier = copier
@@ -92,14 +89,16 @@ class KeptCopy:
             new = FileTensors(self._scratch_of(layout.checksums_offset), layout)
             self._copy(batch, new.views, elements_in, one_by_one=one_by_one)
             if num_changed <= max_changed:
+                start = contents.layout.offsets[batch.start]
                 found = find_changes(
-                    contents,
-                    bytes_in(new),
+                    contents.data[start : start + len(new.data)],
+                    new.data,
+                    layout,
                     self._copier,
-                    first_byte=contents.layout.offsets[batch.start],
-                    file_starts=self._file_starts,
+                    file_starts=self._file_starts[batch.start : batch.stop],
                     max_changed=max_changed - num_changed,
                 )
+                found = Changes(found.chunks, {batch.start + index for index in found.tensors})
                 parts.append(found)
                 num_changed += found.num_changed
             self._copier.copy_tensors(self._views_of(batch), new.views)
@@ -120,9 +119,10 @@ class KeptCopy:
     def _views_of(self, batch: range) -> list[torch.Tensor]:
         return self.contents.views[batch.start : batch.stop]
 
-    def patch(self, patches: Sequence[Patch]) -> Changes:
-        """Write patches of whole tensors; return what that changed."""
-        changes = apply_patches(patches, self.contents, self._copier)
+    def patch(self, patch: Patch) -> Changes:
+        """Write a patch of whole tensors; return what that changed."""
+        contents = self.contents
+        changes = apply_patch(patch, contents.data, contents.layout, self._copier)
         self._forget_digests(changes.tensors)
         return changes
 
@@ -154,11 +154,12 @@ class KeptCopy:
         return [digest for number in in_order for digest in self._digests[number]]
 
     def _batches(self, numbers: range) -> Iterator[range]:
-        """Cut boxes that follow each other into batches of bounded size."""
+        """Cut boxes into batches of bounded size that follow each other in the file."""
         first, num_bytes = numbers.start, 0
         for number in numbers:
-            size = self._specs[number].num_bytes
-            if number > first and num_bytes + size > _BATCH_BYTES:
+            size, starts = self._specs[number].num_bytes, self._file_starts
+            is_full = num_bytes + size > _BATCH_BYTES
+            if number > first and (is_full or starts[number] < starts[number - 1]):
                 yield range(first, number)
                 first, num_bytes = number, 0
             num_bytes += size

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from dbuffer.errors import InvalidWeightsError, WeightsMismatchError
-from dbuffer.format.delta import words_per_element
 from dbuffer.format.layout import Layout, TensorSpec
-from dbuffer.format.words import Integers
-from dbuffer.io.changes import Patch, Words, words_in
-from dbuffer.io.tensors import DTYPES, refuse_overflow
+from dbuffer.format.ranges import Integers
+from dbuffer.io.changes import WORDS, Patch, words_in
+from dbuffer.io.tensors import DTYPES, flat_view, refuse_overflow
 from dbuffer.weights.sources import problem_of_memory
 
 _INTEGERS = frozenset(
@@ -42,8 +41,10 @@ class SparsePatch:
     shape: tuple[int, ...] | None = None
 
 
-def patches_of(patches: Iterable[SparsePatch], layout: Layout) -> list[Patch]:
-    """Return patches of a layout's tensors as patches of its file, checked.
+def patch_of(patches: Iterable[SparsePatch], layout: Layout) -> Patch:
+    """Return patches of a layout's tensors as a patch of its file, checked.
+
+    Its words have the size of the smallest element that is patched.
 
     Raises:
         InvalidWeightsError: one is no `SparsePatch` of plain tensors, or says two things of one
@@ -52,7 +53,7 @@ def patches_of(patches: Iterable[SparsePatch], layout: Layout) -> list[Patch]:
     """
     if not isinstance(patches, Iterable):
         raise InvalidWeightsError(f"patches are a list of SparsePatch, not {patches!r:.80}")
-    by_tensor: dict[int, Patch] = {}
+    by_tensor: dict[int, tuple[Integers, torch.Tensor]] = {}
     for patch in patches:
         _check_form(patch)
         name = layout.aliases.get(patch.name, patch.name)
@@ -62,15 +63,17 @@ def patches_of(patches: Iterable[SparsePatch], layout: Layout) -> list[Patch]:
         if index in by_tensor:
             raise InvalidWeightsError(f"two patches of {patch.name!r}, or of a tensor tied to it")
         spec = layout.specs[index]
-        places, words = _words_of(_cast(patch, spec), spec)
-        by_tensor[index] = Patch(places + layout.offsets[index] // words.itemsize, words)
-    by_width: dict[int, list[Patch]] = {}
-    for _, found in sorted(by_tensor.items()):
-        by_width.setdefault(found.width, []).append(found)
-    return [
-        Patch(*(np.concatenate(column) for column in zip(*some, strict=True)))
-        for some in by_width.values()
-    ]
+        by_tensor[index] = _checked(_cast(patch, spec), spec)
+    in_order = sorted(by_tensor.items())
+    width = min((min(values.itemsize, 8) for _, (_, values) in in_order), default=1)
+    places, words = [np.empty(0, np.int64)], [np.empty(0, WORDS[width])]
+    for index, (positions, values) in in_order:
+        per_element = values.itemsize // width
+        first = layout.offsets[index] // width
+        within = np.arange(first, first + per_element)
+        places.append((positions[:, None] * per_element + within).reshape(-1))
+        words.append(words_in(flat_view(values), width))
+    return Patch(np.concatenate(places), np.concatenate(words))
 
 
 def _check_form(patch: Any) -> None:
@@ -107,8 +110,8 @@ def _cast(patch: SparsePatch, spec: TensorSpec) -> SparsePatch:
     return replace(patch, values=patch.values.detach().to(dtype))
 
 
-def _words_of(patch: SparsePatch, spec: TensorSpec) -> tuple[Integers, Words]:
-    """Return the ascending places of words in the tensor, and the words that go there."""
+def _checked(patch: SparsePatch, spec: TensorSpec) -> tuple[Integers, torch.Tensor]:
+    """Return ascending positions in the tensor, and the values that go there."""
     what, dtype, count = f"the patch of {patch.name!r}", DTYPES[spec.dtype], math.prod(spec.shape)
     if patch.shape is not None and tuple(patch.shape) != spec.shape:
         raise WeightsMismatchError(
@@ -130,11 +133,7 @@ def _words_of(patch: SparsePatch, spec: TensorSpec) -> tuple[Integers, Words]:
         places, values = _in_order(what, places, values)
     if len(places) and not 0 <= int(places[0]) <= int(places[-1]) < count:
         raise WeightsMismatchError(f"{what} has indices outside of 0 to {count - 1}")
-    words = words_in(values)
-    per_element = words_per_element(spec)
-    if per_element > 1:
-        places = (places[:, None] * per_element + np.arange(per_element)).reshape(-1)
-    return places, words
+    return places, values
 
 
 def _in_order(what: str, places: Integers, values: torch.Tensor) -> tuple[Integers, torch.Tensor]:

@@ -24,7 +24,7 @@ from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors, file_under
 from dbuffer.publish.delta_chain import DeltaChain
 from dbuffer.publish.draft import Progress
-from dbuffer.publish.patches import SparsePatch, patches_of
+from dbuffer.publish.patches import SparsePatch, patch_of
 from dbuffer.publish.publication import (
     PendingPublication,
     Publication,
@@ -231,10 +231,10 @@ class WeightSender(Publisher):
                     "after each error"
                 )
             footer, self._last_share = base.footer, base  # patches that are refused spoil nothing
-            in_file = patches_of(patches, footer.layout)
+            patch = patch_of(patches, footer.layout)
             self._last_share = None
             unread = Source((), [], {})
-            request = PublishRequest(started, unread, footer, version, checked, patches=in_file)
+            request = PublishRequest(started, unread, footer, version, checked, patch=patch)
             return self._count(self._publish_upon(base, request))
 
     def republish(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 from dbuffer.errors import StoreCorruptError
 from dbuffer.format.lineage import VersionId
 from dbuffer.io.chain_reader import ChainReader
-from dbuffer.io.changes import Changes, Patch, apply_patches, bytes_in, find_changes
+from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import MappedTensors
@@ -57,8 +57,8 @@ class PublishRequest:
     metadata: dict[str, Any]
     """Checked metadata; on rank 0."""
     progress: Progress | None = None
-    patches: Sequence[Patch] | None = None
-    """In place of a source: what differs from the last version."""
+    patch: Patch | None = None
+    """In place of a source: new words for the last version."""
 
 
 class Share(ABC):
@@ -134,8 +134,9 @@ class Share(ABC):
         assert self._file is not None  # noqa: S101 - there are two versions
         find = partial(
             find_changes,
-            before,
-            bytes_in(self._file),
+            before.data,
+            self._file.data,
+            self.footer.layout,
             self._copier,
             share=(self._world.rank, self._world.size),
             max_changed=max_changed(self.footer.layout),
@@ -187,7 +188,7 @@ class WholeShare(Share):
         self._chain = chain
         self._is_kept = is_kept
         self._patched: Changes | None = None
-        """Result of patches, for `compare`."""
+        """Result of a patch, for `compare`."""
 
     def read_back(self, held: Held) -> None:
         if self._copy is None:
@@ -203,8 +204,8 @@ class WholeShare(Share):
         return self._copier.checksums(self._file)
 
     def update(self, request: PublishRequest, *, is_compared: bool) -> Changes | None:
-        if request.patches is not None:
-            return self.copy.patch(request.patches)
+        if request.patch is not None:
+            return self.copy.patch(request.patch)
         elements, numbers = _elements_of(request), range(len(request.source.specs))
         one_by_one, changes = request.source.is_lazy, None
         if is_compared:
@@ -223,8 +224,8 @@ class WholeShare(Share):
             if draft.has_file:
                 return draft.fill(self._copy.contents.views, self._copier)
             return self._checksums_of_copy() if self._chain.hashed else None
-        if request.patches is not None:
-            checksums = self._write_patches(draft, request.patches)
+        if request.patch is not None:
+            checksums = self._write_patch(draft, request.patch)
         elif source.stream is not None:
             checksums = draft.fill_from_stream(source.stream, source.new_names, request.progress)
         elif source.is_lazy:
@@ -243,19 +244,20 @@ class WholeShare(Share):
         self._file_before = None
         return patched
 
-    def _write_patches(self, draft: Draft, patches: Sequence[Patch]) -> list[int] | None:
-        """Bring a draft's file to the last version, and write patches into it.
+    def _write_patch(self, draft: Draft, patch: Patch) -> list[int] | None:
+        """Bring a draft's file to the last version, and write a patch into it.
 
         Raises:
             StoreCorruptError: the published buffer was damaged.
         """
         self._bring_up_to_date(draft)
-        self._patched = changes = apply_patches(patches, draft.mapped, self._copier)
+        mapped = draft.mapped
+        self._patched = changes = apply_patch(patch, mapped.data, mapped.layout, self._copier)
         checksums = self._chain.last.checksums
         if checksums is None:
             return None
         changed = sorted(changes.tensors)
-        new = self._copier.checksums(draft.mapped, changed)
+        new = self._copier.checksums(mapped, changed)
         by_index = dict(enumerate(checksums)) | dict(zip(changed, new, strict=True))
         return list(by_index.values())
 

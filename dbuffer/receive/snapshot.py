@@ -14,7 +14,7 @@ import torch
 from dbuffer.errors import DBufferError, StoreCorruptError
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.format.lineage import Lineage, VersionId
-from dbuffer.format.words import Integers
+from dbuffer.format.ranges import Integers
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer

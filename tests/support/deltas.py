@@ -13,7 +13,7 @@ from dbuffer.format import delta
 from dbuffer.format.delta import DeltaHeader
 from dbuffer.format.layout import Layout, TensorSpec, digest
 from dbuffer.format.lineage import VersionId
-from dbuffer.io.changes import bytes_in, find_changes
+from dbuffer.io.changes import find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import encode_delta
 from dbuffer.io.tensors import DTYPES, FileTensors
@@ -101,10 +101,11 @@ class Step(NamedTuple):
 
 
 def decoded(header: bytes, step: Step) -> DeltaHeader:
-    prefix, rest = header[: delta.PREFIX_BYTES], header[delta.PREFIX_BYTES :]
-    num_bytes, xxh3 = delta.decode_prefix(prefix)
-    assert num_bytes >= 0
-    return delta.decode_header(rest, xxh3, step.layout, step.layout_xxh3)
+    def read(start: int, num_bytes: int) -> bytes:
+        assert num_bytes <= delta.MAX_HEADER_BYTES
+        return header[start : start + num_bytes]
+
+    return delta.decode_header(read, step.layout, step.layout_xxh3)
 
 
 def make_step(
@@ -117,7 +118,7 @@ def make_step(
 ) -> Step:
     layout = layout_of(before, dtypes)
     sides = Guarded(layout, before), Guarded(layout, after)
-    found = find_changes(sides[0], bytes_in(sides[1]), copier)
+    found = find_changes(sides[0].data, sides[1].data, layout, copier)
     checksums = tuple(map(copier.checksums, sides)) if hashed else None
     layout_xxh3 = digest(layout.encode())
     encoded, *chunks = encode_delta(
@@ -146,10 +147,10 @@ def verify_result(header: DeltaHeader, contents: FileTensors, copier: Copier) ->
     Raises:
         StoreCorruptError: a tensor differs, or the delta has no checksums.
     """
-    if header.checksums is None:
+    if (checksums := header.record.checksums) is None:
         raise StoreCorruptError("the delta has no checksums")
     found, specs = copier.checksums(contents), contents.layout.specs
-    wrong = [specs[at].name for at, checksum in header.checksums.items() if found[at] != checksum]
+    wrong = [specs[at].name for at, checksum in checksums if found[at] != int(checksum, 16)]
     if wrong:
         raise StoreCorruptError(
             f"{len(wrong)} tensors are not what delta {header.record.id} leads to: {wrong}"

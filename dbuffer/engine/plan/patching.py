@@ -18,7 +18,7 @@ import torch
 from dbuffer.engine.plan.attestation import as_integers, flat
 from dbuffer.engine.plan.load_trace import Copy, CopyOp, View
 from dbuffer.format.lineage import VersionId
-from dbuffer.format.words import Integers
+from dbuffer.format.ranges import Integers
 from dbuffer.io.copier import Copier
 
 Changed = Mapping[str, Integers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import tracemalloc
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +17,11 @@ from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format import delta
 from dbuffer.format.delta import Chunk, DeltaHeader
 from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.format.manifest import encode
 from dbuffer.io import changes as io_changes
 from dbuffer.io import delta as io_delta
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import apply_delta, changed_positions
+from dbuffer.io.delta import apply_delta, changed_places
 from tests.support.deltas import (
     Step,
     decoded,
@@ -45,7 +46,7 @@ def copier():
 
 
 def mixed(copier: Copier) -> Step:
-    """Small tensors of all kinds, in one range of the file, with words of each size."""
+    """Small tensors of all kinds, with words of each size."""
     rng = np.random.default_rng(0)
     dtypes = [
         *("bfloat16", "bfloat16", "int8", "float32", "bfloat16", "complex128", "float32"),
@@ -53,7 +54,9 @@ def mixed(copier: Copier) -> Step:
     ]
     sizes = [300, 500, 77, 40, 9, 33, 60, 64, 100, 1, 260, 21]
     shares = [0.02, 0.05, 0.1, 0.05, 0.9, 0.4, 1.0, 0.45, 0.4, 1.0, 0.01, 0.2]
-    return random_step(rng, dtypes, sizes, shares, copier)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(io_changes, "CHUNK_BYTES", 128)
+        return random_step(rng, dtypes, sizes, shares, copier)
 
 
 def cut(copier: Copier) -> Step:
@@ -65,8 +68,8 @@ def cut(copier: Copier) -> Step:
         return random_step(rng, dtypes, sizes, shares, copier)
 
 
-def new_words(copier: Copier) -> Step:
-    """Long gaps, and words that are stored as they are."""
+def far_apart(copier: Copier) -> Step:
+    """Long gaps, and streams that are stored as they are."""
     rng = np.random.default_rng(0)
     before = [torch.zeros(300_000).to(torch.uint8), random_tensor("float32", 3000, rng)]
     after = [before[0].clone(), torch.zeros(3000)]
@@ -76,47 +79,37 @@ def new_words(copier: Copier) -> Step:
 
 @pytest.fixture(scope="module")
 def steps(copier):
-    return [make(copier) for make in (mixed, cut, new_words)]
+    return [make(copier) for make in (mixed, cut, far_apart)]
 
 
-def seal(data: bytes) -> bytes:
+def seal(data: bytes, raw_bytes: int) -> bytes:
     """A header with the prefix that goes with it."""
-    return delta._PREFIX.pack(
-        delta.MAGIC, delta.DELTA_FORMAT, len(data), xxhash.xxh3_64_intdigest(data)
+    return (
+        delta._PREFIX.pack(
+            *(delta.MAGIC, delta.DELTA_FORMAT, len(data), raw_bytes),
+            xxhash.xxh3_64_intdigest(data),
+        )
+        + data
     )
 
 
-class Parts(NamedTuple):
+def fields_of(step: Step) -> dict[str, Any]:
     """What a header is made of."""
-
-    record: dict[str, object]
-    tensors: np.ndarray
-    chunks: np.ndarray
-
-    @classmethod
-    def of(cls, step: Step) -> Parts:
-        line, _, _ = step.encoded[delta.PREFIX_BYTES :].partition(b"\n")
-        header = step.header
-        rows = list(header.chunks)
-        return cls(json.loads(line), header.tensors.copy(), np.array(rows, delta.CHUNK_ROW))
-
-    def header(self) -> bytes:
-        tables = delta._encode_table(self.tensors) + delta._encode_table(self.chunks)
-        data = json.dumps(self.record).encode() + b"\n" + delta.pack(tables)
-        return seal(data) + data
+    return json.loads(encode(step.header.record))
 
 
-def with_chunk(step: Step, number: int, body: bytes, **fields: int) -> bytes:
+def header_of(fields: dict[str, Any]) -> bytes:
+    line = json.dumps(fields).encode()
+    return seal(delta.pack(line), len(line))
+
+
+def with_chunk(step: Step, number: int, body: bytes, **changed: int) -> bytes:
     """The header for a chunk that holds something else, with the digest that this has."""
-    parts = Parts.of(step)
-    row = parts.chunks[number]
-    row["stored_bytes"], row["xxh3"] = len(body), xxhash.xxh3_64_intdigest(body)
-    for name, value in fields.items():
-        row[name] = value
-    return parts.header()
-
-
-NUM_ROWS = ("num_tensors", "num_chunks")
+    fields = fields_of(step)
+    digest = xxhash.xxh3_64_hexdigest(body)
+    chunk = step.header.chunks[number]._replace(stored_bytes=len(body), xxh3=digest)
+    fields["chunks"][number] = chunk._replace(**changed)
+    return header_of(fields)
 
 
 def streams_of(step: Step, number: int) -> list[bytes]:
@@ -131,12 +124,10 @@ def body_of(streams: list[bytes]) -> bytes:
 
 def words_of(step: Step, chunk: Chunk) -> list[tuple[int, int]]:
     """First byte and end of everything that a chunk may write."""
-    layout, width = step.layout, chunk.word_bytes
-    first, end = width * chunk.first_word, width * (chunk.first_word + chunk.num_words)
     return [
-        (max(first, offset), min(end, offset + size))
-        for offset, size, own in zip(layout.offsets, layout.sizes, layout.widths, strict=True)
-        if own == width and offset < end and first < offset + size
+        (max(chunk.start, offset), min(chunk.end, offset + size))
+        for offset, size in zip(step.layout.offsets, step.layout.sizes, strict=True)
+        if offset < chunk.end and chunk.start < offset + size
     ]
 
 
@@ -150,7 +141,7 @@ def try_to_apply(step: Step, header: bytes, chunks: list[bytes], copier: Copier)
     read: DeltaHeader | None = None
     try:
         read = decoded(header, step)
-        apply_delta(read, chunks.__getitem__, contents, copier)
+        apply_delta(read, chunks.__getitem__, contents.data, copier)
         verify_result(read, contents, copier)
     except (StoreCorruptError, UnsupportedError) as error:
         contents.assert_guarded()
@@ -182,14 +173,16 @@ def damage(data: bytes, chance: random.Random) -> bytes:
 NUMBERS = (0, 1, 2, 254, 255, 256, 65535, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1)
 
 
-def damage_number(table: np.ndarray, chance: random.Random) -> None:
+def damage_number(row: list[Any], chance: random.Random) -> None:
     """One field of one row: a bit of it, next to it, or a number that is often wrong."""
-    if not len(table):
+    place = chance.randrange(len(row))
+    if isinstance(row[place], str):
+        row[place] = damage(row[place].encode(), chance).decode("latin-1")
         return
-    row, name = table[chance.randrange(len(table))], chance.choice(table.dtype.names)
-    bits, value = 8 * table.dtype[name].itemsize, int(row[name])
-    values = [value ^ 1 << chance.randrange(bits), value + 1, value - 1, chance.choice(NUMBERS)]
-    row[name] = chance.choice(values) % (1 << bits)
+    value = row[place]
+    row[place] = chance.choice(
+        [value ^ 1 << chance.randrange(64), value + 1, value - 1, chance.choice(NUMBERS)]
+    )
 
 
 def fuzz_bytes(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
@@ -198,7 +191,8 @@ def fuzz_bytes(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
     number, is_sealed = chance.randrange(-1, len(chunks)), chance.random() < 0.5
     if number < 0:
         data = damage(header[delta.PREFIX_BYTES :], chance)
-        return seal(data) + data if is_sealed else damage(header, chance), chunks
+        raw_bytes = delta._PREFIX.unpack_from(header)[3]
+        return seal(data, raw_bytes) if is_sealed else damage(header, chance), chunks
     swapped = chance.random() < 0.3
     chunks[number] = chance.choice(chunks) if swapped else damage(chunks[number], chance)
     return with_chunk(step, number, chunks[number]) if is_sealed else header, chunks
@@ -206,14 +200,16 @@ def fuzz_bytes(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
 
 def fuzz_fields(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
     """Fields of the header that are wrong."""
-    parts = Parts.of(step)
+    fields = fields_of(step)
     for _ in range(chance.choice((1, 1, 2, 3))):
         if chance.random() < 0.3:
             junk = [None, -1, 0, 1, 2**31, 2**63 - 1, 2**70, "", "x", [], {}, True, 1.5, "0" * 16]
-            parts.record[chance.choice(list(parts.record))] = chance.choice(junk)
+            fields[chance.choice(list(fields))] = chance.choice(junk)
         else:
-            damage_number(chance.choice((parts.tensors, parts.chunks)), chance)
-    return parts.header(), step.chunks
+            table = fields[chance.choice(("checksums", "chunks"))]
+            if isinstance(table, list) and table:
+                damage_number(chance.choice(table), chance)
+    return header_of(fields), step.chunks
 
 
 def fuzz_stream(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
@@ -222,18 +218,14 @@ def fuzz_stream(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
     number = chance.randrange(len(chunks))
     chunk, streams = step.header.chunks[number], streams_of(step, number)
     which = chance.randrange(len(streams))
-    raw_bytes = chunk.num_changed
-    num_where = delta.NUM_GAP_STREAMS
-    if which < num_where:
-        raw_bytes = (chunk.raw_bytes - chunk.num_changed * chunk.word_bytes) // num_where
-    raw = bytearray(delta.unpack(streams[which], raw_bytes))
+    stream = streams[which]
+    raw = bytearray(delta.unpack(stream, chunk.num_changed) if stream else chunk.num_changed)
     for _ in range(chance.randrange(1, 4)):
         raw[chance.randrange(len(raw))] = chance.choice((0, 1, 254, 255, chance.randrange(256)))
     data = damage(bytes(raw), chance) if chance.random() < 0.2 else bytes(raw)
     streams[which] = delta.pack(data)
     chunks[number] = body_of(streams)
-    fields = {"raw_bytes": chunk.raw_bytes + (len(data) - raw_bytes) * (which < num_where)}
-    return with_chunk(step, number, chunks[number], **fields), chunks
+    return with_chunk(step, number, chunks[number]), chunks
 
 
 WAYS = (fuzz_bytes, fuzz_fields, fuzz_stream)
@@ -263,48 +255,44 @@ def test_fuzz(steps, copier, way, record_property):
     ("prefix", "error"),
     [
         (b"", StoreCorruptError),
-        (bytes(23), StoreCorruptError),
-        (bytes(24), StoreCorruptError),
-        (delta._PREFIX.pack(delta.MAGIC, 2, 100, 0), UnsupportedError),
-        (delta._PREFIX.pack(delta.MAGIC, 1, 0, 0), StoreCorruptError),
-        (delta._PREFIX.pack(delta.MAGIC, 1, delta.MAX_HEADER_BYTES + 1, 0), StoreCorruptError),
+        (bytes(27), StoreCorruptError),
+        (bytes(28), StoreCorruptError),
+        (delta._PREFIX.pack(delta.MAGIC, 2, 100, 100, 0), UnsupportedError),
+        (delta._PREFIX.pack(delta.MAGIC, 1, 0, 0, 0), StoreCorruptError),
+        (delta._PREFIX.pack(delta.MAGIC, 1, 100, 99, 0), StoreCorruptError),
+        (delta._PREFIX.pack(delta.MAGIC, 1, 9, delta.MAX_HEADER_BYTES + 1, 0), StoreCorruptError),
     ],
 )
-def test_a_wrong_prefix_is_refused(prefix, error):
+def test_a_wrong_prefix_is_refused(steps, prefix, error):
     with pytest.raises(error):
-        delta.decode_prefix(prefix)
+        decoded(prefix, steps[0])
 
 
 class TestHeader:
-    def test_for_another_layout_or_with_another_digest(self, steps):
-        data = steps[0].encoded[delta.PREFIX_BYTES :]
-        layout, layout_xxh3 = steps[0].layout, steps[0].layout_xxh3
-        xxh3 = xxhash.xxh3_64_hexdigest(data)
-        few = Layout.of([TensorSpec("a", "bfloat16", (3,))])
-        for digest, other, other_xxh3, problem in (
-            ("0" * 16, layout, layout_xxh3, None),
-            (xxh3, layout, "1" * 16, None),
-            (xxh3, few, layout_xxh3, "of 1 tensors"),
-        ):
-            with pytest.raises(StoreCorruptError, match=problem):
-                delta.decode_header(data, digest, other, other_xxh3)
+    def test_for_another_layout(self, steps):
+        step, few = steps[0], Layout.of([TensorSpec("a", "bfloat16", (3,))])
+        with pytest.raises(StoreCorruptError, match="made for the layout"):
+            decoded(step.encoded, step._replace(layout_xxh3="1" * 16))
+        with pytest.raises(StoreCorruptError, match="not in the layout"):
+            decoded(step.encoded, step._replace(layout=few))
 
-    def test_that_contradicts_itself(self, steps):
-        whole = Parts.of(steps[0])
-        for wrong in (*({name: 2**40} for name in NUM_ROWS), {"is_hashed": False}):
-            with pytest.raises(StoreCorruptError):
-                decoded(whole._replace(record=whole.record | wrong).header(), steps[0])
+    def test_with_a_chunk_or_a_tensor_twice(self, steps):
+        for step in steps:
+            for name in ("chunks", "checksums"):
+                fields = fields_of(step)
+                fields[name].insert(1, fields[name][0])
+                with pytest.raises(StoreCorruptError):
+                    decoded(header_of(fields), step)
 
-    @pytest.mark.parametrize("name", [name for name in delta.CHUNK_ROW.names if name != "xxh3"])
+    @pytest.mark.parametrize("name", [name for name in Chunk._fields if name != "xxh3"])
     def test_each_field_of_a_chunk_counts(self, steps, copier, name):
         for step in steps:
-            for value in NUMBERS:
-                parts = Parts.of(step)
-                bits = 8 * parts.chunks.dtype[name].itemsize
-                if int(parts.chunks[-1][name]) != value % (1 << bits):
-                    parts.chunks[-1][name] = value % (1 << bits)
-                    outcome = try_to_apply(step, parts.header(), step.chunks, copier)
-                    assert outcome in ("header refused", "chunk refused", "found out")
+            chunk = step.header.chunks[-1]
+            for value in {*NUMBERS, *range(9)} - {getattr(chunk, name)}:
+                fields = fields_of(step)
+                fields["chunks"][-1] = chunk._replace(**{name: value})
+                outcome = try_to_apply(step, header_of(fields), step.chunks, copier)
+                assert outcome in ("header refused", "chunk refused", "found out")
 
 
 class TestStreams:
@@ -320,18 +308,26 @@ class TestStreams:
                 with pytest.raises(StoreCorruptError):
                     delta.unpack(wrong, raw_bytes)
 
-    def test_a_gap_that_never_ends(self, copier):
+    def test_gaps_that_lead_out_of_the_file(self, copier):
         before, after = torch.zeros(1_000_000), torch.zeros(1_000_000)
         after[[100, 900_000]] = 1
         step = make_step([before], [after], ["float32"], copier)
         streams, (chunk,) = streams_of(step, 0), step.header.chunks
-        assert chunk.raw_bytes > 2 * (2 + 4)
-        each = (chunk.raw_bytes - 8) // 2
-        for where in (0, 1):
-            raw = bytes(delta.unpack(streams[where], each))
-            streams[where] = delta.pack(raw[:-1] + b"\xff")
+        assert chunk.num_bytes > 4 << 16
+        streams[3] = delta.pack(b"\0\xff")
         body = body_of(streams)
-        assert try_to_apply(step, with_chunk(step, 0, body), [body], copier) == "chunk refused"
+        for fields in ({}, {"num_bytes": chunk.num_bytes + (0xFF << 26)}):
+            header = with_chunk(step, 0, body, **fields)
+            assert try_to_apply(step, header, [body], copier).endswith(" refused")
+
+    def test_words_larger_than_elements(self, copier):
+        """They might reach beyond the box that a rank's memory ends with."""
+        tensors = [torch.zeros(64).bfloat16(), torch.ones(64).bfloat16()]
+        step = make_step(tensors[:1], tensors[1:], ["bfloat16"], copier)
+        wide = make_step(*([tensor.view(torch.int64)] for tensor in tensors), ["int64"], copier)
+        fields = fields_of(step) | {"chunks": wide.header.chunks}
+        outcome = try_to_apply(step, header_of(fields), wide.chunks, copier)
+        assert outcome == "chunk refused"
 
     def test_positions_are_checked_for_who_wants_only_those(self, steps, copier):
         step = steps[0]
@@ -339,17 +335,16 @@ class TestStreams:
             chunks = list(step.chunks)
             chunks[number] = bytes(len(chunks[number]))
             with pytest.raises(StoreCorruptError):
-                changed_positions(step.header, chunks.__getitem__, copier)
+                changed_places(step.header, chunks.__getitem__, copier)
             header = decoded(with_chunk(step, number, chunks[number]), step)
             with pytest.raises(StoreCorruptError):
-                changed_positions(header, chunks.__getitem__, copier)
+                changed_places(header, chunks.__getitem__, copier)
 
 
 def test_the_steps_hold_every_kind_of_chunk(steps):
     chunks = [chunk for step in steps for chunk in step.header.chunks]
-    assert {chunk.values for chunk in chunks} == {delta.DIFFERENCES, delta.NEW_WORDS}
     assert {chunk.word_bytes for chunk in chunks} == {1, 2, 4, 8}
-    assert any(chunk.num_words > 3 * delta.ESCAPE for chunk in chunks)
+    assert any(chunk.num_bytes > 1 << 16 for chunk in chunks)
     tensors = [len(words_of(step, chunk)) for step in steps for chunk in step.header.chunks]
     assert min(tensors) == 1 < max(tensors)
     assert any(len(step.header.chunks) > len(step.layout.specs) for step in steps)

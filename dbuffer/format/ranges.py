@@ -1,0 +1,52 @@
+"""`ByteRanges`: places of tensors in a file or in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Integers: TypeAlias = npt.NDArray[np.int64]
+
+
+class ByteRanges(NamedTuple):
+    """Byte ranges of tensors, ascending and apart. Empty tensors are left out."""
+
+    tensors: Integers
+    """Their indices."""
+    starts: Integers
+    ends: Integers
+    word_bytes: Integers
+    """Size of the words of each: its elements, or 8 bytes of longer ones."""
+
+    @classmethod
+    def of(cls, *columns: Sequence[int]) -> Self:
+        """Return the ranges of tensors, in any order, by their first bytes, sizes and words."""
+        starts, sizes, word_bytes = (np.array(column, np.int64) for column in columns)
+        tensors = np.argsort(starts, kind="stable")
+        tensors = tensors[sizes[tensors] > 0]
+        return cls(tensors, starts[tensors], (starts + sizes)[tensors], word_bytes[tensors])
+
+    def within(self, start: int, end: int) -> Self:
+        """Return the tensors that have bytes in a range."""
+        first = int(self.ends.searchsorted(start, side="right"))
+        some = slice(first, int(self.starts.searchsorted(end)))
+        return type(self)(*(column[some] for column in self))
+
+    def in_words(self, width: int) -> Self:
+        """Return the ranges in words of this size, exact for tensors with such words."""
+        return self._replace(starts=self.starts // width, ends=self.ends // width)
+
+    def counts(self, places: Integers) -> Integers:
+        """Return the number of ascending places in each tensor."""
+        counts: Integers = places.searchsorted(self.ends) - places.searchsorted(self.starts)
+        return counts
+
+    def owners(self, places: Integers) -> Integers:
+        """Return the row that each place is in, or -1 if it is in none."""
+        rows = self.ends.searchsorted(places, side="right")
+        rows[rows == len(self.ends)] = -1
+        rows[self.starts[rows] > places] = -1
+        return rows
