@@ -1,4 +1,10 @@
-"""Program of `test_layers.py`, which says what it shows."""
+"""Layers that vLLM loads in its own ways, in real engines, against fresh ones on those weights.
+
+int8 layers, which are kernels with scales on a CPU; scales of quantised caches, which a checkpoint
+may lack; vLLM's Transformers backend, whose layers are half transformers' own; heads with a bias,
+and one that is tied to an embedding which is not vLLM's. What vLLM's reload would not load right is
+refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Program of `test_partial.py`, which says what it shows."""
+"""Versions that hold a part of a model, in real vLLM engines, against fresh ones on the whole.
+
+With linear layers packed as vLLM does on a CPU and live as on a GPU, tied embeddings and experts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Program of `test_plan.py`, which says what it shows."""
+"""Switches by copies alone, in real engines that are not what a plan takes for granted.
+
+Weights that something writes to while they serve, or replaces; a layer that derives something; a
+reranker that computes its head from its embedding; and a model that keeps published tensors beside
+its parameters.
+"""
 
 from __future__ import annotations
 

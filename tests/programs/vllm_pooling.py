@@ -1,4 +1,7 @@
-"""Program of `test_pooling.py`, which says what it shows."""
+"""Answers of a pooling model whose requests meet a switch: each is of one version, or an error.
+
+An `AsyncLLM` computes long prompts in chunks, and a switch comes between two of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Program of `test_stages.py`, which says what it shows."""
+"""Pipeline stages and spread experts, whose steps vLLM's CPU build cannot run: what each rank gets.
+
+Two ranks of our own over gloo, each with vLLM's own configuration, groups, loader and model of its
+stage (or of its half of the experts), follow a store as an engine's workers do. What they have
+after each switch is compared with what vLLM makes of the checkpoint, to the byte. What one rank
+cannot take, no rank takes.
+"""
 
 from __future__ import annotations
 
