@@ -207,7 +207,7 @@ class FollowLoop(RetryLoop):
     def _note_failure(self, error: Exception) -> None:
         version, seen = self._version, self._receiver.seen
         if version is not None and seen is not None and not self._is_exact:
-            version = max(version, seen.id.number)  # by which it was overtaken
+            version = max(version, seen.id.number)  # the version that overtook it
         of = "" if version is None else f"version {version} of "
         problem = f"{self._doing} {of}{self._receiver.store}: {message_of(error)}"
         is_lasting = isinstance(error, errors.WeightsMismatchError) or (

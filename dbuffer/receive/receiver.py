@@ -524,7 +524,7 @@ class WeightReceiver(Closing, ProcessBound):
     def close(self) -> None:
         """Stop watching. Acknowledgements stay in the store."""
         if self._is_inherited:
-            return  # in a fork, what it has is its parent's
+            return  # in a fork: these belong to the parent
         self._is_closed = True
         self._watcher.close()
         self.record.close()

@@ -131,7 +131,7 @@ def receiver_status(
     *,
     is_alive: bool,
 ) -> dict[str, Any]:
-    """Return the status of a receiver; ``metadata`` is that of the newest version."""
+    """Return the status of a receiver; ``metadata`` is the newest version's."""
     copied, lineage = record.copied, None if newest is None else newest.lineage
     lag = None if lineage is None else record.lag_behind(lineage, metadata)
     if lineage is not None and copied is not None and lineage.reaches(copied):

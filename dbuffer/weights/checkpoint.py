@@ -177,7 +177,7 @@ def _changed(file: Path) -> InvalidWeightsError:
 def _state_of(file: Path) -> tuple[int, ...] | None:
     try:
         found = file.stat()
-    except OSError:  # which those who read it raise
+    except OSError:  # a reader of the file raises it
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
 

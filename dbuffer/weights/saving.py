@@ -18,7 +18,7 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 """Size of a file above which the next one begins; a single tensor may be larger."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Ends of the names of files with weights, of which a checkpoint's are not copied."""
+"""Suffixes of files with weights, which `write_checkpoint` does not copy from ``beside``."""
 
 
 def write_checkpoint(

@@ -449,7 +449,7 @@ def _gatherable(
             "StateDictType.FULL_STATE_DICT"
         )
     whole: Any = tensor
-    is_zero3 = hasattr(tensor, "ds_shape")  # what DeepSpeed puts on what it partitions
+    is_zero3 = hasattr(tensor, "ds_shape")  # DeepSpeed's mark on a partitioned parameter
     is_bare = has_no_shape(tensor) or tensor.is_meta
     if not is_bare and (is_zero3 or hasattr(tensor, "full_tensor")):
         if not sharded and (is_zero3 or not _is_whole(whole)):

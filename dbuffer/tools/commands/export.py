@@ -26,7 +26,8 @@ def export(
     version: Annotated[
         int | None,
         typer.Option(
-            help="One that `dbuffer log` lists: its number, or RUN-NUMBER. Default: the newest.",
+            help="Number of a version, or RUN-NUMBER, as `dbuffer log` lists them. "
+            "Default: the newest.",
             metavar="VERSION",
             parser=parse_version,
         ),

@@ -31,7 +31,7 @@ def parse_version(text: str) -> int | VersionId:
 VersionArgument = Annotated[
     int,
     typer.Argument(
-        help="One that `dbuffer log` lists: its number, or RUN-NUMBER.",
+        help="Number of a version, or RUN-NUMBER, as `dbuffer log` lists them.",
         metavar="VERSION",
         parser=parse_version,
     ),
