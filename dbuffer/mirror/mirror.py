@@ -159,7 +159,7 @@ class Mirror(Closing, ProcessBound):
             WaitTimeoutError: after 10 s the local store still holds versions of another run, and no
                 mirror is copying a version of the source.
             NotReadyError: it runs already.
-            StoreAccessError: after 10 s it still cannot compare its two ends.
+            StoreAccessError, StoreCorruptError: after 10 s it still cannot compare its two ends.
             ClosedError: it was closed.
         """
         self._begin()

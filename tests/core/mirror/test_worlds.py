@@ -28,6 +28,9 @@ NUM_GROUPS = 4
 NUM_STEPS = 10
 POLL_S = 0.03
 
+NOT_FIT = (dbuffer.WaitTimeoutError, dbuffer.StoreAccessError, dbuffer.StoreCorruptError)
+"""Errors of a start if the target is not fit to be read yet, or the source is damaged."""
+
 pytestmark = pytest.mark.timing(
     bucket_list_s=0.05,
     bucket_records_s=0.05,
@@ -81,7 +84,7 @@ class World:
         self._ends[end] = one
         try:
             one.start()
-        except (dbuffer.WaitTimeoutError, dbuffer.StoreAccessError):  # it is not fit to be read yet
+        except NOT_FIT:
             self.stop(end)
 
     def stop(self, end: str) -> None:
