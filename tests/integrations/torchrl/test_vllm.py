@@ -339,7 +339,7 @@ def test_nothing_at_any_address_is_said_once(tmp_path, has_local, caplog):
     scheme = VLLMDoubleBufferSyncScheme(tmp_path / "remote" / "store", local)
     receiver = scheme.create_receiver("http://127.0.0.1:1")  # which need not answer yet
     assert [receiver.poll_and_apply(timeout) for timeout in (0.2, 0, 0)] == [False] * 3
-    [line] = [message for message in caplog.messages if str(tmp_path) in message]
+    [line] = [message for message in caplog.messages if "no weights so far in" in message]
     assert "remote_addr" in line
     assert scheme.remote_addr in line
     assert scheme.local_addr in line
