@@ -252,7 +252,6 @@ class RankReceiver:
             raise
         finally:
             self._state.is_updating = False
-            self._stager.use_device()
             self._stager.release(applied=self._id)
 
     @property
@@ -290,7 +289,11 @@ class RankReceiver:
             taken = {offer.taken for offer in offers}
             if len(versions) > 1:
                 must_load, highest = False, max(versions)
-                request = UpdateRequest(version=highest, run=request.run)
+                ids = [offer.taken for offer in offers if offer.version == highest and offer.taken]
+                run = (
+                    VersionId.parse(ids[0]).run if ids else None
+                )  # another than was asked for, maybe
+                request = UpdateRequest(version=highest, run=run)
                 # Some rank holds the highest, so it stays in the store until all do.
                 if staged is None or staged.version != highest:
                     self._stager.release()
@@ -367,7 +370,9 @@ class RankReceiver:
                     self.ranks.rank,
                     staged.version,
                 )
-                staged = self._take_whole(staged.id)
+                version = staged.id
+                del staged  # never two versions in memory at once
+                staged = self._take_whole(version)
             # Once more: it may have been checked before the version before it was loaded.
             self._model.require_no_mix(staged.layout, staged.version)
         # All ranks must learn of it, whatever it is; else they would wait for this one.
@@ -437,7 +442,8 @@ class RankReceiver:
             staged = self._recover(what, staged)
         self._state.note_loaded(staged.lineage, self.options.store, staged.metadata)
         self._problem = None, None
-        self._attested_at, self._is_attestable = None, self._attests
+        self._note_unattested()
+        self._stager.use_device()
         self._model.serve_again()
         return {
             "load_s": time.monotonic() - started,
@@ -480,7 +486,13 @@ class RankReceiver:
         self._write_record()
         return broken
 
+    def _note_unattested(self) -> None:
+        """Forget what was found before of weights, which were loaded now."""
+        self._stager.attested = None
+        self._attested_at, self._is_attestable = None, self._attests
+
     def _load_again(self, goal: VersionId | None) -> None:
+        self._note_unattested()
         if goal is None or self.options.partial:
             # A partial version does not tell what a later one has overwritten in addition.
             self._model.load_checkpoint()

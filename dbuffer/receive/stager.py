@@ -205,9 +205,13 @@ class DeviceMemory:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def room(self) -> int:
-        """Return how many bytes may be used, those in use included."""
-        free_bytes = free_on(self._bytes.device) - DEVICE_RESERVE_BYTES
-        return max(0, free_bytes + self._bytes.numel()) if self.may_use else 0
+        """Return how many bytes may be used: those in use, while there is room for as many."""
+        in_use = self._bytes.numel()
+        free_bytes = max(0, free_on(self._bytes.device) - DEVICE_RESERVE_BYTES + in_use)
+        if not self.may_use:
+            return 0
+        # What is free changes all the time; memory that followed it would be made anew each time.
+        return in_use if 0 < in_use <= free_bytes else free_bytes
 
     def resized(self, num_bytes: int) -> torch.Tensor:
         """Return memory of this size; or none, if others have taken the room meanwhile."""
@@ -294,7 +298,8 @@ class Stager(ProcessBound):
         self._memory = StagingMemory(pinned=pin_memory)
         self._device_memory = None if device is None else DeviceMemory(device)
         self._memories = threading.Lock()
-        """Held while a version is copied into these, or read there."""
+        """Held while a version is staged, until it is ready, and while it is attested. Nothing else
+        is staged while it is taken."""
         self._version = version
         self._loop = FollowLoop(receiver, "staging", logger, forked=forked)
         self._interrupt = threading.Event()
@@ -376,7 +381,6 @@ class Stager(ProcessBound):
                     raise request.error
                 assert self._staged is not None  # noqa: S101 - that was the answer
                 self._enter(State.TAKEN)
-                self.attested = None  # it may be the same version again
                 return self._staged
             finally:
                 self._request = None
@@ -416,7 +420,9 @@ class Stager(ProcessBound):
             return
         with self._memories:
             with self._condition:
-                self._drop_unless_taken()
+                if self._drop_unless_taken():
+                    self._receiver.record.write()
+                self._wake()
             self._device_memory.leave()
 
     def close(self) -> None:
@@ -501,6 +507,8 @@ class Stager(ProcessBound):
         staged = self._staged
         if self._state not in (State.READY, State.APPLIED):
             return None
+        if self._state is State.APPLIED and staged is not None:
+            self.attested = staged.id, None
         self._enter(State.EMPTY)
         self._let_go()
         return staged
@@ -539,7 +547,8 @@ class Stager(ProcessBound):
                     if self._on_found is not None:
                         self._on_found()
                     try:
-                        self._stage(version, exactly)
+                        with self._memories:
+                            self._stage(version, exactly)
                     except errors.SnapshotEvictedError:
                         self._receiver.record.count(evictions=1)
                         raise
@@ -568,8 +577,7 @@ class Stager(ProcessBound):
             if applied is not None and self._state is State.APPLIED and self._staged is applied:
                 self._enter(State.EMPTY)
                 # If the version was overwritten meanwhile, the comparison says nothing.
-                if self._let_go() and self._attest is not None:
-                    self.attested = applied.id, differing
+                self.attested = applied.id, differing if self._let_go() else None
                 self._receiver.record.write()
         # Here, without the lock, it is unmapped.
 
@@ -661,17 +669,16 @@ class Stager(ProcessBound):
 
     def _copied_part(self, snapshot: Snapshot, prepared: Prepared) -> Prepared:
         """Copy the prepared part into the device's memory, and into main memory if it is full."""
-        with self._memories:
-            on_device = torch.empty(0, dtype=torch.uint8)
-            sizes = prepared.staging_bytes(0)
-            if self._device_memory is not None:
-                sizes = prepared.staging_bytes(self._device_memory.room())
-                on_device = self._device_memory.resized(sizes[0])
-                if on_device.numel() < sizes[0]:
-                    sizes = prepared.staging_bytes(0)
-            memories = on_device, self._memory.resized(sizes[1])
-            with fork_streams([on_device])():
-                return prepared.copied_into(memories, snapshot.copy_parts)
+        on_device = torch.empty(0, dtype=torch.uint8)
+        sizes = prepared.staging_bytes(0)
+        if self._device_memory is not None:
+            sizes = prepared.staging_bytes(self._device_memory.room())
+            on_device = self._device_memory.resized(sizes[0])
+            if on_device.numel() < sizes[0]:
+                sizes = prepared.staging_bytes(0)
+        memories = on_device, self._memory.resized(sizes[1])
+        with fork_streams([on_device])():
+            return prepared.copied_into(memories, snapshot.copy_parts)
 
     def _needs_whole(self) -> bool:
         with self._condition:

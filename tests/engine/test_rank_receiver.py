@@ -249,6 +249,12 @@ def test_a_tensor_of_two_names_is_staged_under_both(staging, world, store):
     world.run(close)
 
 
+def times_staged(store: Path) -> int:
+    """How often all ranks staged a version, by what they say in the store."""
+    records = [DoubleBuffer(store).receiver(f"engine.rank-{rank}") for rank in range(SIZE)]
+    return sum(int(record.stats["staged"]) for record in records if record and record.staged)
+
+
 def staged_on_device(rank: int, version: int) -> int:
     """Bytes of a version in the device's memory; here that is main memory, too."""
     stager = _engine[-1][1]._stager
@@ -277,7 +283,9 @@ def test_a_version_is_staged_on_the_device_as_far_as_there_is_room_and_not_in_sl
         prove_the_plan(world, sender, "device")
         sender.send(weights(3))
         assert all(0 < each <= half + 4096 for each in world.run(staged_on_device, 3))
+        before = times_staged(store)
         assert world.run(sleep) == [0] * SIZE
+        until("it is staged again in main memory", lambda: times_staged(store) >= before + SIZE)
         sender.send(weights(4))
         assert world.run(staged_on_device, 4) == [0] * SIZE
         world.run(wake_up)
@@ -394,6 +402,23 @@ def test_a_switch_that_fails_on_one_rank_is_taken_back_on_all(staging, world, st
         failed = world.run(parameters)[1][0]
         assert require_right(world.run(update, 4), published) == [2, failed, 2, 2]
         sender.wait_applied(4, receivers=["engine"], timeout_s=0)
+    world.run(close)
+
+
+def is_attested(rank: int) -> bool:
+    return _engine[-1][1]._record.current.attested_at is not None
+
+
+def test_weights_that_were_loaded_again_are_compared_again(world, store):
+    with dbuffer.WeightSender(store) as sender:
+        prove_the_plan(world, sender, "copy", attest=True)
+        assert world.run(attested) == [(True, 2, False)] * SIZE
+        world.run(fail_next_switch)
+        sender.send(weights(3))
+        world.begin(update, 3)
+        for rank in range(SIZE):
+            assert "went back" in world.outcome(rank).message
+        assert world.run(is_attested) == [False] * SIZE
     world.run(close)
 
 

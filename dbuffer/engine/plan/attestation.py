@@ -86,7 +86,7 @@ def digest_of_all(parameters: Iterable[torch.Tensor]) -> int:
         if numbers.numel() < words.numel():
             numbers = _numbers(words.numel(), words.device)
         # Alone, a change of the highest bits of two words would add up to nothing.
-        mixed = words >> 32
+        mixed = _upper_half(words)
         mixed ^= words
         mixed *= numbers[: words.numel()]
         sums.append(mixed.sum())
@@ -113,10 +113,15 @@ def _chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield views
 
 
+def _upper_half(words: torch.Tensor) -> torch.Tensor:
+    """Return the upper halves of words of 64 bits. torch alone would repeat their signs above."""
+    return (words >> 32).bitwise_and_(0xFFFFFFFF)
+
+
 def _numbers(count: int, device: torch.device) -> torch.Tensor:
     """Return different odd numbers, in an order without a pattern."""
     numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     numbers *= _ODD[0]
-    numbers ^= numbers >> 32
+    numbers ^= _upper_half(numbers)
     numbers *= _ODD[1]
     return numbers.bitwise_or_(1)

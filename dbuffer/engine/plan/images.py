@@ -87,6 +87,8 @@ class Image:
             for name, value in self._shadow.__dict__.items()
             if name not in _HOLDING_TENSORS and value is not layer.__dict__.get(name)
         }
+        self._replaced: dict[str, Any] = {}
+        """Attributes that the layer had before, to be released with this."""
         self.copies()
 
     @property
@@ -124,10 +126,10 @@ class Image:
         return live is not None and mine is not None and same_bytes(live, mine)
 
     def hand_over(self) -> None:
-        """Give the layer the attributes; its old ones stay here, to be released later."""
+        """Give the layer the attributes, also a second time; its old ones stay here until then."""
         live = self._layer.__dict__
-        for name, value in self._attributes.items():
-            live[name], self._attributes[name] = value, live.get(name)
+        self._replaced = {name: live.get(name) for name in self._attributes}
+        live.update(self._attributes)
 
 
 def packed_layers(

@@ -253,20 +253,26 @@ class WeightLoader:
             *((image.name, image.copies) for image in switch.images),
         ]
 
+        def digest() -> int | None:
+            with reading() as may_read:
+                return digest_of_all(plan.parameters.values()) if may_read else None
+
         with fork_streams(plan.written)(), contextlib.ExitStack() as last:
+            # Before and after: something may write while parameters are compared.
+            before = digest() if self._comes_as_deltas else None
             for name, copies_of in compared:
                 with reading() as may_read:
                     if not may_read or plan is not self._plan or self._held != switch.version:
                         return None
                     if not all(same_bytes(*copy) for copy in copies_of()):
                         differing.append(name)
+            after = None if before is None else digest()
             if not last.enter_context(reading()):
                 return None
             if (replaced := plan.replaced()) is not None:
                 differing.append(replaced)
-            if not differing and self._comes_as_deltas:
-                digest = digest_of_all(plan.parameters.values())
-                self._attested = Attested(switch.version, digest)
+            if not differing and before is not None and before == after:
+                self._attested = Attested(switch.version, before)
         return differing
 
     def _reload_part(self, switch: PreparedSwitch) -> None:
