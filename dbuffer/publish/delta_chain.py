@@ -163,7 +163,8 @@ class DeltaChain:
     def begin(self, version: int, footer: Footer | None, *, with_delta: bool) -> Draft:
         """Claim the idle buffer for a version.
 
-        On a network mount, a version with a delta gets a weights file only if its anchor is far.
+        On a network mount, a version with a delta gets a weights file only if its anchor is far, or
+        readers cannot have the last version.
 
         Args:
             version: its number in the writer's run.
@@ -174,16 +175,16 @@ class DeltaChain:
         if base is not None:
             problem = self._problem_with(base)
             if problem is not None:
-                logger.warning(
-                    "%s: beginning a new chain of deltas, with a whole file: %s",
-                    self.writer.root,
-                    problem,
-                )
+                message = "%s: the next deltas lead from the next version on: %s"
+                logger.warning(message, self.writer.root, problem)
                 base = replace(base, delta_bytes={base.manifest.id: 0})
-            elif not self.maps_files and (with_file := _is_far_from_anchor(base)):
-                self.explain(
-                    "the next version gets a whole file: its anchor is many deltas, or bytes, back"
-                )
+            elif not self.maps_files:
+                with_file = _is_far_from_anchor(base)
+                if with_file:
+                    self.explain(
+                        "the next version gets a whole file: its anchor is many deltas, or bytes, "
+                        "back"
+                    )
         self._base, self._num_bytes = base, None
         self._draft = Draft(
             self.writer,

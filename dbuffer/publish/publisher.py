@@ -1,4 +1,16 @@
-"""`Publisher`: the path of every version: compare, claim, write, commit.
+"""`Publisher`: the path of every version, with the functions that do each step.
+
+1. Check: the sender's `send`, and `Publisher._checked`, before anything is touched.
+2. Find the base of a delta, if there is to be one: `_take_base`. It also says why there is none.
+3. On a network mount, with deltas: bring the copy in memory to the next version, and learn what
+   changed (`Share.update`).
+4. Claim the idle buffer: `_claim`, `DeltaChain.begin`, `Draft`, `BufferWriter.claim`.
+5. Write: `Share.write`.
+6. On a local mount, with deltas: compare the file with the last version's (`Share.compare`).
+7. Commit: `_commit`, `DeltaChain.add_delta` and `commit`, `Draft.commit`, `BufferWriter.commit`,
+   which replaces the pointer: from then on receivers see the version.
+
+A sharded trainer does each step on all ranks, 2, 4 and 7 on rank 0 for all.
 
 One thread at a time publishes or closes, and no forked child does. A writer that was closed in the
 middle of a publish would write into another file that has its descriptor's number since; a lock
@@ -32,6 +44,8 @@ from dbuffer.store.acknowledgements import receiver_lags
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import hold_version
 from dbuffer.weights.sources import Source
+
+_FAILED = "the last publish failed"
 
 EarlierSender: TypeAlias = Literal["earlier sender"]
 
@@ -85,6 +99,8 @@ class Publisher(Closing, ProcessBound, ABC):
         self._steps = steps
         self._last_share: Share | EarlierSender | None = EARLIER_SENDER if has_deltas else None
         """This rank's part of the last version, if the next version may come with a delta."""
+        self._why_no_base = _FAILED
+        """Why there is none, if there is none."""
         self._footer: Footer | None = None
 
     @property
@@ -252,12 +268,17 @@ class Publisher(Closing, ProcessBound, ABC):
         if base == EARLIER_SENDER:
             return self._resume(footer)
         if base is None:
-            self._explain_full("the last publish failed, or ranks hold other tensors")
+            self._explain_full(self._why_no_base)
+            self._why_no_base = _FAILED
         # By content: a rank may have one object for both footers, and another rank two.
         elif footer is not None and base.footer.layout_xxh3 != footer.layout_xxh3:
             self._explain_full("the last version has other tensors")
             return None
         return base
+
+    def _drop_base(self, why: str) -> None:
+        """Publish the next version without a delta."""
+        self._last_share, self._why_no_base = None, why
 
     def _explain_full(self, reason: str) -> None:
         if self._has_deltas and self._chain is not None:

@@ -264,7 +264,7 @@ class ShardedWeightSender(Publisher):
         [(source, inventory)] = described
         # All ranks decide about a base together, never one rank alone.
         if len({one["base"] for one in steps}) > 1:
-            self._last_share = None
+            self._drop_base("ranks are at different versions")
         versions = [one["version"] for one in steps]
         if len(set(versions)) > 1:
             ranks.each("compare the versions", lambda: _refuse_versions(versions))
@@ -274,7 +274,7 @@ class ShardedWeightSender(Publisher):
             # Not before all of it is right: the next publish of these tensors relies on it.
             self._inventory = inventory
             if self._last_share != EARLIER_SENDER:
-                self._last_share = None
+                self._drop_base("ranks hold other tensors than in the last version")
         source = self._placed(source)
         plain = self._footer_of(source)
         self._shard_writer.keep_only(plain.layout)

@@ -1,10 +1,16 @@
 """`Retention`: which files of a store stay, and why; all others are removed.
 
-A file stays if the manifest of A, of B or of a kept version names it. Other files in these
-directories, and other deltas, are left over: from a version that was replaced or dropped, or from a
-writer that died halfway. A writer removes them when it starts, and whenever it begins a version;
-half a version, which a manifest in the state ``writing`` names, when it begins a version. On a
-network mount a reader may still need a file, so it is removed later (`NetworkFiles`).
+A file stays if the manifest of A, of B or of a kept version names it. A writer removes all others
+when it starts (`recover`), and whenever it begins a version (`sweep`). A killed writer leaves:
+
+* half a weights file, named by a manifest in the state ``writing``: removed, or written anew, by
+  the next `sweep`;
+* a weights file or a delta that no manifest names: by `recover`, and by each `sweep`;
+* a kept version that was being dropped: the same, unless it is pinned;
+* in ``tmp``, files and directories that were to be renamed: when a writer starts, if they are older
+  than a minute (`remove_stale_temporaries`).
+
+On a network mount a reader may still need a file, so it is removed later (`NetworkFiles`).
 
 A kept version stays if it is pinned, or among as many as the writer keeps; see `kept`.
 """

@@ -5,7 +5,8 @@ A version becomes visible in :meth:`BufferWriter.commit`, and nowhere else.
 A publish is: claim the idle buffer (wait for its readers, mark its manifest ``writing``), write
 the weights file, commit (manifest ``complete``, then the pointer). Killed anywhere in between, a
 writer leaves the pointer on the other buffer, which it never touches; the kernel drops its
-locks; the next writer finds the idle buffer marked ``writing`` and starts it anew.
+locks; the next writer finds the idle buffer marked ``writing`` and starts it anew. `retention` says
+which files it removes, and when.
 """
 
 from __future__ import annotations
