@@ -38,6 +38,8 @@ from tests.support.soak import is_soak
 OK, BAD_REQUEST, NOT_FOUND, CONFLICT, INTERNAL, UNAVAILABLE = 200, 400, 404, 409, 500, 503
 STREAMS = 20
 REQUESTS = 2000 if is_soak() else 100
+NUM_SEEN = 3
+"""Versions that at least are seen: else there was nothing that could be labeled wrong."""
 EVERY_S = 0.3
 """Between two versions, under load."""
 STEPS_PER_VERSION = 10
@@ -406,17 +408,15 @@ async def label_right_under_load(program: Program, first: int) -> None:
     async def client(number: int) -> None:
         nonlocal left
         rng = random.Random(number)
-        while left > 0:
+        # On a quick machine, so many requests are answered before there are enough versions.
+        while left > 0 or len(seen) < NUM_SEEN or num_switched <= REQUESTS / 50:
             left -= 1
             await one(rng)
 
     async with publishing(program, first):
         await asyncio.gather(*(client(number) for number in range(STREAMS)))
     assert set(statuses) <= {OK, CONFLICT}
-    assert statuses.total() == REQUESTS
-    # Else there was nothing that could be labeled wrong.
-    assert num_switched > REQUESTS / 50
-    assert len(seen) >= 3
+    assert statuses.total() >= REQUESTS
 
 
 def choices_of(response: dict[str, Any]) -> list[dict[str, Any]]:
