@@ -57,6 +57,9 @@ class Prepared(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
+    def leave_device(self) -> None:
+        """Let go of memory of the engine's device that is not needed."""
+
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
         """Return this for other tensors with the same contents."""
 
@@ -416,6 +419,9 @@ class Stager(ProcessBound):
 
     def leave_device(self) -> None:
         """Give the device's memory back, and take none until :meth:`use_device`."""
+        with self._condition:
+            if self._staged is not None and self._staged.prepared is not None:
+                self._staged.prepared.leave_device()
         if self._device_memory is None:
             return
         with self._memories:

@@ -1331,6 +1331,15 @@ def test_patches_to_another_version_than_the_model_holds_are_not_used():
     assert torch.equal(switched.model.layers["a"].weight, newest["a.weight"])
 
 
+def test_an_engine_that_sleeps_keeps_no_patches_on_its_device():
+    switched = one_patched()
+    newest, switch = switched.prepare_next()
+    switch.leave_device()
+    assert switch.patches is None
+    switched.loads.apply(switch)
+    assert torch.equal(switched.model.layers["a"].weight, newest["a.weight"])
+
+
 @mapped_and_staged
 def test_a_tensor_of_which_much_changed_leaves_the_others_alone(staged, monkeypatch):
     monkeypatch.setattr(patching, "MAX_SHARE", 0.05)

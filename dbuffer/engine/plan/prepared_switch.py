@@ -105,6 +105,10 @@ class PreparedSwitch:
             patches = None
         return replace(self, tensors=offered, copies=self.plan.copies_of(offered), patches=patches)
 
+    def leave_device(self) -> None:
+        """Let go of the patches, which lie on the parameters' device."""
+        self.patches = None
+
     def with_plan(self, plan: CopyPlan) -> PreparedSwitch:
         """Bind a plan that leaves more layers to the reload to the same version."""
         return replace(
