@@ -35,7 +35,7 @@ from dbuffer.errors import (
 from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.receive.stager import Staged, Stager
+from dbuffer.receive.stager import Attestation, Staged, Stager
 from dbuffer.runtime.messages import described, listed
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
@@ -143,8 +143,8 @@ class RankReceiver:
 
         If some rank found other weights, all of them are unknown, and the next update reloads them.
         """
-        attested = self._stager.attested
-        mine = None if attested is None or attested[0] != self._id else [attested[1]]
+        attestation = self._attestation
+        mine = None if attestation is None else [attestation.differing]
         findings = [
             finding[0] for finding in self.ranks.gather(mine, begins=True) if finding is not None
         ]
@@ -192,6 +192,12 @@ class RankReceiver:
     @property
     def _id(self) -> VersionId | None:
         return None if self._applied is None else self._applied.id
+
+    @property
+    def _attestation(self) -> Attestation | None:
+        """Result of comparing this rank's weights with its version, or None before."""
+        last = self._stager.attestation
+        return None if last is None or last.version != self._id else last
 
     def catch_up(self) -> None:
         """Switch to the newest version, if there is one; for an engine that is just starting.
@@ -382,9 +388,9 @@ class RankReceiver:
 
     def _note_found(self) -> None:
         """Reload if this rank's weights are others than its version: nobody may have asked yet."""
-        attested = self._stager.attested
-        if attested is not None and attested[0] == self._id and attested[1]:
-            self._note_other_weights(listed(attested[1]))
+        attestation = self._attestation
+        if attestation is not None and attestation.differing:
+            self._note_other_weights(listed(attestation.differing))
 
     def _require_published(self, version: int) -> None:
         """Raise :class:`VersionError` for a version above the newest: waiting blocks the engine."""
@@ -488,7 +494,7 @@ class RankReceiver:
 
     def _note_unattested(self) -> None:
         """Forget what was found before of weights, which were loaded now."""
-        self._stager.attested = None
+        self._stager.attestation = None
         self._attested_at, self._is_attestable = None, self._attests
 
     def _load_again(self, goal: VersionId | None) -> None:

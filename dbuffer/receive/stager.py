@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -111,6 +111,14 @@ class Staged:
     def version(self) -> int:
         """The version's number."""
         return self.lineage.id.number
+
+
+class Attestation(NamedTuple):
+    """Result of comparing an engine's weights with the version that it applied last."""
+
+    version: VersionId
+    differing: Sequence[str] | None
+    """Names of parameters and layers that differ, or None if that could not be told."""
 
 
 class State(enum.Enum):
@@ -295,8 +303,8 @@ class Stager(ProcessBound):
         self._prepare = prepare
         self._on_found = on_found
         self._attest = attest
-        self.attested: tuple[VersionId, Sequence[str] | None] | None = None
-        """Version that was applied last, and what ``attest`` returned for it, or None before."""
+        self.attestation: Attestation | None = None
+        """Result for the version that was applied last, or None if it was not compared yet."""
         self._copy = copy
         self._memory = StagingMemory(pinned=pin_memory)
         self._device_memory = None if device is None else DeviceMemory(device)
@@ -514,7 +522,7 @@ class Stager(ProcessBound):
         if self._state not in (State.READY, State.APPLIED):
             return None
         if self._state is State.APPLIED and staged is not None:
-            self.attested = staged.id, None
+            self.attestation = Attestation(staged.id, None)
         self._enter(State.EMPTY)
         self._let_go()
         return staged
@@ -583,7 +591,8 @@ class Stager(ProcessBound):
             if applied is not None and self._state is State.APPLIED and self._staged is applied:
                 self._enter(State.EMPTY)
                 # If the version was overwritten meanwhile, the comparison says nothing.
-                self.attested = applied.id, differing if self._let_go() else None
+                is_valid = self._let_go()
+                self.attestation = Attestation(applied.id, differing if is_valid else None)
                 self._receiver.record.write()
         # Here, without the lock, it is unmapped.
 

@@ -512,8 +512,7 @@ def test_a_request_that_is_invalid_on_some_ranks_is_refused_on_all(world, store)
 
 def wait_until_compared(rank: int) -> None:
     receiver = _engine[-1][1]
-    stager = receiver._stager
-    until("compared", lambda: stager.attested and stager.attested[0] == receiver._id)
+    until("compared", lambda: receiver._attestation)
 
 
 def last_error(rank: int) -> str:

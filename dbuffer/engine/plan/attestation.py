@@ -1,7 +1,14 @@
 """Attestation: whether a model holds what a switch gave it, found out while it serves.
 
-After a switch, parameters are compared with what was staged, byte by byte. Their digest is taken
+After a switch, parameters are compared with the staged version, byte by byte. Their digest is taken
 then, on the device where they are; so a later look needs nothing of the version.
+
+`WeightLoader.attest` compares, in the stager's thread. When a follower asks, `RankReceiver.attest`
+collects the results of all ranks, and writes ``attested_at`` into the engine's record. The follower
+reads it there, for the label and the metric. If a rank has other weights, all ranks reload theirs.
+
+A write after the comparison stays unseen, unless the next switch patches; and so do writes into
+layers that stay with the reload, into buffers that are not published, and into a kernel's memory.
 """
 
 from __future__ import annotations
