@@ -97,6 +97,14 @@ class WeightsSpec:
         return None
 
 
+def _refuse_values(
+    specs: Iterable[TensorSpec], tensors: Collection[torch.Tensor], *, must_be_finite: bool
+) -> None:
+    refuse_overflow(specs, tensors)
+    if must_be_finite:
+        refuse_not_finite(specs, tensors)
+
+
 def _check_nothing() -> None:
     """Check nothing."""
 
@@ -128,9 +136,7 @@ class Source:
         Raises:
             InvalidWeightsError: there is one; the message names it.
         """
-        refuse_overflow(specs, tensors)
-        if self.must_be_finite:
-            refuse_not_finite(specs, tensors)
+        _refuse_values(specs, tensors, must_be_finite=self.must_be_finite)
 
     def fetched(self) -> Iterator[torch.Tensor]:
         """Yield all tensors, one at a time; each may be gone when the next has come.
@@ -249,9 +255,7 @@ class Describer:
             seen.add(name)
             checked = _gatherable(name, tensor, sharded=self.sharded)
             spec, fetched = spec_of(name, checked, self.dtype), fetch(checked)
-            refuse_overflow([spec], [fetched])
-            if self.require_finite:
-                refuse_not_finite([spec], [fetched])
+            _refuse_values([spec], [fetched], must_be_finite=self.require_finite)
             yield spec, fetched
 
     def _checked(self, pairs: Iterable[Any]) -> Tensors:
