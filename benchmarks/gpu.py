@@ -102,7 +102,7 @@ def measure(shapes: Shapes, directory: Path, device: torch.device) -> dict[str, 
 
     *Stage*: from the store into page-locked memory, in the layout of an engine that fuses q, k and
     v, gate and up; or into the GPU's. *Commit*: from there into the engine's parameters; the engine
-    pauses for it. *Attest*: compare the parameters with what was staged; the engine serves.
+    pauses for it. *Attest*: compare the parameters with the staged version; the engine serves.
     """
     weights = {
         name: torch.empty(shape, dtype=models.DTYPE, device=device).uniform_(-1, 1)

@@ -85,8 +85,8 @@ class EngineOptions:
     """Pack layers that pack their weights while the engine serves, and switch to the result. Takes
     the memory of those layers once more. Off: a model that has such layers is reloaded."""
     attest: bool | Literal["auto"] = "auto"
-    """Compare the weights with what was published, after each switch and while the engine serves;
-    if some differ, load the version again, whole. ``"auto"``: if they are on a GPU."""
+    """After each switch, while the engine serves, compare its weights with the published ones; if
+    some differ, load the version again, whole. ``"auto"``: if they are on a GPU."""
     instance_id: str | None = None
     """Id of this start of the engine, which its follower sets. Default: the id that the worker
     knows, which vLLM changes in some processes once the engine is started."""

@@ -392,7 +392,7 @@ class Follower(Closing):
                 self._label_and_resume()
 
     def _learn_attested(self) -> None:
-        """Learn what the ranks found of their weights since the switch, if they say so by now."""
+        """Learn whether the ranks have the version's weights, once all have compared them."""
         record = self._record
         if record is None or not record.is_attestable or self._engine.is_idle():
             return

@@ -27,7 +27,7 @@ class RankRequest:
     * ``begin``: follow a store, in place of the one that was followed before;
     * ``update``: switch to a version, and answer the engine's record;
     * ``acknowledge``: write that record into the store, and answer it;
-    * ``attest``: answer that record with what all ranks found of their weights since;
+    * ``attest``: collect the ranks' comparisons of their weights, and answer that record;
     * ``check``: answer whether the model has places for these tensors;
     * ``forget``: treat the model's weights as unknown, so that the next update reloads all of them;
     * ``awake``: answer whether the weights are awake;

@@ -131,7 +131,7 @@ class RankModel:
             return self._loader.attest(switch, reading)
         # A device without room, say. That the version is not attested is told.
         except Exception as error:  # noqa: BLE001
-            message = "weights could not be compared with what was published: %s"
+            message = "the engine's weights could not be compared with the published ones: %s"
             log_once(logger, message, described(error))
             return None
 

@@ -139,9 +139,9 @@ class RankReceiver:
         self._write_record()
 
     def attest(self) -> bool:
-        """Let all ranks learn what each found of its weights; whether the record says so now.
+        """Collect the comparisons of all ranks; return whether they are in the record now.
 
-        If some rank found other weights, all of them are unknown, and the next update reloads them.
+        If a rank has other weights than its version, the next update reloads all ranks.
         """
         attestation = self._attestation
         mine = None if attestation is None else [attestation.differing]
@@ -387,7 +387,7 @@ class RankReceiver:
         return staged, None
 
     def _note_found(self) -> None:
-        """Reload if this rank's weights are others than its version: nobody may have asked yet."""
+        """Reload if this rank has other weights than its version, and no follower has asked yet."""
         attestation = self._attestation
         if attestation is not None and attestation.differing:
             self._note_other_weights(listed(attestation.differing))
@@ -493,7 +493,7 @@ class RankReceiver:
         return broken
 
     def _note_unattested(self) -> None:
-        """Forget what was found before of weights, which were loaded now."""
+        """Forget the comparison of earlier weights: others were loaded now."""
         self._stager.attestation = None
         self._attested_at, self._is_attestable = None, self._attests
 

@@ -113,7 +113,7 @@ class FollowerReport:
         self._add("bytes", switch.num_bytes)
 
     def attested(self, record: ReceiverRecord) -> None:
-        """Report what the engine's record says of its weights."""
+        """Report the version that the engine's record says was attested, if any."""
         if record.attested_at is not None and record.applied is not None:
             self._set("version_attested", record.applied.number)
 

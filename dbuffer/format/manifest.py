@@ -290,8 +290,8 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     """State of an engine: it serves ``applied`` on all ranks; or some are half loaded, and it
     refuses to serve. None if that is unknown, or if the receiver is no engine."""
     attested_at: float | None
-    """Time at which all ranks of an engine had seen, while it served, that their weights are
-    ``applied``; None: they have not."""
+    """Time at which all ranks of an engine had compared their weights with ``applied`` while it
+    served, and found them equal; or None before that."""
     is_attestable: bool
     """Whether that may still come: the engine compares, and has copies to compare with."""
     only_version: Count | None

@@ -70,8 +70,9 @@ class BucketVersion(Record, frozen=True, kw_only=True):
     writer: Token
     """Random name of the mirror that put it."""
     epoch: Positive
-    """Number of the mirror that put it. A mirror takes over with the next number: one that reads a
-    higher number has lost the bucket, one that reads a lower number sees a record put back."""
+    """Number of the mirror that put it. A mirror takes over with the next number. If it reads a
+    higher one later, it has lost the bucket; if a lower one, a restore has put an old record back.
+    """
     manifest: Manifest
     """The version's manifest; its ``anchor_buffer`` is None."""
     part_bytes: Positive

@@ -1,4 +1,4 @@
-"""Attestation: whether a model holds what a switch gave it, found out while it serves.
+"""Attestation: whether a model that serves holds the version of its last switch.
 
 After a switch, parameters are compared with the staged version, byte by byte. Their digest is taken
 then, on the device where they are; so a later look needs nothing of the version.

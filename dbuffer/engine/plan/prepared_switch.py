@@ -200,7 +200,7 @@ class PreparedSwitch:
 
         Args:
             copier: its threads work in main memory; on a device its own queue does.
-            held: version that the model should hold; None: everything is copied.
+            held: version that the model should hold. Default: unknown, and everything is copied.
         """
         copies = [copy for each in self._patch(copier, held).values() for copy in each]
         # A tied tensor is in the images of two layers.

@@ -235,12 +235,12 @@ class WeightLoader:
     def attest(
         self, switch: PreparedSwitch, reading: Callable[[], AbstractContextManager[bool]]
     ) -> list[str] | None:
-        """Compare the model with what the last switch gave it; runs in the stager's thread.
+        """Compare the model with the version of the last switch; runs in the stager's thread.
 
         Layers that stay with the reload are not compared.
 
         Args:
-            switch: that switch; what it copies from must still be there.
+            switch: that switch; the memory that it copies from must still exist.
             reading: makes a context that tells whether the model's weights may be read in it.
 
         Returns:

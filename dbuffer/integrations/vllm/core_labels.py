@@ -66,7 +66,7 @@ def label_cores(core: Any, process: Any) -> None:
         set_version(core, label.version)
         setattr(core, _ENCODED, weight_version)
         if label.newest_run is not None or label.is_attested:
-            # Neither changes the weights of what is being answered.
+            # Requests in flight keep their weights in both cases.
             label = replace(label, newest_run=None, is_attested=False)
             weight_version = label.encode()
         setattr(core, _ATTACHED, weight_version)
