@@ -204,8 +204,15 @@ class BufferWriter:
         return self.version(MAX_INTEGER).reaches(version)
 
     def next_version(self, version: int | None) -> int:
-        """Choose the version to publish, as :meth:`Contents.next_version` does."""
+        """Choose the version to publish, as :meth:`Contents.next_version` does.
+
+        Raises:
+            WriterSupersededError: another writer took the store over: which number its next version
+                may have is none of this one's business.
+            StoreNotFoundError: the store was removed.
+        """
         with os_errors("read", self.root):
+            self.store.require_writer(self.record)
             return Contents(self.store).next_version(version, above=self._last_number)
 
     def claim(
