@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
@@ -222,14 +222,10 @@ class Layout:
     @cached_property
     def byte_ranges(self) -> ByteRanges:
         """Byte ranges of the tensors, counted from the first one."""
-        return self.byte_ranges_from(self.offsets)
-
-    def byte_ranges_from(self, starts: Sequence[int]) -> ByteRanges:
-        """Return the byte ranges of tensors that begin elsewhere than in this layout."""
         from dbuffer.format.ranges import ByteRanges  # numpy is much to import for a command
 
         word_bytes = [min(ITEM_BYTES[spec.dtype], 8) for spec in self.specs]
-        return ByteRanges.of(starts, self.sizes, word_bytes)
+        return ByteRanges.of(self.offsets, self.sizes, word_bytes)
 
     def _cuts(self) -> list[tuple[int, int, int]]:
         """Tensor, first byte and end of what blocks begin anew with: tensors, or their pieces."""

@@ -7,8 +7,7 @@ way through it holds neither version, and is of no use if one delta cannot be re
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +16,7 @@ import numpy as np
 
 from dbuffer.errors import StoreCorruptError
 from dbuffer.format.delta import DeltaHeader, decode_header
-from dbuffer.format.layout import Layout, Piece, digest
+from dbuffer.format.layout import Layout, digest
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE
 from dbuffer.format.ranges import Integers
@@ -86,27 +85,6 @@ class ChainReader:
                 on_bytes,
             )
         return copier.checksums(memory) if hashed else None
-
-    def read_pieces(self, pieces: Sequence[Piece], memory: FileTensors, copier: Copier) -> None:
-        """Read pieces of the held version that are in one part.
-
-        ``memory`` has a tensor for each of them, in this order.
-        """
-        held, layout, manifest = self._held, self._layout, self._held.manifest
-        assert isinstance(held, Held)  # noqa: S101 - a trainer's own store
-        parts = {piece.part for piece in pieces}
-        own = dataclasses.replace(
-            memory.layout,
-            part_bytes=tuple(n * (part in parts) for part, n in enumerate(layout.part_bytes)),
-            pieces=tuple(p._replace(tensor=i, offset=0) for i, p in enumerate(pieces)),
-        )
-        read_tensors(held.file.number, held.path, own, memory, copier, hashed=False)
-        starts = [layout.offsets[piece.tensor] + piece.offset for piece in pieces]
-        for later in manifest.deltas_after(manifest.file_version):
-            self._use(
-                later,
-                lambda header, read: apply_delta(header, read, memory.data, copier, (own, starts)),
-            )
 
     def changed_since(self, version: VersionId, copier: Copier) -> dict[int, Integers]:
         """Positions at which the held version differs from an earlier one of its chain.

@@ -62,7 +62,6 @@ def apply_delta(
     read_chunk: ReadChunk,
     memory: torch.Tensor,
     copier: Copier,
-    boxes: tuple[Layout, Sequence[int]] | None = None,
 ) -> None:
     """Apply a delta to the version before, in place.
 
@@ -74,38 +73,24 @@ def apply_delta(
         read_chunk: returns a chunk's bytes.
         memory: bytes of the version, in memory of the caller's own, which no one else writes.
         copier: its threads do it.
-        boxes: if the memory holds boxes of tensors alone, its layout, and where each box begins in
-            the weights file. Chunks that change nothing in them are not read.
 
     Raises:
         StoreCorruptError: a chunk is not as it was written, or does not hold what the header says,
             and others may have been applied; or the memory is of another size.
     """
-    layout, inside = header.layout, None
-    if boxes is not None:
-        layout, starts = boxes
-        inside = layout.byte_ranges_from(starts)
-        shifts = np.array(layout.offsets, np.int64)[inside.tensors] - inside.starts
-    if len(memory) != layout.checksums_offset:
+    if len(memory) != header.layout.checksums_offset:
         raise StoreCorruptError(
-            f"delta {header.record.id} is for {layout.checksums_offset} bytes, and there are "
-            f"{len(memory)}"
+            f"delta {header.record.id} is for {header.layout.checksums_offset} bytes, and there "
+            f"are {len(memory)}"
         )
 
     def work(first: int, end: int) -> None:
         for number in range(first, end):
             chunk = header.chunks[number]
-            if inside is not None and not len(inside.within(chunk.start, chunk.end).starts):
-                continue
             streams = _streams(header, number, read_chunk(number))
             places = _decode_places(header, chunk, streams)
             zigzag = _join_planes(streams[GAP_BYTES:], chunk, WORDS[chunk.word_bytes])
-            differences = (zigzag >> 1) ^ -(zigzag & 1)
-            if inside is not None:
-                rows = inside.in_words(chunk.word_bytes).owners(places)
-                places = (places + shifts[rows] // chunk.word_bytes)[rows >= 0]
-                differences = differences[rows >= 0]
-            _add(memory, places, differences)
+            _add(memory, places, (zigzag >> 1) ^ -(zigzag & 1))
 
     copier.in_parallel(work, _cut_chunks(header, copier))
 

@@ -24,7 +24,6 @@ from dbuffer.publish.shard_writer import ShardWriter, SharedFileWriter
 from dbuffer.publish.shards import WriteAssignment
 from dbuffer.publish.shares import PublishRequest, Share
 from dbuffer.ranks.world import World
-from dbuffer.store.hold import Held
 from dbuffer.weights.sources import Source
 
 _WRITTEN_BYTES = 256 << 20
@@ -72,14 +71,6 @@ class BoxShare(Share):
         is_copied = is_kept and not isinstance(writer, SharedFileWriter)
         copy = KeptCopy(self._boxes, footer.layout, copier) if is_copied else None
         super().__init__(footer, world, copier, copy)
-
-    def read_back(self, held: Held) -> None:
-        self._file = self._writer.read_back(held, self.footer, self._copy, self._copier)
-
-    def checksums(self) -> list[int] | None:
-        if self._copy is None:
-            return self._writer.finish(self._world, hashed=True)
-        return self._checksums_of_copy()
 
     def update(self, request: PublishRequest, *, is_compared: bool) -> Changes | None:
         copy, most = self.copy, max_changed(self._layout)

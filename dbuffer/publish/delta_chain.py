@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
-from dbuffer.errors import StoreAccessError, StoreCorruptError, StoreFullError, StoreNotFoundError
+from dbuffer.errors import StoreAccessError, StoreFullError, StoreNotFoundError
 from dbuffer.format.chain import chain_of, is_long, trimmed
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE, Manifest
-from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.changes import Changes
 from dbuffer.io.delta import encode_delta
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.publish.draft import Draft
 from dbuffer.runtime.trouble import log_once
-from dbuffer.store.hold import Held, hold_newest
 from dbuffer.store.writer import BufferWriter
 
 logger = logging.getLogger(__name__)
@@ -49,19 +47,6 @@ class DeltaBase:
     """Bytes of the deltas of its chain, by the versions they lead to, oldest first. The chain's
     first version is there with 0 bytes."""
 
-    @classmethod
-    def of(cls, held: Held, footer: Footer, *, hashed: bool) -> Self:
-        """Describe a held version by its own records; ``hashed``: with its checksums."""
-        manifest, reader = held.manifest, ChainReader(held, footer.layout)
-        checksums = reader.expected({}) if hashed else None
-        if hashed and checksums is None:
-            raise StoreCorruptError(
-                f"{held.path}: its checksums were damaged after it was published"
-            )
-        first, *later = manifest.chain or [manifest.id]
-        delta_bytes = {first: 0} | {each: reader.header(each).num_bytes for each in later}
-        return cls(manifest, held.buffer, footer, checksums, delta_bytes)
-
 
 class DeltaChain:
     """Begins and commits a store's versions: full ones, and deltas from the version before.
@@ -78,7 +63,7 @@ class DeltaChain:
         self.hashed = hashed
         self.mappings = KeptMappings()
         self._last: DeltaBase | None = None
-        """Version that was committed last, or is resumed from."""
+        """Version that was committed last."""
         self._draft: Draft | None = None
         self._base: DeltaBase | None = None
         """Version before the draft, if the draft may come with a delta from it."""
@@ -93,7 +78,7 @@ class DeltaChain:
 
     @property
     def last(self) -> DeltaBase:
-        """Version that was committed last, or is resumed from."""
+        """Version that was committed last."""
         assert self._last is not None  # noqa: S101 - there is one
         return self._last
 
@@ -102,43 +87,6 @@ class DeltaChain:
         """Whether the store is on a local mount, where each version has a whole file."""
         return self.writer.medium.maps_files
 
-    def resume_from_store(self, footer: Footer | None) -> DeltaBase | None:
-        """Return the version that an earlier sender left, as the last one.
-
-        None if there is none, it has other tensors, or this sender would publish it in another way.
-        If it cannot be read, that is logged.
-
-        Args:
-            footer: footer of the tensors to be published; None: accept any tensors.
-        """
-        self._last = None
-        try:
-            held = hold_newest(self.writer.store, newer_than=None)
-            if held is None:
-                self.explain_full("the store holds no version")
-                return None
-            with held:
-                version = f"version {held.manifest.version}"
-                problem = self._why_not_upon(held.manifest)
-                if problem is not None:
-                    self.explain_full(f"{version} {problem}")
-                    return None
-                if footer is None:
-                    layout = held.read_layout()
-                    footer = Footer.like(None, layout.specs, layout.aliases)
-                if footer.layout_xxh3 == held.manifest.layout_xxh3:
-                    self._last = DeltaBase.of(held, footer, hashed=self.hashed)
-                else:
-                    self.explain_full(f"{version} has other tensors")
-        except UNREADABLE as error:
-            self.log_full_publish(str(error))
-        return self._last
-
-    def log_full_publish(self, reason: str) -> None:
-        """Log why the next version is not a delta from the last."""
-        root = self.writer.root
-        logger.warning("%s: publishing a whole version, not upon its last: %s", root, reason)
-
     def explain_full(self, reason: str) -> None:
         """Log, for those who ask for a delta, why the next version comes without one."""
         self.explain(f"no delta: {reason}")
@@ -146,19 +94,6 @@ class DeltaChain:
     def explain(self, what: str) -> None:
         """Log how a version is published, for those who ask for a delta."""
         logger.info("%s: %s", self.writer.root, what)
-
-    def _why_not_upon(self, manifest: Manifest) -> str | None:
-        """Say why this sender would not have published a version so; None: it could have."""
-        if not self.writer.leads_to(manifest.id):
-            return "does not lead to this run"
-        has_checksums = manifest.checksums_xxh3 is not None
-        if has_checksums != self.hashed:
-            there, here = ("has", "none") if has_checksums else ("has no", "some")
-            return f"{there} checksums, and this sender writes {here}"
-        is_rewritten, needs_anchor = not manifest.is_final, manifest.anchor is not None
-        if is_rewritten != self.writer.rewrites_files or (needs_anchor and self.maps_files):
-            return "was published on another kind of mount, or with another keep="
-        return None
 
     def begin(self, version: int, footer: Footer | None, *, with_delta: bool) -> Draft:
         """Claim the idle buffer for a version.

@@ -22,18 +22,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any
 
 from dbuffer.errors import ClosedError, StoreBusyError, VersionError
 from dbuffer.format.lineage import VersionId
-from dbuffer.format.manifest import Lag, Manifest, decode, encode, step_in
+from dbuffer.format.manifest import Lag, step_in
 from dbuffer.io.changes import Changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.publish.delta_chain import UNREADABLE, DeltaChain
+from dbuffer.publish.delta_chain import DeltaChain
 from dbuffer.publish.draft import ClaimInfo, checked_metadata
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.sender_options import Steps
@@ -42,15 +42,10 @@ from dbuffer.ranks.world import World
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.store.acknowledgements import receiver_lags
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.hold import hold_version
 from dbuffer.weights.sources import Source
 
+_FIRST = "this sender has published no version yet"
 _FAILED = "the last publish failed"
-
-EarlierSender: TypeAlias = Literal["earlier sender"]
-
-EARLIER_SENDER: Final = "earlier sender"
-"""In the place of a `Share` until a sender publishes: it resumes from the store's last version."""
 
 
 class Publisher(Closing, ProcessBound, ABC):
@@ -97,9 +92,9 @@ class Publisher(Closing, ProcessBound, ABC):
         self._hashed = hashed
         self._has_deltas = has_deltas
         self._steps = steps
-        self._last_share: Share | EarlierSender | None = EARLIER_SENDER if has_deltas else None
+        self._last_share: Share | None = None
         """This rank's part of the last version, if the next version may come with a delta."""
-        self._why_no_base = _FAILED
+        self._why_no_base = _FIRST
         """Why there is none, if there is none."""
         self._footer: Footer | None = None
 
@@ -265,8 +260,6 @@ class Publisher(Closing, ProcessBound, ABC):
             footer: footer of the new version's tensors. Default: any tensors.
         """
         base, self._last_share = self._last_share, None
-        if base == EARLIER_SENDER:
-            return self._resume(footer)
         if base is None:
             self._explain_full(self._why_no_base)
             self._why_no_base = _FAILED
@@ -340,55 +333,3 @@ class Publisher(Closing, ProcessBound, ABC):
         """Abandon the version that was begun, if one was."""
         if self._chain is not None:
             self._chain.abandon()
-
-    def _resume(self, footer: Footer | None) -> Share | None:
-        """Return the version that an earlier sender left. Collective.
-
-        It is read whole, and compared with its checksums, if it has any. Return None if there is no
-        such version, or a rank cannot read it. Done once: after an error, the next version is a
-        full one.
-        """
-        world = self._world
-        encoded = world.first("look at the last version", lambda: self._encoded_last(footer))
-        if encoded is None:
-            return None
-        manifest = decode(Manifest, encoded.encode())
-        share = self._make_share(footer or self._lead().last.footer)
-        problems = world.each("read it back", lambda: self._read_back(manifest, share))
-        checksums = None
-        if self._hashed and not any(problems):
-            checksums = share.checksums()
-        is_undamaged = world.first("compare it", lambda: self._is_undamaged(problems, checksums))
-        share.version = manifest.id
-        return share if is_undamaged else None
-
-    def _encoded_last(self, footer: Footer | None) -> str | None:
-        """Return on rank 0 the encoded manifest of the version that a delta may lead from."""
-        head = self._lead().resume_from_store(footer)
-        return None if head is None else encode(head.manifest).decode()
-
-    def _read_back(self, manifest: Manifest, share: Share) -> str | None:
-        """Read this rank's part of a version; return the problem, if there is one."""
-        try:
-            held = hold_version(self._buffers, manifest.id)
-            if held is not None:
-                with held:
-                    if held.manifest == manifest:
-                        share.read_back(held)
-                        return None
-        except UNREADABLE as error:
-            return str(error)
-        return f"it does not see version {manifest.version} as rank 0 does"
-
-    def _is_undamaged(self, problems: Sequence[str | None], checksums: list[int] | None) -> bool:
-        """Whether all ranks have read the version undamaged; if not, log why. On rank 0."""
-        chain = self._lead()
-        for rank, problem in enumerate(problems):
-            if problem is not None:
-                prefix = f"rank {rank}: " if self._world.size > 1 else ""
-                chain.log_full_publish(prefix + problem)
-                return False
-        if chain.last.checksums != checksums:
-            chain.log_full_publish("it was damaged after it was published")
-            return False
-        return True

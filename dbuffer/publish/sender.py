@@ -192,9 +192,7 @@ class WeightSender(Publisher):
         The cost grows with the patches, not with the model. Patches that change nothing also make a
         version. Values are copied bit for bit, NaNs included.
 
-        Patches apply to the last version that this sender published, and before its first publish
-        to the previous sender's last version. If that may be another run's, send all weights
-        first.
+        Patches apply to the last version that this sender published.
 
         Args:
             patches: one a tensor at most.
@@ -207,9 +205,9 @@ class WeightSender(Publisher):
                 another shape, or a dtype that is not cast.
             InvalidWeightsError: a patch names a place twice, has more indices than values, or is no
                 `SparsePatch` of plain tensors.
-            VersionError: nothing was published before that patches could follow, or the last
-                `send`, or publish of patches, failed: send all weights. Patches that were refused
-                spoil nothing. It is also raised if ``version`` is too low or ``steps`` refuses it.
+            VersionError: this sender has published nothing yet, or its last `send`, or publish of
+                patches, failed: send all weights first. Patches that were refused spoil nothing.
+                It is also raised if ``version`` is too low or ``steps`` refuses it.
             StoreFullError, StoreAccessError, WriterSupersededError, ClosedError: as for `send`.
         """
         started = time.monotonic()
@@ -227,8 +225,8 @@ class WeightSender(Publisher):
             base = self._take_base(None)
             if base is None:
                 raise VersionError(
-                    f"there is no version in {self.store} to patch: send all weights once, and "
-                    "after each error"
+                    f"this sender has not published what patches in {self.store} could follow: "
+                    "send all weights first, and after each error"
                 )
             footer, self._last_share = base.footer, base  # patches that are refused spoil nothing
             patch = patch_of(patches, footer.layout)

@@ -14,7 +14,6 @@ import torch
 
 from dbuffer.errors import StoreAccessError
 from dbuffer.format.layout import Layout, Piece
-from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.changes import cut_work
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
@@ -26,12 +25,10 @@ from dbuffer.io.tensors import (
 )
 from dbuffer.io.transfer import DIGEST_OF_NOTHING, part_path, write_tensor
 from dbuffer.publish.draft import ClaimInfo, map_shared
-from dbuffer.publish.kept_copy import KeptCopy
 from dbuffer.publish.shards import Box, WriteAssignment, layout_in_parts
 from dbuffer.ranks.world import World
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor
-from dbuffer.store.hold import Held
 
 
 class ShardWriter(ABC):
@@ -57,16 +54,6 @@ class ShardWriter(ABC):
     @abstractmethod
     def write(self, boxes: Sequence[Box], sources: Sequence[torch.Tensor], copier: Copier) -> None:
         """Write the elements of each box, cast to the layout's dtype."""
-
-    @abstractmethod
-    def read_back(
-        self, held: Held, footer: Footer, copy: KeptCopy | None, copier: Copier
-    ) -> MappedTensors | None:
-        """Map a published version of this layout, or read what this rank writes of it into a copy.
-
-        Raises:
-            StoreNotFoundError, StoreCorruptError, StoreAccessError: it cannot.
-        """
 
     @abstractmethod
     def finish(self, world: World, *, hashed: bool) -> list[int] | None:
@@ -141,15 +128,6 @@ class SharedFileWriter(ShardWriter):
         digests = list(itertools.chain.from_iterable(shares))
         return join_blocks(mapped.layout.blocks, digests)
 
-    def read_back(
-        self,
-        held: Held,
-        footer: Footer,
-        copy: KeptCopy | None,  # noqa: ARG002
-        copier: Copier,  # noqa: ARG002
-    ) -> MappedTensors:
-        return self._map(held.path, held.file.number, footer)
-
     def drop(self) -> None:
         """Unmap the files: an abandoned file keeps its room for as long as a rank maps it."""
         self._mapped = None
@@ -157,7 +135,7 @@ class SharedFileWriter(ShardWriter):
 
     @property
     def mapped(self) -> MappedTensors:
-        """The file that was begun, or read back."""
+        """The file that was begun."""
         if self._mapped is None:
             raise StoreAccessError("no version was begun")
         return self._mapped
@@ -222,12 +200,6 @@ class PartFileWriter(ShardWriter):
         shares = world.each("flush its part", flush)
         self._file = None  # rank 0 abandons all, from here on
         return join_digests_of_parts(self._layout, shares) if hashed else None
-
-    def read_back(self, held: Held, footer: Footer, copy: KeptCopy | None, copier: Copier) -> None:
-        assert copy is not None  # noqa: S101 - on a network mount
-        mine = self._pieces_of(footer.layout)
-        pieces = [mine[box.tensor] for box in copy.boxes]
-        ChainReader(held, footer.layout).read_pieces(pieces, copy.contents, copier)
 
     def _pieces_of(self, layout: Layout) -> dict[int, Piece]:
         """This rank's, by the tensor."""

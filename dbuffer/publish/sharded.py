@@ -24,10 +24,10 @@ from dbuffer.publish.box_share import BoxShare
 from dbuffer.publish.delta_chain import DeltaChain
 from dbuffer.publish.inventory import Inventory, Joined, join, take_inventory
 from dbuffer.publish.publication import Publication
-from dbuffer.publish.publisher import EARLIER_SENDER, Publisher
+from dbuffer.publish.publisher import Publisher
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.publish.shard_writer import PartFileWriter, ShardWriter, SharedFileWriter
-from dbuffer.publish.shares import PublishRequest, Share
+from dbuffer.publish.shares import PublishRequest
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.cores import num_cores
@@ -253,11 +253,7 @@ class ShardedWeightSender(Publisher):
                 on_rank_0["version"] = self._lead().writer.next_version(version)
                 on_rank_0["metadata"] = self._checked(metadata)
             is_known = self._inventory == inventory
-            base = (
-                str(self._last_share.version)
-                if isinstance(self._last_share, Share)
-                else self._last_share
-            )
+            base = None if self._last_share is None else str(self._last_share.version)
             return {"version": version, "is_known": is_known, "base": base}
 
         steps = ranks.each("describe its weights", describe)
@@ -273,7 +269,7 @@ class ShardedWeightSender(Publisher):
             self._joined = join(ranks, source, inventory, rows_only=rows_only)
             # Not before all of it is right: the next publish of these tensors relies on it.
             self._inventory = inventory
-            if self._last_share != EARLIER_SENDER:
+            if self._last_share is not None:
                 self._drop_base("ranks hold other tensors than in the last version")
         source = self._placed(source)
         plain = self._footer_of(source)

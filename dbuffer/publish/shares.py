@@ -33,11 +33,11 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import MappedTensors
 from dbuffer.publish.delta_chain import UNREADABLE, DeltaChain, max_changed
-from dbuffer.publish.draft import ClaimInfo, Draft, Progress, counter, map_shared
+from dbuffer.publish.draft import ClaimInfo, Draft, Progress, counter
 from dbuffer.publish.kept_copy import KeptCopy
 from dbuffer.publish.shard_writer import join_digests_of_parts
 from dbuffer.ranks.world import World
-from dbuffer.store.hold import Held, hold_newest
+from dbuffer.store.hold import hold_newest
 from dbuffer.weights.sources import Source
 
 logger = logging.getLogger(__name__)
@@ -94,18 +94,6 @@ class Share(ABC):
     def copy(self) -> KeptCopy:
         assert self._copy is not None  # noqa: S101 - asked for on network mounts alone
         return self._copy
-
-    @abstractmethod
-    def read_back(self, held: Held) -> None:
-        """Read this rank's part of a published version, as the last one; not collective.
-
-        Raises:
-            StoreNotFoundError, StoreCorruptError, StoreAccessError: it cannot.
-        """
-
-    @abstractmethod
-    def checksums(self) -> list[int] | None:
-        """Return the checksums of all tensors as they were read back."""
 
     @abstractmethod
     def update(self, request: PublishRequest, *, is_compared: bool) -> Changes | None:
@@ -189,19 +177,6 @@ class WholeShare(Share):
         self._is_kept = is_kept
         self._patched: Changes | None = None
         """Result of a patch, for `compare`."""
-
-    def read_back(self, held: Held) -> None:
-        if self._copy is None:
-            mappings, file = self._chain.mappings, held.file.number
-            self._file = map_shared(mappings, held.path, file, self.footer)
-        else:
-            ChainReader(held, self.footer.layout).read(self._copy.contents, self._copier)
-
-    def checksums(self) -> list[int] | None:
-        if self._copy is not None:
-            return self._checksums_of_copy()
-        assert self._file is not None  # noqa: S101 - it was read back
-        return self._copier.checksums(self._file)
 
     def update(self, request: PublishRequest, *, is_compared: bool) -> Changes | None:
         if request.patch is not None:

@@ -36,7 +36,6 @@ from dbuffer.errors import (
 from dbuffer.format import places
 from dbuffer.format.lineage import MAX_RUNS, Lineage, Run, VersionId
 from dbuffer.format.manifest import (
-    MAX_INTEGER,
     Manifest,
     Pointer,
     ReceiverRecord,
@@ -198,10 +197,6 @@ class BufferWriter:
     def version(self, number: int) -> Lineage:
         """A version of its run, and what leads to it."""
         return Lineage(VersionId(self.record.token, number), self._runs)
-
-    def leads_to(self, version: VersionId) -> bool:
-        """Whether a version leads to the next one of its run."""
-        return self.version(MAX_INTEGER).reaches(version)
 
     def next_version(self, version: int | None) -> int:
         """Choose the version to publish, as :meth:`Contents.next_version` does.

@@ -91,10 +91,9 @@ of a pipe is gone; 143 stopped by SIGTERM.
 
 _TELLING = (
     "dbuffer.mirror.loop",
-    "dbuffer.publish.delta_chain",
     "dbuffer.store.weights_files",
 )
-"""Loggers that say at the level INFO for whom a command waits, or why it publishes no delta."""
+"""Loggers that say at the level INFO for whom a command waits."""
 
 
 class StoreCommand(TyperCommand):

@@ -41,7 +41,7 @@ def test_publishing_deltas_at_full_speed_nobody_reads_a_mix(guest: Guest) -> Non
 
 
 def publish_until_killed(connection: Connection, path: Path) -> None:
-    """Go on from the version that is there; send whether each is a delta."""
+    """Publish versions after the one that is there; send whether each is a delta."""
     TIMING.keep_superseded_s = 2.0
     with dbuffer.WeightSender(path / "store", num_threads=1, delta=True) as sender:
         for version in itertools.count(sender._writer.next_version(None)):
@@ -52,7 +52,7 @@ def publish_until_killed(connection: Connection, path: Path) -> None:
 
 @scenario()
 def test_senders_of_deltas_are_killed_at_any_moment_and_started_again(guest: Guest) -> None:
-    """Each goes on from the last version; two hosts follow, and one comes late after each death."""
+    """Each begins with a whole version; two hosts follow, and one comes late after each death."""
     rng, version = random.Random(0), 0
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -62,11 +62,11 @@ def test_senders_of_deltas_are_killed_at_any_moment_and_started_again(guest: Gue
             readers.append(stack.enter_context(reader))
             assert readers[-1].receive() == "ready"
         for _ in range(NUM_DEATHS):
-            is_first = not version
+            is_first = True
             with guest.on("w", publish_until_killed) as writer:
                 for _ in range(rng.randint(1, MOST_BETWEEN_DEATHS)):
                     version, is_delta = writer.receive()
-                    assert is_delta or is_first, "it did not go on from what was there"
+                    assert is_delta or is_first, "a version after a sender's first was whole"
                     is_first = False
                 time.sleep(rng.uniform(0, 0.2))
                 writer.kill()

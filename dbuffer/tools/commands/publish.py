@@ -71,17 +71,11 @@ def publish(
             metavar="DTYPE",
         ),
     ] = None,
-    delta: Annotated[
-        bool, typer.Option("--delta", help="Publish only what changed since the last version.")
-    ] = False,
     rename: shared.RenameOption = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Publish a checkpoint as the store's newest version.
-
-    With --delta the last version is read back and compared; all weights are then in memory.
-    """
+    """Publish a checkpoint as the store's newest version."""
     if is_store(checkpoint):
         raise OptionError(
             f"{checkpoint} is a store, not a checkpoint: did you swap CHECKPOINT and STORE?"
@@ -93,7 +87,6 @@ def publish(
     metadata = checked_metadata(metadata)
     chosen: SenderKeywords = {
         "checksum": True,
-        "delta": delta,
         "dtype": _parse_dtype(dtype),
         "rename": None if rename is None else NameMap.read(rename),
         "allow_shared_store": allow_shared_store,

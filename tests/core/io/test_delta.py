@@ -215,34 +215,6 @@ class TestApply:
         with pytest.raises(OSError, match="gone"):
             apply_delta(step.header, fail, step.contents().data, copier)
 
-    @pytest.mark.usefixtures("small_chunks")
-    @pytest.mark.parametrize("seed", range(20))
-    def test_to_an_excerpt(self, copier, seed):
-        """As what a rank writes: a part of some tensors, and nothing of the others."""
-        rng = np.random.default_rng(seed)
-        sizes = rng.integers(1, 3000, 12).tolist()
-        dtypes = rng.choice(["bfloat16", "float32", "uint8", "complex128"], 12).tolist()
-        shares = rng.choice([0.0, 0.01, 0.4, 1.0], 12).tolist()
-        step = random_step(seed, dtypes, sizes, shares, copier)
-        starts, tensors = [], []
-        for index in sorted(rng.choice(12, 5, replace=False)):
-            first, end = sorted(rng.integers(0, sizes[index] + 1, 2))
-            starts.append(step.layout.offsets[index] + first * step.before[index].itemsize)
-            tensors.append((step.before[index][first:end], step.after[index][first:end]))
-        before, after = zip(*tensors, strict=True)
-        own = layout_of(before, [str(tensor.dtype).removeprefix("torch.") for tensor in before])
-        contents = Guarded(own, before)
-        read: list[int] = []
-
-        def read_chunk(number):
-            read.append(number)
-            return step.chunks[number]
-
-        apply_delta(step.header, read_chunk, contents.data, copier, (own, starts))
-        assert torch.equal(contents.data, Guarded(own, after).data)
-        contents.assert_guarded()
-        assert len(read) < len(step.chunks), "some change nothing in it"
-
 
 class TestSize:
     """Bytes for each changed element, of bf16 weights N(0, 0.02) with Gaussian updates."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,13 +16,8 @@ from torch.distributed.tensor import DTensor
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver
 from dbuffer.format import chain
-from dbuffer.format.lineage import VersionId
-from dbuffer.io.transfer import part_path
 from dbuffer.publish import delta_chain
-from dbuffer.publish.shard_writer import PartFileWriter, SharedFileWriter
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.hold import Held, hold_buffer, hold_newest
-from tests.support.damage import flip_bit
 from tests.support.patterns import SPARSE, bits, newest, received
 from tests.support.sharded import (
     STRIDED,
@@ -104,15 +99,12 @@ def follow(
     mount: str,
     one_in: list[int],
     options: dict[str, Any],
-    restarts: Collection[int] = (),
-    first: int = 1,
-    hindrance: tuple[int, Any, str, Any] | None = None,
+    restart: int,
 ) -> Went:
-    """Publish versions of which each changes one element in so many, from the ``first`` on.
+    """Publish versions of which each changes one element in so many.
 
-    Rank 0 reads each of them, as who has followed all along and as one who comes late. Before some
-    versions all ranks are closed and begin anew. The ``hindrance`` is a rank, and what of which
-    class is something else there.
+    Rank 0 reads each of them, as who has followed all along and as one who comes late. Before the
+    version ``restart`` all ranks close their senders, and make new ones.
     """
     torch.manual_seed(0)
     weights, _ = case(distributed.get_world_size())
@@ -123,17 +115,13 @@ def follow(
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(chain, "MAX_CHAIN", 3)
         log = stack.enter_context(warnings_logged())
-        if hindrance is not None and rank == hindrance[0]:
-            patch.setattr(*hindrance[1:])
         sender = stack.enter_context(ShardedWeightSender(store, delta=True, **options))
         target: dict[str, torch.Tensor] = {}
         if rank == 0:
             follower = stack.enter_context(WeightReceiver(store, receiver_id="follower"))
         for version, share in enumerate(one_in, 1):
             nudge(weights, share, version)
-            if version < first:
-                continue
-            if version in restarts:
+            if version == restart:
                 sender.close()
                 sender = stack.enter_context(ShardedWeightSender(store, delta=True, **options))
             publication = sender.send(weights)
@@ -169,36 +157,11 @@ STORES: list[tuple[str, dict[str, Any]]] = [
 
 @in_turn(("case", "kind"), CASES, STORES)
 def test_every_version_is_what_the_ranks_hold(world, store, case, kind):
-    """They are restarted after a whole version, one in a chain, one that a restart began with."""
     mount, options = kind
     # Some, none, all of a few tensors, far too much, and some again; and across anchors.
     one_in = [64, 64, 10**6, 64, 1, 64, 64, 64, 64, 64]
-    for went in world.run(follow, case, store, mount, one_in, options, (2, 4, 7, 8)):
-        assert went == Went([False, *[True] * 3, False, *[True] * 5], [])
-
-
-HASHED = {"checksum": True}
-
-
-def publish_three(world: World, store: Path, mount: str) -> None:
-    world.run(follow, fsdp, store, mount, [64] * 3, HASHED)
-
-
-def go_on(
-    world: World, case: Callable[[int], Case], store: Path, mount: str, *hindrance: Any
-) -> list[Went]:
-    """Publish the versions 4 to 6, by new senders."""
-    return world.run(follow, case, store, mount, [64] * 6, HASHED, (), 4, hindrance or None)
-
-
-def fail_to_read(*_: Any) -> None:
-    raise dbuffer.StoreAccessError(SMOKE)
-
-
-def hold_the_one_before(buffers: DoubleBuffer, version: VersionId) -> Held | None:
-    """As who is late to see what was published, or early to see what comes after it."""
-    idle = next(buffer for buffer in "AB" if buffers.manifest(buffer).version < version.number)
-    return hold_buffer(buffers, idle)
+    for went in world.run(follow, case, store, mount, one_in, options, 8):
+        assert went == Went([False, *[True] * 3, False, *[True] * 2, False, *[True] * 2], [])
 
 
 @contextlib.contextmanager
@@ -213,82 +176,31 @@ def warnings_logged() -> Iterator[list[str]]:
         logging.getLogger("dbuffer").removeHandler(handler)
 
 
-def damage(store: Path, mount: str, what: str) -> None:
-    if "delta" in what:
-        path = max((store / "deltas").iterdir())
-        bit = 8 * path.stat().st_size - 9 if mount == "network" else 8 * 60
-    else:  # a file that a rank has written; on a network mount, of the anchor
-        with hold_newest(DoubleBuffer(store), newer_than=None) as held:
-            path = held.path if mount == "local" else part_path(held.path, 2)
-        bit = 8 * (path.stat().st_size // 2)
-    if "lost" in what:
-        path.unlink()
-    else:
-        flip_bit(path, bit)
+def send_other_tensors(rank: int, store: Path, mount: str) -> list[bool]:
+    """Each time other boxes of the same tensors, or other tensors."""
+    has_delta = []
+    with mounted(mount), ShardedWeightSender(store, delta=True) as sender:
+        for case in (fsdp, whole_everywhere, tied):
+            torch.manual_seed(0)
+            weights, _ = case(distributed.get_world_size())
+            for number in range(2):
+                nudge(weights, 64, number)
+                has_delta.append(sender.send(weights).delta_bytes is not None)
+                full = gathered(weights)
+                if rank == 0:
+                    assert_same(received(store), full)
+    return has_delta
 
 
-SMOKE = "it went up in smoke"
-LATE = "it does not see version 3 as rank 0 does"
-
-
-@in_turn(("what", "mount"), ["flipped base", "lost base", "flipped delta", "lost delta"], MOUNTS)
-def test_ranks_build_upon_nothing_that_is_damaged(world, store, what, mount):
-    publish_three(world, store, mount)
-    with mounted(mount):
-        damage(store, mount, what)
-    first, *others = go_on(world, fsdp, store, mount)
-    assert first.has_delta == [False, True, True]
-    assert all(went == Went(first.has_delta, []) for went in others)
-    assert sum("not upon its last" in message for message in first.log) == 1, first.log
-
-
-@in_turn(
-    ("why", "failing", "mount"),
-    [
-        pytest.param(SMOKE, 0),
-        pytest.param(LATE, 3),
-        pytest.param(SMOKE, 3, marks=IN_SOAKS_ALONE),
-        pytest.param(LATE, 0, marks=IN_SOAKS_ALONE),
-    ],
-    MOUNTS,
-)
-def test_one_rank_that_cannot_read_lets_all_begin_with_a_whole_version(
-    world, store, failing, mount, why
-):
-    publish_three(world, store, mount)
-    hindrance = (failing, "dbuffer.publish.publisher.hold_version", hold_the_one_before)
-    if why == SMOKE:
-        output = SharedFileWriter if mount == "local" else PartFileWriter
-        hindrance = (failing, output, "read_back", fail_to_read)
-    first, *others = go_on(world, fsdp, store, mount, *hindrance)
-    assert first.has_delta == [False, True, True]
-    assert all(went == Went(first.has_delta, []) for went in others)
-    [message] = first.log
-    assert f"not upon its last: rank {failing}: {why}" in message
+def whole_everywhere(size: int) -> Case:
+    weights, full = fsdp(size)
+    return gathered(weights), full
 
 
 @pytest.mark.parametrize("mount", MOUNTS)
-def test_other_tensors_begin_with_a_whole_version(world, store, mount):
-    publish_three(world, store, mount)
-    for went in go_on(world, tied, store, mount):
-        assert went == Went([False, True, True], [])
-
-
-@pytest.mark.parametrize("mount", MOUNTS)
-def test_another_number_of_ranks(world, two, store, mount):
-    """On one machine the file is the same; across a network each rank has written a part."""
-    publish_three(world, store, mount)
-    for went in go_on(two, fsdp, store, mount):
-        assert went == Went([mount == "local", True, True], [])
-
-
-@pytest.mark.parametrize("mount", MOUNTS)
-def test_what_was_published_by_one_process_before(world, store, mount):
-    with mounted(mount), dbuffer.WeightSender(store, delta=True) as sender:
-        for version in (1, 2, 3):
-            sender.send(SPARSE.weights(version))
-    world.run(publish_sparse, store, range(4, 8), mount, mount == "local")
-    assert DoubleBuffer(store).pointer().version == 7
+def test_other_tensors_or_boxes_begin_with_a_whole_version(world, store, mount):
+    for has_delta in world.run(send_other_tensors, store, mount):
+        assert has_delta == [False, True] * 3
 
 
 @pytest.mark.parametrize("mount", MOUNTS)
@@ -363,19 +275,19 @@ def test_after_a_failure_the_next_version_is_whole(world, store, mount, why, err
 
 @pytest.mark.parametrize("mount", MOUNTS)
 def test_a_mirror_brings_them_on(world, store, monkeypatch, mount):
-    """Also those of a sender that was restarted."""
+    """Also those of new senders, which begin with whole versions."""
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     local = store.parent / "local"
     with dbuffer.Mirror(store, local, poll_interval_s=0.01).start() as mirror:
         for versions in (range(1, 2), range(2, 6), range(6, 9)):
-            world.run(publish_sparse, store, versions, mount, versions[0] > 1)
+            world.run(publish_sparse, store, versions, mount)
             mirror.wait_until_current(30)
             assert newest(local) == versions[-1]
 
 
-def publish_sparse(rank: int, store: Path, versions: range, mount: str, goes_on: bool) -> None:
+def publish_sparse(rank: int, store: Path, versions: range, mount: str) -> None:
     with mounted(mount), ShardedWeightSender(store, delta=True) as sender:
         for version in versions:
             weights = pattern_of(version, distributed.get_world_size(), SPARSE)
             has_delta = sender.send(weights, version=version).delta_bytes is not None
-            assert has_delta == (goes_on or version > versions[0])
+            assert has_delta == (version > versions[0])

@@ -200,23 +200,6 @@ def test_completion(monkeypatch, capsys):
     assert call(capsys)[1].split() == ["follow", "follow-server"]
 
 
-def test_a_publish_that_is_no_delta_says_why(tmp_path, checkpoint):
-    store = tmp_path / "store"
-
-    def reason(*options: object) -> str:
-        with Command(tmp_path, "publish", checkpoint, store, *options) as publishing:
-            code, out, err = publishing.communicate()
-        assert (code, "as a delta" in out) == (0, "--delta" in options and not err)
-        return err
-
-    assert "no delta: the store holds no version" in reason("--delta")
-    assert reason("--delta") == ""
-    save_file({name: tensor + 1 for name, tensor in TENSORS.items()}, checkpoint / FILE)
-    assert "no delta: more than 50 % of all elements changed" in reason("--delta")
-    save_file({**TENSORS, "more": torch.ones(3)}, checkpoint / FILE)
-    assert "no delta: version 3 has other tensors" in reason("--delta")
-
-
 @pytest.mark.parametrize("command", ["follow", "mirror"])
 def test_waiting_for_a_store_is_said(tmp_path, checkpoint, command):
     store = tmp_path / "store"
