@@ -94,8 +94,8 @@ class Follower(Closing):
         """The engine's record, as it was read last, or None if there was none."""
         self._set_label: WeightLabel | None = None
         """Label that this follower set last."""
-        self._incident: int | None = None
-        """Version that the last attempt failed with (0: with none), or None if it succeeded."""
+        self._failed: int | None = None
+        """Version that the last attempt failed with, if it did with one."""
 
     def _note(self, event: str) -> None:
         self._state = _AFTER[event][self._state]
@@ -378,7 +378,7 @@ class Follower(Closing):
             if stop_event is None or not stop_event.is_set():
                 self._note_failure(error, None if goal is None else number_of(goal))
             raise
-        self._incident = None
+        self._failed = None
         self._report.following()
         return switch
 
@@ -432,14 +432,13 @@ class Follower(Closing):
         """Wait until all ranks have the version ready; return the seconds that it took."""
         timeout_s = view.options.timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
-        records = view.wait_ready(
+        view.wait_ready(
             goal, self._applied, timeout_s, stop_event, require_alive=self._engine.require_alive
         )
         # A background follower waits, without a failure, for the program to go on generating.
         while stop_event is not None and self._engine.is_idle():
             if stop_event.wait(TIMING.stop_check_s):
                 raise errors.ClosedError("following was stopped")
-        self._report.ranks(records)
         return time.monotonic() - started
 
     def _switch(self, view: StoreView, goal: int | VersionId, wait_s: float) -> Switch:
@@ -635,9 +634,8 @@ class Follower(Closing):
     def _note_failure(self, error: Exception, version: int | None) -> None:
         if isinstance(error, errors.EngineUnreachableError) and self._engine.is_server:
             self._note("lost")  # it may have been restarted
-        before, self._incident = self._incident, version or 0
-        is_new = before is None or 0 != before != self._incident != 0
-        self._report.failed(version, is_new_incident=is_new, is_engine_known=self._is_certain)
+        self._failed = version
+        self._report.failed(version, is_engine_known=self._is_certain)
 
     def wait_to_retry(self, timeout_s: float, stop_event: threading.Event) -> None:
         """Wait until something newer is there than the version that failed, or the time is over.
@@ -646,12 +644,10 @@ class Follower(Closing):
         """
         end = time.monotonic() + timeout_s
         stop_event.wait(min(timeout_s, TIMING.retry_min_s))
-        failed = self._incident
-        self._report.retried()
-        if self._view is not None and failed and not stop_event.is_set():
+        if self._view is not None and self._failed and not stop_event.is_set():
             left_s = max(0.0, end - time.monotonic())
             with contextlib.suppress(errors.DBufferError, OSError):
-                if self._view.wait_for_version(failed, left_s, stop_event) is not None:
+                if self._view.wait_for_version(self._failed, left_s, stop_event) is not None:
                     return
         stop_event.wait(max(0.0, end - time.monotonic()))
 

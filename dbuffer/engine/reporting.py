@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,6 @@ GAUGES = {
     "lag_seconds": "Age of the newest version, while it is not applied.",
 }
 """Gauges by name. A gauge whose value is unknown is absent."""
-
-RUN = "run"
-"""Gauge with the label ``run``: 1 for the run of the version that the engine serves."""
 
 _LAGS = ("lag_versions", "lag_steps", "lag_seconds")
 
@@ -64,33 +61,26 @@ class FollowerReport:
         self._engine_id = ""
         self._families: dict[str, Any] = {}
         """Metrics by name; none before :meth:`begin`."""
-        self._rank_stats: dict[str, dict[str, float]] = {}
-        self._run: str | None = None
-        """Run of the version that the engine has, as it was reported last."""
 
     def begin(self, engine_id: str) -> None:
         """Report on an engine of this name from now on; before that, nothing is reported."""
         self._engine_id = engine_id
         self._families = _registered()
-        for name in self._families.keys() - GAUGES.keys() - {RUN}:
+        for name in self._families.keys() - GAUGES.keys():
             self._metric(name)  # is there from now on; gauges are added with their first value
-        self._rank_stats = {}
 
     def following(self) -> None:
         """Report an attempt that succeeded, or found nothing to do."""
         self._set("following", 1)
 
-    def failed(self, version: int | None, *, is_new_incident: bool, is_engine_known: bool) -> None:
+    def failed(self, version: int | None, *, is_engine_known: bool) -> None:
         """Report a failed attempt at a version; None: it failed before one was found."""
-        self._add("failures", 1 if is_new_incident else 0)
+        self._add("failures")
         self._set("following", 0)
         if version is None:
             self._forget("version_available", *_LAGS)
         if not is_engine_known:
             self._forget("version_applied", *_LAGS)
-
-    def retried(self) -> None:
-        self._add("retries")
 
     def ended(self) -> None:
         """Report the end of following."""
@@ -109,6 +99,7 @@ class FollowerReport:
             switch.num_bytes / 1e6,
         )
         self._forget("version_attested")
+        self._observe("stage_seconds", switch.stage_s)
         self._observe("pause_seconds", switch.pause_s)
         self._add("bytes", switch.num_bytes)
 
@@ -141,30 +132,12 @@ class FollowerReport:
             lag = lag_between(applied, metadata, goal_manifest.lineage, goal_manifest.metadata)
         self._set("version_available", newest)
         self._set("version_applied", version)
-        self._set_run(None if applied is None else applied.id.run)
         self._set("lag_versions", lag.versions)
         self._set("lag_seconds", age_s)
         if lag.steps is None:
             self._forget("lag_steps")
         else:
             self._set("lag_steps", lag.steps)
-
-    def ranks(self, records: Iterable[ReceiverRecord]) -> None:
-        """Add the counts of the ranks' records to this process's metrics."""
-        for record in records:
-            before = self._rank_stats.get(record.receiver, {})
-            self._rank_stats[record.receiver] = record.stats
-            gained = {name: value - before.get(name, 0) for name, value in record.stats.items()}
-            self._add("evictions", gained.get("evictions", 0))
-            if gained.get("staged", 0) > 0:
-                self._observe("stage_seconds", gained["stage_s"] / gained["staged"])
-
-    def _set_run(self, run: str | None) -> None:
-        if RUN in self._families and run != self._run:
-            for each, value in ((self._run, 0), (run, 1)):
-                if each is not None:
-                    self._families[RUN].labels(self._engine_id, each).set(value)
-            self._run = run
 
     def _metric(self, name: str) -> Any:
         return self._families[name].labels(engine=self._engine_id)
@@ -184,7 +157,7 @@ class FollowerReport:
                 self._families[name].remove(self._engine_id)
 
     def _add(self, name: str, amount: float = 1) -> None:
-        if name in self._families and amount > 0:
+        if name in self._families:
             self._metric(name).inc(amount)
 
     def _observe(self, name: str, seconds: float) -> None:
@@ -202,10 +175,9 @@ def _registered() -> dict[str, Any]:
         logger.warning("no metrics: %s", str(error))
         return {}
 
-    def gauge(name: str, text: str, *more_labels: str) -> Any:
+    def gauge(name: str, text: str) -> Any:
         # Of several processes that write files for one /metrics, the last one knows.
-        labels = ["engine", *more_labels]
-        return Gauge(f"dbuffer_{name}", text, labels, multiprocess_mode="mostrecent")
+        return Gauge(f"dbuffer_{name}", text, ["engine"], multiprocess_mode="mostrecent")
 
     def counter(name: str, text: str) -> Any:
         return Counter(f"dbuffer_{name}", text, ["engine"])
@@ -215,11 +187,8 @@ def _registered() -> dict[str, Any]:
 
     return {
         **{name: gauge(name, text) for name, text in GAUGES.items()},
-        RUN: gauge(RUN, "1 for the run of the version that the engine serves.", RUN),
         "bytes": counter("bytes", "Bytes of weights applied, per rank."),
-        "stage_seconds": seconds("stage_seconds", "Making a version ready, while serving."),
+        "stage_seconds": seconds("stage_seconds", "Making a version ready on the slowest rank."),
         "pause_seconds": seconds("pause_seconds", "Engine paused for a switch."),
-        "retries": counter("retries", "Switches that were tried again."),
-        "evictions": counter("evictions", "Versions overwritten while a rank staged them."),
-        "failures": counter("failures", "Times that it was not kept on the newest version."),
+        "failures": counter("failures", "Attempts to keep it on the newest version that failed."),
     }

@@ -199,8 +199,8 @@ class StoreView:
         stop_event: threading.Event | None,
         *,
         require_alive: Callable[[], None] = lambda: None,
-    ) -> list[ReceiverRecord]:
-        """Wait until every rank has this version or a later one ready; return the ranks' records.
+    ) -> None:
+        """Wait until every rank has this version or a later one ready.
 
         Or until the engine has it: another process may have switched a server meanwhile.
 
@@ -230,7 +230,7 @@ class StoreView:
                 ]
             engine = self.engine_record()
             if not behind or (engine is not None and self.has_applied(engine, goal)):
-                return [record for record in records.values() if record is not None]
+                return
             if isinstance(known, VersionId):
                 self._require_possible(known, newest, records, at_start, serves_on)
             gone = sorted(rank for rank in self._seen if records[rank] is None)

@@ -309,12 +309,9 @@ class Inside:
             "version_available": 5,
             "lag_versions": 0,
             "lag_seconds": 0,
-            "run": 1,
             "bytes_total": 5 * num_bytes,
             "stage_seconds_count": 5,
             "pause_seconds_count": 5,
-            "retries_total": 0,
-            "evictions_total": 0,
             "failures_total": 0,
         }
 
