@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import os
 import secrets
 import threading
 import time
@@ -41,7 +40,7 @@ from dbuffer.runtime.translated import TranslatedErrors
 logger = logging.getLogger(__name__)
 
 _followers: weakref.WeakValueDictionary[tuple[str, str], Follower] = weakref.WeakValueDictionary()
-"""Last follower in this process that began with each engine."""
+"""Follower in this process of each replica of an engine, by the id of its start."""
 
 
 class _State(enum.Enum):
@@ -141,12 +140,12 @@ class Follower(Closing):
         have lost its weights since the last switch.
         """
         view, applied = self._view, self._applied
-        if view is None or _followers.get(_key_of(view.facts)) is not self:
+        if view is None or applied is None:
             return False
         record = view.readable_record()
         is_older = record is not None and self._is_earlier(record)  # it is being written
         recorded = applied if is_older else served_by(record)
-        if applied is None or recorded is None:
+        if recorded is None:
             return False
         if min(applied.id.number, recorded.id.number) < version:
             return False
@@ -175,7 +174,7 @@ class Follower(Closing):
         with contextlib.suppress(errors.EngineUnreachableError, errors.EngineUpdateError):
             facts = self._engine.facts()
             options = self._options_for(facts)
-            self._require_alone(facts, options)
+            self._require_alone(facts)
             if options.version is not None:
                 with contextlib.closing(StoreView(facts, options)) as view:
                     view.require_version()
@@ -186,7 +185,7 @@ class Follower(Closing):
         Raises:
             OptionError: (a ``ValueError``) neither this nor the engine names a store.
             UnsupportedError: the engine was not started in a way that lets it follow.
-            StoreBusyError: another follower in this process has it follow this store.
+            StoreBusyError: it has another follower in this process.
             VersionError: it is to stay on a version that is no longer in the store.
             EngineUpdateError: its ranks cannot follow the store now.
             EngineUnreachableError: (a server) it does not answer.
@@ -196,8 +195,8 @@ class Follower(Closing):
         facts = self._engine.facts()
         was_paused = self._engine.is_paused()
         options = self._options_for(facts)
-        self._require_alone(facts, options)
-        _followers[_key_of(facts)] = self
+        self._require_alone(facts)
+        _followers[facts.instance_id, facts.replica] = self
         if self._view is not None:
             self._view.close()
         self._report.begin(engine_id_of(facts, options))
@@ -220,15 +219,14 @@ class Follower(Closing):
         message = "%s follows %s, and serves %s%s"
         logger.info(message, view.engine_id, options.read_store, self.weights, until)
 
-    def _require_alone(self, facts: EngineFacts, options: EngineOptions) -> None:
-        """Raise if another follower in this process has the engine follow the same store."""
-        other = _followers.get(_key_of(facts), self)
-        engine_id, store = engine_id_of(facts, options), _real_store(options)
-        view = other._view  # noqa: SLF001 - of this class
-        if other is not self and view and _followed_by(view) == (engine_id, store):
+    def _require_alone(self, facts: EngineFacts) -> None:
+        """Raise if the engine has another follower in this process."""
+        view = _followers.get((facts.instance_id, facts.replica), self)._view  # noqa: SLF001
+        if view is not None and view is not self._view:
             raise errors.StoreBusyError(
-                f"another follower in this process has {engine_id} follow {store}: each would miss "
-                "what the other does; use that one, or close it first"
+                f"another follower in this process has {view.engine_id} follow "
+                f"{view.options.store}, and an engine has one follower: use that one, or close it "
+                "first"
             )
 
     def _end_pause_left(self, engine_id: str) -> None:
@@ -257,12 +255,6 @@ class Follower(Closing):
         self._engine.require_alive()
         view = self._view
         if view is not None and self._is_certain:
-            last = _followers.get(_key_of(view.facts))
-            if last is not self:  # another one began, and this one's record is of before that
-                self._note("lost")
-            if last not in (None, self):
-                what = f"{view.engine_id} no longer follows {view.options.store}"
-                raise view.other_follower(what)
             self._refresh_applied(view)
         if view is None or not self._is_certain or self.has_restarted():
             self.start()
@@ -620,9 +612,11 @@ class Follower(Closing):
         following = self._ensure_started().options
         options = replace(following, store=store, local_store=None, version=None)
         other = Follower(self._engine, options, pause=self._pause_mode)
+        self._forget()
         try:
             other.sync()
         finally:
+            other._forget()
             if other._view is not None:
                 other._view.close()
             if other._owes_resume:
@@ -685,21 +679,13 @@ class Follower(Closing):
             except (errors.DBufferError, OSError) as error:
                 state = "left paused" if self._owes_resume else "not acknowledged"
                 logger.error("%s is %s: %s", self.engine_id, state, str(error))
-        for key in [key for key, follower in _followers.items() if follower is self]:
-            del _followers[key]
+        self._forget()
         self._report.ended()
         if self._view is not None:
             self._view.close()
         self._engine.close()
 
-
-def _key_of(facts: EngineFacts) -> tuple[str, str]:
-    return facts.instance_id, facts.replica
-
-
-def _followed_by(view: StoreView) -> tuple[str, str]:
-    return view.engine_id, _real_store(view.options)
-
-
-def _real_store(options: EngineOptions) -> str:
-    return os.path.realpath(options.read_store)
+    def _forget(self) -> None:
+        """Let the engine have another follower."""
+        for key in [key for key, follower in _followers.items() if follower is self]:
+            del _followers[key]

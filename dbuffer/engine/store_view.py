@@ -265,13 +265,10 @@ class StoreView:
                 f"{', '.join(ended)} ended before version {number_of(goal)} of "
                 f"{self.options.store} was ready: it is to be started again"
             )
-        return self.other_follower(f"{', '.join(gone)} left {self.options.store}")
-
-    def other_follower(self, what: str) -> errors.EngineUpdateError:
-        """Make the error about what another follower has done."""
         return errors.EngineUpdateError(
-            f"{what}: another follower let the engine follow another store, or none. An engine has "
-            "one follower: close one of them, and make the other one again"
+            f"{', '.join(gone)} left {self.options.store}: another follower let the engine follow "
+            "another store, or none. An engine has one follower: close one of them, and make the "
+            "other one again"
         )
 
     def _has_ended(self, record: ReceiverRecord | None) -> bool:
