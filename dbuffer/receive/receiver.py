@@ -286,7 +286,6 @@ class WeightReceiver(Closing, ProcessBound):
         *,
         partial: bool = False,
         views: bool = False,
-        check: Callable[[Mapping[str, Any]], None] = refuse_adapter,
     ) -> int | None:
         """Load the newest version, unless this receiver has loaded it already.
 
@@ -303,16 +302,13 @@ class WeightReceiver(Closing, ProcessBound):
                 tensors it has loaded: use one receiver for one target.
             views: give a function views of the store in place of copies, which it may keep. A view
                 is valid during the call: a later version overwrites it.
-            check: called with the version's metadata before anything is touched; its errors are
-                raised. Default: refuse an adapter, which is no model
-                (:mod:`dbuffer.integrations.peft` loads adapters).
 
         Returns:
             The version loaded, or None if there is nothing newer (or nothing at all).
 
         Raises:
-            WeightsMismatchError: names, shapes or dtypes differ, or the version lacks a tensor of
-                an earlier one. The target was not touched.
+            WeightsMismatchError: names, shapes or dtypes differ, the version lacks a tensor of an
+                earlier one, or it is an adapter, and no model. The target was not touched.
             VersionRegressedError: the newest version does not follow the last one seen.
             StoreCorruptError: the store is damaged.
 
@@ -326,7 +322,7 @@ class WeightReceiver(Closing, ProcessBound):
                 self._note_wait()
                 return None
             try:
-                version = self._load_newest(target, partial, views, check)
+                version = self._load_newest(target, partial, views)
                 if self._seen is None:
                     self._note_wait()
                 return version
@@ -342,20 +338,14 @@ class WeightReceiver(Closing, ProcessBound):
                     )
                 raise
 
-    def _load_newest(
-        self,
-        target: Target,
-        partial: bool,
-        views: bool,
-        check: Callable[[Mapping[str, Any]], None],
-    ) -> int | None:
+    def _load_newest(self, target: Target, partial: bool, views: bool) -> int | None:
         """Load the newest version; raise `OvertakenError` if a writer was faster."""
         hold = functools.partial(self._hold, self._loaded)
         with self._holding(hold, is_reported=True) as held:
             if held is None:
                 return None
             manifest = held.manifest
-            check(manifest.metadata)
+            refuse_adapter(manifest.metadata)
             self._load(held, target, partial, views)
             held.require_unchanged()
             self._loaded = manifest.version

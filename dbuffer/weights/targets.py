@@ -78,7 +78,7 @@ def refuse_adapter(metadata: Mapping[str, Any]) -> None:
     """Refuse a version that holds no model, by its metadata."""
     if ADAPTER_KEY in metadata:
         raise WeightsMismatchError(
-            "the store holds an adapter, not a model: use load_adapter or save_adapter of "
+            "the store holds an adapter, not a model: use save_adapter of "
             "dbuffer.integrations.peft, or publish the merged model (merged_weights)"
         )
 

@@ -1,10 +1,9 @@
 """peft's adapters and a store: merged models, and adapters by themselves.
 
 * :func:`merged_weights` publishes a peft model as the model that it acts as (:mod:`.merged`);
-* :func:`send_adapter` publishes an adapter alone, and :func:`load_adapter` loads it into another
-  process's peft model (:mod:`.adapter`);
-* :func:`save_adapter` saves what was published where engines look for adapters (:mod:`.saved`);
-  it needs no peft.
+* :func:`send_adapter` publishes an adapter alone (:mod:`.adapter`);
+* :func:`save_adapter` saves what was published where engines and peft look for adapters
+  (:mod:`.saved`); it needs no peft.
 """
 
 from __future__ import annotations
@@ -14,12 +13,7 @@ from typing import TYPE_CHECKING
 from dbuffer.runtime.lazy import lazily
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.peft.adapter import (
-        adapter_metadata as adapter_metadata,
-        adapter_weights as adapter_weights,
-        load_adapter as load_adapter,
-        send_adapter as send_adapter,
-    )
+    from dbuffer.integrations.peft.adapter import send_adapter as send_adapter
     from dbuffer.integrations.peft.merged import merged_weights as merged_weights
     from dbuffer.integrations.peft.saved import (
         SavedAdapter as SavedAdapter,
@@ -30,9 +24,6 @@ else:
         __name__,
         {
             "SavedAdapter": ".saved",
-            "adapter_metadata": ".adapter",
-            "adapter_weights": ".adapter",
-            "load_adapter": ".adapter",
             "merged_weights": ".merged",
             "save_adapter": ".saved",
             "send_adapter": ".adapter",

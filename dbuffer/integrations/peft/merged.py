@@ -57,9 +57,9 @@ def merged_weights(
     merged = _merge_whole(copy.deepcopy(peft_model, dict(stand_ins)), names)
     state = only_tensors(merged.state_dict(keep_vars=True))
     published = [real_of[id(tensor)] for tensor in state.values() if id(tensor) in real_of]
-    groups = _Groups(peft_model.get_base_model(), published, names)
+    layers = _Layers(peft_model.get_base_model(), published, names)
     weights = {
-        name: groups.weight(name, to_be, real_of.get(id(to_be))) for name, to_be in state.items()
+        name: layers.weight(name, to_be, real_of.get(id(to_be))) for name, to_be in state.items()
     }
     return dict(transformers_modules.as_checkpoint(merged, weights)) if as_checkpoint else weights
 
@@ -141,27 +141,23 @@ def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() or -id(tensor)
 
 
-class _Groups:
-    """The layers that merging changes; those that share memory are merged together."""
+class _Layers:
+    """The layers that merging changes. Layers that share published memory are merged together."""
 
     def __init__(
         self, model: nn.Module, published: list[torch.Tensor], adapters: list[str] | None
     ) -> None:
-        layers = dict(_layers_of(model))
+        self._adapters = adapters
+        self._layers = dict(_layers_of(model))
         self._keys_at: dict[int, list[str]] = {}
-        for key, layer in layers.items():
+        for key, layer in self._layers.items():
             for place in {_place(tensor) for tensor in own_tensors(layer)}:
                 self._keys_at.setdefault(place, []).append(key)
-        tied: set[str] = set()
-        for tensor in published:
-            keys = self._keys_at.get(_place(tensor), [])
-            tied.update(keys if len(keys) > 1 else ())
-        self._group_of = {
-            key: _Group({key: layer}, adapters) for key, layer in layers.items() if key not in tied
-        }
+        shared = (self._keys_at.get(_place(tensor), []) for tensor in published)
+        tied = {key for keys in shared if len(keys) > 1 for key in keys}
         # In the model's order, as peft merges them.
-        together = _Group({key: layers[key] for key in layers if key in tied}, adapters)
-        self._group_of |= dict.fromkeys(tied, together)
+        together = [key for key in self._layers if key in tied]
+        self._merged_with = {key: together if key in tied else [key] for key in self._layers}
 
     def weight(
         self, name: str, to_be: torch.Tensor, tensor: torch.Tensor | None
@@ -169,46 +165,32 @@ class _Groups:
         """Return the tensor to publish under a name: the existing one, or a merged one."""
         parts = name.split(".")
         modules = (".".join(parts[:end]) for end in range(1, len(parts)))
-        key = next((module for module in modules if module in self._group_of), None)
+        key = next((module for module in modules if module in self._layers), None)
         if key is not None:
-            group, part = self._group_of[key], name.removeprefix(f"{key}.")
-            return group.promise(to_be, tensor, lambda: group.merge([])[0][key].state_dict()[part])
+            part = name.removeprefix(f"{key}.")
+            keys = self._merged_with[key]
+            return self._promise(
+                keys, to_be, tensor, lambda: self.merge(keys, [])[0][key].state_dict()[part]
+            )
         assert tensor is not None  # noqa: S101 - peft makes new ones in its own layers only
         tied = self._keys_at.get(_place(tensor))
         if not tied:
             return tensor.detach()
-        group = self._group_of[tied[0]]
-        return group.promise(to_be, tensor, lambda: group.merge([tensor])[1][0].detach())
+        keys = self._merged_with[tied[0]]
+        return self._promise(keys, to_be, tensor, lambda: self.merge(keys, [tensor])[1][0].detach())
 
-
-def _layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield peft's outermost layers that change weights when they are merged."""
-    inside: str | None = None
-    for key, module in model.named_modules():
-        if inside is not None and key.startswith(inside):
-            continue
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            inside = f"{key}."
-            # A module that is trained whole takes the place of the other; nothing is computed.
-            if any(isinstance(part, BaseTunerLayer) for part in module.modules()):
-                yield key, module
-
-
-class _Group:
-    """Layers that are merged together: nearly always one, and several where they are tied."""
-
-    def __init__(self, layers: dict[str, nn.Module], adapters: list[str] | None) -> None:
-        self._layers = layers
-        self._adapters = adapters
-
-    def promise(
-        self, to_be: torch.Tensor, tensor: torch.Tensor | None, make: Callable[[], torch.Tensor]
+    def _promise(
+        self,
+        keys: list[str],
+        to_be: torch.Tensor,
+        tensor: torch.Tensor | None,
+        make: Callable[[], torch.Tensor],
     ) -> LazyTensor:
         """Return a tensor of the layers, or tied to them, that is made when its turn comes."""
-        state = self._state()
+        state = self._state_of(keys)
 
         def fetch() -> torch.Tensor:
-            if self._state() != state:
+            if self._state_of(keys) != state:
                 raise InvalidWeightsError(
                     "adapters were switched, merged or disabled since merged_weights() was called: "
                     "call it again"
@@ -219,9 +201,11 @@ class _Group:
         identity = 0 if tensor is None else -id(tensor)
         return LazyTensor(to_be.dtype, tuple(to_be.shape), fetch, identity)
 
-    def merge(self, tied: list[torch.Tensor]) -> tuple[dict[str, nn.Module], list[torch.Tensor]]:
-        """Return copies of the layers, merged, and of tensors that are tied to them."""
-        layers, tied = copy.deepcopy((self._layers, tied))
+    def merge(
+        self, keys: list[str], tied: list[torch.Tensor]
+    ) -> tuple[dict[str, nn.Module], list[torch.Tensor]]:
+        """Return copies of layers, merged, and of tensors that are tied to them."""
+        layers, tied = copy.deepcopy(({key: self._layers[key] for key in keys}, tied))
         return {key: self._merge_layer(layer) for key, layer in layers.items()}, tied
 
     def _merge_layer(self, layer: Any) -> nn.Module:
@@ -235,11 +219,24 @@ class _Group:
         assert isinstance(merged, nn.Module)  # noqa: S101 - what peft puts in the layer's place
         return merged
 
-    def _state(self) -> list[tuple[Any, ...]]:
+    def _state_of(self, keys: list[str]) -> list[tuple[Any, ...]]:
         """Return all that determines the result of merging, except for values."""
         return [
             (list(module.active_adapters), list(module.merged_adapters), module.disable_adapters)
-            for layer in self._layers.values()
-            for module in layer.modules()
+            for key in keys
+            for module in self._layers[key].modules()
             if isinstance(module, BaseTunerLayer)
         ]
+
+
+def _layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield peft's outermost layers that change weights when they are merged."""
+    inside: str | None = None
+    for key, module in model.named_modules():
+        if inside is not None and key.startswith(inside):
+            continue
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            inside = f"{key}."
+            # A module that is trained whole takes the place of the other; nothing is computed.
+            if any(isinstance(part, BaseTunerLayer) for part in module.modules()):
+                yield key, module

@@ -89,7 +89,7 @@ def save_adapter(
             receiver.open(newer_than, timeout_s, acknowledge=False) as snapshot,
             receiver.reporting(snapshot.id),
         ):
-            config = config_of(snapshot.metadata)
+            config = _config_of(snapshot.metadata)
             path = directory / f"v{snapshot.version}-{snapshot.id.run}"
             if not path.is_dir():
                 _write(snapshot, config, made)
@@ -102,7 +102,7 @@ def save_adapter(
     return saved
 
 
-def config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the adapter's configuration, as peft saves it."""
     config = metadata.get(ADAPTER_KEY)
     if not isinstance(config, dict):

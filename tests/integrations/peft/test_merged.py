@@ -117,10 +117,8 @@ def test_experts_that_are_one_parameter_are_merged_once_and_published_one_by_one
     )
     from dbuffer.integrations.peft import merged
 
-    merge, merges = merged._Group.merge, list[Any]()
-    monkeypatch.setattr(
-        merged._Group, "merge", lambda self, tied: merges.append(self) or merge(self, tied)
-    )
+    merge, merges = merged._Layers.merge, list[Any]()
+    monkeypatch.setattr(merged._Layers, "merge", lambda *args: merges.append(args) or merge(*args))
     weights = integration.merged_weights(model)
     for step in range(2):
         merges.clear()
