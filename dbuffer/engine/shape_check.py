@@ -136,7 +136,7 @@ class ShapeCheck:
                 for spec in changed
             )
 
-        return advice([spec.name for spec in specs], fits)
+        return advice([spec.name for spec in specs], self._meta.names, fits)
 
     def _makes_no_difference(self, spec: TensorSpec) -> bool:
         name = renamed(spec.name, self._names)
