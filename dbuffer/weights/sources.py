@@ -362,7 +362,7 @@ def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
     """The leaves of a TensorDict, nested keys joined by dots."""
     from tensordict import is_non_tensor
 
-    _check_stack(weights, "the TensorDict")
+    _refuse_lazy_stack(weights, "the TensorDict")
     names, tensors = [], []
     for key, value in weights.items(include_nested=True):
         name = key if isinstance(key, str) else ".".join(key)
@@ -372,26 +372,18 @@ def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
             names.append(name)
             tensors.append(value)
         else:
-            _check_stack(value, repr(name))
+            _refuse_lazy_stack(value, repr(name))
     return _by_name(names, tensors)
 
 
-def _check_stack(weights: Any, where: str) -> None:
-    """Refuse a lazy stack that hides tensors because its members differ in them."""
+def _refuse_lazy_stack(value: Any, where: str) -> None:
+    """Refuse a stack that makes its tensors at each access, and hides those that differ."""
     from tensordict import LazyStackedTensorDict
 
-    if not isinstance(weights, LazyStackedTensorDict):
-        return
-    first, *others = [
-        {name: tensor.shape for name, tensor in tensordict_tensors(member).items()}
-        for member in weights.tensordicts
-    ]
-    unlike = {name for other in others for name, _ in first.items() ^ other.items()}
-    if unlike:
-        names = listed(sorted(map(repr, unlike)))
+    if isinstance(value, LazyStackedTensorDict):
         raise InvalidWeightsError(
-            f"{where} is a lazy stack whose members differ in {names}, which it does not show: "
-            "publish its members, each under a name of its own"
+            f"{where} is a lazy stack: publish its members, each under a name of its own, or "
+            "its contiguous()"
         )
 
 

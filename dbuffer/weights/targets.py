@@ -8,7 +8,6 @@ version that lacks some of them.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -222,25 +221,21 @@ def _overlaps(
     """Return targets that are the same memory, and problems with targets that overlap in part."""
     ties: list[tuple[NamedIndex, NamedIndex]] = []
     problems: list[str] = []
-    for group in _overlap_groups(tensors):
-        apart: dict[str, torch.Tensor] = {}
-        for name in group:
-            twin = next((n for n in apart if sources.is_same_memory(apart[n], tensors[name])), None)
-            if twin is None:
-                apart[name] = tensors[name]
-                continue
-            index, other_index = comparison.sources[twin], comparison.sources[name]
-            if index != other_index:
-                ties.append(((twin, index), (name, other_index)))
-        if pair := _overlapping_pair(apart):
-            problems.append(
-                f"{pair[0]!r} and {pair[1]!r} of the target overlap in memory, but are separate "
-                "tensors in the store"
-            )
+    for first, *others in _overlap_groups(tensors):
+        for name in others:
+            index, other_index = comparison.sources[first], comparison.sources[name]
+            if not sources.is_same_memory(tensors[first], tensors[name]):
+                problems.append(
+                    f"{first!r} and {name!r} of the target overlap in memory, or lie between each "
+                    "other's elements"
+                )
+            elif index != other_index:
+                ties.append(((first, index), (name, other_index)))
     return ties, problems
 
 
 def _overlap_groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """Yield names of tensors whose ranges of addresses overlap."""
     ranges = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor), name)
         for name, tensor in tensors.items()
@@ -272,32 +267,6 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
         return tensor.nbytes
     steps = zip(tensor.stride(), tensor.shape, strict=True)
     return tensor.element_size() * (1 + sum(stride * (size - 1) for stride, size in steps))
-
-
-def _overlapping_pair(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
-    if not _do_overlap(list(tensors.values())):
-        return None
-    pairs = itertools.combinations(tensors, 2)
-    return next((one, two) for one, two in pairs if _do_overlap([tensors[one], tensors[two]]))
-
-
-def _do_overlap(tensors: list[torch.Tensor]) -> bool:
-    """Whether they cover less memory than they have elements for.
-
-    The address ranges of a matrix's columns overlap, and its columns do not. So the memory that
-    tensors cover is marked in a mask, in units of the common divisor of all strides.
-    """
-    start = min(tensor.data_ptr() for tensor in tensors)
-    end = max(tensor.data_ptr() + _extent_bytes(tensor) for tensor in tensors)
-    sizes = [tensor.element_size() for tensor in tensors]
-    unit = math.gcd(*sizes, *(tensor.data_ptr() - start for tensor in tensors))
-    marks = torch.zeros((end - start) // unit, dtype=torch.bool)
-    for tensor, size in zip(tensors, sizes, strict=True):
-        units = size // unit
-        steps = [stride * units for stride in tensor.stride()]
-        place = (tensor.data_ptr() - start) // unit
-        marks.as_strided((*tensor.shape, units), (*steps, 1), place).fill_(True)
-    return int(marks.count_nonzero()) * unit < sum(tensor.nbytes for tensor in tensors)
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
