@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -15,12 +14,9 @@ import torch
 from torch import nn
 
 from dbuffer.errors import WeightsMismatchError
-from dbuffer.runtime.timing import doubling
 
-_PATIENCE_S = 1.0
-"""First period in which a waiting load keeps calls out, then lets them in. It doubles."""
-_MAX_PATIENCE_S = 10.0
-"""Upper bound of that time."""
+_PATIENCE_S = 10.0
+"""Longest time that a call is kept out by a load that waits for others to end."""
 _CALL_CHECK_S = 0.5
 """Interval at which a load that waits looks for calls that ended without a hook."""
 
@@ -52,16 +48,17 @@ class ForwardGuard:
     module are not seen: a replayed CUDA graph, other methods of a transform than ``forward``.
 
     While a load waits for running calls, no other call begins, or calls without a gap would keep it
-    waiting. A running call may itself wait for a call of another thread: after a while calls may
-    begin again, for as long.
+    waiting. A running call may itself wait for a call of another thread: that begins after a while.
     """
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._running: dict[int, ForwardCall] = {}
         """Calls that run, by thread."""
-        self._loads = 0
-        """Loads that run, or wait for calls to end."""
+        self._num_waiting = 0
+        """Loads that wait for calls to end."""
+        self._num_loading = 0
+        """Loads that run."""
         self._problem: str | None = None
 
     def attach(self, model: Any) -> None:
@@ -76,12 +73,20 @@ class ForwardGuard:
     def loading(self) -> Iterator[None]:
         """Wait for running forward calls to end, and let none begin; not from within one."""
         with self._condition:
-            self._keep_calls_out()
+            self._num_waiting += 1
+            try:
+                while self._has_calls():
+                    self._condition.wait(_CALL_CHECK_S)
+                self._num_loading += 1
+            finally:
+                self._num_waiting -= 1
+                self._condition.notify_all()
         try:
             yield
         finally:
             with self._condition:
-                self._end_load()
+                self._num_loading -= 1
+                self._condition.notify_all()
 
     def refuse(self, problem: str) -> None:
         """Let forward calls raise: the model's weights are not of one version."""
@@ -99,35 +104,6 @@ class ForwardGuard:
         """Pickle as a new guard: in another process, other threads run the model."""
         return type(self), ()
 
-    def _keep_calls_out(self) -> None:
-        """Wait until no call runs, and let none begin until :meth:`_end_load`."""
-        for patience_s in doubling(_PATIENCE_S, _MAX_PATIENCE_S):
-            self._loads += 1
-            try:
-                if self._wait_for_calls(patience_s):
-                    return
-            except BaseException:
-                self._end_load()
-                raise
-            self._end_load()
-            if self._wait_for_calls(patience_s):
-                self._loads += 1
-                return
-
-    def _end_load(self) -> None:
-        self._loads -= 1
-        self._condition.notify_all()
-
-    def _wait_for_calls(self, patience_s: float) -> bool:
-        """Wait until no call runs; return whether that was within ``patience_s``."""
-        deadline = time.monotonic() + patience_s
-        while self._has_calls():
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return False
-            self._condition.wait(min(left_s, _CALL_CHECK_S))
-        return True
-
     def _has_calls(self) -> bool:
         self._running = {thread: call for thread, call in self._running.items() if not call.is_over}
         return bool(self._running)
@@ -144,7 +120,10 @@ class ForwardGuard:
             if call is not None and not call.is_over:
                 call.depth += 1  # a model that calls itself must not wait for itself
                 return
-            self._condition.wait_for(lambda: not self._loads)
+            self._condition.wait_for(
+                lambda: not (self._num_waiting or self._num_loading), _PATIENCE_S
+            )
+            self._condition.wait_for(lambda: not self._num_loading)
             if self._problem is not None:
                 raise WeightsMismatchError(
                     f"this model refuses to run: {self._problem}; it runs again when the "

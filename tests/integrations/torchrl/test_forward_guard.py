@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from dbuffer import WeightsMismatchError
+from dbuffer.integrations.torchrl import forward_guard
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 
 WAIT_S = 30.0
@@ -184,7 +185,8 @@ class Helped(nn.Module):
         return sum(self.pool.submit(self, 0).result(WAIT_S) for _ in range(helpers))
 
 
-def test_a_forward_call_may_wait_for_another_threads_while_a_load_waits(pool, guard):
+def test_a_forward_call_may_wait_for_another_threads_while_a_load_waits(pool, guard, monkeypatch):
+    monkeypatch.setattr(forward_guard, "_PATIENCE_S", SOON_S)
     model = Helped(pool)
     guard.attach(model)
     forward = pool.submit(model, 3)
