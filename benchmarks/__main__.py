@@ -43,7 +43,6 @@ _MODULES = {
     "responses": "responses",
     "sharded": "sharded",
     "torchrl": "torchrl",
-    "trl": "trl",
     "delta": "deltas",
     "objects": "objects",
     "fleet": "fleet",
@@ -53,7 +52,6 @@ _MODULES = {
 _NEEDS = {
     **dict.fromkeys(("pause", "latency", "served", "responses"), ("vllm",)),
     "torchrl": ("torchrl",),
-    "trl": ("trl", "vllm"),
     "objects": ("obstore",),
 }
 """Packages without which there is nothing to measure."""

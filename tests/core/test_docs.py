@@ -514,7 +514,7 @@ def between(text: str, since: str, until: str | None = None) -> str:
         ("benchmarks.md", "cpu.txt", "# Benchmarks", "## The pause"),
         ("benchmarks.md", "pause.txt", "## The pause", "| pause with packed layers"),
         ("benchmarks.md", "latency.txt", "## Inter-token latency", "## From publish to served"),
-        ("benchmarks.md", "served.txt", "## From publish to served", "## A step of TRL's trainer"),
+        ("benchmarks.md", "served.txt", "## From publish to served", "## GPUs"),
         ("benchmarks.md", "gpu.txt", "## GPUs", "## An engine on a GPU"),
         ("benchmarks.md", "gpu-engine.txt", "## An engine on a GPU", "## Deltas"),
         ("sharded-trainers.md", "sharded.txt", "# ", None),

@@ -83,9 +83,6 @@ class TestWithVLLM:
         # The engine's own log-probabilities say that it sampled with the trainer's weights.
         assert done.numbers(r"effective sample size +(\d+)%") == [100] * 12
 
-    def test_engine_learns_with_trls_trainer(self, shm_path):
-        run("trl_grpo.py", shm_path)
-
     def test_engines_of_all_ranks_follow_the_actor(self, shm_path):
         done = run("lightrft_ranks.py", shm_path, TORCHRUN)
         assert done.count("its engine and of a fresh one: equal") == 2

@@ -34,12 +34,10 @@ def rewards_of(answers: list[list[int]]) -> list[float]:
 
 
 def configuration(directory: Path, **options: Any) -> GRPOConfig:
-    """Batches of all prompts, with an engine in the trainer's process."""
+    """Batches of all prompts, with a server."""
     chosen: dict[str, Any] = {
         "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_max_model_length": 256,
-        "vllm_gpu_memory_utilization": 0.1,
+        "vllm_mode": "server",
         "output_dir": str(directory / "trainer"),
         "use_cpu": not torch.cuda.is_available(),
         "per_device_train_batch_size": GROUP_SIZE * len(PROMPTS),

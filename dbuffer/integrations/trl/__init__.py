@@ -1,7 +1,7 @@
 """TRL's weights through a store, with no process group between trainer and servers.
 
-* :func:`over_store`, for `GRPOTrainer` and every other trainer that generates with vLLM, in a
-  server or in its own processes (:mod:`.syncing`);
+* :func:`over_store`, for `GRPOTrainer` and every other trainer that generates with vLLM servers
+  (:mod:`.syncing`);
 * :class:`StoreWeightTransfer`, for ``AsyncGRPOTrainer(weight_transfer=...)``
   (:mod:`.asynchronous`).
 """

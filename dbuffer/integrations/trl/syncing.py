@@ -1,4 +1,4 @@
-"""`over_store`: make a trainer of TRL's, with its weights going to vLLM through a store.
+"""`over_store`: make a trainer of TRL's, with its weights going to vLLM servers through a store.
 
 `WeightSync` is what it leaves in the trainer, whose generation calls it.
 """
@@ -9,14 +9,12 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar, Unpack
+from typing import Any, ParamSpec, TypeVar, Unpack
 
-from dbuffer.engine.background import BackgroundFollower
 from dbuffer.errors import OptionError, WaitTimeoutError
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.publish.sharded import DEFAULT_RANK_TIMEOUT_S, ShardedWeightSender
-from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
 from dbuffer.weights.sources import Weights
 
@@ -30,32 +28,27 @@ def over_store(
     *,
     receivers: int | str | Collection[str] = 1,
     timeout_s: float = 600.0,
-    unused_tensors: Literal["refuse", "warn"] = "refuse",
     **sender: Unpack[SenderKeywords],
 ) -> Callable[P, TrainerT]:
-    """Let a trainer's weights go to vLLM through a store.
+    """Let a trainer's weights go to vLLM servers through a store, which they follow.
 
     Call the result as you call the class: it returns the class's trainer. Whenever TRL is about to
-    generate with newer weights, they are published, and TRL waits until vLLM has them: a server
-    that follows the store, or the engine in the trainer's process. The trainer has one more
-    attribute, ``weight_sync``: a :class:`WeightSync`.
+    generate with newer weights, they are published, and TRL waits until servers have them. The
+    trainer has one more attribute, ``weight_sync``: a :class:`WeightSync`.
 
     Args:
         trainer_class: ``trl.GRPOTrainer``, or another that makes TRL's ``VLLMGeneration``:
-            ``args.use_vllm`` must be set.
+            ``args`` must have ``use_vllm=True, vllm_mode="server"``.
         store: the store's directory, the same on all ranks, and as the servers see it.
-        receivers: (server mode) how many engines must have a version before TRL generates with
-            it; or their ids (``engine_id``), so that one that cannot apply it is learned at once.
-        timeout_s: for how long they are waited for; in colocate mode, how long an engine may take
-            to have a version ready.
-        unused_tensors: (colocate mode) what the engine does with tensors that its model has no
-            place for: ``"refuse"`` the version, or ``"warn"`` once, and leave them out.
+        receivers: how many engines must have a version before TRL generates with it; or their ids
+            (``engine_id``), so that one that cannot apply it is learned at once.
+        timeout_s: for how long they are waited for.
         **sender: fields of :class:`dbuffer.SenderOptions`. Mirrors into a
             bucket need ``checksum=True`` to copy no more than what changed.
 
     Raises:
         OptionError: (a ``ValueError``) an option is not what it may be. From the result's call: the
-            trainer does not generate with vLLM.
+            trainer does not generate with a vLLM server.
         StoreBusyError: from the result's call: another sender has the store.
         StoreAccessError: from the result's call: the store cannot be used.
     """
@@ -63,24 +56,18 @@ def over_store(
     options.names("receivers", receivers)
     options.positive_seconds("timeout_s", timeout_s)
     SenderOptions.parse(sender)
-    options.choice("unused_tensors", unused_tensors, ("refuse", "warn"))
 
     def make(*args: P.args, **kwargs: P.kwargs) -> TrainerT:
         with _without_group():
             trainer: Any = trainer_class(*args, **kwargs)
         generation = getattr(trainer, "vllm_generation", None)
-        if generation is None:
+        if generation is None or generation.mode != "server":
             raise OptionError(
-                f"this {type(trainer).__name__} does not generate with vLLM, so there is nothing "
-                "to bring its weights to: set use_vllm=True in its args"
+                f"this {type(trainer).__name__} does not generate with a vLLM server, so there is "
+                'nothing to bring its weights to: set use_vllm=True, vllm_mode="server" in its args'
             )
         trainer.weight_sync = WeightSync(
-            trainer,
-            place,
-            receivers=receivers,
-            timeout_s=timeout_s,
-            unused_tensors=unused_tensors,
-            **sender,
+            trainer, place, receivers=receivers, timeout_s=timeout_s, **sender
         )
         # TRL has no seam for this: all its trainers call this method of their own generation.
         generation.sync_weights = trainer.weight_sync.sync_weights
@@ -114,7 +101,7 @@ def _without_group() -> Iterator[None]:
 
 
 class WeightSync:
-    """Publishes a trainer's weights, and waits until vLLM has them. Made by :func:`over_store`.
+    """Publishes a trainer's weights, and waits until servers have them. Made by `over_store`.
 
     Every rank has one, and makes every call. A model that is whole is published from where it
     lies. Of a sharded one each rank writes what it holds, and nothing is gathered (of ZeRO-3: one
@@ -128,23 +115,18 @@ class WeightSync:
         *,
         receivers: int | str | Collection[str],
         timeout_s: float,
-        unused_tensors: Literal["refuse", "warn"],
         **sender: Unpack[SenderKeywords],
     ) -> None:
         self._trainer = trainer
-        self._unused_tensors = unused_tensors
         self._generation = trainer.vllm_generation
         self._store, self._receivers, self._timeout_s = store, receivers, timeout_s
-        self._opened = contextlib.ExitStack()
-        self._follower: Any = None
-        self._agreement: Agreement | None = None
         self.version: int | None = None
-        """Newest version that vLLM has."""
+        """Newest version that the servers have."""
         self.sender = self._open_sender(sender)
         """Sender that publishes the weights, for instance for `dbuffer.integrations.metrics`."""
 
     def sync_weights(self) -> None:
-        """Publish the trainer's weights, and return when vLLM generates with them.
+        """Publish the trainer's weights, and return when servers generate with them.
 
         TRL calls it before it generates, if it has trained since. Call it yourself after the last
         step, for servers to get the final weights.
@@ -155,40 +137,34 @@ class WeightSync:
             StoreFullError: there is no room for the version.
             StoreAccessError: the store cannot be written.
             WriterSupersededError: another sender has taken the store over.
-            WaitTimeoutError: too few engines have the version in time, or (colocate mode) the
-                engine does not have it ready.
-            ReceiverFailedError: (server mode) one of those named cannot apply it, or has ended.
-            EngineUpdateError: (colocate mode) the engine could not switch.
-            EngineBrokenError: (colocate mode) its weights are half loaded.
+            WaitTimeoutError: too few engines have the version in time.
+            ReceiverFailedError: one of those named cannot apply it, or has ended.
             RankFailedError: a rank was lost.
         """
-        self._wake()
         metadata = {"step": self._trainer.state.global_step}
         version = self.sender.send(self._weights(), metadata=metadata).version
-        if self._generation.mode == "server":
-            self._wait_for_servers(version)
-        elif self._agreement is not None:
-            self._agreement.each("switch its engine", lambda: self._switch(version))
-        else:
-            self._switch(version)
+        try:
+            self.sender.wait_applied(version, receivers=self._receivers, timeout_s=self._timeout_s)
+        except WaitTimeoutError as error:
+            raise WaitTimeoutError(
+                f"{error}; TRL does not generate with older weights: let its server follow this "
+                "directory (--middleware dbuffer.integrations.vllm.FollowStore), and look at the "
+                "server's log"
+            ) from error
         self.version = version
 
     def close(self) -> None:
-        """Give the store up. The last version stays published, and vLLM keeps its weights."""
-        self._opened.close()
+        """Give the store up. The last version stays published, and servers keep their weights."""
+        self.sender.close()
 
     def _open_sender(self, options: SenderKeywords) -> WeightSender | ShardedWeightSender:
         from accelerate.utils import DistributedType
 
         if self._generation.accelerator.distributed_type == DistributedType.NO:
-            return self._opened.enter_context(WeightSender(self._store, **options))
+            return WeightSender(self._store, **options)
         # Ranks wait for one that waits for engines.
         timeout_s = DEFAULT_RANK_TIMEOUT_S + self._timeout_s
-        self._agreement = Agreement(None, timeout_s=timeout_s)
-        self._opened.callback(self._agreement.close)
-        return self._opened.enter_context(
-            ShardedWeightSender(self._store, rank_timeout_s=timeout_s, **options)
-        )
+        return ShardedWeightSender(self._store, rank_timeout_s=timeout_s, **options)
 
     def _weights(self) -> Weights:
         from accelerate.utils import is_peft_model
@@ -201,40 +177,3 @@ class WeightSync:
         from dbuffer.integrations.peft import merged_weights
 
         return merged_weights(model)
-
-    def _wait_for_servers(self, version: int) -> None:
-        try:
-            self.sender.wait_applied(version, receivers=self._receivers, timeout_s=self._timeout_s)
-        except WaitTimeoutError as error:
-            raise WaitTimeoutError(
-                f"{error}; TRL does not generate with older weights: let its server follow this "
-                "directory (--middleware dbuffer.integrations.vllm.FollowStore), and look at the "
-                "server's log"
-            ) from error
-
-    def _wake(self) -> None:
-        """Wake the engine's weights, as TRL does before it loads: asleep, they have no memory."""
-        generation = self._generation
-        if generation.mode == "colocate" and generation.enable_sleep_mode:
-            from trl.generation.vllm_generation import empty_cache
-
-            empty_cache()
-            generation.llm.wake_up(tags=["weights"])
-            generation._llm_weights_sleeping = False  # noqa: SLF001 - else it syncs once more
-
-    def _switch(self, version: int) -> None:
-        if self._follower is None:  # and not sooner: the engine may have slept until now
-            from dbuffer.integrations.vllm import follow
-
-            follower = follow(
-                self._generation.llm,
-                self._store,
-                timeout_s=self._timeout_s,
-                unused_tensors=self._unused_tensors,
-            )
-            assert not isinstance(follower, BackgroundFollower)  # noqa: S101 - it is an LLM
-            self._opened.callback(follower.close)
-            # Else its ranks would look at a store that may be gone.
-            self._opened.callback(follower.stop_workers)
-            self._follower = follower
-        self._follower.sync(at_least=version)

@@ -2,8 +2,7 @@
 
 One program trains a whole model, and lets TRL's asynchronous trainer's code send; in soaks also
 with the weights held back, an adapter, in whose training the server is killed and started again,
-and a sharded model, on two ranks of torchrun. (One engine in the trainer's process:
-``test_examples``.)
+and a sharded model, on two ranks of torchrun.
 """
 
 from __future__ import annotations
@@ -19,19 +18,9 @@ from dbuffer.errors import NotReadyError, OptionError, WaitTimeoutError
 from dbuffer.integrations.trl import StoreWeightTransfer
 from tests.programs import trl_server
 from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S, environment, observe
-from tests.support.soak import IN_SOAKS_ALONE
-
-IN_RANKS = ("colocate", "colocate lora")
-"""Trainers of two ranks with an engine in each rank's process."""
 
 
-@pytest.mark.parametrize(
-    "role",
-    [
-        pytest.param("server", marks=NEEDS_VLLM),
-        *(pytest.param(kind, marks=[*NEEDS_VLLM, IN_SOAKS_ALONE]) for kind in IN_RANKS),
-    ],
-)
+@pytest.mark.parametrize("role", [pytest.param("server", marks=NEEDS_VLLM)])
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL")
 @pytest.mark.timeout(TIMEOUT_S + 60)
 def test_rollouts_are_of_the_weights_that_are_trained(tmp_path, role):
