@@ -257,7 +257,7 @@ _RULES = {
     "version": "it without local_store, which gets the newest only: follow the store itself",
     "engine_id": "1 to 118 letters, digits, '.', '_' or '-'",
     "instance_id": "a text, not empty",
-    "run": "16 hexadecimal digits, as dbuffer log shows them, with version or at_least",
+    "run": "16 hexadecimal digits, as dbuffer status shows them, with version or at_least",
     "at_least": "either version or at_least, not both",
     "attempt": "16 hexadecimal digits",
 }

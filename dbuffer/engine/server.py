@@ -54,7 +54,7 @@ class EngineServer(Engine):
     """Advice about a missing route, for messages."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        with needed_for("following a server (`dbuffer follow-server`, or `follow` with a URL)"):
+        with needed_for("following a server (`follow` with a URL)"):
             import httpx
         self._httpx = httpx
         address = httpx.URL(checks.server_url("url", url))

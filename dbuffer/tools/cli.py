@@ -24,7 +24,6 @@ from dbuffer.tools.commands.demo import demo
 from dbuffer.tools.commands.doctor import doctor
 from dbuffer.tools.commands.export import export
 from dbuffer.tools.commands.follow import follow, run_for_each
-from dbuffer.tools.commands.follow_server import follow_server
 from dbuffer.tools.commands.shared import (
     EXIT_FAILED,
     EXIT_SIGNAL,
@@ -38,10 +37,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "publish": publish.publish,
     "follow": follow,
     "exec": run_for_each,
-    "follow-server": follow_server,
     "mirror": mirror.mirror,
     "status": show.status,
-    "log": show.log,
     "verify": show.verify,
     "ls": show.ls,
     "export": export,
@@ -57,12 +54,10 @@ EXAMPLES = {
     "publish": "./checkpoint STORE --metadata '{\"step\": 80}'",
     "follow": "STORE --count 1 --timeout-s 60",
     "exec": "STORE './evaluate.sh $DBUFFER_VERSION'",
-    "follow-server": "STORE http://localhost:8000",
     "mirror": "/mnt/shared/policy STORE",
     "status": "STORE --watch",
-    "log": "STORE",
     "verify": "STORE",
-    "ls": "STORE --against ./model",
+    "ls": "STORE",
     "export": "STORE checkpoints/step-800 --model models/qwen3",
     "pin": "STORE 120",
     "unpin": "STORE 120",
@@ -75,8 +70,8 @@ EXAMPLES = {
 _DESCRIPTION = """Move weights from a trainer to its inference workers through a directory.
 
 A store is a directory with two buffers and a pointer to the newest version. `publish` writes a
-checkpoint into it; `follow`, `exec` and `follow-server` print each new version, run a command for
-it, or switch an inference server to it; `status` shows the sender and the receivers.
+checkpoint into it; `follow` prints each new version, and `exec` runs a command for it; `status`
+shows the sender and the receivers. Inference servers follow a store by themselves.
 
 Try it: `dbuffer demo` trains a small model while a real vLLM engine samples from it.
 """

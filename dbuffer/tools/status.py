@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dbuffer.format.chain import until_anchor
-from dbuffer.format.lineage import Relation, VersionId, relation
+from dbuffer.format.lineage import Relation, relation
 from dbuffer.format.manifest import (
     UNDECODABLE,
     Lag,
@@ -165,6 +165,7 @@ EMPTY_BUFFER: dict[str, Any] = {
     "state": "empty",
     "version": None,
     "run": None,
+    "run_name": None,
     "num_tensors": 0,
     "file_bytes": 0,
     "age_s": None,
@@ -185,6 +186,7 @@ def version_status(manifest: Manifest) -> dict[str, Any]:
         "num_tensors": manifest.num_tensors,
         "file_bytes": manifest.file_bytes,
         "run": manifest.id.run,
+        "run_name": manifest.runs[0].name,
         "age_s": max(0.0, time.time() - manifest.published_at) if manifest.published_at else None,
         "has_checksums": manifest.checksums_xxh3 is not None,
         "num_deltas": max(0, len(manifest.chain) - 1),
@@ -245,44 +247,3 @@ def _state_of(
     if not is_published:
         return "writing"
     return "newest" if name == newest else "previous"
-
-
-def read_log(store: DoubleBuffer) -> dict[str, Any]:
-    """Return a store's runs and versions, newest first, as `dbuffer log --json` prints them."""
-    store.check()
-    pointer, receivers, contents = store.newest_pointer(), store.receivers(), Contents(store)
-    newest = None if pointer is None else pointer.buffer
-    versions: dict[VersionId, dict[str, Any]] = {}
-    manifests = {buffer: store.undamaged_manifest(buffer) for buffer in BUFFERS} | store.kept()
-    for buffer, manifest in manifests.items():
-        if manifest is None or manifest.state != "complete":
-            continue
-        state = _state_of(store, contents, buffer, manifest, newest)
-        if state != "writing":
-            versions[manifest.id] = _logged(manifest.id, state, manifest)
-    for record in in_order(receivers):
-        if record.applied is not None and record.part_of is None:
-            version = versions.setdefault(record.applied, _logged(record.applied, None, None))
-            version["applied_by"].append(record.receiver)
-    newest_first = sorted(versions, key=lambda each: (each.number, each.run), reverse=True)
-    runs = [] if pointer is None else pointer.runs
-    known = {run.id for run in runs}
-    return {
-        "store": str(store.root),
-        "runs": [
-            run._asdict() | {"versions": [versions[v] for v in newest_first if v.run == run.id]}
-            for run in runs
-        ],
-        "lost": [versions[version] for version in newest_first if version.run not in known],
-    }
-
-
-def _logged(version: VersionId, state: str | None, manifest: Manifest | None) -> dict[str, Any]:
-    return {
-        "version": version.number,
-        "run": version.run,
-        "state": state,
-        "published_at": None if manifest is None else manifest.published_at,
-        "metadata": {} if manifest is None else manifest.metadata,
-        "applied_by": [],
-    }

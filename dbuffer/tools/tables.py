@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,7 +69,7 @@ def format_age(age_s: float) -> str:
 
 _BUFFER = (
     *("buffer", "state", "version", "num_tensors", "file_bytes", "num_deltas", "age_s"),
-    *("has_checksums", "held_by"),
+    *("has_checksums", "held_by", "run", "run_name"),
 )
 _RECEIVER = (
     *("receiver", "part_of", "host", "pid", "has_ended", "applied_version", "copied_version"),
@@ -105,24 +104,6 @@ def status_parts(status: dict[str, Any]) -> list[RenderableType]:
     return [*parts, table(receivers, *_RECEIVER) if receivers else line("no receiver")]
 
 
-def log_parts(log: dict[str, Any]) -> list[RenderableType]:
-    """Return the runs of a store, newest first, and their versions."""
-    if not log["runs"]:
-        return [line("nothing published yet")]
-    parts = [table(log["runs"], "id", "name", "host", "pid", "started_at", "upon")]
-    if versions := [version for run in log["runs"] for version in run["versions"]]:
-        parts.append(_version_table(versions))
-    if log["lost"]:
-        parts.append(line("lost, as they do not lead to the newest version:"))
-        parts.append(_version_table(log["lost"]))
-    return parts
-
-
-def _version_table(versions: list[dict[str, Any]]) -> RenderableType:
-    rows = [each | {"version": f"{each['run']}-{each['version']}"} for each in versions]
-    return table(rows, "version", "state", "published_at", "metadata", "applied_by")
-
-
 def layout_parts(layout: dict[str, Any]) -> list[RenderableType]:
     """Return all tensors, and the other names of tied ones."""
     tensors = [table(layout["tensors"])] if layout["tensors"] else []
@@ -138,22 +119,3 @@ def verification_parts(checks: list[dict[str, Any]]) -> list[RenderableType]:
         if not check["has_checksums"] and not check["problems"]
     ]
     return [table(checks), *map(line, notes)]
-
-
-def comparison_parts(comparison: dict[str, Any]) -> list[RenderableType]:
-    """Return tensors that differ or were renamed, and numbers of tensors."""
-    rows = list(comparison["tensors"])
-    for name, old in comparison["renamed"].items():
-        published = ", ".join(old)
-        rows.append({"problem": "renamed", "name": name, "published": published, "needed": ""})
-    num_of = Counter(row["problem"] for row in rows)
-    kinds = ("differs", "missing", "left over", "other dtype", "renamed")
-    counts = [f"{num_of[kind]} {kind}" for kind in kinds if num_of[kind]]
-    notes = [f"no name matches the rule {rule}" for rule in comparison["unused_rules"]]
-    notes.append(", ".join([f"{comparison['num_matching']} match", *counts]))
-    if num_of["other dtype"]:
-        notes[-1] += " (engines cast, and load_into raises)"
-    if comparison["suggestion"]:
-        notes.append(comparison["suggestion"])
-    parts = [table(rows, "problem", "name", "published", "needed")] if rows else []
-    return [*parts, *map(line, notes)]

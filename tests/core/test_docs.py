@@ -57,7 +57,7 @@ MARKED = [block for block in BLOCKS if block.mark == NOT_RUN]
 
 RUN_UNTIL_STOPPED = ("follow", "exec", "mirror")
 TAKE_A_VERSION = ("pin", "unpin", "rollback")
-NEED_AN_ENGINE = ("demo", "follow-server")
+NEED_AN_ENGINE = ("demo",)
 
 
 BUCKET = "s3://my-bucket/toy"
@@ -238,14 +238,11 @@ def test_json_has_the_documented_shape(tmp_path, checkpoint, capsys):
     follow = ["exec", store, "true", "--count", "1", "--receiver-id", "worker-0"]
     assert printed(*follow) == documented("dbuffer follow --json")
     assert printed("status", store) == documented("dbuffer status --json")
-    assert printed("log", store) == documented("dbuffer log --json")
     assert printed("verify", store) == documented("dbuffer verify --json")
     for command in ("pin", "unpin"):
         assert printed(command, store, "1") == documented("dbuffer pin --json")
     assert printed("rollback", store, "1") == documented("dbuffer publish --json")
     assert printed("ls", store) == documented("dbuffer ls --json")
-    against = ["ls", store, "--against", str(checkpoint)]
-    assert printed(*against) == documented("dbuffer ls --against MODEL_DIR --json")
     assert printed("doctor", str(tmp_path)) == documented("dbuffer doctor --json")
 
 
@@ -276,15 +273,10 @@ def test_json_of_a_bucket_has_the_documented_shape(remote, local, bucket_url, ca
 
 
 def test_json_of_what_runs_for_long_has_the_documented_fields():
-    from dbuffer.engine.follower import Switch
     from dbuffer.publish.publication import Publication
 
-    def names(kind: Any) -> set[str]:
-        return {item.name for item in dataclasses.fields(kind)}
-
-    assert documented("dbuffer follow-server --json").keys() == names(Switch)
-    named = {"version", "run"}
-    assert documented("dbuffer mirror --json").keys() == names(Publication) - {"id"} | named
+    names = {item.name for item in dataclasses.fields(Publication)}
+    assert documented("dbuffer mirror --json").keys() == names - {"id"} | {"version", "run"}
 
 
 def test_rules_of_the_names_page_are_read(tmp_path):

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import dbuffer
+from dbuffer.integrations.vllm import follow
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.engines import preforked
 from tests.support.engines.patch_trainers import all_of
@@ -49,32 +51,29 @@ FULL_SPEED = (150, 300) if is_soak() else (25, 50)
 """Versions that two trainers come to, one after the other."""
 
 
-class FollowCommand:
-    """``dbuffer follow-server STORE URL``, as a fork."""
+class FollowProgram:
+    """A program that follows a server with a store, as a fork."""
 
-    def __init__(self, store: Path, url: str, directory: Path, *options: str) -> None:
+    def __init__(self, store: Path, url: str, directory: Path, **options: Any) -> None:
         number = len(list(directory.glob("follower-*.out")))
-        self._output, self._errors = (
-            directory / f"follower-{number}.{kind}" for kind in ("out", "err")
-        )
-        command = ["-m", "dbuffer", "follow-server", str(store), url, *options]
-        files = {"output": self._output, "errors": self._errors}
-        self.process = preforked.start(command, env=dict(os.environ), **files)
+        self._output = directory / f"follower-{number}.out"
+        arguments = ("follow", str(store), url, json.dumps(options))
+        self.process = start_program(directory, *arguments, log=self._output)
 
-    def lines(self) -> list[dict[str, Any]]:
-        """What it has printed so far."""
+    def versions(self) -> list[int]:
+        """Versions that the server has served so far."""
         whole = self._output.read_text().rpartition("\n")[0]
-        return [json.loads(line) for line in whole.splitlines()]
+        return [int(line) for line in whole.splitlines() if line.isdecimal()]
 
-    def errors(self) -> str:
-        """What it has complained of so far, on one line however it was broken."""
-        return " ".join(self._errors.read_text().split())
+    def output(self) -> str:
+        """What it has said so far, on one line however it was broken."""
+        return " ".join(self._output.read_text().split())
 
-    def wait_line(self, version: int) -> None:
+    def wait_version(self, version: int) -> None:
         """Wait until it has printed this version or a later one."""
         until(
             f"the follower prints version {version}",
-            lambda: any(line["version"] >= version for line in self.lines()),
+            lambda: any(served >= version for served in self.versions()),
             WAIT_S,
             0.02,
         )
@@ -83,6 +82,20 @@ class FollowCommand:
         """SIGTERM; the exit code."""
         self.process.terminate()
         return self.process.wait(WAIT_S)
+
+
+def follow_server(store: str, url: str, options: str) -> None:
+    """Follow until SIGTERM, and print each version that the server serves."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    served, never = None, threading.Event()
+    with (
+        contextlib.suppress(SystemExit),
+        follow(url, store, api_key=API_KEY, **json.loads(options)) as follower,
+    ):
+        while not never.wait(0.005):
+            if follower.applied != served:
+                served = follower.applied
+                print(served, flush=True)
 
 
 Answer = tuple[int, bytes] | None
@@ -193,10 +206,10 @@ def newest(store: Path) -> int:
     return 0 if pointer is None else pointer.version
 
 
-def start_program(directory: Path, *arguments: str) -> preforked.Process:
+def start_program(directory: Path, *arguments: str, log: Path | None = None) -> preforked.Process:
     """Run this program in another role, as a fork."""
     command = [__file__, str(directory), *arguments]
-    log = directory / f"{arguments[0]}.log"
+    log = log or directory / f"{arguments[0]}.log"
     return preforked.start(command, env=dict(os.environ), output=log)
 
 
@@ -283,16 +296,16 @@ class Inside:
         """Whoever would drive it from outside is told what it lacks."""
         for route in DEVELOPMENT_ROUTES:
             assert server.status_of(*route.split()) == 404
-        command = FollowCommand(self.store, server.url, self.directory)
-        assert command.process.wait(WAIT_S) == EXIT_FAILED
-        assert "VLLM_SERVER_DEV_MODE=1" in command.errors()
-        assert "--middleware dbuffer.integrations.vllm.FollowStore" in command.errors()
+        program = FollowProgram(self.store, server.url, self.directory)
+        assert program.process.wait(WAIT_S) == EXIT_FAILED
+        assert "VLLM_SERVER_DEV_MODE=1" in program.output()
+        assert "--middleware dbuffer.integrations.vllm.FollowStore" in program.output()
 
     def have_no_second_follower(self, server: Server) -> None:
         """In development mode, too, it is not driven from outside."""
-        command = FollowCommand(self.store, server.url, self.directory)
-        assert command.process.wait(WAIT_S) == EXIT_FAILED
-        assert "follows a store by itself (FollowStore)" in command.errors()
+        program = FollowProgram(self.store, server.url, self.directory)
+        assert program.process.wait(WAIT_S) == EXIT_FAILED
+        assert "follows a store by itself (FollowStore)" in program.output()
 
     def follow_each_publish(self, server: Server, sender: dbuffer.WeightSender) -> None:
         for version in range(2, 6):
@@ -412,13 +425,13 @@ class Outside:
         self.port = free_port()
         self.gate = Gate(f"http://127.0.0.1:{self.port}")
         self.server: Server
-        self.follower: FollowCommand
+        self.follower: FollowProgram
 
     def run(self) -> None:
         num_ranks = 2 if is_soak() else 1
         self.server = self.start("extension", "--worker-extension-cls", EXTENSION, tp=num_ranks)
         self.server.wait_ready()
-        self.follower = self.follow("--pause", "wait")
+        self.follower = self.follow(self.gate.url, pause="wait")
         self.follow_at_full_speed()
         self.kill_follower_at("update")
         self.restart_server()
@@ -436,11 +449,8 @@ class Outside:
         flags = (*flags, "--api-key", API_KEY)
         return Server(self.checkpoint, log, *flags, port=self.port, tp=tp, development=True)
 
-    def follow(self, *options: str) -> FollowCommand:
-        return self.command(self.gate.url, *options, "--api-key", API_KEY)
-
-    def command(self, url: str, *options: str) -> FollowCommand:
-        follower = FollowCommand(self.store, url, self.directory, "--json", *options)
+    def follow(self, url: str, **options: Any) -> FollowProgram:
+        follower = FollowProgram(self.store, url, self.directory, **options)
         self.started.callback(follower.process.kill)
         return follower
 
@@ -469,7 +479,7 @@ class Outside:
     def follow_at_full_speed(self) -> None:
         """Two trainers, both killed while they publish, and clients that ask all the time."""
         assert self.server.answer() == tokens_of(0)
-        self.follower.wait_line(self.publish())
+        self.follower.wait_version(self.publish())
         clients = Clients(self.server, 2)
         try:
             for goal in FULL_SPEED:
@@ -478,7 +488,7 @@ class Outside:
                 until(f"version {goal}", lambda goal=goal: newest(self.store) >= goal, WAIT_S)
                 trainer.kill()
                 trainer.wait(WAIT_S)
-                self.follower.wait_line(newest(self.store))
+                self.follower.wait_version(newest(self.store))
         finally:
             answers_of_clients = clients.stop()
         last = newest(self.store)
@@ -490,13 +500,9 @@ class Outside:
             seen = [versions[tokens[0]] for tokens in answers]
             assert seen == sorted(seen), "it went back"
             assert len(set(seen)) >= 3, "there were no switches to go wrong at"
-        lines = self.follower.lines()
-        printed = [line["version"] for line in lines]
-        assert printed == sorted(set(printed))
-        assert printed[-1] == last
-        for line in lines:
-            assert line["num_bytes"] > 0
-            assert 0 < line["load_s"] < line["pause_s"]
+        served = self.follower.versions()
+        assert served == sorted(set(served))
+        assert served[-1] == last
 
     def kill_follower_at(self, call: str, *, is_lost: bool = False) -> None:
         """Kill the follower in a pause, at one of its calls; the next one must end the pause.
@@ -517,7 +523,7 @@ class Outside:
         version = self.publish()
         assert met.wait(WAIT_S), f"no call of {call}"
         assert self.server.is_paused()
-        self.follower = self.follow()
+        self.follower = self.follow(self.gate.url)
         self.recover(version)
 
     def restart_server(self) -> None:
@@ -528,41 +534,41 @@ class Outside:
         self.server = self.start("backend", *BACKEND_FLAGS)
         self.complain_of_servers(info)
         self.server.wait_ready()
-        self.follower.wait_line(version)
+        self.follower.wait_version(version)
         self.recover(version)
 
     def complain_of_servers(self, info: dict[str, Any]) -> None:
         """What a follower says of a server that is not there, and of one that cannot follow."""
-        nobody = self.command(f"http://127.0.0.1:{free_port()}")
+        nobody = self.follow(f"http://127.0.0.1:{free_port()}")
         # What the server said of itself, but for the extension.
         info["vllm_config"]["parallel_config"]["worker_extension_cls"] = ""
         plain = Gate(self.server.url)
         plain.meet("server_info", lambda: (200, json.dumps(info).encode()))
-        without = self.command(plain.url, "--count", "1")
-        until("a word", without.errors, WAIT_S)
-        until("another word", nobody.errors, WAIT_S)
+        without = self.follow(plain.url)
+        until("a word", without.output, WAIT_S)
+        until("another word", nobody.output, WAIT_S)
         nobody.end()
-        assert "does not answer" in nobody.errors()
-        assert nobody.errors().count("trying again") == 1
-        assert "ERROR" not in nobody.errors()
+        assert "does not answer" in nobody.output()
+        assert nobody.output().count("trying again") == 1
+        assert "ERROR" not in nobody.output()
         without.end()
         for words in ("not started for dbuffer", "weight_transfer_config"):
-            assert words in without.errors()
-        assert f"worker_extension_cls='{EXTENSION}'" in without.errors()
+            assert words in without.output()
+        assert f"worker_extension_cls='{EXTENSION}'" in without.output()
         plain.close()
 
     def end_follower_in_a_switch(self) -> None:
         """SIGTERM: it ends the switch first."""
         self.gate.meet("update", self.follower.process.terminate)
         version = self.publish()
-        assert self.follower.process.wait(WAIT_S) == -signal.SIGTERM
+        assert self.follower.process.wait(WAIT_S) == 0
         self.require_served(version)
 
     def meet_bad_moments(self) -> None:
         """What a follower meets only now and then."""
         self.server.client.post("/pause", params={"mode": "keep"})
         self.gate.meet("begin", lambda: (500, b"not now"))
-        self.follower = self.follow()
+        self.follower = self.follow(self.gate.url)
         self.recover(self.publish())
         self.gate.meet("resume", lambda: (503, b"not now"))
         self.recover(self.publish())
@@ -576,13 +582,13 @@ class Outside:
         """While newer ones come; one that is gone is refused by name."""
         version = self.publish()
         self.publish()
-        self.follower = self.follow("--version", str(version))
-        self.follower.wait_line(version)
+        self.follower = self.follow(self.gate.url, version=version)
+        self.follower.wait_version(version)
         self.publish()
-        gone = self.follow("--version", "1")
+        gone = self.follow(self.gate.url, version=1)
         assert gone.process.wait(WAIT_S) == EXIT_FAILED
-        assert re.search("version 1 .*is not in", gone.errors())
-        assert [line["version"] for line in self.follower.lines()] == [version]
+        assert re.search("version 1 .*is not in", gone.output())
+        assert self.follower.versions()[-1] == version
         self.follower.end()
         self.recover(version)
 
@@ -635,6 +641,8 @@ def run(directory: Path, role: str, *arguments: str) -> None:
             require_refused(directory)
         case "train":
             train(directory, *arguments)
+        case "follow":
+            follow_server(*arguments)
         case "publish":
             publish(Path(arguments[0]), int(arguments[1]))
 

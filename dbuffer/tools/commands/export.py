@@ -26,8 +26,7 @@ def export(
     version: Annotated[
         int | None,
         typer.Option(
-            help="Number of a version, or RUN-NUMBER, as `dbuffer log` lists them. "
-            "Default: the newest.",
+            help="Number of a version, or RUN-NUMBER, as in `dbuffer status`. Default: the newest.",
             metavar="VERSION",
             parser=parse_version,
         ),

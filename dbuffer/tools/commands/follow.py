@@ -68,7 +68,12 @@ def run_for_each(
     command: Annotated[str, typer.Argument(help="The shell command.", metavar="COMMAND")],
     count: shared.CountOption = None,
     timeout_s: TimeoutOption = None,
-    receiver_id: shared.ReceiverOption = None,
+    receiver_id: Annotated[
+        str | None,
+        typer.Option(
+            help="Acknowledge versions under this name, not a generated one.", metavar="ID"
+        ),
+    ] = None,
     as_json: shared.JsonLinesOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:

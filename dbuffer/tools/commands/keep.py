@@ -31,7 +31,7 @@ def parse_version(text: str) -> int | VersionId:
 VersionArgument = Annotated[
     int,
     typer.Argument(
-        help="Number of a version, or RUN-NUMBER, as `dbuffer log` lists them.",
+        help="Number of a version, or RUN-NUMBER, as in `dbuffer status`.",
         metavar="VERSION",
         parser=parse_version,
     ),

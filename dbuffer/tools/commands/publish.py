@@ -71,7 +71,15 @@ def publish(
             metavar="DTYPE",
         ),
     ] = None,
-    rename: shared.RenameOption = None,
+    rename: Annotated[
+        Path | None,
+        typer.Option(
+            help="Rename tensors by the rules in this JSON or TOML file, such as "
+            '{"rules": [{"prefix": "actor.", "to": ""}]}.',
+            metavar="FILE",
+            parser=shared.parse_path,
+        ),
+    ] = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:

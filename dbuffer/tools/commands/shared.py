@@ -67,24 +67,11 @@ SharedOption = Annotated[
         help="Accept a directory that belongs to another user, or that others can write to.",
     ),
 ]
-RenameOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Rename tensors by the rules in this JSON or TOML file, such as "
-        '{"rules": [{"prefix": "actor.", "to": ""}]}.',
-        metavar="FILE",
-        parser=parse_path,
-    ),
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 CountOption = Annotated[
     int | None,
     typer.Option(help="Stop after N versions.", metavar="N", min=1),
-]
-ReceiverOption = Annotated[
-    str | None,
-    typer.Option(help="Acknowledge versions under this name, not a generated one.", metavar="ID"),
 ]
 
 

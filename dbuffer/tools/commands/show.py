@@ -1,4 +1,4 @@
-"""``dbuffer status``, ``log``, ``verify`` and ``ls``."""
+"""``dbuffer status``, ``verify`` and ``ls``."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ import functools
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Group
 from rich.live import Live
 
 from dbuffer.errors import OptionError, WaitTimeoutError
-from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.hold import hold_newest
 from dbuffer.tools import tables
 from dbuffer.tools.commands import shared
-from dbuffer.tools.status import read_log, read_status
+from dbuffer.tools.status import read_status
 from dbuffer.tools.terminal import progress
-from dbuffer.weights.comparison import compare
-from dbuffer.weights.names import NameMap
 
 _REFRESH_S = 0.5
 
@@ -79,20 +76,6 @@ def status(
         raise typer.Exit(shared.EXIT_FAILED)
 
 
-def log(
-    store: shared.StoreArgument,
-    as_json: shared.JsonOption = False,
-    allow_shared_store: shared.SharedOption = False,
-) -> None:
-    """Show the runs of a store's senders and their versions, newest first.
-
-    Each start of a sender begins a run. Versions in the store or on receivers are listed with their
-    time, metadata and state, and with the receivers that applied them.
-    """
-    runs = read_log(shared.view_of(store, allow_shared_store=allow_shared_store))
-    shared.show(runs, tables.log_parts, as_json=as_json)
-
-
 def verify(
     store: shared.StoreArgument,
     as_json: Annotated[
@@ -116,69 +99,16 @@ def verify(
 
 def ls(
     store: shared.StoreArgument,
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            help="Compare with the tensors of this HuggingFace checkpoint: list tensors that "
-            "differ, are missing or left over. Exit code 1 if it does not fit. A tensor with "
-            "another dtype fits, because engines cast, and is listed.",
-            metavar="MODEL_DIR",
-            parser=shared.parse_path,
-        ),
-    ] = None,
-    rename: shared.RenameOption = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """List the newest version's tensors: name, dtype, shape, bytes."""
-    if rename is not None and against is None:
-        raise OptionError("--rename has no effect without --against")
     view = shared.view_of(store, allow_shared_store=allow_shared_store)
     with progress(f"reading {store}"):
         if (held := hold_newest(view, newer_than=None)) is None:
             raise WaitTimeoutError(f"nothing was published in {store} yet")
         with held:
             version, layout = held.manifest.version, held.read_layout()
-    if against is None:
-        tensors = [{**spec._asdict(), "num_bytes": spec.num_bytes} for spec in layout.specs]
-        result = {"version": version, "tensors": tensors, "aliases": layout.aliases}
-        shared.show(result, tables.layout_parts, as_json=as_json)
-        return
-    names = None if rename is None else NameMap.read(rename)
-    result = {"version": version, **_compare(layout, against, names)}
-    shared.show(result, tables.comparison_parts, as_json=as_json)
-    if not result["fits"]:
-        raise typer.Exit(shared.EXIT_FAILED)
-
-
-def _compare(layout: Layout, checkpoint: Path, rename: NameMap | None) -> dict[str, Any]:
-    """Compare a version with a checkpoint; return all tensors that differ, by the model's names."""
-    from dbuffer.weights.checkpoint import read_checkpoint
-    from dbuffer.weights.sources import spec_of
-    from dbuffer.weights.suggestions import suggest
-
-    of_model, _ = read_checkpoint(checkpoint)
-    needed = [spec_of(name, tensor) for name, tensor in of_model.items()]
-    found = compare(layout, needed, rename)
-    tensors = [
-        *(_difference("differs", *pair) for pair in found.differing),
-        *(_difference("missing", None, spec) for spec in found.missing),
-        *(_difference("left over", spec, None) for spec in found.left_over),
-        *(_difference("other dtype", *pair) for pair in found.recast),
-    ]
-    return {
-        "fits": found.fits,
-        "num_matching": len(found.matching),
-        "tensors": tensors,
-        "renamed": {name: list(old) for name, old in found.renamed.items()},
-        "unused_rules": list(map(str, found.unused_rules)),
-        "suggestion": "" if found.fits else suggest(layout, needed, found).lstrip("; "),
-    }
-
-
-def _difference(
-    kind: str, published: TensorSpec | None, needed: TensorSpec | None
-) -> dict[str, Any]:
-    name = next(spec.name for spec in (needed, published) if spec is not None)
-    kinds = (spec and f"{spec.dtype} {list(spec.shape)}" for spec in (published, needed))
-    return {"name": name, "problem": kind, **dict(zip(("published", "needed"), kinds, strict=True))}
+    tensors = [{**spec._asdict(), "num_bytes": spec.num_bytes} for spec in layout.specs]
+    result = {"version": version, "tensors": tensors, "aliases": layout.aliases}
+    shared.show(result, tables.layout_parts, as_json=as_json)

@@ -183,6 +183,6 @@ def _describe_clocks(low_s: float, high_s: float) -> Outcome:
     apart_s, error_s = abs(high_s + low_s) / 2, (high_s - low_s) / 2
     result = f"{apart_s:.3f} s apart, give or take {error_s:.3f} s"
     if low_s > 1 or high_s < -1:
-        ages = "ages in `dbuffer status` and times in `dbuffer log` are off by that"
-        return "adapted", result, f"{ages}; no guarantee depends on clocks"
+        consequence = "ages in `dbuffer status` are off by that; no guarantee depends on clocks"
+        return "adapted", result, consequence
     return "good", result, "no guarantee depends on clocks"

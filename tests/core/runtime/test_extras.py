@@ -28,7 +28,6 @@ def test_the_extra_has_the_package(module, extra):
 @pytest.mark.parametrize(
     ("module", "arguments", "use"),
     [
-        ("httpx", ("follow-server", "store", "http://localhost:1"), "`dbuffer follow-server`"),
         ("obstore", ("status", "s3://bucket/policy"), "bucket"),
         ("prometheus_client", ("mirror", "store", "y", "--metrics-port", 9100), "--metrics-port"),
     ],

@@ -321,7 +321,7 @@ def test_nothing_was_published(capsys, bucket_url, has_others):
 BUCKET = "s3://bucket/policy"
 LOOKING = ("status URL", "doctor URL")
 TAKING = (*LOOKING, "mirror URL y", "mirror x URL")
-FOLLOWING = ("ls URL", "verify URL", "follow URL", "exec URL true", "follow-server URL http://h:1")
+FOLLOWING = ("ls URL", "verify URL", "follow URL", "exec URL true")
 KEEPING = ("pin URL 1", "unpin URL 1", "rollback URL 1")
 BOTH = (
     f"`dbuffer mirror {BUCKET} /dev/shm/policy` where versions are read",

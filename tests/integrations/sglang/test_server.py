@@ -1,4 +1,4 @@
-"""An SGLang server that follows a store: driven in the background, and by `dbuffer follow-server`.
+"""An SGLang server that follows a store, driven in the background.
 
 The follower runs in this process, which has no SGLang. The model reveals its version: an answer's
 tokens say from which weights each of them came, and a token of two versions' weights is 0.
@@ -6,7 +6,6 @@ tokens say from which weights each of them came, and a token of two versions' we
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -153,23 +152,14 @@ def test_pause_and_session_of_a_killed_follower_are_ended_by_the_next(world):
         assert world.server.generate(LONG)["output_ids"] == [token_of(version)] * 12
 
 
-def test_command_line_follows_and_a_restarted_server_is_followed_again(world):
-    command = [sys.executable, "-m", "dbuffer", "follow-server", str(world.store)]
-    command += [world.server.url, "--engine", "sglang", "--json", "--count", "2"]
-    command += ["--receiver-id", "engine"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            first = world.publish()
-            assert json.loads(process.stdout.readline())["version"] == first
-            world.server.kill()
-            world.server = world.start()
-            assert json.loads(process.stdout.readline())["version"] == first
-            assert process.wait(WAIT_S) == 0
-        finally:
-            process.kill()
-    assert world.server.version() == str(first)
-    assert world.server.generate(LONG)["output_ids"] == [token_of(first)] * 12
+def test_restarted_server_is_followed_again(world):
+    with follow(world.server.url, world.store, engine_id="engine") as follower:
+        version = world.publish()
+        follower.wait_applied(version)
+        world.server.kill()
+        world.server = world.start()
+        until("it has caught up", lambda: world.server.version() == str(version), WAIT_S)
+    assert world.server.generate(LONG)["output_ids"] == [token_of(version)] * 12
 
 
 def test_example_samples_with_the_newest_weights_each_time(world, tmp_path):

@@ -1,4 +1,4 @@
-"""A vLLM server that follows a store: by itself, by `dbuffer follow-server`, by vLLM's own trainer.
+"""A vLLM server that follows a store: by itself, by `follow` with its URL, by vLLM's own trainer.
 
 `vllm_server.py` starts a server, kills it and starts it again, in each of two roles; in a third
 role, a server that must not come up. The model reveals its version: an answer's tokens say from
