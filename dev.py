@@ -100,7 +100,7 @@ RECORDED = {"torch": r"torch[.:](.*[.:])?_", "transformers": r"transformers\."}
 # Old packages do what newer ones below them warn of.
 CORE_TESTS = ["python", "-m", "pytest", "-Wdefault", *WITHOUT_FRAMEWORKS]
 COMMANDS = {
-    "demo": ["dbuffer", "demo"],
+    "demo": ["python", "examples/demo.py"],
     "test": ["python", "-m", "pytest"],
     "soak": ["python", "-m", "pytest", *SOAK],
     "sglang": ["python", "-m", "pytest", "--numprocesses=0", "-m", "sglang"],

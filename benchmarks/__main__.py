@@ -40,7 +40,6 @@ _MODULES = {
     "ranks": "engine_ranks",
     "latency": "latency",
     "served": "served",
-    "responses": "responses",
     "sharded": "sharded",
     "torchrl": "torchrl",
     "delta": "deltas",
@@ -50,7 +49,7 @@ _MODULES = {
 """Module of each, which is imported when it is asked for: each needs other packages."""
 
 _NEEDS = {
-    **dict.fromkeys(("pause", "latency", "served", "responses"), ("vllm",)),
+    **dict.fromkeys(("pause", "latency", "served"), ("vllm",)),
     "torchrl": ("torchrl",),
     "objects": ("obstore",),
 }
@@ -71,8 +70,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
         "weights (4 minutes, 10 GB), or what its four ranks read on a network mount (a minute, "
         "6 GB), or the streams that it answers wait (3 minutes, 4 GB), or how soon it serves what "
-        "was published (6 minutes, 12 GB), or its "
-        "server takes for a response (5 minutes, 2 GB); or a trainer of four ranks (2 minutes, "
+        "was published (6 minutes, 12 GB); or a trainer of four ranks (2 minutes, "
         "6 GB); or TorchRL's double buffer next to ours: speed, torn reads and killed writers "
         "(3 minutes, 14 GB); or how long a step of TRL's trainer waits for its engine (2 minutes, "
         "8 GB); or what a delta takes (a minute, 6 GB); or versions through a "

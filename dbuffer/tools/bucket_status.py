@@ -30,7 +30,6 @@ from dbuffer.runtime.messages import listed as in_words
 from dbuffer.runtime.timing import TIMING
 from dbuffer.tools.status import (
     EMPTY_BUFFER,
-    anchor_status,
     in_order,
     make_status,
     receiver_status,
@@ -118,11 +117,9 @@ def _looks_dead(record: ReceiverRecord) -> bool:
 
 def _version_status(version: BucketVersion) -> dict[str, Any]:
     manifest = version.manifest
-    sizes = {each: version.delta(each).num_bytes for each in manifest.chain[1:]}
     return {
         **EMPTY_BUFFER,
         **version_status(manifest),
-        **anchor_status(manifest, sum(map(sizes.__getitem__, manifest.since_anchor))),
         "state": "newest",
-        "delta_bytes": sum(sizes.values()),
+        "delta_bytes": sum(version.delta(each).num_bytes for each in manifest.chain[1:]),
     }

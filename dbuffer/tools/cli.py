@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 import dbuffer
 from dbuffer.errors import DBufferError, OptionError, WaitTimeoutError, WriterSupersededError
 from dbuffer.tools.commands import keep, mirror, publish, show
-from dbuffer.tools.commands.demo import demo
 from dbuffer.tools.commands.doctor import doctor
 from dbuffer.tools.commands.export import export
-from dbuffer.tools.commands.follow import follow, run_for_each
+from dbuffer.tools.commands.follow import follow
 from dbuffer.tools.commands.shared import (
     EXIT_FAILED,
     EXIT_SIGNAL,
@@ -36,7 +33,6 @@ from dbuffer.tools.terminal import LogHandler, print_error, print_line
 COMMANDS: dict[str, Callable[..., None]] = {
     "publish": publish.publish,
     "follow": follow,
-    "exec": run_for_each,
     "mirror": mirror.mirror,
     "status": show.status,
     "verify": show.verify,
@@ -46,14 +42,12 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "unpin": keep.unpin,
     "rollback": keep.rollback,
     "doctor": doctor,
-    "demo": demo,
 }
 """Function of each command, in the order of the help."""
 
 EXAMPLES = {
     "publish": "./checkpoint STORE --metadata '{\"step\": 80}'",
     "follow": "STORE --count 1 --timeout-s 60",
-    "exec": "STORE './evaluate.sh $DBUFFER_VERSION'",
     "mirror": "/mnt/shared/policy STORE",
     "status": "STORE --watch",
     "verify": "STORE",
@@ -63,21 +57,17 @@ EXAMPLES = {
     "unpin": "STORE 120",
     "rollback": "STORE 120",
     "doctor": "/mnt/shared/policy",
-    "demo": "",
 }
 """Arguments of each command, for its help; STORE stands for a directory."""
 
 _DESCRIPTION = """Move weights from a trainer to its inference workers through a directory.
 
 A store is a directory with two buffers and a pointer to the newest version. `publish` writes a
-checkpoint into it; `follow` prints each new version, and `exec` runs a command for it; `status`
-shows the sender and the receivers. Inference servers follow a store by themselves.
-
-Try it: `dbuffer demo` trains a small model while a real vLLM engine samples from it.
+checkpoint into it, `follow` prints each new version, and `status` shows the sender and the
+receivers. Inference servers follow a store by themselves.
 """
 
-_EPILOG = """`dbuffer COMMAND --help` shows a command's options. The variable DBUFFER_STORE stands
-for a STORE that is left out.
+_EPILOG = """`dbuffer COMMAND --help` shows a command's options.
 
 Exit codes: 0 success; 1 a failure, or damage in a store; 2 wrong usage; 3 a time-out, or nothing
 was published yet; 4 another process took over as the writer; 130 stopped by Ctrl-C; 141 the reader
@@ -91,20 +81,6 @@ _TELLING = (
 """Loggers that say at the level INFO for whom a command waits."""
 
 
-class StoreCommand(TyperCommand):
-    """Command whose argument STORE may be left out if the variable DBUFFER_STORE names a store."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Add the store to the arguments if one argument is missing."""
-        store = os.environ.get("DBUFFER_STORE")
-        names = [str(it.name) for it in self.params if it.param_type_name == "argument"]
-        if store and "store" in names:
-            given, _, _ = self.make_parser(ctx).parse_args(list(args))
-            if sum(not isinstance(given.get(name), str) for name in names) == 1:
-                args = [*args, store] if names[-1] == "store" else [store, *args]
-        return super().parse_args(ctx, args)
-
-
 app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -114,9 +90,9 @@ app = typer.Typer(
     epilog=_EPILOG,
 )
 for _name, _command in COMMANDS.items():
-    _example = f"Example: dbuffer {_name} {EXAMPLES[_name]}".rstrip()
+    _example = f"Example: dbuffer {_name} {EXAMPLES[_name]}"
     _example = _example.replace("STORE", "/dev/shm/policy")  # noqa: S108
-    app.command(_name, cls=StoreCommand, epilog=_example)(_command)
+    app.command(_name, epilog=_example)(_command)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from dbuffer.format.chain import until_anchor
 from dbuffer.format.lineage import Relation, relation
 from dbuffer.format.manifest import (
     UNDECODABLE,
@@ -15,11 +14,9 @@ from dbuffer.format.manifest import (
     ReceiverRecord,
     Versioned,
     WriterRecord,
-    step_in,
-    steps_between,
 )
 from dbuffer.format.places import BUFFERS, is_kept
-from dbuffer.store.buffer import DoubleBuffer, other_buffer
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
 from dbuffer.store.kept import is_pinned
 
@@ -28,11 +25,10 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
     """Return a store's status, as `dbuffer status --json` prints it; nothing is written."""
     store.check()
     pointer = store.newest_pointer()
-    newest = manifest = before = None
+    newest = manifest = None
     if pointer is not None:
         newest = pointer.buffer
         manifest = store.manifest_of(pointer.id)
-        before = store.undamaged_manifest(other_buffer(newest))
     metadata = {} if manifest is None else manifest.metadata
     records, writer, contents = in_order(store.receivers()), store.writer(), Contents(store)
     return make_status(
@@ -47,7 +43,7 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
             receiver_status(record, pointer, metadata, is_alive=store.may_live(record))
             for record in records
         ],
-        problems=[] if manifest is None or before is None else _step_back(before, manifest),
+        problems=[],
         writer=None if writer is None else _writer_status(store, writer),
     )
 
@@ -100,15 +96,6 @@ def _writer_status(store: DoubleBuffer, writer: WriterRecord) -> dict[str, Any]:
         "is_alive": not was_closed and store.may_live(writer),
         "was_closed": was_closed,
     }
-
-
-def _step_back(before: Manifest, newest: Manifest) -> list[str]:
-    """Say that the trainer's step went back, if it did so from one version to the next."""
-    steps = steps_between(before.metadata, newest.metadata)
-    if steps is None or steps >= 0 or not newest.lineage.reaches(before.id):
-        return []
-    was, now = step_in(before.metadata), step_in(newest.metadata)
-    return [f"the step went back from {was:g} to {now:g} with version {newest.version}"]
 
 
 def in_order(receivers: Iterable[ReceiverRecord]) -> list[ReceiverRecord]:
@@ -173,8 +160,6 @@ EMPTY_BUFFER: dict[str, Any] = {
     "num_deltas": 0,
     "delta_bytes": 0,
     "is_whole": True,
-    "deltas_until_anchor": None,
-    "bytes_until_anchor": None,
     "held_by": [],
 }
 
@@ -194,18 +179,6 @@ def version_status(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def anchor_status(manifest: Manifest, delta_bytes: int) -> dict[str, Any]:
-    """Return the part of a version's status that says when the next anchor comes.
-
-    ``delta_bytes``: size of its deltas after its anchor.
-    """
-    if manifest.anchor is None:
-        return {}
-    until = until_anchor(len(manifest.since_anchor), delta_bytes, manifest.num_bytes)
-    left = (max(0, number) for number in until)
-    return dict(zip(("deltas_until_anchor", "bytes_until_anchor"), left, strict=True))
-
-
 def _buffer_status(
     store: DoubleBuffer,
     contents: Contents,
@@ -223,7 +196,6 @@ def _buffer_status(
     return (
         empty
         | version_status(manifest)
-        | anchor_status(manifest, store.delta_bytes(manifest.since_anchor))
         | {
             "state": _state_of(store, contents, name, manifest, newest),
             "delta_bytes": store.delta_bytes(manifest.chain[1:]),

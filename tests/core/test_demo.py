@@ -1,20 +1,17 @@
-"""`dbuffer demo` as users run it, with a real vLLM engine; and without what it needs."""
+"""The demo as users run it, with a real vLLM engine."""
 
 from __future__ import annotations
 
 import os
 import re
-import sys
-import warnings
 from pathlib import Path
 
-import pytest
-
-from dbuffer.errors import DBufferError
-from dbuffer.tools.commands.demo import demo
+from tests.support import ROOT
 from tests.support.engines import preforked
 from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S, kill_group
 from tests.support.soak import IN_SOAKS_ALONE, is_soak
+
+pytestmark = NEEDS_VLLM
 
 DEAF = """
 from dbuffer.engine.follower import Follower, Switch
@@ -35,11 +32,12 @@ STEPS = 40 if is_soak() else 20
 
 PROGRAM = """
 {before}
-import dbuffer.tools.demo
-dbuffer.tools.demo._MEMORY = {memory!r}
-dbuffer.tools.demo._NUM_STEPS = {steps}
-from dbuffer.__main__ import main
-main()
+import sys
+sys.path.insert(0, {examples!r})
+import demo
+demo.MEMORY = {memory!r}
+demo.NUM_STEPS = {steps}
+demo.main()
 """
 
 
@@ -47,9 +45,11 @@ def run(directory: Path, before: str = "") -> tuple[int, str]:
     """Run the demo with its store in a directory, where it must leave nothing."""
     output, scratch = directory / "output.txt", directory / "memory"
     scratch.mkdir()
-    program = PROGRAM.format(before=before, memory=str(scratch), steps=STEPS)
+    program = PROGRAM.format(
+        before=before, examples=str(ROOT / "examples"), memory=str(scratch), steps=STEPS
+    )
     process = preforked.start(
-        ["-c", program, "demo"],
+        ["-c", program],
         env=os.environ | {"PYTHONWARNINGS": "ignore"},
         output=output,
         new_session=True,
@@ -64,41 +64,23 @@ def run(directory: Path, before: str = "") -> tuple[int, str]:
     return code, text
 
 
-class TestWithAnEngine:
-    pytestmark = NEEDS_VLLM
-
-    def test_engine_follows_the_trainer(self, tmp_path):
-        code, text = run(tmp_path)
-        assert code == 0, text
-        rows = re.findall(r"^ *(\d+) +(\d+) +([\d.]+) +[\d.]+ +[\d.]+ +([\d.]+)$", text, re.M)
-        assert [(int(step), int(version)) for step, version, *_ in rows] == [
-            (step, step) for step in range(1, STEPS + 1)
-        ]
-        assert float(rows[-1][2]) > float(rows[0][2]) + 0.2
-        assert all(float(pause_ms) > 0 for *_, pause_ms in rows)
-        assert "WARNING" not in text
-        assert text.endswith("success: the engine followed its trainer\n")
-
-    @IN_SOAKS_ALONE
-    def test_a_reward_that_climbs_is_no_success_alone(self, tmp_path):
-        code, text = run(tmp_path, f"LAST_VERSION = 25\n{DEAF}")
-        assert code == 1, text
-        before, after = re.findall(r"^reward: ([\d.]+) to ([\d.]+)$", text, re.M)[0]
-        assert float(after) > float(before) + 0.1
-        assert "fresh engine: different" in text
+def test_engine_follows_the_trainer(tmp_path):
+    code, text = run(tmp_path)
+    assert code == 0, text
+    rows = re.findall(r"^ *(\d+) +(\d+) +([\d.]+) +[\d.]+ +[\d.]+ +([\d.]+)$", text, re.M)
+    assert [(int(step), int(version)) for step, version, *_ in rows] == [
+        (step, step) for step in range(1, STEPS + 1)
+    ]
+    assert float(rows[-1][2]) > float(rows[0][2]) + 0.2
+    assert all(float(pause_ms) > 0 for *_, pause_ms in rows)
+    assert "WARNING" not in text
+    assert text.endswith("success: the engine followed its trainer\n")
 
 
-@pytest.mark.parametrize("package", ["transformers", "vllm"])
-def test_a_missing_package_is_named(monkeypatch, package):
-    if package == "vllm":
-        pytest.importorskip("transformers")
-    monkeypatch.delitem(sys.modules, "dbuffer.tools.demo", raising=False)
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    with (
-        warnings.catch_warnings(),
-        pytest.raises(DBufferError, match=f"`dbuffer demo` needs {package}: pip install {package}"),
-    ):
-        demo()
+@IN_SOAKS_ALONE
+def test_a_reward_that_climbs_is_no_success_alone(tmp_path):
+    code, text = run(tmp_path, f"LAST_VERSION = 25\n{DEAF}")
+    assert code == 1, text
+    before, after = re.findall(r"^reward: ([\d.]+) to ([\d.]+)$", text, re.M)[0]
+    assert float(after) > float(before) + 0.1
+    assert "fresh engine: different" in text

@@ -55,9 +55,8 @@ pytest.importorskip("sphinx", reason=NEEDS_ALL)
 MARKED = [block for block in BLOCKS if block.mark == NOT_RUN]
 
 
-RUN_UNTIL_STOPPED = ("follow", "exec", "mirror")
+RUN_UNTIL_STOPPED = ("follow", "mirror")
 TAKE_A_VERSION = ("pin", "unpin", "rollback")
-NEED_AN_ENGINE = ("demo",)
 
 
 BUCKET = "s3://my-bucket/toy"
@@ -82,9 +81,8 @@ def follow(page: Path, home: Path, bucket: str = BUCKET) -> dict[str, Any]:
                 if name in TAKE_A_VERSION:  # one that is there when this is read again
                     with dbuffer.WeightReceiver(arguments[0]) as receiver:
                         arguments[1] = str(receiver.wait_for_version(timeout_s=0))
-                if name not in NEED_AN_ENGINE:
-                    # Without a terminal, a watched status is shown when it is stopped.
-                    run_command(home, name, *(each for each in arguments if each != "--watch"))
+                # Without a terminal, a watched status is shown when it is stopped.
+                run_command(home, name, *(each for each in arguments if each != "--watch"))
     return namespace
 
 
@@ -235,8 +233,9 @@ def test_json_has_the_documented_shape(tmp_path, checkpoint, capsys):
         return shape_of(json.loads(capsys.readouterr().out))
 
     assert printed("publish", str(checkpoint), store) == documented("dbuffer publish --json")
-    follow = ["exec", store, "true", "--count", "1", "--receiver-id", "worker-0"]
-    assert printed(*follow) == documented("dbuffer follow --json")
+    assert printed("follow", store, "--count", "1") == documented("dbuffer follow --json")
+    with dbuffer.WeightReceiver(store, receiver_id="worker-0") as receiver:
+        receiver.load_into(list)
     assert printed("status", store) == documented("dbuffer status --json")
     assert printed("verify", store) == documented("dbuffer verify --json")
     for command in ("pin", "unpin"):

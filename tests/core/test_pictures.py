@@ -48,7 +48,7 @@ def test_a_picture_is_shown_by_a_page_and_explains_itself(name):
 
 def test_the_recording_is_a_demo_that_succeeded():
     shown = texts(RECORDING)
-    assert shown[0] == "$ dbuffer demo"
+    assert shown[0] == "$ python examples/demo.py"
     steps = [line.split() for line in shown if re.match(r" +\d+ ", line)]
     assert [int(step) for step, *_ in steps] == list(range(1, 41))
     assert shown[-1] == "success: the engine followed its trainer"

@@ -27,7 +27,7 @@ SCOPES = {
     "vLLM": ("tests/integrations/vllm/",),
     "frameworks with vLLM": (
         "tests/core/test_examples.py",
-        "tests/core/tools/test_demo.py",
+        "tests/core/test_demo.py",
         "tests/integrations/atropos/test_atropos.py",
         "tests/integrations/lightrft/",
         "tests/integrations/torchrl/",

@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dbuffer import errors
 from dbuffer.runtime.timing import TIMING
@@ -33,7 +33,6 @@ from dbuffer.tools.doctor.probes import (
 )
 
 if TYPE_CHECKING:
-    from dbuffer.publish.sender import WeightSender
     from dbuffer.receive.receiver import WeightReceiver
 
 WAIT_S = 600.0
@@ -116,54 +115,38 @@ def measure_with_peers(path: Path) -> list[Finding]:
 
 def _measure(place: Path) -> list[Finding]:
     """Publish versions to a peer; return whether they come whole and in time, and clocks agree."""
+    import torch
+
     from dbuffer.publish.sender import WeightSender
 
-    problem, answers = None, list[_Answer]()
+    problem, host = None, "another host"
+    delays_s, ahead_s = list[float](), list[tuple[float, float]]()
     view = DoubleBuffer(place / "store", allow_shared_store=True)
     try:
         with WeightSender(place / "store", checksum=True, allow_shared_store=True) as sender:
             for _ in range(1 + _NUM_VERSIONS):  # the first is slow, and not counted
-                answers.append(_publish(sender, view))
+                time.sleep(TICK_S)
+                began_at = time.time()
+                version = sender.send({"weight": torch.rand(_NUM_VALUES)}).version
+                published_s = time.monotonic()
+                sender.wait_applied(version, receivers=_RECEIVER, timeout_s=TIMING.peer_answer_s)
+                delays_s.append(time.monotonic() - published_s)
+                record = view.receiver(_RECEIVER)
+                assert record is not None  # noqa: S101 - it has just acknowledged
+                host = record.host
+                # The peer wrote the record between then and now: bounds of how far it is ahead.
+                ahead_s.append((record.updated_at - time.time(), record.updated_at - began_at))
     except errors.WaitTimeoutError:
         problem = f"a version was not seen within {TIMING.peer_answer_s:g} s"
     except errors.DBufferError as error:
         problem = str(error)
     finally:
         remove_tree(place)  # tells the peer that the measurements are over
-    host = answers[-1].host if answers else "another host"
-    delays_s = [answer.delay_s for answer in answers[1:]]
-    findings = [Finding(f"{host}: versions", *_describe_versions(problem, delays_s))]
-    if answers:
-        low_s, high_s = max(it.low_s for it in answers), min(it.high_s for it in answers)
+    findings = [Finding(f"{host}: versions", *_describe_versions(problem, delays_s[1:]))]
+    if ahead_s:
+        low_s, high_s = max(low for low, _ in ahead_s), min(high for _, high in ahead_s)
         findings.append(Finding(f"{host}: clocks", *_describe_clocks(low_s, high_s)))
     return findings
-
-
-class _Answer(NamedTuple):
-    """Acknowledgement of a version by a peer."""
-
-    host: str
-    delay_s: float
-    low_s: float
-    """Lower bound of how far the peer's clock is ahead of this host's."""
-    high_s: float
-    """Upper bound of that."""
-
-
-def _publish(sender: WeightSender, view: DoubleBuffer) -> _Answer:
-    """Publish a version, and wait until the peer has seen it."""
-    import torch
-
-    time.sleep(TICK_S)
-    began_at = time.time()
-    version = sender.send({"weight": torch.rand(_NUM_VALUES)}).version
-    published_s = time.monotonic()
-    sender.wait_applied(version, receivers=_RECEIVER, timeout_s=TIMING.peer_answer_s)
-    delay_s, record = time.monotonic() - published_s, view.receiver(_RECEIVER)
-    assert record is not None  # noqa: S101 - it has just acknowledged
-    # The peer wrote the record between then and now.
-    low_s, high_s = record.updated_at - time.time(), record.updated_at - began_at
-    return _Answer(record.host, delay_s, low_s, high_s)
 
 
 def _describe_versions(problem: str | None, delays_s: list[float]) -> Outcome:

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import select
 import shlex
 import shutil
 import signal
@@ -33,7 +32,7 @@ from dbuffer.tools.commands.shared import stopped_by_signals
 from dbuffer.tools.verification import verify_store
 from tests.support.children import Child, Command, call
 from tests.support.stores import contents
-from tests.support.waiting import TIMEOUT_S, until
+from tests.support.waiting import until
 
 FILE = "model.safetensors"
 TWO_FILES = "consolidated.safetensors and model.safetensors"
@@ -115,14 +114,12 @@ def places(directory: Path) -> Path:
         (2, "--json status x", "--json"),
         (2, "status x --wat", "--wat"),
         (2, "publish", "Missing argument 'CHECKPOINT'"),
-        (2, "exec x", "Missing argument 'COMMAND'"),
-        (2, "exec x true --pause abort", "--pause"),
+        (2, "follow x --pause abort", "--pause"),
         (2, "follow x --timeout-s nan", "invalid timeout_s nan"),
         (2, "mirror x y --count 0", "'--count'"),
         (2, "mirror x y --metrics-port 65536", "'--metrics-port'"),
         (2, "ls ''", "an empty path; is a variable not set?"),
         (2, "mirror '' y", "an empty path; is a variable not set?"),
-        (2, "exec x ' '", "an empty command; is a variable not set?"),
         # Options that have no effect.
         (2, "status store --watch --json", "--watch"),
         (2, "status store --watch --check", "--watch"),
@@ -171,19 +168,6 @@ def test_what_is_wrong_is_said_and_nothing_touched(
     assert text in " ".join(err.split())
     assert "use bf16" not in text or "int8" not in err
     assert contents(places) == before
-
-
-def test_a_variable_names_the_store(monkeypatch, capsys, store, checkpoint):
-    monkeypatch.setenv("DBUFFER_STORE", str(store))
-    commands = ("status", "ls --json", "pin 2", "unpin 2", "follow --count 1", "verify")
-    for command in (*commands, "rollback 1", "doctor", 'exec "exit $DBUFFER_VERSION" --count 1'):
-        code, _, err = call(capsys, *shlex.split(command))
-        assert code == (command[:4] == "exec"), err
-    assert "for version 3 ended with 3" in err
-    assert "version 4" in published(capsys, checkpoint)
-    assert "version 1:" in published(capsys, checkpoint, store.parent / "other")
-    assert "Missing argument 'STORE'" in call(capsys, "pin")[2]
-    assert call(capsys, "status", store.parent / "nowhere")[0] == 1
 
 
 def test_completion(monkeypatch, capsys):
@@ -408,30 +392,6 @@ def test_a_port_for_metrics_that_is_taken_is_named(capsys, tmp_path, store):
     assert not (tmp_path / "y").exists()
 
 
-def test_exec_runs_a_command_and_acknowledges(capsys, tmp_path, store):
-    """Unless it fails."""
-    log = tmp_path / "log"
-    command = f'echo "$DBUFFER_VERSION $(cat "$DBUFFER_METADATA_FILE")" >> {log}; '
-    command += 'test -s "$DBUFFER_WEIGHTS"'
-    arguments = ["--count", 1, "--receiver-id", "me"]
-    code, _, err = call(capsys, "exec", store, "exit 9", *arguments)
-    assert code == 1
-    assert "ended with 9" in err
-    with dbuffer.WeightSender(store) as sender, pytest.raises(TimeoutError):
-        sender.wait_applied(2, receivers=1, timeout_s=0)
-    code, out, err = call(capsys, "exec", store, command, *arguments)
-    assert code == 0, err
-    assert "version 2: 3 tensors" in out
-    assert log.read_text() == '2 {"step": 2}\n'
-    with dbuffer.WeightSender(store) as sender:
-        sender.wait_applied(2, receivers=1, timeout_s=0)
-
-
-def until_there(path: Path) -> str:
-    """A shell command that waits for a file, and ends although its test may have failed."""
-    return f"n=0; while [ ! -e {path} -a $n -lt 6000 ]; do sleep 0.01; n=$((n + 1)); done"
-
-
 def values_in(file: Path) -> dict[str, list[float]]:
     tensors = TensorDict.from_consolidated(file)
     return {name: tensor.unique().tolist() for name, tensor in tensors.items()}
@@ -439,24 +399,24 @@ def values_in(file: Path) -> dict[str, list[float]]:
 
 @pytest.mark.usefixtures("mount")
 @pytest.mark.timing(keep_superseded_s=0.0)
-def test_a_command_reads_its_version_for_as_long_as_it_takes(tmp_path):
+def test_a_file_of_a_version_stays_for_as_long_as_it_is_held(tmp_path):
     """Others are published meanwhile, by a sender that waits for nobody."""
-    go, seen, store = tmp_path / "go", tmp_path / "seen", tmp_path / "store"
-    copy = tmp_path / "copy"
-    command = f'touch {seen}; {until_there(go)}; cp "$DBUFFER_WEIGHTS" {copy}'
+    store = tmp_path / "store"
     with dbuffer.WeightSender(store, reader_timeout_s=0.01) as sender:
         sender.send({"a": torch.full((8,), 1.0), "b": torch.full((3,), 2.0)})
-        with Command(tmp_path, "exec", store, command, "--count=1") as follower:
-            until("the command runs", seen.exists, TIMEOUT_S)
+        with (
+            dbuffer.WeightReceiver(store) as receiver,
+            contextlib.suppress(dbuffer.SnapshotEvictedError),  # it was held for too long
+            receiver.open(acknowledge=False) as snapshot,
+            snapshot.as_file() as file,
+        ):
             for version in range(2, 7):
                 sender.send({"a": torch.full((8,), 10.0 * version), "b": torch.full((3,), 0.0)})
-            go.touch()
-            assert follower.wait() == 0, follower.errors()
-    assert values_in(copy) == {"a": [1.0], "b": [2.0]}
+            assert values_in(file) == {"a": [1.0], "b": [2.0]}
 
 
 @pytest.mark.usefixtures("network")
-def test_a_version_in_parts_is_one_file_for_a_command(tmp_path):
+def test_a_version_in_parts_is_one_file(tmp_path):
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -472,23 +432,11 @@ def test_a_version_in_parts_is_one_file_for_a_command(tmp_path):
 
 
 @pytest.mark.usefixtures("network")
-def test_no_room_for_a_commands_copy(monkeypatch, capsys, tmp_path, store):
+def test_no_room_for_a_copy_as_a_file(monkeypatch, tmp_path, store):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not there"))
-    code, _, err = call(capsys, "exec", store, "true", "--count", 1)
-    assert code == 1
-    assert "not there" in err
-
-
-def test_metadata_of_any_size_reaches_a_command(capsys, monkeypatch, tmp_path):
-    """Above Linux's limit for a variable of an environment, too."""
-    monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    store, metadata = tmp_path / "store", {"x": "y" * 200_000}
-    with dbuffer.WeightSender(store) as sender:
-        sender.send({"w": torch.ones(2)}, metadata=metadata)
-    command = 'cat "$DBUFFER_METADATA_FILE" > "$OUT"'
-    code, _, err = call(capsys, "exec", store, command, "--count", 1)
-    assert code == 0, err
-    assert json.loads((tmp_path / "out").read_text()) == metadata
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        with pytest.raises(dbuffer.StoreNotFoundError, match="not there"), snapshot.as_file():
+            pass
 
 
 def test_who_only_looks_is_no_receiver_that_a_sender_waits_for(tmp_path, store, checkpoint):
@@ -534,73 +482,17 @@ def test_a_signal_whose_exception_is_dropped_ends_follow(store, number):
         assert child.wait() == -number
 
 
-@pytest.mark.parametrize("command", ["true", "wait"], ids=["before", "while a command runs"])
-def test_follow_of_a_store_that_is_begun_anew(tmp_path, store, checkpoint, command):
+def test_follow_of_a_store_that_is_begun_anew(tmp_path, store, checkpoint):
     """The next experiment in the same place, whose number is the one that was seen last."""
-    go = tmp_path / "go"
-    command = until_there(go) if command == "wait" else command
-    with Command(tmp_path, "exec", store, command, "--json", "--count", 2) as follower:
+    with Command(tmp_path, "follow", store, "--json", "--count", 2) as follower:
         assert json.loads(follower.line(0))["version"] == 2
         shutil.rmtree(store)
         with dbuffer.WeightSender(store) as sender:
             sender.send(checkpoint, version=2)
-            go.touch()
             code, out, err = follower.communicate(60)
         assert code == 0
         assert json.loads(out.splitlines()[1])["version"] == 2
         assert err.count("which does not lead to") == 1
-
-
-def test_exec_goes_on_after_a_command_for_which_the_sender_did_not_wait(tmp_path, checkpoint):
-    go, store = tmp_path / "go", tmp_path / "store"
-    with dbuffer.WeightSender(store, reader_timeout_s=0.1) as sender:
-        sender.send(checkpoint)
-        options = ["--json", "--count", "2", "--receiver-id", "me"]
-        with Command(tmp_path, "exec", store, until_there(go), *options) as follower:
-            assert json.loads(follower.line(0))["version"] == 1
-            for _ in range(3):
-                sender.send(checkpoint)
-            go.touch()
-            code, out, err = follower.communicate(60)
-        assert (code, json.loads(out.splitlines()[1])["version"]) == (0, 4)
-        assert "version 1 is not acknowledged" in err
-        sender.wait_applied(4, receivers="me", timeout_s=0)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_command_whose_exec_was_ended_keeps_the_version_that_it_reads(tmp_path, number):
-    """The command ignores the signal and goes on; its version is not overwritten meanwhile."""
-    store, begun, go, out = (tmp_path / name for name in ("store", "begun", "go", "out"))
-    command = (
-        f"trap '' TERM; exec 3< $DBUFFER_WEIGHTS; touch {begun}; {until_there(go)}; "
-        f"cat <&3 > {out}.part; mv {out}.part {out}"
-    )
-    with dbuffer.WeightSender(store, reader_timeout_s=0.1) as sender:
-        sender.send({"a": torch.full((8,), 1.0)})
-        with Command(tmp_path, "exec", store, command) as follower:
-            until("the command runs", begun.exists, TIMEOUT_S)
-            follower.signal(number)
-            if number == signal.SIGKILL:
-                follower.wait(30)
-            for version in (2, 3, 4):
-                sender.send({"a": torch.full((8,), float(version))})
-            go.touch()
-            until("it has read all", out.exists, TIMEOUT_S)
-            assert follower.wait(30) == -number
-    assert values_in(out) == {"a": [1.0]}
-
-
-def test_sigterm_ends_all_processes_of_a_command(tmp_path, store):
-    """The shell waits for another process."""
-    pid = tmp_path / "pid"
-    command = f"sh -c 'echo $$ > {pid}.part; mv {pid}.part {pid}; exec sleep 300'; true"
-    with Command(tmp_path, "exec", store, command) as follower:
-        until("the command runs", pid.exists, TIMEOUT_S)
-        process = os.pidfd_open(int(pid.read_text()))
-        follower.signal(signal.SIGTERM)
-        assert follower.wait(30) == -signal.SIGTERM
-        assert select.select([process], [], [], TIMEOUT_S)[0], "it goes on"
-        os.close(process)
 
 
 def test_verify_names_what_it_has_read_where_a_version_is_published_meanwhile(
@@ -660,7 +552,6 @@ def test_nothing_raw_reaches_the_terminal(monkeypatch, tmp_path, odd_store, enco
         (("status", odd_store), 0, name),
         (("verify", odd_store), 1, name),
         (("follow", odd_store, "--count", "1"), 0, "version1:2tensors"),
-        (("exec", odd_store, f"false '{ODD}'", "--count", "1"), 1, name),
         (("publish", missing, tmp_path / "[/y]"), 1, r"[/x]\x1b[31m"),
         (("--debug", "ls", missing), 1, "Traceback"),
         (("--help",), 0, "publish"),

@@ -96,7 +96,7 @@ def test_a_watched_status_follows_its_store(store):
         assert terminal.wait_for_end() == (-signal.SIGTERM, []), "the earlier screen is back"
 
 
-@pytest.mark.parametrize("command", [("follow",), ("exec", "true"), ("mirror", "LOCAL")])
+@pytest.mark.parametrize("command", [("follow",), ("mirror", "LOCAL")])
 def test_a_command_says_for_which_version_it_waits(store, local, command):
     name, *more = command
     more = [local if each == "LOCAL" else each for each in more]
