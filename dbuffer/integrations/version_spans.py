@@ -18,15 +18,12 @@ class VersionSpan:
     """None: weights that did not come from a store."""
     start: int
     """Index of the first token."""
-    end: int | None
-    """Index after the last token; None: the output does not tell how many there are."""
+    end: int
+    """Index after the last token."""
     run: str | None = None
     """Run of the version, or None if the engine does not tell it."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Metadata that the version was published with; empty if the engine does not tell."""
-    is_exact: bool = True
-    """Whether all of the tokens came from this version. False: the engine tells only the version
-    before the first token and the one after the last."""
 
 
 def versions_of(output: Any) -> list[VersionSpan]:
@@ -41,17 +38,9 @@ def versions_of(output: Any) -> list[VersionSpan]:
         OptionError: (a ``ValueError``) the output does not tell: it is not finished, its engine
             has no versions, or (a server that follows) the request did not ask for them.
     """
-    fields = _fields_of(output)
-    spans = fields.get("weight_versions")
+    spans = _fields_of(output).get("weight_versions")
     if spans is not None:
         return [_span(_values_of(span)) for span in spans]
-    ends = [fields.get(f"weight_version_{end}") for end in ("start", "end")]
-    if any(ends):
-        num_tokens = len(fields["token_ids"]) if fields.get("token_ids") else None
-        return [
-            VersionSpan(_number(version), 0, num_tokens, is_exact=False)
-            for version in dict.fromkeys(ends)
-        ]
     raise OptionError(
         f"{output!r:.200} does not tell its versions: give a finished output of vLLM 0.32 or "
         "SGLang, or a choice of a response whose request had the header X-Weight-Versions: true"
@@ -91,7 +80,3 @@ def _span(values: Mapping[str, Any]) -> VersionSpan:
         values.get("run", label.run),
         values.get("metadata", label.metadata),
     )
-
-
-def _number(version: str | None) -> int | None:
-    return None if version is None else WeightLabel(version).number

@@ -39,9 +39,6 @@ from dbuffer.engine.follower import Follower
 from dbuffer.engine.messages import RankAnswer, RankRequest
 from dbuffer.engine.weight_label import UNKNOWN_VERSION, WeightLabel
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.integrations.vllm import api_servers
-from dbuffer.integrations.vllm.api_servers import SharedFollower
-from dbuffer.integrations.vllm.config import instance_of_api_servers
 from dbuffer.mirror.loop import MirrorLoop
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
@@ -1028,18 +1025,16 @@ def client(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> Iterator[SimpleName
             additional_config={"dbuffer": settings},
         ),
         generate=None,
-        encode=None,
-        update_weight_version=None,
     )
     monkeypatch.undo()
     scene.engine.close()
 
 
-@pytest.fixture
-def two_servers(client: SimpleNamespace) -> SimpleNamespace:
-    """Client of two API servers."""
-    client.vllm_config.parallel_config._api_process_count = 2
-    return client
+def of_api_server(client: SimpleNamespace, rank: int) -> SimpleNamespace:
+    """Return the client of one of two API servers."""
+    parallel = SimpleNamespace(_api_process_count=2, _api_process_rank=rank)
+    config = SimpleNamespace(**vars(client.vllm_config) | {"parallel_config": parallel})
+    return SimpleNamespace(**vars(client) | {"vllm_config": config})
 
 
 async def refusal(engine_client: Any) -> str:
@@ -1089,68 +1084,33 @@ def test_engine_with_weights_of_its_own_is_ready_without_a_version(scene, client
 # Several API servers of one engine
 
 
-def test_one_api_server_follows_and_the_next_one_when_it_ends(scene, two_servers, monkeypatch):
+def test_no_api_server_is_ready_before_the_engine_is_and_the_first_follows(
+    scene, client, monkeypatch
+):
+    client.vllm_config.load_config.load_format = "dummy"
+    follow = middleware.follow
+    followers: list[Any] = []
+
+    def follow_once(*args: Any, **more: Any) -> Any:
+        followers.append(follow(*args, **more))
+        return followers[-1]
+
+    monkeypatch.setattr(FOLLOW, follow_once)
+
     async def run() -> None:
-        first = Lifespan(two_servers)
-        assert await first.do("startup") == STARTED
-        assert scene.engine.label == "1"
-        second = Lifespan(two_servers)
-        asked: list[str] = []
-        with monkeypatch.context() as patched:
-            patched.setattr(scene.engine, "facts", lambda: asked.append("facts"))
-            assert await second.do("startup") == STARTED
-            await asyncio.sleep(2.5 * api_servers.LOOK_S)
-        assert not asked, "one that stands by does not begin to follow"
-        follow = middleware.follow
-        errors = [RuntimeError("a bug"), dbuffer.StoreAccessError("away for a moment")]
-
-        def follow_later(*args: Any, **more: Any) -> Any:
-            if errors:
-                raise errors.pop()
-            return follow(*args, **more)
-
-        monkeypatch.setattr(FOLLOW, follow_later)
-        await first.do("shutdown")
-        scene.publish(2)
-        await asyncio.to_thread(until, "it is followed", lambda: scene.engine.label == "2")
-        await second.do("shutdown")
-        await first.end()
-        await second.end()
-        # The name is free again.
-        third = SharedFollower(instance_of_api_servers(), lambda: pytest.fail("it follows"))
-        assert not third.is_led()
-        assert third.try_lead()
-        await third.aclose()
-
-    scene.publish(1)
-    asyncio.run(run())
-
-
-def test_no_api_server_is_ready_before_the_engine_is(scene, two_servers):
-    async def run() -> None:
-        lifespans = [Lifespan(two_servers), Lifespan(two_servers)]
+        lifespans = [Lifespan(of_api_server(client, rank)) for rank in (1, 0)]
         for lifespan in lifespans:
             await lifespan.tell("startup")
-        await asyncio.sleep(2.5 * api_servers.LOOK_S)
+        await asyncio.sleep(2.5 * middleware.LOOK_S)
         assert all(lifespan.answers.empty() for lifespan in lifespans)
         scene.publish(1)
         for lifespan in lifespans:
             assert await lifespan.answer() == STARTED
+        assert len(followers) == 1
         for lifespan in lifespans:
             await lifespan.shut_down()
 
-    two_servers.vllm_config.load_config.load_format = "dummy"
     asyncio.run(run())
-
-
-def test_no_api_server_starts_where_none_can_follow(scene, two_servers):
-    async def run() -> None:
-        for refused in await asyncio.gather(refusal(two_servers), refusal(two_servers)):
-            assert "others can write to" in refused
-
-    scene.publish(1)
-    with group_writable(scene.store):
-        asyncio.run(run())
 
 
 # Replicas

@@ -11,7 +11,6 @@ import pytest
 import dbuffer
 from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.errors import EngineUpdateError, VersionRegressedError
-from dbuffer.integrations.vllm.admission import Admission
 from tests.support.light_engines import WAIT_S, LightEngine, Scene
 from tests.support.patterns import SMALL
 from tests.support.stores import WAYS, back_up
@@ -127,29 +126,3 @@ def test_the_label_tells_of_a_run_that_the_engine_gets_ready(scene, monkeypatch)
     assert (before.newest_run, after.newest_run) == (None, None)
     assert before.run != after.run
     assert ready == replace(before, newest_run=after.run)
-
-
-# Requests
-
-
-def refusal(headers: dict[str, str], label: WeightLabel, newest_run: str) -> object:
-    """Return why an engine refuses a request while it gets ready a version of another run."""
-    admission = Admission.parse(headers)
-    assert admission is not None
-    return admission.refusal(replace(label, newest_run=newest_run))
-
-
-RUN, NEXT = "0123456789abcdef", "fedcba9876543210"
-
-
-@pytest.mark.parametrize("header", ["x-weight-min-step", "x-weight-min-version"])
-def test_a_least_step_or_version_is_one_of_the_newest_run(header):
-    """The run before went on to step 100; this one was resumed at 80, and publishes 81."""
-    dead = WeightLabel("100", RUN, {"step": 100})
-    resumed = WeightLabel("101", NEXT, {"step": 81})
-    assert refusal({header: "81"}, dead, RUN) is None
-    assert refusal({header: "81"}, dead, NEXT) is not None
-    assert refusal({header: "81"}, resumed, NEXT) is None
-    # A run that is named is meant, also if it has ended.
-    assert refusal({header: "81", "x-weight-run": RUN}, dead, NEXT) is None
-    assert refusal({header: "81", "x-weight-run": RUN}, resumed, NEXT) is not None

@@ -56,22 +56,6 @@ def test_output_without_tokens_has_no_spans():
 
 
 @pytest.mark.parametrize(
-    ("ends", "expected"),
-    [
-        (("7", "7"), [7]),
-        (("7", "8"), [7, 8]),
-        # Replicas differ, and which one answered is not known.
-        (("7", None), [7, None]),
-    ],
-)
-def test_versions_at_both_ends_are_not_exact(ends, expected):
-    choice = {"weight_version_start": ends[0], "weight_version_end": ends[1], "token_ids": [1, 2]}
-    assert versions_of(choice) == [
-        VersionSpan(version, 0, 2, is_exact=False) for version in expected
-    ]
-
-
-@pytest.mark.parametrize(
     "output",
     [
         {},

@@ -307,7 +307,7 @@ def reach_late(engine: Any, replica: int) -> None:
 
 
 async def run_served(directory: Path) -> None:
-    """Two API servers: one follows each replica, and the other stands by."""
+    """Two API servers: the first follows each replica."""
     store = directory / "store"
     server = start_server(directory, store, "--data-parallel-size", len(REPLICAS))
     with dbuffer.WeightSender(store) as sender:

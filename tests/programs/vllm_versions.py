@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import random
-import re
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
@@ -23,7 +22,7 @@ from tests.support.engines.tiny_models import (
     save_tokenizer,
     token_of,
 )
-from tests.support.engines.vllm_engines import judge, vllm_release
+from tests.support.engines.vllm_engines import judge
 from tests.support.engines.vllm_servers import (
     BACKEND_FLAGS,
     MODEL,
@@ -45,7 +44,6 @@ EVERY_S = 0.3
 STEPS_PER_VERSION = 10
 LONG_TOKENS = 900
 """Of requests that a switch must still meet, on a machine with much else to do."""
-HAS_SPANS = vllm_release() >= (0, 32)
 ASKED = {"X-Weight-Versions": "true"}
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
@@ -59,9 +57,7 @@ class Program:
         self.num_replicas = num_replicas
         checkpoint = save_revealing(0, directory)
         save_tokenizer(checkpoint)
-        flags = ["--no-skip-tokenizer-init", "--chat-template", TEMPLATE]
-        if HAS_SPANS:
-            flags.append("--enable-scale-out")
+        flags = ["--no-skip-tokenizer-init", "--chat-template", TEMPLATE, "--enable-scale-out"]
         if num_replicas > 1:
             flags += ["--data-parallel-size", str(num_replicas)]
         self.server = Server(
@@ -109,15 +105,6 @@ class Program:
             chunks = [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
             return _told(response) | {"chunks": chunks}
 
-    async def begun(self, count: int) -> None:
-        """Wait until the engine computes this many requests."""
-        while True:
-            metrics = (await self.client.get("/metrics")).text
-            running = re.search(r"^vllm:num_requests_running{.*} (\S+)$", metrics, re.MULTILINE)
-            if running is not None and float(running[1]) >= count:
-                return
-            await asyncio.sleep(0.02)
-
     async def ready(self, **query: Any) -> tuple[int, Any]:
         """Return the status and the body of what a load balancer asks."""
         response = await self.client.get("/ready", params=query)
@@ -162,7 +149,7 @@ def generate(num_tokens: int = 8, **more: Any) -> dict[str, Any]:
 ROUTES = [
     ("/v1/completions", completion),
     ("/v1/chat/completions", chat),
-    *([("/inference/v1/generate", generate)] if HAS_SPANS else []),
+    ("/inference/v1/generate", generate),
 ]
 """Paths that generate, and functions that make the bodies of their requests."""
 
@@ -180,8 +167,6 @@ async def tell_versions(program: Program) -> None:
     metadata = {"step": STEPS_PER_VERSION, "run": "test"}
     told = {"version": "1", "run": run, "metadata": json.dumps(metadata), "status": OK}
     span = VersionSpan(1, 0, 8, run, metadata)
-    if not HAS_SPANS:  # both ends are told
-        span = VersionSpan(1, 0, 8, is_exact=False)
     several = completion(n=2, top_k=1, temperature=1, prompt=[[1, 2, 3], [4, 5, 6]])
     cases = [(path, body(), 1) for path, body in ROUTES]
     for path, body, count in [*cases, ("/v1/completions", several, 4)]:
@@ -216,36 +201,19 @@ async def require_versions(program: Program) -> None:
     path, body = "/v1/completions", completion()
     for met in (
         {"X-Weight-Min-Version": "1"},
-        {"X-Weight-Exact-Version": "1"},
-        {"X-Weight-Min-Step": str(STEPS_PER_VERSION)},
-        {"X-Weight-Run": program.run_id(), "X-Weight-Min-Version": "1"},
+        {"X-Weight-Min-Version": "1", "X-Weight-Wait-S": "1"},
     ):
         assert (await program.ask(path, body, met))["status"] == OK
     unmet = {"X-Weight-Min-Version": "2"}
-    for headers, *words in (
-        (unmet, "version 1", "2"),
-        ({"X-Weight-Exact-Version": "2"}, "version 1", "2"),
-        ({"X-Weight-Min-Step": "10.5"}, "step 10", "10.5"),
-        ({"X-Weight-Run": "0" * 16}, "0" * 16),
-    ):
-        response = await program.ask(path, body, headers)
-        assert (response["status"], response["retry after"]) == (CONFLICT, "1")
-        assert response["version"] == response["body"]["weights"]["version"] == "1"
-        assert all(word in response["body"]["error"]["message"] for word in words)
-    assert (await program.ask(path, body | {"stream": True}, unmet))["status"] == CONFLICT
-    for headers, named in (
-        ({"X-Weight-Min-Version": "two"}, "X-Weight-Min-Version 'two'"),
-        ({"X-Weight-Exact-Version": "0"}, "X-Weight-Exact-Version 0"),
-        ({"X-Weight-Min-Step": "nan"}, "X-Weight-Min-Step 'nan'"),
-        ({"X-Weight-Run": "x"}, "X-Weight-Run 'x'"),
-        ({"X-Weight-Min-Version": "1", "X-Weight-Wait-S": "-1"}, "X-Weight-Wait-S '-1'"),
-        ({"X-Weight-Wait-S": "1"}, "X-Weight-Wait-S"),
-        ({"X-Weight-Min-Verson": "1"}, "X-Weight-Min-Verson"),
-        ({"X-Weight-Versions": "yes"}, "X-Weight-Versions 'yes'"),
-    ):
-        response = await program.ask(path, body, headers)
-        assert response["status"] == BAD_REQUEST
-        assert named.lower() in response["body"]["error"]["message"].lower()
+    for send in (program.ask, program.stream):
+        assert (await send(path, body, unmet))["status"] == CONFLICT
+    response = await program.ask(path, body, unmet)
+    assert response["retry after"] == "1"
+    assert response["version"] == response["body"]["weights"]["version"] == "1"
+    assert "version 1, and not yet 2" in response["body"]["error"]["message"]
+    response = await program.ask(path, body, {"X-Weight-Min-Version": "two"})
+    assert response["status"] == BAD_REQUEST
+    assert "x-weight-min-version 'two'" in response["body"]["error"]["message"]
     for query, status in (
         ({}, OK),
         ({"min_version": 1}, OK),
@@ -258,35 +226,14 @@ async def require_versions(program: Program) -> None:
     assert (status, replica["version"]) == (UNAVAILABLE, "1")
 
 
-async def tell_and_refuse_without_choices(program: Program) -> None:
-    """Responses without choices have the headers, streamed or not, and are refused once."""
+async def tell_without_choices(program: Program) -> None:
+    """Responses without choices have the headers, streamed or not."""
     for path, body in WITHOUT_CHOICES:
         for send in (program.ask, program.stream):
             response = await send(path, body())
             assert (response["status"], response["version"]) == (OK, "1")
-            response = await send(path, body(), {"X-Weight-Exact-Version": "2"})
-            assert (response["status"], response["retry after"]) == (CONFLICT, "1")
-            assert (await send(path, body(), ASKED))["status"] == BAD_REQUEST
-
-
-async def cut_without_choices(program: Program, version: int) -> None:
-    """A switch to this version ends such requests, and none of their responses says complete."""
-    exact = {"X-Weight-Exact-Version": str(version - 1)}
-    requests = [
-        asyncio.create_task(send(path, body(LONG_TOKENS), exact))
-        for path, body in WITHOUT_CHOICES
-        for send in (program.ask, program.stream)
-    ]
-    await program.begun(len(requests))
-    await program.follow(version)
-    for response in await asyncio.gather(*requests):
-        if "body" in response:
+            response = await send(path, body(), {"X-Weight-Min-Version": "2"})
             assert response["status"] == CONFLICT
-        else:
-            assert (response["status"], response["version"]) == (OK, str(version - 1))
-            last = json.dumps(response["chunks"][-1])
-            assert "ended by a switch" in last, last
-            assert "completed" not in last
 
 
 async def wait_for_a_version(program: Program) -> None:
@@ -300,10 +247,6 @@ async def wait_for_a_version(program: Program) -> None:
     await program.follow(2)
     response, (status, _) = await waiting, await ready
     assert (response["status"], response["version"], status) == (OK, "2", OK)
-    # One that is past is refused at once.
-    past = {"X-Weight-Exact-Version": "1", "X-Weight-Wait-S": str(WAIT_S)}
-    response = await program.ask(path, body, past)
-    assert (response["status"], response["retry after"]) == (CONFLICT, None)
 
 
 def wait_for_ever(program: Program) -> list[Coroutine[Any, Any, None]]:
@@ -320,9 +263,8 @@ def wait_for_ever(program: Program) -> list[Coroutine[Any, Any, None]]:
     return [look(), *(ask(path, body()) for path, body in (*ROUTES, *WITHOUT_CHOICES))]
 
 
-async def switch_in_long_requests(program: Program) -> None:
-    """Some take version 2 alone, and are ended by the switch; the others go on."""
-    exact = ASKED | {"X-Weight-Exact-Version": "2"}
+async def switch_in_a_long_request(program: Program) -> None:
+    """It goes on with the weights that come, and its spans tell them apart."""
     minimum = ASKED | {"X-Weight-Min-Version": "2"}
     path, body = "/v1/completions", completion(LONG_TOKENS)
     begun = asyncio.Event()
@@ -333,19 +275,11 @@ async def switch_in_long_requests(program: Program) -> None:
             async for _ in response.aiter_lines():
                 begun.set()
 
-    of_one_version = [
-        asyncio.create_task(send(path, body, exact)) for send in (program.ask, program.stream)
-    ]
     running_on = asyncio.create_task(program.ask(path, body, minimum))
     other = asyncio.create_task(first_chunk())
     await begun.wait()
     await program.follow(3)
     await other
-    for request in of_one_version:
-        [choice] = choices_of(await request)
-        assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "weight_version")
-        assert set(choice["token_ids"]) == {token_of(2)}
-        assert len(choice["token_ids"]) < LONG_TOKENS
     [choice] = choices_of(await running_on)
     assert choice["finish_reason"] == "length"
     assert set(choice["token_ids"]) == {token_of(2), token_of(3)}
@@ -388,11 +322,8 @@ async def label_right_under_load(program: Program, first: int) -> None:
         nonlocal newest, num_switched
         path, body = rng.choice(ROUTES)
         headers = dict(ASKED)
-        match rng.randrange(4):
-            case 0:
-                headers |= {"X-Weight-Min-Version": str(newest), "X-Weight-Wait-S": "5"}
-            case 1:
-                headers["X-Weight-Exact-Version"] = str(newest)
+        if rng.randrange(2):
+            headers |= {"X-Weight-Min-Version": str(newest), "X-Weight-Wait-S": "5"}
         send = rng.choice([program.ask, program.stream])
         response = await send(path, body(rng.choice([4, 16, 64])), headers)
         statuses[response["status"]] += 1
@@ -438,33 +369,22 @@ def problems_of(response: dict[str, Any], headers: dict[str, str]) -> list[Any]:
     [choice] = choices_of(response)
     tokens, spans = choice["token_ids"], versions_of(choice)
     problems: list[Any] = []
-    if HAS_SPANS:
-        ends = [0, *(span.end for span in spans)]
-        if [span.start for span in spans] != ends[:-1] or ends[-1] != len(tokens):
-            problems.append("the spans do not cover the tokens")
-        for span in spans:
-            if set(tokens[span.start : span.end]) != {token_of(span.version)}:
-                problems.append(f"tokens of another version than {span.version}")
-            if span.metadata["step"] != STEPS_PER_VERSION * span.version:
-                problems.append(f"metadata of another version than {span.version}")
-            if span.run != response["run"]:
-                problems.append("another run than the header's")
-    else:
-        possible = range(spans[0].version, spans[-1].version + 1)
-        if not set(tokens) <= {token_of(version) for version in possible}:
-            problems.append("tokens of none of the versions between")
+    ends = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != ends[:-1] or ends[-1] != len(tokens):
+        problems.append("the spans do not cover the tokens")
+    for span in spans:
+        if set(tokens[span.start : span.end]) != {token_of(span.version)}:
+            problems.append(f"tokens of another version than {span.version}")
+        if span.metadata["step"] != STEPS_PER_VERSION * span.version:
+            problems.append(f"metadata of another version than {span.version}")
+        if span.run != response["run"]:
+            problems.append("another run than the header's")
     if int(response["version"]) != spans[0].version:
         problems.append("another version than the header's")
     if json.loads(response["metadata"])["step"] != STEPS_PER_VERSION * spans[0].version:
         problems.append("metadata of another version than the header's")
     if spans[0].version < int(headers.get("X-Weight-Min-Version", "0")):
         problems.append("a version below the minimum")
-    exact = headers.get("X-Weight-Exact-Version")
-    if exact is not None and set(tokens) != {token_of(int(exact))}:
-        problems.append("tokens of another version than the exact one")
-    is_ended = choice.get("stop_reason") == "weight_version"
-    if is_ended and (exact is None or choice["finish_reason"] != "abort"):
-        problems.append("ended for no reason")
     return [f"{problem}: {choice}, {headers}" for problem in problems]
 
 
@@ -476,12 +396,11 @@ async def serve(directory: Path, num_replicas: int) -> None:
         if num_replicas == 1:
             await tell_versions(program)
             await require_versions(program)
-            await tell_and_refuse_without_choices(program)
+            await tell_without_choices(program)
             await wait_for_a_version(program)
-            await switch_in_long_requests(program)
-            await cut_without_choices(program, 4)
+            await switch_in_a_long_request(program)
             ends = [asyncio.create_task(one) for one in wait_for_ever(program)]
-        await label_right_under_load(program, 5)
+        await label_right_under_load(program, 4)
     ended = program.server.terminate()
     assert num_replicas > 1 or ended == (0, [])
     if num_replicas == 1:

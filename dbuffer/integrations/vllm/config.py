@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import sys
 from collections.abc import Mapping
@@ -12,9 +11,7 @@ from typing import Any
 from dbuffer.engine.contract import EngineFacts
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import OptionError, UnsupportedError
-from dbuffer.format.layout import digest
 from dbuffer.format.manifest import host_in_id
-from dbuffer.store.liveness import Process
 
 BACKEND = "dbuffer"
 """The name in vLLM's registries, and the key in ``additional_config``."""
@@ -32,11 +29,6 @@ def is_launched(parallel_config: Any) -> bool:
     All of them then make the same calls, and none of them can reach another's worker.
     """
     return bool(parallel_config.distributed_executor_backend == "external_launcher")
-
-
-def shares_engine(vllm_config: Any) -> bool:
-    """Whether this is one of several API servers of one engine."""
-    return int(getattr(vllm_config.parallel_config, "_api_process_count", 1)) > 1
 
 
 def default_engine_id(instance_id: str) -> str:
@@ -204,13 +196,4 @@ def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
 
     # A front end whose configuration was made in another process has loaded none; its workers have.
     load_general_plugins()
-    facts = facts_of(config, replica)
-    if not shares_engine(config):
-        return facts
-    shared = instance_of_api_servers()
-    return dataclasses.replace(facts, instance_id=shared, name=default_engine_id(shared))
-
-
-def instance_of_api_servers() -> str:
-    """Return an id that the API servers of an engine share, derived from their parent process."""
-    return digest(repr(Process.parent()).encode())
+    return facts_of(config, replica)

@@ -1,34 +1,19 @@
-"""Let vLLM's engine core tell with each token which weights it came from, and admit by them.
+"""Let vLLM's engine core tell with each token which weights it came from.
 
 vLLM's core attaches its label to each step's outputs, and its front ends make spans of tokens from
 them. With dbuffer the label that travels is a whole :class:`WeightLabel`; front ends take it apart
 again, so that vLLM's own routes and fields show the version alone.
-
-Requests and switches meet in the core's queue, so a requirement that is compared there, when a
-request comes and whenever the label changes, holds for each token that the request gets.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from dbuffer.engine.weight_label import UNKNOWN_VERSION, WeightLabel
-from dbuffer.errors import OptionError
-from dbuffer.integrations.vllm.admission import Admission
-from dbuffer.integrations.vllm.config import BACKEND
-from dbuffer.runtime.trouble import log_once
-
-logger = logging.getLogger(__name__)
 
 LABEL = "dbuffer_label"
 """Method of the core that returns its label, encoded."""
-
-STOP_REASON = "weight_version"
-"""``stop_reason`` of a request that was ended because of the weights."""
 
 ADMITTED = "dbuffer_label"
 """Attribute of an output of vLLM: encoded label of the weights of its first token."""
@@ -48,13 +33,8 @@ def as_core_takes(label: WeightLabel) -> str:
     return label.encode() if hasattr(EngineCore, LABEL) else label.version
 
 
-def extra_args_with(extra_args: dict[str, Any] | None, admission: Admission) -> dict[str, Any]:
-    """Return sampling parameters' ``extra_args`` that carry a requirement to the core."""
-    return {**(extra_args or {}), BACKEND: admission.as_json()}
-
-
-def label_cores(core: Any, process: Any) -> None:
-    """Let cores (``EngineCore``, ``EngineCoreProc``) keep whole labels, and admit by them."""
+def label_cores(core: Any) -> None:
+    """Let cores (``EngineCore``) keep whole labels."""
     if hasattr(core, LABEL):
         return
     set_version, attach = core.set_weight_version, getattr(core, "_attach_weight_version", None)
@@ -67,10 +47,8 @@ def label_cores(core: Any, process: Any) -> None:
         setattr(core, _ENCODED, weight_version)
         if label.newest_run is not None or label.is_attested:
             # Requests in flight keep their weights in both cases.
-            label = replace(label, newest_run=None, is_attested=False)
-            weight_version = label.encode()
+            weight_version = replace(label, newest_run=None, is_attested=False).encode()
         setattr(core, _ATTACHED, weight_version)
-        _end_unmet(core, label)
 
     def get_label(core: Any) -> str:
         return str(getattr(core, _ENCODED, core.get_weight_version()))
@@ -84,7 +62,6 @@ def label_cores(core: Any, process: Any) -> None:
     setattr(core, LABEL, get_label)
     if attach is not None:
         core._attach_weight_version = attach_label  # noqa: SLF001
-    process.add_request = _admitting(process.add_request)
 
 
 def drop_label(core: Any) -> None:
@@ -118,64 +95,3 @@ def tell_labels(request_state: Any) -> None:
 
     setattr(make_labeled_output, ADMITTED, True)
     request_state._new_completion_output = make_labeled_output  # noqa: SLF001
-
-
-def _admitting(add_request: Callable[..., None]) -> Callable[..., None]:
-    def add_admitted_request(core: Any, request: Any, request_wave: int = 0) -> None:
-        has_requirement = _requirement_of(request) is not None  # most have none
-        if has_requirement and _is_refused(request, WeightLabel.decode(getattr(core, LABEL)())):
-            _tell_ended(core, [request])
-        else:
-            add_request(core, request, request_wave)
-
-    return add_admitted_request
-
-
-def _requirement_of(request: Any) -> object:
-    """Return what a request carries as its requirement, from whomever; None: nothing."""
-    parameters = request.sampling_params
-    return ((parameters and parameters.extra_args) or {}).get(BACKEND)
-
-
-def _is_refused(request: Any, label: WeightLabel) -> bool:
-    """Whether a request does not take the weights of this label."""
-    requirement = _requirement_of(request)
-    if requirement is None:
-        return False
-    try:
-        admission = Admission.of_json(requirement)
-    except OptionError as error:
-        # From a client: an error raised here would end the engine.
-        log_once(logger, "requests with invalid extra_args[%r] are ended", BACKEND)
-        logger.debug("request %s: %s", request.request_id, str(error))
-        return True
-    return admission is not None and admission.refusal(label) is not None
-
-
-def _end_unmet(core: Any, label: WeightLabel) -> None:
-    """End requests that do not take these weights, before a token is computed with them."""
-    if not hasattr(core, "output_queue"):  # in the caller's own process, where nobody asks so
-        return
-    unmet = [one for one in core.scheduler.requests.values() if _is_refused(one, label)]
-    if unmet:
-        from vllm.v1.request import RequestStatus
-
-        ids = [request.request_id for request in unmet]
-        core.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
-        _tell_ended(core, unmet)
-
-
-def _tell_ended(core: Any, requests: Iterable[Any]) -> None:
-    """Tell the front ends that these requests have ended because of the weights."""
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-
-    by_client = defaultdict(list)
-    for request in requests:
-        by_client[request.client_index].append(request.request_id)
-    for client, ids in by_client.items():
-        outputs = [
-            EngineCoreOutput(one, [], finish_reason=FinishReason.ABORT, stop_reason=STOP_REASON)
-            for one in ids
-        ]
-        told = EngineCoreOutputs(outputs=outputs, finished_requests=set(ids))
-        core.output_queue.put_nowait((client, told))

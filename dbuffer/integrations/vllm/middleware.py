@@ -8,12 +8,17 @@ An ASGI middleware, which vLLM puts into its server with::
 
 The server is not reported ready before it serves the newest version that is there. With
 ``--load-format dummy`` there must be one, or come in time. A server that cannot follow does not
-start. Of several API servers with one engine, one follows, and all are ready when the engine is.
+start. Of several API servers with one engine, the first follows, and all are ready when the engine
+is. (If one of them dies, vLLM ends them all.)
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import logging
+import socket
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,26 +31,26 @@ from dbuffer.errors import (
     UnsupportedError,
     WaitTimeoutError,
 )
-from dbuffer.integrations.vllm.api_servers import SharedFollower
-from dbuffer.integrations.vllm.config import (
-    engine_settings,
-    instance_of_api_servers,
-    options_of,
-    shares_engine,
-)
-from dbuffer.integrations.vllm.exchanges import Outlook, observe
+from dbuffer.format.layout import digest
+from dbuffer.integrations.vllm.config import engine_settings, options_of
 from dbuffer.integrations.vllm.follow_vllm import follow
 from dbuffer.integrations.vllm.plugin import log_as_vllm
-from dbuffer.integrations.vllm.responses import serve
+from dbuffer.integrations.vllm.requests import Outlook
+from dbuffer.integrations.vllm.responses import observe, serve
 from dbuffer.runtime.trouble import message_of
+from dbuffer.store.liveness import Process
 
 logger = logging.getLogger(__name__)
+
+LOOK_S = 0.2
+"""Interval at which an API server looks whether the engine is ready."""
+_MAX_API_SERVERS = 4096
 
 
 class FollowStore:
     """Follows from the server's start to its end, and tells requests which weights they get.
 
-    See :mod:`.responses` for what it adds to requests and responses.
+    See :mod:`.requests` and :mod:`.responses` for what it adds to them.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -63,34 +68,28 @@ class FollowStore:
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
         log_as_vllm()
-        try:
-            engine = _engine_of(scope)
-            follower = await _start(engine)
-        # Servers take an exception here for an application without a lifespan, and serve. This
-        # message of the protocol ends the server.
-        except Exception as error:  # noqa: BLE001
-            await receive()
-            await send({"type": "lifespan.startup.failed", "message": _refusal(error)})
-            return
-        self._outlook = Outlook(engine)
-        observe(engine, self._outlook)
-        is_following = True
+        following = contextlib.AsyncExitStack()
 
         async def receive_after_us() -> Message:
-            nonlocal is_following
             message = await receive()
             if message["type"] == "lifespan.shutdown":
-                await _end(follower)  # while the engine is still there for a switch under way
-                is_following = False
+                await following.aclose()  # while the engine is there for a switch under way
             return message
 
-        try:
+        async with following:
+            try:
+                engine = _engine_of(scope)
+                await _start(engine, following)
+            # Servers take an exception here for an application without a lifespan, and serve. This
+            # message of the protocol ends the server.
+            except Exception as error:  # noqa: BLE001
+                await following.aclose()
+                await receive()
+                await send({"type": "lifespan.startup.failed", "message": _refusal(error)})
+                return
+            self._outlook = Outlook(engine)
+            observe(engine)
             await self._app(scope, receive_after_us, send)
-        finally:
-            # Not again: servers cancel what still waits after the shutdown, and log that they take
-            # it for an application without a lifespan.
-            if is_following:
-                await _end(follower)
 
 
 def _refusal(error: Exception) -> str:
@@ -99,7 +98,7 @@ def _refusal(error: Exception) -> str:
     return f"this server does not start, because it cannot follow: {reason}"
 
 
-async def _end(follower: BackgroundFollower | SharedFollower) -> None:
+async def _end(follower: BackgroundFollower) -> None:
     """Stop following. An error must not keep the server from ending."""
     try:
         await follower.aclose()
@@ -114,35 +113,54 @@ def _engine_of(scope: Scope) -> Any:
     return engine
 
 
-async def _start(engine: Any) -> BackgroundFollower | SharedFollower:
-    """Begin to follow, and wait until the engine serves the newest version."""
+async def _start(engine: Any, following: contextlib.AsyncExitStack) -> None:
+    """Let the engine serve the newest version, and follow until ``following`` is closed."""
     config = engine.vllm_config
     options = options_of(config.additional_config)
     if options is None:
         raise OptionError(
             'FollowStore needs a store: --additional-config \'{"dbuffer": {"store": directory}}\''
         )
+    parallel = config.parallel_config
+    is_shared = getattr(parallel, "_api_process_count", 1) > 1
+    if is_shared and parallel._api_process_rank != 0:  # noqa: SLF001 - vLLM tells it nowhere else
+        await _wait_for_first_api_server()
+        return
+    pause = engine_settings(config.additional_config).get("pause", "keep")
+    follower = follow(engine, pause=pause)
+    assert isinstance(follower, BackgroundFollower)  # noqa: S101 - an AsyncLLM is followed so
+    following.push_async_callback(_end, follower)
+    await follower.wait_started_async()
+    if config.load_config.load_format == "dummy" and follower.applied is None:
+        await _wait_for_weights(follower, options)
+    if is_shared:
+        following.enter_context(_ready_engine())
 
-    def begin() -> BackgroundFollower:
-        pause = engine_settings(config.additional_config).get("pause", "keep")
-        follower = follow(engine, pause=pause)
-        assert isinstance(follower, BackgroundFollower)  # noqa: S101 - an AsyncLLM is followed so
-        return follower
 
-    async def begin_until_ready() -> BackgroundFollower:
-        follower = begin()
-        try:
-            await follower.wait_started_async()
-            if config.load_config.load_format == "dummy" and follower.applied is None:
-                await _wait_for_weights(follower, options)
-        except BaseException:
-            await follower.aclose()
-            raise
-        return follower
+def _name_of_api_servers() -> str:
+    """Return the name, in no directory, of a socket of one of an engine's API servers.
 
-    if shares_engine(config):
-        return await SharedFollower.begin(instance_of_api_servers(), begin, begin_until_ready)
-    return await begin_until_ready()
+    They are processes of one parent. The name is free again when its process ends.
+    """
+    return f"\0dbuffer-ready-{digest(repr(Process.parent()).encode())}"
+
+
+def _ready_engine() -> socket.socket:
+    """Return a socket that tells the other API servers that the engine is ready."""
+    ready = socket.socket(socket.AF_UNIX)
+    ready.bind(_name_of_api_servers())
+    ready.listen(_MAX_API_SERVERS)
+    return ready
+
+
+async def _wait_for_first_api_server() -> None:
+    while True:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.setblocking(False)
+            # A connection is refused where no socket listens, or none has the name.
+            if client.connect_ex(_name_of_api_servers()) in (0, errno.EAGAIN):
+                return
+        await asyncio.sleep(LOOK_S)
 
 
 async def _wait_for_weights(follower: BackgroundFollower, options: EngineOptions) -> None:

@@ -56,7 +56,7 @@ def register() -> None:
     watch_workers(WorkerWrapperBase)
     watch_core(EngineCore)
     hold_cores(EngineCoreProc, DPEngineCoreProc)
-    label_cores(EngineCore, EngineCoreProc)
+    label_cores(EngineCore)
     tell_labels(RequestState)
     mend_core(EngineCoreProc)
     tell_ended(RequestState)

@@ -1,42 +1,48 @@
-"""Requests and responses of a vLLM server that follows: admission by version, and versions told.
+"""Responses of a vLLM server that follows: which versions they came from.
 
 * A response to which the engine contributed has the headers ``X-Weight-Version``,
   ``X-Weight-Run`` and ``X-Weight-Metadata``: of the weights of its first token.
 * With ``X-Weight-Versions: true`` in the request, each choice has ``weight_versions`` too: spans of
   its tokens, under the names that vLLM and SGLang give them. In a stream, in the choice's last
   chunk.
-* With an :class:`Admission` in its headers, a request is answered by such weights, or by 409.
 * ``POST /update_weight_version`` is refused by 400: the follower alone tells the weights.
-* ``GET /ready`` answers 200 if a request with such a query would be admitted, else 503.
 
-Responses without choices (:data:`WITHOUT_CHOICES`) have the headers, and no spans. They cannot tell
-that a switch ended a request in the middle: in a stream that is an error, else the 409.
+The middleware makes an `Exchange` the running task's own for the time of a request, and the
+engine's front end, below all routes, notes each output in it. So no route of vLLM has to know.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import contextvars
+import functools
 import json
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders, QueryParams
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dbuffer.engine.weight_label import WeightLabel
-from dbuffer.errors import EngineEndedError, OptionError
-from dbuffer.integrations.vllm.admission import (
-    SPANS_HEADER,
-    Admission,
-    Refusal,
-    flag_of,
-    given_once,
+from dbuffer.errors import OptionError
+from dbuffer.integrations.vllm.core_labels import ADMITTED
+from dbuffer.integrations.vllm.requests import (
+    SPANS,
+    Outlook,
+    error_answer,
+    headers_of,
+    readiness,
+    refused,
+    requirement_in,
+    requirement_of_query,
     weight_headers,
 )
-from dbuffer.integrations.vllm.core_labels import STOP_REASON
-from dbuffer.integrations.vllm.exchanges import CURRENT, Exchange, Outlook, with_fields
+from dbuffer.runtime import options as checks
 
+CURRENT: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar("exchange", default=None)
+"""The exchange that the running task serves."""
 WITHOUT_CHOICES = frozenset(
     {
         "/v1/responses",
@@ -49,12 +55,95 @@ WITHOUT_CHOICES = frozenset(
     }
 )
 """Routes that generate, and answer without choices. Some begin a stream before the engine does."""
-RETRY_AFTER_S = 1
-"""``Retry-After`` of a refusal that may be over by then: trainers publish every few seconds."""
-_CUT_SHORT = "ended by a switch to weights that the request does not take"
-_MAX_HEADER_CHARS = 4096
-"""Longest metadata in a header; servers and proxies take 8 KiB for all of them."""
-_BAD_REQUEST, _CONFLICT, _OK, _UNAVAILABLE = 400, 409, 200, 503
+_OK, _BAD_REQUEST = 200, 400
+_UNKNOWN = {"weight_versions": None}
+"""Fields of a choice of which the engine does not tell the spans."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Knowledge of the weights behind one response, as outputs come."""
+
+    wants_spans: bool = False
+    has_choices: bool = True
+    admitted: WeightLabel | None = None
+    """Label of the weights that the response begins with, or None if nothing was generated."""
+    calls: list[tuple[int, dict[int, dict[str, Any]]]] = field(default_factory=list)
+    """Number of choices of each prompt; and fields of the complete ones, by index."""
+    is_search: bool = False
+    """Whether each call of the engine is a step of a beam search, and no prompt."""
+
+    def noting(
+        self, num_choices: int, outputs: AsyncGenerator[Any, None]
+    ) -> AsyncGenerator[Any, None]:
+        """Return the outputs of a prompt, whose weights are noted as they come."""
+        fields: dict[int, dict[str, Any]] = {}
+        self.is_search |= self.admitted is not None
+        self.calls.append((num_choices, fields))
+        return self._noting(fields, outputs)
+
+    async def _noting(
+        self, fields: dict[int, dict[str, Any]], outputs: AsyncGenerator[Any, None]
+    ) -> AsyncGenerator[Any, None]:
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                for choice in output.outputs:
+                    if self.admitted is None and (encoded := getattr(choice, ADMITTED, None)):
+                        self.admitted = WeightLabel.decode(encoded)
+                    if self.wants_spans and choice.weight_versions is not None:
+                        fields[choice.index] = {
+                            "weight_versions": [_as_json(span) for span in choice.weight_versions]
+                        }
+                yield output
+
+    def with_fields(self, body: Any, *, is_chunk: bool) -> Any:
+        """Return a response, or a chunk of a stream, with fields about each choice's weights."""
+        choices = body.get("choices") if isinstance(body, Mapping) else None
+        if not isinstance(choices, list):
+            return body
+        if not is_chunk:
+            # A beam search has choices for each beam. One of a single token calls as prompts do.
+            self.is_search |= len(choices) != sum(num_choices for num_choices, _ in self.calls)
+        told = [
+            choice | self._fields_of(choice.get("index", 0))
+            if not is_chunk or choice.get("finish_reason") is not None
+            else choice
+            for choice in choices
+        ]
+        return {**body, "choices": told}
+
+    def _fields_of(self, index: int) -> dict[str, Any]:
+        """Return the fields of a choice. Choices are numbered through all prompts."""
+        for num_choices, fields in () if self.is_search else self.calls:
+            if index < num_choices:
+                return fields.get(index, _UNKNOWN)
+            index -= num_choices
+        return _UNKNOWN
+
+
+def _as_json(span: Any) -> dict[str, Any]:
+    label = WeightLabel(span.version, span.run, span.metadata)
+    return label.as_json() | {"start": span.start, "end": span.end}
+
+
+def observe(engine: Any) -> None:
+    """Let an ``AsyncLLM`` tell the exchange of each request about its outputs."""
+    generate = engine.generate
+
+    def generate_observed(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = generate(prompt, sampling_params, *args, **kwargs)
+        exchange = CURRENT.get()
+        return outputs if exchange is None else exchange.noting(sampling_params.n, outputs)
+
+    engine.generate = generate_observed
+
+
+@functools.cache
+def has_spans() -> bool:
+    """Whether this vLLM's outputs tell which tokens came from which version."""
+    from vllm.v1.engine.output_processor import RequestState
+
+    return hasattr(getattr(RequestState, "_new_completion_output", None), ADMITTED)
 
 
 async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,231 +151,127 @@ async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, 
     # A server's --root-path is a part of the path.
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     try:
-        if path == "/ready":
-            query = given_once(QueryParams(scope["query_string"]).multi_items())
-            admission = Admission.parse_query(query) or Admission()
-            ready = await _unless_disconnected(receive, _readiness(outlook, admission))
-            if ready is not None:
-                await ready(scope, receive, send)
-            return
-        exchange = _exchange_for(path, weight_headers(Headers(scope=scope).items()))
+        headers = weight_headers(Headers(scope=scope).items())
+        exchange = Exchange(_wants_spans(path, headers), path not in WITHOUT_CHOICES)
+        answer = await _answer_to(path, scope, headers, outlook)
     except OptionError as error:
-        await _error(_BAD_REQUEST, "BadRequestError", str(error))(scope, receive, send)
+        answer = error_answer(_BAD_REQUEST, "BadRequestError", str(error))
+    if answer is not None:
+        await answer(scope, receive, send)
         return
     CURRENT.set(exchange)  # of this task alone, which serves no other request
-    response = _Response(exchange, send)
-    try:
-        await app(scope, receive, response.send)
-    except Exception:
-        if response.has_begun or not exchange.is_refused:
-            raise
-    if exchange.is_refused and not response.has_begun:
-        await (await _refusal(exchange, outlook))(scope, receive, send)
+    await app(scope, receive, _Response(exchange, send).send)
 
 
-def _exchange_for(path: str, headers: Mapping[str, str]) -> Exchange:
-    """Return the exchange of a request.
+async def _answer_to(
+    path: str, scope: Scope, headers: Mapping[str, str], outlook: Outlook
+) -> JSONResponse | None:
+    """Return the answer to a request that vLLM is not to see, or None.
 
     Raises:
-        OptionError: a header is invalid, or its route does not take it.
+        OptionError: the request is invalid.
     """
-    wants_spans = flag_of(SPANS_HEADER, headers.get(SPANS_HEADER.lower()))
-    has_choices = path not in WITHOUT_CHOICES
-    if wants_spans and not has_choices:
+    if path == "/update_weight_version":
+        raise OptionError("this server follows a store, and its follower sets the version")
+    if path == "/ready":
+        query = QueryParams(scope["query_string"])
+        return await readiness(outlook, requirement_of_query(query))
+    requirement = requirement_in(headers)
+    return None if requirement is None else await refused(outlook, requirement)
+
+
+def _wants_spans(path: str, headers: Mapping[str, str]) -> bool:
+    text = headers.get(SPANS, "false")
+    if text not in ("true", "false"):
+        checks.refuse(SPANS, text, "true or false")
+    if text == "true" and path in WITHOUT_CHOICES:
         raise OptionError(
-            f"{SPANS_HEADER} is for routes whose responses have choices, and {path} has none: its "
+            f"{SPANS} is for routes whose responses have choices, and {path} has none: its "
             "responses tell the weights of their first token, in headers"
         )
-    return Exchange(Admission.parse(headers), wants_spans, has_choices)
-
-
-async def _refusal(exchange: Exchange, outlook: Outlook) -> JSONResponse:
-    """Return the response to a request that is invalid, or that the engine has ended."""
-    if exchange.error is not None:
-        return _error(_BAD_REQUEST, "BadRequestError", str(exchange.error))
-    assert exchange.admission is not None  # noqa: S101 - else the engine ends none
-    try:
-        labels = await outlook.labels()
-    except EngineEndedError as error:
-        return _error(_UNAVAILABLE, "EngineEndedError", str(error))
-    refusal = exchange.admission.refusal_by(labels)
-    return _refused(refusal or Refusal("another version when it came", False), labels)
-
-
-async def _unless_disconnected(
-    receive: Receive, work: Coroutine[Any, Any, JSONResponse]
-) -> JSONResponse | None:
-    """Do some work; stop it and return None if the client leaves."""
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.create_task(work), asyncio.create_task(watch())
-    try:
-        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        working.cancel()
-        watching.cancel()
+    if text == "true" and not has_spans():
+        raise OptionError(f"{SPANS} needs vLLM 0.32 or later")
+    return text == "true"
 
 
 class _Response:
     """Sends a response on, with its headers and fields about weights.
 
-    It keeps the response's start back until there is a body of the engine's: then the engine has
-    begun, or refused.
+    It keeps the response's start back until there is a body of the engine's. Fields are added to
+    JSON once it is whole, and to the event of a stream that ends a choice.
     """
 
     def __init__(self, exchange: Exchange, send: Send) -> None:
         self._exchange = exchange
         self._send = send
-        self.has_begun = False
-        self._is_over = False
         self._start: Message | None = None
         """The start, while it is kept back."""
         self._held: list[Message] = []
-        """Messages from before the engine has begun, or about choices that it has refused while it
-        may refuse the others."""
-        self._body: _Body | None = None
+        """Messages from before the engine has begun."""
+        self._kind = ""
+        """Content type of a body that gets fields."""
+        self._rest = b""
+        """Part of the body that cannot be sent yet."""
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._start = message
             return
-        if self.has_begun and self._exchange.is_cut_in_silence:
-            await self._cut_short()
-            return
         self._held.append(message)
-        if self._start is not None and (self._exchange.is_refused or self._awaits_engine(message)):
+        if self._start is not None and self._awaits_engine(message):
             return
         held, self._held = self._held, []
         for one in held:
             await self._pass_on(one)
 
-    async def _cut_short(self) -> None:
-        """End the stream with an error, in place of its route's words that it is complete."""
-        if not self._is_over:
-            self._is_over = True
-            error = {"type": STOP_REASON, "message": _CUT_SHORT}
-            # As OpenAI's clients read errors, and as Anthropic's do.
-            event = {"type": "error", "code": STOP_REASON, "message": _CUT_SHORT, "error": error}
-            body = b"event: error\n" + _DATA + _encoded(event) + _EVENT_END
-            await self._send({"type": "http.response.body", "body": body})
-
     def _awaits_engine(self, message: Message) -> bool:
         """Whether this is a part of a stream that has begun before the engine."""
-        has_nothing = self._exchange.admitted is None and self._exchange.num_tokens == 0
-        is_last = not message.get("more_body", False)
-        return has_nothing and not self._exchange.has_choices and not is_last
+        exchange, is_last = self._exchange, not message.get("more_body", False)
+        return exchange.admitted is None and not exchange.has_choices and not is_last
 
     async def _pass_on(self, message: Message) -> None:
-        start = self._start
-        if start is not None and self._body is None and self._exchange.tells_spans:
-            self._body = _Body.begun_by(start, self._exchange)
+        start, exchange = self._start, self._exchange
         is_last = not message.get("more_body", False)
-        if self._body is not None:
-            body = self._body.rewrite(message.get("body", b""), is_last=is_last)
+        headers = MutableHeaders(raw=list(start.get("headers", ())) if start else [])
+        if start is not None and start["status"] == _OK and exchange.wants_spans and exchange.calls:
+            self._kind = headers.get("content-type", "")
+        if self._kind.startswith(_WITH_FIELDS):
+            body = self._rewrite(message.get("body", b""), is_last=is_last)
             if body is None:
                 return
             message = {**message, "body": body}
+            del headers["content-length"]
+            if is_last:
+                headers["content-length"] = str(len(body))
         if start is not None:
             self._start = None
-            headers = MutableHeaders(raw=list(start.get("headers", ())))
-            if self._body is not None:
-                del headers["content-length"]
-                if is_last:
-                    headers["content-length"] = str(len(message["body"]))
-            headers.update(_headers_of(self._exchange.admitted))
-            self.has_begun = True
+            headers.update(headers_of(exchange.admitted) if exchange.admitted else {})
             await self._send({**start, "headers": headers.raw})
         await self._send(message)
 
-
-class _Body:
-    """Adds fields about weights to the choices of a body: of JSON once it is whole, or of events.
-
-    A stream has them in the chunk of each choice that ends it.
-    """
-
-    def __init__(self, exchange: Exchange, *, is_stream: bool) -> None:
-        self._exchange = exchange
-        self._is_stream = is_stream
-        self._rest = b""
-
-    @classmethod
-    def begun_by(cls, start: Message, exchange: Exchange) -> Self | None:
-        """Make one for a response that starts so, or return None if it has no choices."""
-        kind = Headers(raw=list(start.get("headers", ()))).get("content-type", "")
-        is_stream = kind.startswith("text/event-stream")
-        if start["status"] != _OK or not (is_stream or kind.startswith("application/json")):
-            return None
-        return cls(exchange, is_stream=is_stream)
-
-    def rewrite(self, part: bytes, *, is_last: bool) -> bytes | None:
+    def _rewrite(self, part: bytes, *, is_last: bool) -> bytes | None:
         """Return a part of the body with the fields, or None if nothing can be sent yet."""
         self._rest += part
-        if self._is_stream:
+        if self._kind.startswith(_EVENTS):
             *events, self._rest = self._rest.split(_EVENT_END)
             told = [self._told(event) + _EVENT_END for event in events]
             return b"".join([*told, *([self._rest] if is_last else [])])
         if not is_last:
             return None
-        return _encoded(with_fields(json.loads(self._rest), self._exchange, is_chunk=False))
+        return _encoded(self._exchange.with_fields(json.loads(self._rest), is_chunk=False))
 
     def _told(self, event: bytes) -> bytes:
         if not event.startswith(_DATA + b"{"):
             return event  # as the last one, [DONE]
         chunk = json.loads(event.removeprefix(_DATA))
-        return _DATA + _encoded(with_fields(chunk, self._exchange, is_chunk=True))
+        return _DATA + _encoded(self._exchange.with_fields(chunk, is_chunk=True))
 
 
+_EVENTS = "text/event-stream"
+_WITH_FIELDS = (_EVENTS, "application/json")
+"""Content types of bodies that get fields."""
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
-
-
-def _headers_of(label: WeightLabel | None) -> dict[str, str]:
-    """Return the headers about weights; none if nothing was generated."""
-    if label is None:
-        return {}
-    metadata = json.dumps(label.metadata) if label.metadata else ""
-    values = {
-        "x-weight-version": label.version,
-        "x-weight-run": label.run,
-        "x-weight-metadata": metadata if len(metadata) <= _MAX_HEADER_CHARS else None,
-    }
-    return {name: value for name, value in values.items() if value}
-
-
-async def _readiness(outlook: Outlook, admission: Admission) -> JSONResponse:
-    try:
-        refusal = await outlook.refusal(admission)
-        labels = await outlook.labels()
-    except EngineEndedError as error:
-        refusal, labels = Refusal(str(error), is_final=False), []
-    body = {
-        "ready": refusal is None,
-        "reason": None if refusal is None else refusal.reason,
-        "replicas": [label.as_json() for label in labels],
-    }
-    return JSONResponse(body, _OK if refusal is None else _UNAVAILABLE)
-
-
-def _refused(refusal: Refusal, labels: Sequence[WeightLabel]) -> JSONResponse:
-    waits = {} if refusal.is_final else {"retry-after": str(RETRY_AFTER_S)}
-    ahead = ", and it does not go back" if refusal.is_final else ""
-    message = f"this engine has {refusal.reason}{ahead}"
-    oldest = min(labels, key=lambda label: label.number or 0)
-    headers = waits | _headers_of(oldest)
-    return _error(_CONFLICT, "WeightVersionError", message, headers, weights=oldest.as_json())
-
-
-def _error(
-    status: int, kind: str, message: str, headers: Mapping[str, str] | None = None, **more: Any
-) -> JSONResponse:
-    """Make an answer about an error, in the form that OpenAI's clients read."""
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    return JSONResponse({"error": error, **more}, status, headers)
 
 
 def _encoded(values: Any) -> bytes:

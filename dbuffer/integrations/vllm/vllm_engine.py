@@ -35,7 +35,6 @@ from dbuffer.integrations.vllm.config import (
     facts_of,
     is_launched,
     shared_caches,
-    shares_engine,
 )
 from dbuffer.integrations.vllm.core_labels import as_core_takes
 from dbuffer.integrations.vllm.core_pauses import CHECK, HOLD, RELEASE, holds_cores, refusal_in
@@ -136,8 +135,6 @@ class AsyncVllm(Engine):
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._loop = loop
-        # Of several API servers that share it, another one may have followed it before.
-        self.may_be_left_paused = shares_engine(engine.vllm_config)
         self.has_own_pause = holds_cores()
 
     @staticmethod

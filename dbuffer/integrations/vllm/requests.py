@@ -1,0 +1,233 @@
+"""Requests to a vLLM server that follows: the version that they need, and whether it is there.
+
+* A request with ``X-Weight-Min-Version: 7`` is answered by version 7 or later, or by 409. With
+  ``X-Weight-Wait-S: 2.5`` the server waits so long for such a version.
+* ``GET /ready?min_version=7&wait_s=2.5`` answers 200 if such a request would be, else 503.
+
+Versions only go up within a run, so a request may be compared before vLLM's routes have it. After
+another run began in the store, numbers are of that run, also while the engine serves the old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import QueryParams
+from starlette.responses import JSONResponse
+
+from dbuffer.engine.weight_label import WeightLabel
+from dbuffer.errors import EngineEndedError, OptionError
+from dbuffer.format.manifest import MAX_INTEGER
+from dbuffer.integrations.vllm.config import replicas_of
+from dbuffer.integrations.vllm.core_labels import LABEL
+from dbuffer.integrations.vllm.vllm_engine import ask_replica
+from dbuffer.runtime import options as checks
+from dbuffer.runtime.timing import TIMING
+
+MIN_VERSION, WAIT_S = "x-weight-min-version", "x-weight-wait-s"
+SPANS = "x-weight-versions"
+"""Header of a request that asks for the versions of each token."""
+MAX_WAIT_S = 3600.0
+RETRY_AFTER_S = 1
+"""``Retry-After`` of a refusal, which may be over by then: trainers publish every few seconds."""
+_LOOK_S = 0.02
+"""Interval at which an API server asks the engine for its version while requests wait for one."""
+_MAX_HEADER_CHARS = 4096
+"""Longest metadata in a header; servers and proxies take 8 KiB for all of them."""
+_OK, _CONFLICT, _UNAVAILABLE = 200, 409, 503
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """Least version that a request takes, and how long it waits for that."""
+
+    min_version: int
+    wait_s: float = 0.0
+
+    def refusal(self, label: WeightLabel) -> str | None:
+        """Return why an engine with this label is not to serve the request, or None."""
+        newest_run = label.newest_run or label.run
+        if label.run != newest_run:
+            return f"run {label.run}, and not run {newest_run}"
+        if label.number is None or label.number < self.min_version:
+            return f"version {label.version}, and not yet {self.min_version}"
+        return None
+
+
+def weight_headers(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the headers ``X-Weight-…`` of a request.
+
+    Raises:
+        OptionError: one is none of ours (misspelt, it would be ignored), or is given twice.
+    """
+    return _known(headers, (MIN_VERSION, WAIT_S, SPANS), prefix="x-weight-")
+
+
+def requirement_of_query(query: QueryParams) -> Requirement | None:
+    """Return the requirement in the query of ``/ready``; see :func:`requirement_in`."""
+    names = "min_version", "wait_s"
+    return requirement_in(_known(query.multi_items(), names), *names)
+
+
+def _known(
+    pairs: Iterable[tuple[str, str]], names: tuple[str, ...], prefix: str = ""
+) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for name, value in pairs:
+        if not name.startswith(prefix):
+            continue
+        if name not in names:
+            raise OptionError(f"unknown {name}: use {', '.join(names)}")
+        if name in values:
+            raise OptionError(f"{name} is given twice: {values[name]:.100}, {value:.100}")
+        values[name] = value
+    return values
+
+
+def requirement_in(
+    values: Mapping[str, str], min_version: str = MIN_VERSION, wait_s: str = WAIT_S
+) -> Requirement | None:
+    """Return the requirement in texts by name, or None if there is none.
+
+    Raises:
+        OptionError: a value is invalid; the message names it.
+    """
+    if min_version in values:
+        seconds = _seconds(wait_s, values.get(wait_s, "0"))
+        return Requirement(_version(min_version, values[min_version]), seconds)
+    if wait_s in values:
+        raise OptionError(f"{wait_s} without a version to wait for: add {min_version}")
+    return None
+
+
+def _version(name: str, text: str) -> int:
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_INTEGER))
+    return checks.whole_number(name, int(text) if is_number else text, at_most=MAX_INTEGER)
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        seconds = math.nan if "_" in text else float(text)  # float() reads 1_0 as 10
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_WAIT_S:
+        checks.refuse(name, text, f"seconds from 0 to {MAX_WAIT_S:.0f}")
+    return seconds
+
+
+class Outlook:
+    """The labels of an engine's cores, for requests that wait for a version."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._lock = asyncio.Lock()
+        self._labels: list[WeightLabel] = []
+        self._looked_at = 0.0
+
+    async def labels(self) -> list[WeightLabel]:
+        """Ask the engine's cores; return the label of each.
+
+        Raises:
+            EngineEndedError: the engine has ended: vLLM never answers a call that was in flight.
+        """
+        self._require_alive()
+        replicas = replicas_of(self._engine.vllm_config)
+        if len(replicas) == 1:
+            calls = [self._engine.engine_core.call_utility_async(LABEL)]
+        else:
+            calls = [ask_replica(self._engine, one, LABEL) for one in replicas]
+        answers = asyncio.gather(*calls)
+        try:
+            while not (await asyncio.wait([answers], timeout=TIMING.alive_check_s))[0]:
+                self._require_alive()
+        finally:
+            answers.cancel()
+        return [WeightLabel.decode(text) for text in answers.result()]
+
+    def _require_alive(self) -> None:
+        if self._engine.errored:
+            raise EngineEndedError("the engine has ended")
+
+    async def refusal(self, requirement: Requirement) -> tuple[str | None, list[WeightLabel]]:
+        """Wait for the version on all replicas, to each of which the request may come.
+
+        Return the reason that one has none such in time, or None; and the label of each.
+
+        Raises:
+            EngineEndedError: the engine has ended, by itself or with its server.
+        """
+        # An older answer would refuse a request that was sent because a switch is done.
+        not_before = time.monotonic()
+        deadline = not_before + requirement.wait_s
+        while True:
+            labels = await self._labels_since(not_before)
+            reason = next(filter(None, map(requirement.refusal, labels)), None)
+            left_s = deadline - time.monotonic()
+            if reason is None or left_s <= 0:
+                return reason, labels
+            await asyncio.sleep(min(_LOOK_S, left_s))
+            # Any number of requests that wait ask once in this time, but for the last look of each.
+            now = time.monotonic()
+            not_before = now if now >= deadline else now - _LOOK_S
+
+    async def _labels_since(self, not_before: float) -> list[WeightLabel]:
+        """Return an answer to a question that was asked at this time or later; ask if need be."""
+        async with self._lock:
+            if self._looked_at < not_before:
+                looked_at = time.monotonic()
+                self._labels = await self.labels()
+                self._looked_at = looked_at
+            return self._labels
+
+
+async def readiness(outlook: Outlook, requirement: Requirement | None) -> JSONResponse:
+    """Answer a load balancer's question, also by the weights of each replica."""
+    reason: str | None = None
+    labels: list[WeightLabel] = []
+    try:
+        if requirement is None:
+            labels = await outlook.labels()
+        else:
+            reason, labels = await outlook.refusal(requirement)
+    except EngineEndedError as error:
+        reason = str(error)
+    replicas = [label.as_json() for label in labels]
+    body = {"ready": reason is None, "reason": reason, "replicas": replicas}
+    return JSONResponse(body, _OK if reason is None else _UNAVAILABLE)
+
+
+async def refused(outlook: Outlook, requirement: Requirement) -> JSONResponse | None:
+    """Wait for the version of a request; return the answer if it is refused, or None."""
+    try:
+        reason, labels = await outlook.refusal(requirement)
+    except EngineEndedError as error:
+        return error_answer(_UNAVAILABLE, "EngineEndedError", str(error))
+    if reason is None:
+        return None
+    oldest = min(labels, key=lambda label: label.number or 0)
+    headers = {"retry-after": str(RETRY_AFTER_S)} | headers_of(oldest)
+    message = f"this engine has {reason}"
+    return error_answer(_CONFLICT, "WeightVersionError", message, headers, weights=oldest.as_json())
+
+
+def error_answer(
+    status: int, kind: str, message: str, headers: Mapping[str, str] | None = None, **more: Any
+) -> JSONResponse:
+    """Make an answer about an error, in the form that OpenAI's clients read."""
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return JSONResponse({"error": error, **more}, status, headers)
+
+
+def headers_of(label: WeightLabel) -> dict[str, str]:
+    """Return the headers of a response that tell its weights."""
+    values = {"x-weight-version": label.version, "x-weight-run": label.run}
+    metadata = json.dumps(label.metadata) if label.metadata else ""
+    if len(metadata) <= _MAX_HEADER_CHARS:
+        values["x-weight-metadata"] = metadata
+    return {name: value for name, value in values.items() if value}
