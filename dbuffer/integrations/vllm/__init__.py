@@ -11,9 +11,8 @@
 In vLLM's workers `plugin`, `backend` and `rank` reach one `RankEndpoint`, with `model` and
 `meta_layers` below it; `weight_calls` notices vLLM's own calls that write weights. `core_labels`
 lets the engine core tell with each token which weights it came from; `requests` and `responses`
-pass that on to a server's clients. `pooling` lets answers without tokens be of one
-version. `vllm_engine`, `ray_follower` and `launched` (where torchrun started the ranks) drive an
-engine; `config` reads its configuration.
+pass that on to a server's clients. `vllm_engine`, `ray_follower` and `launched` (where torchrun
+started the ranks) drive an engine; `config` reads its configuration.
 
 vLLM imports this package in every one of its processes, before it is ready itself; so nothing of
 it, and nothing of vLLM, is imported before it is asked for.

@@ -29,7 +29,6 @@ def register() -> None:
 
         from dbuffer.integrations.vllm.core_labels import label_cores, tell_labels
         from dbuffer.integrations.vllm.core_pauses import hold_cores
-        from dbuffer.integrations.vllm.pooling import mend_core, tell_ended
         from dbuffer.integrations.vllm.weight_calls import watch_core, watch_workers
     except ImportError as error:
         # An old vLLM, or another's fork: it must start as it would without dbuffer.
@@ -58,8 +57,6 @@ def register() -> None:
     hold_cores(EngineCoreProc, DPEngineCoreProc)
     label_cores(EngineCore)
     tell_labels(RequestState)
-    mend_core(EngineCoreProc)
-    tell_ended(RequestState)
 
 
 def log_as_vllm() -> None:

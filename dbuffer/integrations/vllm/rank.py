@@ -21,7 +21,6 @@ from dbuffer.errors import DBufferError, UnsupportedError
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched, replica_name
 from dbuffer.integrations.vllm.meta_layers import vllm_shape_check
 from dbuffer.integrations.vllm.model import VllmModel
-from dbuffer.integrations.vllm.pooling import mend_workers
 from dbuffer.integrations.vllm.reload_fixes import CpuPacking
 from dbuffer.runtime.cores import use_cores_of_parent
 
@@ -34,7 +33,6 @@ class WorkerRank(EngineRank):
 
     def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
         require_droppable(vllm_config)
-        mend_workers()
         self._vllm_config = vllm_config
         self.module = model
         self.device = device

@@ -164,15 +164,16 @@ class AsyncVllm(Engine):
 
     def require_pause(self, mode: PauseMode) -> None:
         super().require_pause(mode)
-        if mode == "in_place" and (shared := shared_caches(self._engine.vllm_config)):
+        config = self._engine.vllm_config
+        if config.model_config.runner_type == "pooling":
+            raise UnsupportedError(
+                "a pooling model is followed as an LLM alone: an answer that meets a switch would "
+                "be of two versions, and could not tell them"
+            )
+        if mode == "in_place" and (shared := shared_caches(config)):
             raise UnsupportedError(
                 f'pause="in_place" drops no cache, and this engine has {" and ".join(shared)}: '
                 "requests that come after a switch would go on from what old weights computed"
-            )
-        if mode == "in_place" and self._engine.vllm_config.model_config.runner_type == "pooling":
-            raise UnsupportedError(
-                'pause="in_place" lets prompts go on from what old weights computed, and answers '
-                "of a pooling model do not tell their weights"
             )
 
     def facts(self) -> EngineFacts:

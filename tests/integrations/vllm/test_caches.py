@@ -178,7 +178,6 @@ def test_a_pause_in_place_drops_none(make, loop):
         {"enable_prefix_caching": True},
         {"is_multimodal_model": True},
         {"kv_transfer_config": {}},
-        {"runner_type": "pooling"},
     ],
     ids=str,
 )
@@ -187,6 +186,13 @@ def test_no_pause_is_in_place_where_answers_would_mix_versions(changes, loop):
     engine.require_pause("keep")
     with pytest.raises(UnsupportedError, match="in_place"):
         engine.require_pause("in_place")
+    engine.close()
+
+
+def test_a_pooling_model_that_serves_is_refused(loop):
+    engine = asynchronous([], loop, runner_type="pooling")
+    with pytest.raises(UnsupportedError, match="pooling model"):
+        engine.require_pause("wait")
     engine.close()
 
 

@@ -70,9 +70,3 @@ def step_slowly(worker: Any, marker: str) -> None:
 def step_as_ever(worker: Any) -> None:
     """Undo :func:`step_slowly`."""
     del worker.execute_model
-
-
-def num_pooled_chunks(worker: Any) -> int:
-    """Count the chunks that requests of a pooling model keep rows of."""
-    requests = worker.model_runner.requests.values()
-    return sum(len(request.pooling_states.hidden_states_cache) for request in requests)
