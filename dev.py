@@ -16,9 +16,6 @@ python3 dev.py newest [options of pytest]            (all tests without a vLLM o
 python3 dev.py core PYTHON [options of pytest]       (tests of the core, on another Python: 3.13)
 python3 dev.py coverage [options of pytest]          (tests of the core and of engine/, and their
                                                       share of each package)
-python3 dev.py interfaces [--record] [NAME[==VERSION] ...]
-                                                     (what moved, of what dbuffer uses, in the
-                                                      newest release of each framework, or another)
 python3 dev.py bench  [options of `python -m benchmarks`]
 python3 dev.py soak   [options of pytest]            (all tests at full length, over an hour)
 python3 dev.py docs   [options of sphinx-build]      (the site, into docs/_build)
@@ -95,8 +92,6 @@ NEWEST_SHOWN = (
     *("torch", "tensordict", "msgspec", "watchdog", "xxhash", "obstore"),
     *("transformers", "peft", "trl", "torchrl", "deepspeed", "ray"),
 )
-RECORDED = {"torch": r"torch[.:](.*[.:])?_", "transformers": r"transformers\."}
-"""Names on record of frameworks whose public names are not."""
 # Old packages do what newer ones below them warn of.
 CORE_TESTS = ["python", "-m", "pytest", "-Wdefault", *WITHOUT_FRAMEWORKS]
 COMMANDS = {
@@ -113,7 +108,6 @@ COMMANDS = {
     # New packages warn of changes to come.
     "newest": ["python", "-m", "pytest", "-Wdefault", *WITHOUT_ENGINES],
     "coverage": [],  # by measure_coverage
-    "interfaces": [],  # by compare_interfaces
     "release": [],  # by release
     "bench": ["python", "-m", "benchmarks"],
     "measure": ["python", "-m", "pytest", "--measure"],
@@ -276,11 +270,11 @@ def lay_vllm(version: str, packages: Path) -> None:
         place.symlink_to(library)
 
 
-def download_wheel(requirement: str, into: Path, *more: str) -> Path:
+def download_wheel(requirement: str, into: Path) -> Path:
     """Fetch the wheel of a package, without what it needs, and return its path."""
     into.mkdir(exist_ok=True)
     options = ("--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(into))
-    run_installer(*pip("download", *options, *more, requirement))
+    run_installer(*pip("download", *options, requirement))
     [wheel] = into.glob("*.whl")
     return wheel
 
@@ -465,79 +459,6 @@ def measure_coverage(options: list[str]) -> NoReturn:
     sys.exit(status)
 
 
-def compare_interfaces(options: list[str]) -> NoReturn:
-    """Compare frameworks' releases with the records of their interfaces, and print what moved."""
-    sys.path.insert(0, str(ROOT))
-    from dbuffer.integrations import interfaces
-
-    is_recording = "--record" in options
-    requirements = [option for option in options if option != "--record"]
-    has_moved = False
-    for requirement in requirements or interfaces.frameworks():
-        name = requirement.partition("==")[0]
-        with tempfile.TemporaryDirectory() as temporary:
-            # For macOS, torch comes without CUDA's libraries.
-            mac = ["--platform=macosx_14_0_arm64", "--platform=any"] if name == "torch" else []
-            wheel = download_wheel(requirement, Path(temporary), *mac)
-            version = wheel.name.split("-")[1].partition("+")[0]
-            used = uses_of(name)
-            if is_recording:
-                record_release(name, version, interfaces.Sources(zipfile.Path(wheel)), used)
-                say(f"recorded {name} {version}")
-                continue
-            record = interfaces.Record.of(name)
-            moved = record.moved(zipfile.Path(wheel), version)
-        unrecorded = sorted(used.keys() - record.names.keys())
-        has_moved = has_moved or bool(moved or unrecorded)
-        say(f"{name} {version} (on record: {' to '.join(record.tested)}): {len(moved)} moved")
-        for one, (expected, form) in moved.items():
-            print(f"  {one}\n    on record: {expected}\n    now:       {form}")
-            print(f"    used in:   {', '.join(used.get(one) or mentions_of(one)) or '?'}")
-        for one in unrecorded:
-            print(f"  {one}: not on record; used in {', '.join(used[one])}")
-    sys.exit(has_moved)
-
-
-def record_release(framework: str, version: str, sources: Any, used: dict[str, list[str]]) -> None:
-    """Write a release into the record of its framework; releases come in ascending order."""
-    place = ROOT / f"dbuffer/integrations/interfaces/{framework}.json"
-    record = json.loads(place.read_text())
-    # Names that dbuffer reaches by an object are in the record, and not in `used`.
-    names = {name: record["names"].get(name, {}) for name in {*used, *record["names"]}}
-    for name, forms in names.items():
-        form = sources.form(name, name in record["replaced"])
-        if not forms or list(forms.values())[-1] != form:
-            names[name] = {**forms, version: form}
-    record["names"] = dict(sorted(names.items()))
-    record["tested"] = [*record["tested"][:1], version]
-    place.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def uses_of(framework: str) -> dict[str, list[str]]:
-    """Return the places where dbuffer imports each name of a framework."""
-    uses: dict[str, list[str]] = {}
-    for file in sorted((ROOT / "dbuffer").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
-                continue
-            for alias in node.names:
-                name = f"{node.module}:{alias.name}"
-                if re.match(RECORDED.get(framework, rf"{framework}[.:]"), name):
-                    uses.setdefault(name, []).append(f"{file.relative_to(ROOT)}:{node.lineno}")
-    return uses
-
-
-def mentions_of(name: str) -> list[str]:
-    """Return the places that mention the last part of a name."""
-    word = re.compile(rf"\b{re.escape(name.rpartition(':')[2].rpartition('.')[2])}\b")
-    return [
-        f"{file.relative_to(ROOT)}:{number}"
-        for file in sorted((ROOT / "dbuffer").rglob("*.py"))
-        for number, line in enumerate(file.read_text().splitlines(), 1)
-        if word.search(line)
-    ]
-
-
 def check_style() -> None:
     """Run the linter and the formatter; stop at the first that objects."""
     for check in CHECKS:
@@ -569,9 +490,9 @@ def main(arguments: list[str]) -> NoReturn:
         version = options.pop(0)
         version = newest_release("vllm") if version == "newest" else version
         bin_ = make_vllm_environment(version) / "bin"
-    if task in ("interfaces", "release"):
+    if task == "release":
         try:
-            compare_interfaces(options) if task == "interfaces" else release(options)
+            release(options)
         except InstallError as error:
             sys.exit(f"{error}\ndev.py: {task} failed; the reason is above.")
     if task == "coverage":

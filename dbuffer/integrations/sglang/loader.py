@@ -19,7 +19,6 @@ from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.messages import RankAnswer
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.integrations import interfaces
 from dbuffer.integrations.sglang.commands import from_tensors
 from dbuffer.integrations.sglang.rank import SchedulerRank
 from dbuffer.integrations.sglang.weight_calls import watch_scheduler
@@ -40,7 +39,6 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
     endpoint = RankEndpoint.of(model)
 
     def answer_request() -> RankAnswer:
-        interfaces.require("sglang")
         watch_scheduler()
         return endpoint.do(request, lambda: SchedulerRank(model, names))
 

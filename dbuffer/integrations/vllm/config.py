@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -62,8 +60,6 @@ def engine_settings(additional_config: Any) -> dict[str, Any]:
 
 
 EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
-
-_EXTENSION_CLASS = "dbuffer.integrations.vllm.rank.WorkerExtension"
 
 
 def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
@@ -158,11 +154,10 @@ def has_backend(config: Any) -> bool:
 
 def has_extension(config: Any) -> bool:
     """Whether its workers have the method of `WorkerExtension`, by an option or by our plugin."""
+    if _get(_get(config, "parallel_config"), "worker_extension_cls") == EXTENSION:
+        return True
     # An engine in this process, or started from it, has loaded the plugins that this one has.
-    is_here = not isinstance(config, Mapping)
-    name = _get(_get(config, "parallel_config"), "worker_extension_cls")
-    # A server must not choose modules that are imported here.
-    return (is_here and serves_every_worker()) or _is_extension(name, may_import=is_here)
+    return not isinstance(config, Mapping) and serves_every_worker()
 
 
 def serves_every_worker() -> bool:
@@ -174,20 +169,6 @@ def serves_every_worker() -> bool:
 
 def _get(config: Any, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name)
-
-
-def _is_extension(qualified_name: str | None, *, may_import: bool) -> bool:
-    """Whether a class of this name is our `WorkerExtension`, or derives from it."""
-    if not qualified_name or qualified_name == EXTENSION:
-        return qualified_name == EXTENSION
-    module, _, name = qualified_name.rpartition(".")
-    if may_import and module:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
-    extension = getattr(sys.modules.get(module), name, None)
-    return isinstance(extension, type) and any(
-        f"{base.__module__}.{base.__qualname__}" == _EXTENSION_CLASS for base in extension.__mro__
-    )
 
 
 def facts_here(config: Any, replica: int | None = None) -> EngineFacts:

@@ -10,7 +10,6 @@ from dbuffer.engine.contract import PauseMode
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.follower import Follower
 from dbuffer.errors import OptionError
-from dbuffer.integrations import interfaces
 from dbuffer.integrations.vllm.config import replicas_of
 from dbuffer.integrations.vllm.vllm_engine import (
     AsyncReplica,
@@ -87,12 +86,9 @@ def follow(
     Raises:
         OptionError: (a ``ValueError``) an option is invalid, or there is no store.
         VersionError: ``version`` is no longer in the store.
-        UnsupportedError: the engine was not started in a way that lets it follow, or be paused so;
-            or this vLLM is newer than those tested, and has moved what dbuffer uses of it.
+        UnsupportedError: the engine was not started in a way that lets it follow, or be paused so.
             A server that does not answer (yet) is waited for, in the background.
     """
-    if not isinstance(engine, str):
-        interfaces.require("vllm")
     chosen = None
     if store is not None:
         chosen = EngineOptions.parse({"store": store, **options})

@@ -3,60 +3,64 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
-from dbuffer.engine.messages import as_answer, encode_answer
-from dbuffer.errors import UnsupportedError
-from dbuffer.integrations import interfaces
 from dbuffer.integrations.vllm.config import BACKEND, CALL
-from dbuffer.runtime.messages import listed
 from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
 
+NEWEST = (0, 33)
+"""Newest release of vLLM that dbuffer was tested with."""
+
 
 def register() -> None:
-    """Register ``backend="dbuffer"``, and add dbuffer's method to workers; idempotent."""
+    """Register ``backend="dbuffer"``, and add dbuffer's methods to vLLM's classes; idempotent."""
     log_as_vllm()
     try:
-        from vllm.distributed.weight_transfer.factory import (
-            WeightTransferEngineFactory,
-            WeightTransferTrainerFactory,
-        )
-        from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
-        from vllm.v1.engine.output_processor import RequestState
-        from vllm.v1.worker.worker_base import WorkerWrapperBase
+        _extend()
+    except (ImportError, AttributeError, TypeError) as error:
+        # An old vLLM, or another's fork, or one that moved what dbuffer uses: it must start as it
+        # would without dbuffer. It then knows no such backend.
+        logger.warning("dbuffer does not work with this vLLM (%s)", str(error))
+        return
+    import vllm
 
-        from dbuffer.integrations.vllm.core_labels import label_cores, tell_labels
-        from dbuffer.integrations.vllm.core_pauses import hold_cores
-        from dbuffer.integrations.vllm.weight_calls import watch_core, watch_workers
-    except ImportError as error:
-        # An old vLLM, or another's fork: it must start as it would without dbuffer.
-        logger.warning("this vLLM takes no weight transfer backend (%s): no dbuffer", str(error))
-        return
-    moved = interfaces.moved_names("vllm")
-    if moved:
-        # It starts as it would without dbuffer; engines that are to follow a store are refused.
-        logger.warning("this vLLM is newer than dbuffer knows, and moved %s", listed(moved))
-    try:
-        _register(WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine")
-        _register(WeightTransferTrainerFactory, "trainer", "DBufferTrainerWeightTransferEngine")
-    except (AttributeError, TypeError) as error:
-        logger.warning("this vLLM registers backends in another way (%s): no dbuffer", str(error))
-        return
-    # What collective_rpc looks for methods on is the wrapper round a worker. The worker's own class
-    # would be the wrong place: vLLM refuses an extension whose names its workers have already.
-    setattr(WorkerWrapperBase, CALL, _call_the_extension)
-    if moved:
-        return
-    if interfaces.is_newer("vllm"):
-        known = interfaces.Record.of("vllm").tested[1]
-        log_once(logger, "this vLLM is newer than %s; what dbuffer uses of it is unchanged", known)
+    release = tuple(int(number) for number in re.findall(r"\d+", vllm.__version__)[:2])
+    if release > NEWEST:
+        tested = ".".join(map(str, NEWEST))
+        log_once(logger, "this vLLM is newer than %s, which dbuffer was tested with", tested)
+
+
+def _extend() -> None:
+    """Add to vLLM's classes what dbuffer needs, and then register.
+
+    Raises:
+        ImportError, AttributeError, TypeError: vLLM lacks something, or has it in another form.
+    """
+    from vllm.distributed.weight_transfer.factory import (
+        WeightTransferEngineFactory,
+        WeightTransferTrainerFactory,
+    )
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
+    from vllm.v1.engine.output_processor import RequestState
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    from dbuffer.integrations.vllm.core_labels import label_cores, tell_labels
+    from dbuffer.integrations.vllm.core_pauses import hold_cores
+    from dbuffer.integrations.vllm.weight_calls import watch_core, watch_workers
+
     watch_workers(WorkerWrapperBase)
     watch_core(EngineCore)
     hold_cores(EngineCoreProc, DPEngineCoreProc)
     label_cores(EngineCore)
     tell_labels(RequestState)
+    _register(WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine")
+    _register(WeightTransferTrainerFactory, "trainer", "DBufferTrainerWeightTransferEngine")
+    # What collective_rpc looks for methods on is the wrapper round a worker. The worker's own class
+    # would be the wrong place: vLLM refuses an extension whose names its workers have already.
+    setattr(WorkerWrapperBase, CALL, _call_the_extension)
 
 
 def log_as_vllm() -> None:
@@ -72,32 +76,14 @@ def log_as_vllm() -> None:
     ours.propagate = False
 
 
-class _Refusal:
-    """Stands for both halves of the backend in a vLLM whose interface moved."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        interfaces.require("vllm")
-
-    @classmethod
-    def trainer_init(cls, *_: Any, **__: Any) -> None:
-        interfaces.require("vllm")
-
-
 def _register(factory: Any, module: str, name: str) -> None:
     try:
-        if interfaces.moved_names("vllm"):
-            factory.register_engine(BACKEND, _Refusal)
-        else:
-            factory.register_engine(BACKEND, f"dbuffer.integrations.vllm.{module}", name)
+        factory.register_engine(BACKEND, f"dbuffer.integrations.vllm.{module}", name)
     except ValueError:
         logger.debug("vLLM knows the backend %r already", BACKEND)
 
 
 def _call_the_extension(wrapper: Any, request: dict[str, Any]) -> Any:
-    try:
-        interfaces.require("vllm")
-    except UnsupportedError as error:
-        return encode_answer(as_answer(error))
     from dbuffer.integrations.vllm.rank import WorkerExtension
 
     # An extension of the engine's own comes first: it may have more to do.

@@ -282,32 +282,6 @@ def test_how_an_engine_takes_weights(changes, backend, extension, is_json):
     assert (facts.instance_id, facts.num_ranks) == ("abc", 2)
 
 
-class Ours:
-    """In the place of our own extension, which would import vLLM."""
-
-    __module__ = "dbuffer.integrations.vllm.rank"
-    __qualname__ = "WorkerExtension"
-
-
-class Theirs(Ours):
-    """An extension of somebody's own that has ours among its bases."""
-
-
-@pytest.mark.parametrize(
-    ("name", "is_ours"),
-    [
-        (f"{__name__}.Theirs", True),
-        (f"{__name__}.Factory", False),
-        (f"{__name__}.NoSuchClass", False),
-        ("no_such_module.Extension", False),
-        pytest.param("NoModule", False),
-        pytest.param("json.dumps", False),
-    ],
-)
-def test_an_extension_of_somebodys_own(name, is_ours):
-    assert has_extension(config_of(worker_extension_cls=name)) is is_ours
-
-
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -398,6 +372,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **factories: Any) -> None:
     }
     for path, names in parts.items():
         sys.modules[path].__dict__.update(names)
+    sys.modules["vllm"].__version__ = ".".join(map(str, plugin.NEWEST))
 
 
 def test_register_makes_both_halves_known_and_may_be_called_again(monkeypatch, caplog):
@@ -412,6 +387,10 @@ def test_register_makes_both_halves_known_and_may_be_called_again(monkeypatch, c
         BACKEND: (f"{package}.trainer", "DBufferTrainerWeightTransferEngine")
     }
     assert not [entry for entry in caplog.records if entry.name == PLUGIN]
+    sys.modules["vllm"].__version__ = "99.1.0rc1"
+    plugin.register()
+    [entry] = [entry for entry in caplog.records if entry.name == PLUGIN]
+    assert "newer than 0.33" in entry.getMessage()
     # Every worker answers to our methods.
     assert serves_every_worker()
     plain = config_of(weight_transfer_config=None)
@@ -419,6 +398,17 @@ def test_register_makes_both_halves_known_and_may_be_called_again(monkeypatch, c
     # What plugins a server has cannot be seen from here.
     with pytest.raises(UnsupportedError):
         facts_of(plain)
+
+
+def test_a_vllm_that_lacks_what_dbuffer_uses_is_warned_and_starts_without_it(monkeypatch, caplog):
+    factory = Factory()
+    pretend(monkeypatch, WeightTransferEngineFactory=factory, WeightTransferTrainerFactory=factory)
+    del sys.modules[CORE].EngineCore.pause_scheduler
+    plugin.register()
+    [entry] = [entry for entry in caplog.records if entry.name == PLUGIN]
+    assert "pause_scheduler" in entry.getMessage()
+    assert not factory.engines
+    assert not serves_every_worker()
 
 
 NOTHING: dict[str, Any] = {}
