@@ -6,7 +6,6 @@ give each update a function that loads.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,12 +14,10 @@ import torch
 
 from dbuffer.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateRequest
 from dbuffer.errors import EngineUpdateError, UnsupportedError, VersionError
-from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, relation
+from dbuffer.format.lineage import VersionId
 from dbuffer.publish.patches import SparsePatch
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
-
-logger = logging.getLogger(__name__)
 
 LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], object]
 ApplyPatches = Callable[[list[SparsePatch]], object]
@@ -37,24 +34,24 @@ class CallbackLoader:
                 f"this engine has {parallel_config.world_size} ranks, and is made as vLLM before "
                 "0.25 makes it: nothing would let them load the same version"
             )
-        self._options: EngineOptions | None = None
         self._receiver: WeightReceiver | None = None
-        self._loaded: Lineage | None = None
-        """Version that was loaded last."""
+        self._timeout_s = 0.0
+        self._loaded = 0
+        """Number of the version that was loaded last."""
 
     def begin(self, options: EngineOptions) -> None:
         """Read this store from now on.
 
         Raises:
-            UnsupportedError: ``local_store`` is given.
+            UnsupportedError: ``local_store`` or ``version`` is given.
         """
-        if options.local_store is not None:
+        if options.local_store is not None or options.version is not None:
             raise UnsupportedError(
-                "this engine is made as vLLM before 0.25 makes it, and takes no local_store: give "
-                "the store alone, or `dbuffer mirror` it and give the copy as the store"
+                "this engine is made as vLLM before 0.25 makes it, and takes no local_store and no "
+                "version: give the store alone, and the version in each update_info"
             )
         self.end()
-        self._options = options
+        self._timeout_s = options.timeout_s
         self._receiver = WeightReceiver(
             options.store,
             receiver_id=options.engine_id,
@@ -62,17 +59,14 @@ class CallbackLoader:
             poll_interval_s=options.poll_interval_s,
             allow_shared_store=options.allow_shared_store,
         )
-        self._receiver.record.set(only_version=options.version)
 
     def load(self, request: UpdateRequest, load_weights: LoadWeights) -> None:
         """Hand a version's tensors over, one by one, each under all of its names.
 
         Raises:
             UnsupportedError: no store was named.
-            VersionError: there is no such version, the newest does not follow it, or the last one
-                that was loaded is later.
-            VersionRegressedError: the store forked from the version that was loaded last, and the
-                options refuse that.
+            VersionError: there is no such version, or the last one that was loaded is later.
+            VersionRegressedError: the store forked from the version that was loaded last.
             SnapshotEvictedError: loading took longer than the sender waits; what was loaded must
                 not be used.
             Exception: what ``load_weights`` raised.
@@ -102,48 +96,29 @@ class CallbackLoader:
     def end(self) -> None:
         if self._receiver is not None:
             self._receiver.close()
-            self._receiver = self._loaded = None
+        self._receiver, self._loaded = None, 0
 
     @contextmanager
     def _opened(self, request: UpdateRequest) -> Iterator[Snapshot]:
-        receiver, options = self._receiver, self._options
-        if receiver is None or options is None:
+        receiver, goal = self._receiver, request.goal
+        if receiver is None:
             raise UnsupportedError(NO_STORE_YET)
-        request = options.admit(request)
         least = request.version or request.at_least
-        after, wait_s = (least - 1, options.timeout_s) if least else (None, 0.0)
-        follows = options.forked == "follow"
-        has_any = not follows or receiver.wait_or_follow_fork(after, wait_s) is not None
-        # After a fork, the newest version may have a lower number.
-        if not has_any or receiver.wait_for_version(after, wait_s) is None:
-            raise VersionError(
-                f"version {least} of {options.store} was not published within {wait_s:g} s"
-                if least
-                else f"nothing was published in {options.store} yet"
-            )
-        with receiver.open(version=request.goal if request.version else None) as snapshot:
-            self._require_loadable(snapshot.lineage, request.goal, options)
+        after, wait_s = (least - 1, self._timeout_s) if least else (None, 0.0)
+        if receiver.wait_for_version(after, wait_s) is None:
+            what = f"version {least}" if least else "a version"
+            raise VersionError(f"{what} of {receiver.store} was not published within {wait_s:g} s")
+        with receiver.open(version=goal if request.version else None) as snapshot:
+            opened = snapshot.lineage
+            if isinstance(goal, VersionId) and not opened.reaches(goal):
+                raise VersionError(f"version {least} of run {goal.run} is not in {receiver.store}")
+            if opened.id.number < self._loaded:
+                raise VersionError(
+                    f"version {self._loaded} is loaded, and versions never go back: version "
+                    f"{opened.id.number} is not loaded"
+                )
             yield snapshot
-            loaded = snapshot.lineage
-        self._loaded = loaded
-
-    def _require_loadable(
-        self, opened: Lineage, goal: int | VersionId | None, options: EngineOptions
-    ) -> None:
-        if isinstance(goal, VersionId) and not opened.reaches(goal):
-            raise VersionError(
-                f"version {goal.number} of run {goal.run} does not lead to version "
-                f"{opened.id.number} of run {opened.id.run}, which {options.store} holds"
-            )
-        loaded = self._loaded
-        if loaded is not None and relation(loaded, opened) is Relation.AHEAD:
-            raise VersionError(
-                f"version {loaded.id.number} is loaded, and versions never go back: version "
-                f"{opened.id.number} is not loaded"
-            )
-        if loaded is not None and options.has_forked(loaded, opened):
-            fork = describe_fork(options.store, loaded.id, opened.id)
-            logger.warning("%s: loading the latter in place of the former", fork)
+            self._loaded = opened.id.number
 
 
 def _named(snapshot: Snapshot) -> Iterator[tuple[str, torch.Tensor]]:
