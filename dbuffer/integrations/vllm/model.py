@@ -59,7 +59,6 @@ class VllmModel:
                 fixes.restore_tensors(before)
                 raise
             fixes.restore_absent_names(before)
-            fixes.round_biases(loaded)
             fixes.repack_tied(self._model, loaded)
             fixes.repack_cpu_experts(loaded)
         # The next step reads what was copied, and staging may write anew where it was copied from.
@@ -91,8 +90,7 @@ class VllmModel:
         loaded = [module for module in self._model.modules() if fixes.has_loaded(module)]
         if not partial:
             fixes.finish_caches_without_scales(self._model)
-        complete = [m for m, _ in before] if partial else fixes.complete_layers(before, loaded)
-        with fixes.without_warnings_of(complete):
+        with fixes.without_warnings():
             finalize_layerwise_reload(self._model, self._vllm_config.model_config)
         return loaded
 

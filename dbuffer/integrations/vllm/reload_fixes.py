@@ -170,34 +170,16 @@ def onednn_kernels_keep_scales() -> Iterator[None]:
         _custom_ops.create_onednn_scaled_mm = make
 
 
-def complete_layers(before: list[LayerTensors], loaded: list[torch.nn.Module]) -> list[Any]:
-    """Return the layers whose parameters were all loaded, tied ones with another layer."""
-    loaded_ids = {
-        id(parameter)
-        for module, (parameters, _) in before
-        if module in loaded
-        for parameter in parameters.values()
-    }
-    return [
-        module
-        for module, (parameters, _) in before
-        if all(
-            parameter is None or id(parameter) in loaded_ids for parameter in parameters.values()
-        )
-    ]
-
-
 @contextlib.contextmanager
-def without_warnings_of(complete: list[torch.nn.Module]) -> Iterator[None]:
-    """Suppress warnings that reload found nothing for layers that need nothing.
+def without_warnings() -> Iterator[None]:
+    """Suppress warnings of reload that it found nothing for a layer.
 
-    vLLM warns of each, by the name of its class: of rotary embeddings, tied heads, layers that a
-    partial version leaves out.
+    vLLM warns of layers that need nothing: of rotary embeddings, tied heads, layers that a partial
+    version leaves out. A version that lacks more was refused before.
     """
-    harmless = {f"{type(module).__name__}: Failed to load weights" for module in complete}
 
     def is_news(record: logging.LogRecord) -> bool:
-        return record.getMessage() not in harmless
+        return "Failed to load weights" not in record.getMessage()
 
     logger = logging.getLogger(finalize_layerwise_reload.__module__)
     logger.addFilter(is_news)
@@ -214,18 +196,6 @@ def restore_absent_names(before: list[LayerTensors]) -> None:
             for name, tensor in own.items():
                 if tensor is None:
                     table.setdefault(name, None)
-
-
-def round_biases(loaded: list[torch.nn.Module]) -> None:
-    """Round biases as an engine's start does, where a kernel takes them in float32.
-
-    On a CPU with AMX vLLM (0.32) loads a bias in the layer's dtype, and then makes float32 of it;
-    reload puts into that what is published, which may be float32, too.
-    """
-    for module in loaded:
-        bias, dtype = getattr(module, "bias", None), getattr(module, "params_dtype", None)
-        if isinstance(bias, torch.Tensor) and dtype not in (None, bias.dtype):
-            bias.data.copy_(bias.to(dtype))
 
 
 def repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
