@@ -85,8 +85,8 @@ class VllmModel:
         initialize_layerwise_reload(self._model)
         # Tensors are handed over where they lie, in main memory; a layer's are kept as views until
         # it is whole, so their order costs no memory.
-        with fixes.Registrations(before) as registrations:
-            self._model.load_weights(registrations.settling(weights))
+        with fixes.settled_registrations(before, weights) as settled:
+            self._model.load_weights(settled)
         loaded = [module for module in self._model.modules() if fixes.has_loaded(module)]
         if not partial:
             fixes.finish_caches_without_scales(self._model)

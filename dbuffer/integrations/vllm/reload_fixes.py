@@ -7,7 +7,7 @@ import copy
 import functools
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
 from vllm import _custom_ops
@@ -89,42 +89,40 @@ def restore_tensors(before: list[LayerTensors]) -> None:
             table.update(own)
 
 
-class Registrations:
-    """Parameters that a model's own ``load_weights`` makes anew, as it does some biases.
+@contextlib.contextmanager
+def settled_registrations(before: list[LayerTensors], weights: Weights) -> Iterator[Weights]:
+    """Yield the weights, and keep parameters in their places that a loader makes anew.
 
-    They stay where they were, since kernels read there, and get the new values. Such a loader may
-    put the new one on the meta device, where reload has put the layer.
+    A model's own ``load_weights`` does that with some biases. They stay where they were, since
+    kernels read there, and get the new values. Such a loader may put the new one on the meta
+    device, where reload has put the layer.
     """
+    new: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
 
-    def __init__(self, before: list[LayerTensors]) -> None:
-        self._modules = [(module, own) for module, (own, _) in before if own.keys() & SKIP_TENSORS]
-        self._new: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
-
-    def __enter__(self) -> Self:
-        for module, own in self._modules:
-            module.__dict__["register_parameter"] = functools.partial(self._register, module, own)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for module, _own in self._modules:
-            module.__dict__.pop("register_parameter", None)
-
-    def settling(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield weights, and settle the parameters that loaders make of each."""
-        for name, tensor in weights:
-            yield name, tensor
-            for module, own_name, old in self._new:
-                table, _ = tables_of(module)
-                new = table[own_name]
-                old.data.copy_(tensor.view(old.shape) if new.is_meta else new.data)
-                table[own_name] = old
-            self._new.clear()
-
-    def _register(self, module: torch.nn.Module, own: Any, name: str, parameter: Any) -> None:
+    def register(module: torch.nn.Module, own: Any, name: str, parameter: Any) -> None:
         torch.nn.Module.register_parameter(module, name, parameter)
         old = own.get(name) if name in SKIP_TENSORS else None
         if old is not None and parameter is not None and parameter is not old:
-            self._new.append((module, name, old))
+            new.append((module, name, old))
+
+    def settling() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            yield name, tensor
+            for module, own_name, old in new:
+                table, _ = tables_of(module)
+                made = table[own_name]
+                old.data.copy_(tensor.view(old.shape) if made.is_meta else made.data)
+                table[own_name] = old
+            new.clear()
+
+    modules = [(module, own) for module, (own, _) in before if own.keys() & SKIP_TENSORS]
+    for module, own in modules:
+        module.__dict__["register_parameter"] = functools.partial(register, module, own)
+    try:
+        yield settling()
+    finally:
+        for module, _own in modules:
+            module.__dict__.pop("register_parameter", None)
 
 
 def has_loaded(module: torch.nn.Module) -> bool:
