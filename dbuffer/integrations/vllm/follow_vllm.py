@@ -12,7 +12,6 @@ from dbuffer.engine.follower import Follower
 from dbuffer.errors import OptionError
 from dbuffer.integrations.vllm.config import replicas_of
 from dbuffer.integrations.vllm.vllm_engine import (
-    AsyncReplica,
     AsyncVllm,
     OfflineVllm,
     is_async,
@@ -102,7 +101,7 @@ def follow(
         return launched
     if is_async(engine) and len(replicas_of(engine.vllm_config)) > 1:
         loop = AsyncVllm.loop_of(engine)
-        replicas = [AsyncReplica(engine, loop, one) for one in replicas_of(engine.vllm_config)]
+        replicas = [AsyncVllm(engine, loop, one) for one in replicas_of(engine.vllm_config)]
         return BackgroundFollower(*(Follower(one, chosen, pause=pause) for one in replicas))
     driven = vllm_engine_of(engine, api_key=api_key)
     follower = Follower(driven, chosen, pause=pause)

@@ -26,7 +26,7 @@ from dbuffer.errors import EngineEndedError, OptionError
 from dbuffer.format.manifest import MAX_INTEGER
 from dbuffer.integrations.vllm.config import replicas_of
 from dbuffer.integrations.vllm.core_labels import LABEL
-from dbuffer.integrations.vllm.vllm_engine import ask_replica
+from dbuffer.integrations.vllm.vllm_engine import ask_core
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.timing import TIMING
 
@@ -138,11 +138,8 @@ class Outlook:
         """
         self._require_alive()
         replicas = replicas_of(self._engine.vllm_config)
-        if len(replicas) == 1:
-            calls = [self._engine.engine_core.call_utility_async(LABEL)]
-        else:
-            calls = [ask_replica(self._engine, one, LABEL) for one in replicas]
-        answers = asyncio.gather(*calls)
+        each = replicas if len(replicas) > 1 else [None]
+        answers = asyncio.gather(*(ask_core(self._engine, one, LABEL) for one in each))
         try:
             while not (await asyncio.wait([answers], timeout=TIMING.alive_check_s))[0]:
                 self._require_alive()

@@ -128,13 +128,23 @@ def _ending_calls(resources: Any, pending: dict[Any, Any]) -> Iterator[None]:
 
 
 class AsyncVllm(Engine):
-    """An ``AsyncLLM``, called from any thread but that of its event loop."""
+    """An ``AsyncLLM``, called from any thread but that of its event loop.
+
+    Args:
+        engine: the ``AsyncLLM``.
+        loop: its event loop; see :meth:`loop_of`.
+        replica: one of several data-parallel replicas that step each by itself. It is an engine of
+            its own: the others serve on while it switches.
+    """
 
     pauses = (*PAUSE_MODES, "in_place")
 
-    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, engine: Any, loop: asyncio.AbstractEventLoop, replica: int | None = None
+    ) -> None:
         self._engine = engine
         self._loop = loop
+        self._replica = replica
         self.has_own_pause = holds_cores()
 
     @staticmethod
@@ -177,7 +187,7 @@ class AsyncVllm(Engine):
             )
 
     def facts(self) -> EngineFacts:
-        return facts_here(self._engine.vllm_config)
+        return facts_here(self._engine.vllm_config, self._replica)
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
         arguments = {"request": request.as_json()}
@@ -185,17 +195,16 @@ class AsyncVllm(Engine):
         return [decode_answer(reply) for reply in replies]
 
     def is_paused(self) -> bool:
-        return bool(self._call(self._engine.is_paused()))
+        if self._replica is None:
+            return bool(self._call(self._engine.is_paused()))
+        return bool(self._call(self._ask_core("is_scheduler_paused")))
 
     def pause(self, mode: PauseMode) -> None:
         self._call(self._pause(mode))
 
     def _ask_core(self, method: str, *arguments: Any) -> Coroutine[Any, Any, Any]:
-        """Call a method of each of the engine's cores."""
-        call: Coroutine[Any, Any, Any] = self._engine.engine_core.call_utility_async(
-            method, *arguments
-        )
-        return call
+        """Call a method of each of the engine's cores, or of the replica's."""
+        return ask_core(self._engine, self._replica, method, *arguments)
 
     async def _pause(self, mode: PauseMode) -> None:
         drops_caches = mode != "in_place"
@@ -225,6 +234,12 @@ class AsyncVllm(Engine):
 
     def _cache_resets(self) -> Iterator[Coroutine[Any, Any, Any]]:
         """Yield the resets; the first returns whether it succeeded."""
+        if self._replica is not None:
+            # The front end keeps nothing of a core's caches where there are several cores.
+            yield self._ask_core("reset_prefix_cache", True, True)
+            yield self._ask_core("reset_mm_cache")
+            yield self._ask_core("reset_encoder_cache")
+            return
         yield self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         yield self._engine.reset_mm_cache()
         yield self._engine.reset_encoder_cache()
@@ -265,40 +280,18 @@ class AsyncVllm(Engine):
             raise
 
 
-class AsyncReplica(AsyncVllm):
-    """A data-parallel replica of an ``AsyncLLM`` that steps by itself.
-
-    It is an engine of its own: the others serve on while it switches.
-    """
-
-    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop, replica: int) -> None:
-        super().__init__(engine, loop)
-        self._replica = replica
-
-    def facts(self) -> EngineFacts:
-        return facts_here(self._engine.vllm_config, self._replica)
-
-    def is_paused(self) -> bool:
-        return bool(self._call(self._ask_core("is_scheduler_paused")))
-
-    def _cache_resets(self) -> Iterator[Coroutine[Any, Any, Any]]:
-        # The front end keeps nothing of a core's caches where there are several cores.
-        yield self._ask_core("reset_prefix_cache", True, True)
-        yield self._ask_core("reset_mm_cache")
-        yield self._ask_core("reset_encoder_cache")
-
-    def _ask_core(self, method: str, *arguments: Any) -> Coroutine[Any, Any, Any]:
-        return ask_replica(self._engine, self._replica, method, *arguments)
-
-
-def ask_replica(
-    engine: Any, replica: int, method: str, *arguments: Any
+def ask_core(
+    engine: Any, replica: int | None, method: str, *arguments: Any
 ) -> Coroutine[Any, Any, Any]:
-    """Call a method of the core of one data-parallel replica of an ``AsyncLLM``."""
-    # vLLM's own calls to all cores return the first one's answer, whatever the others' are.
-    call: Coroutine[Any, Any, Any] = engine.engine_core._call_utility_async(  # noqa: SLF001
-        method, *arguments, engine=replica.to_bytes(2, "little")
-    )
+    """Call a method of each core of an ``AsyncLLM``, or of the one of a data-parallel replica."""
+    call: Coroutine[Any, Any, Any]
+    if replica is None:
+        call = engine.engine_core.call_utility_async(method, *arguments)
+    else:
+        # vLLM's own calls to all cores return the first one's answer, whatever the others' are.
+        call = engine.engine_core._call_utility_async(  # noqa: SLF001
+            method, *arguments, engine=replica.to_bytes(2, "little")
+        )
     return call
 
 

@@ -20,7 +20,6 @@ from dbuffer import EngineEndedError, EngineUnreachableError, OptionError, Unsup
 from dbuffer.engine.contract import Engine
 from dbuffer.integrations.vllm import core_pauses
 from dbuffer.integrations.vllm.vllm_engine import (
-    AsyncReplica,
     AsyncVllm,
     OfflineVllm,
     VllmServer,
@@ -97,7 +96,7 @@ def replica(calls: list[str], loop: asyncio.AbstractEventLoop) -> Engine:
         vllm_config=config(),
         errored=False,
     )
-    return AsyncReplica(engine, loop, 1)
+    return AsyncVllm(engine, loop, 1)
 
 
 def server(calls: list[str], _: asyncio.AbstractEventLoop) -> Engine:
