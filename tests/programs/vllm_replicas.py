@@ -13,7 +13,7 @@ import pytest
 
 import dbuffer
 from dbuffer.integrations.vllm import follow
-from dbuffer.integrations.vllm.core_pauses import CHECK, HOLD
+from dbuffer.integrations.vllm.core_pauses import HOLD
 from tests.support.engines.async_engines import STEP_TIMEOUT_S, Asking, answer_afresh
 from tests.support.engines.async_engines import until as until_async
 from tests.support.engines.in_workers import let_fail, let_wait, let_work
@@ -261,14 +261,8 @@ async def switch_after_a_session(program: Program, follower: Any, weights: Any) 
     """Publish while a session with streamed input waits on one replica, and holds up the switch."""
     from vllm.engine.protocol import StreamingInput
 
-    client = program.engine.engine_core
-    call = client.call_utility_async
     may_end = asyncio.Event()
     tokens: list[int] = []
-
-    async def call_unchecked(method: str, *arguments: Any) -> Any:
-        """As if the session began just after the check."""
-        return None if method == CHECK else await call(method, *arguments)
 
     async def prompts() -> AsyncIterator[StreamingInput]:
         yield StreamingInput({"prompt_token_ids": PROMPTS[0]})
@@ -282,10 +276,8 @@ async def switch_after_a_session(program: Program, follower: Any, weights: Any) 
     async with asyncio.TaskGroup() as group:
         group.create_task(converse())
         await until_async(lambda: len(tokens) == 4)
-        client.call_utility_async = call_unchecked
         version = await program.send(weights)
         await until_async(lambda: isinstance(follower.error, dbuffer.EngineBusyError))
-        client.call_utility_async = call
         program.responses += await asyncio.wait_for(program.of_each(), STEP_TIMEOUT_S)
         may_end.set()
     await follower.wait_applied_async(version, STEP_TIMEOUT_S)

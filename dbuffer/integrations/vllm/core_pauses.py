@@ -20,12 +20,6 @@ from dbuffer.runtime.messages import counted
 
 HOLD, RELEASE = "dbuffer_hold", "dbuffer_release"
 """Methods of the core that pause it for a switch, and end that pause."""
-CHECK = "dbuffer_require_holdable"
-"""Method of the core that raises what :data:`HOLD` with these arguments would, and does no more.
-
-Asked first of cores that step together: a core that is held may end requests, for nothing if
-another one then refuses.
-"""
 
 _HOLD = "dbuffer_current_hold"
 _REFUSED = "the engine cannot be held: "
@@ -64,7 +58,6 @@ def hold_cores(process: Any, in_step: Any) -> None:
         setattr(process, name, _deferring(getattr(process, name)))
     for kind in (process, in_step):
         kind.resume_scheduler = _resuming(kind.resume_scheduler)
-    setattr(process, CHECK, _require_holdable)
     setattr(process, HOLD, _hold)
     setattr(process, RELEASE, _release)
 
@@ -80,29 +73,25 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
         # A step would compute with weights that may be gone. Not raised: vLLM logs a traceback for
         # each error, and this is no more than a state in which an engine may stay for long.
         return ASLEEP
-    hold = _current_hold(core)
-    try:
-        _require_holdable(core, mode, drops_caches)
-    except EngineBusyError as error:
+    hold: _Hold | None = vars(core).get(_HOLD)
+    hold = hold or _Hold(core.scheduler.pause_state if core.is_scheduler_paused() else None)
+    if (refusal := _refusal(core, mode, drops_caches)) is not None:
+        # Raised, and not returned: of several cores' answers, which may differ here, vLLM has the
+        # first alone.
+        error = EngineBusyError(f"{_REFUSED}{refusal}")
         if not _steps_with_others(core) or core.is_scheduler_paused():
-            raise
+            raise error
         return _pause_and_refuse(core, hold, error)
     other_pause = getattr(hold.other_pause, "name", None)
     if other_pause == "PAUSED_NEW":
         mode = "wait"  # it may still wait for its requests, and any other mode would end that
     elif other_pause is not None and mode == "wait":
-        mode = "keep"  # no request is in flight, and none may begin
+        mode = "keep"  # no request may go on
     vars(core).pop(_HOLD, None)
     try:
         return _pause(core, mode)
     finally:
         setattr(core, _HOLD, hold)
-
-
-def _current_hold(core: Any) -> _Hold:
-    """Return the hold of a core; a new one, which the core does not know yet, if it has none."""
-    hold: _Hold | None = vars(core).get(_HOLD)
-    return hold or _Hold(core.scheduler.pause_state if core.is_scheduler_paused() else None)
 
 
 def _pause(core: Any, mode: str) -> Any:
@@ -132,17 +121,9 @@ def _steps_with_others(core: Any) -> bool:
     return hasattr(core, "pending_pause")
 
 
-def _require_holdable(core: Any, mode: str, drops_caches: bool) -> None:
-    other_pause = getattr(_current_hold(core).other_pause, "name", None)
-    if (refusal := _refusal(core, mode, other_pause, drops_caches)) is not None:
-        # Not returned: of several cores' answers, which may differ here, vLLM has the first alone.
-        raise EngineBusyError(f"{_REFUSED}{refusal}")
-
-
-def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) -> str | None:
+def _refusal(core: Any, mode: str, drops_caches: bool) -> str | None:
     """Return the reason that a core which is awake cannot be held now, or None."""
-    requests = core.scheduler.requests.values()
-    num_open = sum(getattr(request, "resumable", False) for request in requests)
+    num_open = sum(getattr(one, "resumable", False) for one in core.scheduler.requests.values())
     if mode == "abort" and num_open:
         # It would leave a session open that no longer knows what was sent before.
         return f"vLLM cannot abort {counted(num_open, 'session')} {_UNTIL_THE_INPUT_ENDS}"
@@ -150,13 +131,6 @@ def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) 
     if num_waiting and drops_caches:
         what = counted(num_waiting, "waiting session")
         return f"vLLM cannot drop the caches of {what} {_UNTIL_THE_INPUT_ENDS}"
-    # Requests with computed tokens, preempted ones included.
-    num_begun = sum(bool(one.num_computed_tokens or one.num_output_tokens) for one in requests)
-    if mode == "wait" and other_pause == "PAUSED_ALL" and num_begun:
-        return (
-            f"another program has paused {counted(num_begun, 'request')} in flight, which "
-            'pause="wait" lets finish first: the switch is made when the engine was resumed'
-        )
     return None
 
 

@@ -37,7 +37,7 @@ from dbuffer.integrations.vllm.config import (
     shared_caches,
 )
 from dbuffer.integrations.vllm.core_labels import as_core_takes
-from dbuffer.integrations.vllm.core_pauses import CHECK, HOLD, RELEASE, holds_cores, refusal_in
+from dbuffer.integrations.vllm.core_pauses import HOLD, RELEASE, holds_cores, refusal_in
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
 
@@ -223,8 +223,6 @@ class AsyncVllm(Engine):
             await self._ask_core("pause_scheduler", mode, False)
             return
         try:
-            if self.facts().begins_paused:  # its cores step together
-                await self._ask_core(CHECK, mode, drops_caches)
             refusal = await self._ask_core(HOLD, mode, drops_caches)
         except Exception as error:
             if (refusal := refusal_in(error)) is None:
