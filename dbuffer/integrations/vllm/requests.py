@@ -15,8 +15,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse
@@ -43,21 +42,18 @@ _MAX_HEADER_CHARS = 4096
 _OK, _CONFLICT, _UNAVAILABLE = 200, 409, 503
 
 
-@dataclass(frozen=True, slots=True)
-class Requirement:
-    """Least version that a request takes, and how long it waits for that."""
+Requirement: TypeAlias = tuple[int, float]
+"""Least version that a request takes, and the seconds that it waits for that."""
 
-    min_version: int
-    wait_s: float = 0.0
 
-    def refusal(self, label: WeightLabel) -> str | None:
-        """Return why an engine with this label is not to serve the request, or None."""
-        newest_run = label.newest_run or label.run
-        if label.run != newest_run:
-            return f"run {label.run}, and not run {newest_run}"
-        if label.number is None or label.number < self.min_version:
-            return f"version {label.version}, and not yet {self.min_version}"
-        return None
+def unmet_by(label: WeightLabel, min_version: int) -> str | None:
+    """Return why an engine with this label is not to serve a request, or None."""
+    newest_run = label.newest_run or label.run
+    if label.run != newest_run:
+        return f"run {label.run}, and not run {newest_run}"
+    if label.number is None or label.number < min_version:
+        return f"version {label.version}, and not yet {min_version}"
+    return None
 
 
 def weight_headers(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -100,7 +96,7 @@ def requirement_in(
     """
     if min_version in values:
         seconds = _seconds(wait_s, values.get(wait_s, "0"))
-        return Requirement(_version(min_version, values[min_version]), seconds)
+        return _version(min_version, values[min_version]), seconds
     if wait_s in values:
         raise OptionError(f"{wait_s} without a version to wait for: add {min_version}")
     return None
@@ -151,7 +147,9 @@ class Outlook:
         if self._engine.errored:
             raise EngineEndedError("the engine has ended")
 
-    async def refusal(self, requirement: Requirement) -> tuple[str | None, list[WeightLabel]]:
+    async def refusal(
+        self, min_version: int, wait_s: float = 0.0
+    ) -> tuple[str | None, list[WeightLabel]]:
         """Wait for the version on all replicas, to each of which the request may come.
 
         Return the reason that one has none such in time, or None; and the label of each.
@@ -161,10 +159,11 @@ class Outlook:
         """
         # An older answer would refuse a request that was sent because a switch is done.
         not_before = time.monotonic()
-        deadline = not_before + requirement.wait_s
+        deadline = not_before + wait_s
         while True:
             labels = await self._labels_since(not_before)
-            reason = next(filter(None, map(requirement.refusal, labels)), None)
+            reasons = (unmet_by(label, min_version) for label in labels)
+            reason = next(filter(None, reasons), None)
             left_s = deadline - time.monotonic()
             if reason is None or left_s <= 0:
                 return reason, labels
@@ -191,7 +190,7 @@ async def readiness(outlook: Outlook, requirement: Requirement | None) -> JSONRe
         if requirement is None:
             labels = await outlook.labels()
         else:
-            reason, labels = await outlook.refusal(requirement)
+            reason, labels = await outlook.refusal(*requirement)
     except EngineEndedError as error:
         reason = str(error)
     replicas = [label.as_json() for label in labels]
@@ -202,7 +201,7 @@ async def readiness(outlook: Outlook, requirement: Requirement | None) -> JSONRe
 async def refused(outlook: Outlook, requirement: Requirement) -> JSONResponse | None:
     """Wait for the version of a request; return the answer if it is refused, or None."""
     try:
-        reason, labels = await outlook.refusal(requirement)
+        reason, labels = await outlook.refusal(*requirement)
     except EngineEndedError as error:
         return error_answer(_UNAVAILABLE, "EngineEndedError", str(error))
     if reason is None:

@@ -20,8 +20,8 @@ from dbuffer.integrations.vllm import requests, responses
 from dbuffer.integrations.vllm.core_labels import ADMITTED, label_cores
 from dbuffer.integrations.vllm.requests import (
     Outlook,
-    Requirement,
     requirement_in,
+    unmet_by,
     weight_headers,
 )
 from dbuffer.integrations.vllm.responses import CURRENT, WITHOUT_CHOICES, Exchange, observe, serve
@@ -267,7 +267,7 @@ GETS_NEXT_RUN = WeightLabel("7", RUN, {"step": 70}, NEXT_RUN)
     ],
 )
 def test_labels_meet_a_least_version_or_not(label, words):
-    reason = Requirement(7).refusal(label)
+    reason = unmet_by(label, 7)
     assert reason is None if words is None else all(word in reason for word in words)
 
 
@@ -306,8 +306,7 @@ def test_requests_that_wait_ask_the_engine_together():
     outlook = outlook_on(core)
 
     async def wait() -> list[Any]:
-        requirement = Requirement(2, 60)
-        return await asyncio.gather(*(outlook.refusal(requirement) for _ in range(50)))
+        return await asyncio.gather(*(outlook.refusal(2, 60) for _ in range(50)))
 
     assert {reason for reason, _ in asyncio.run(wait())} == {None}
     assert core.num_questions < 20
@@ -321,7 +320,7 @@ def test_requests_that_came_one_by_one_wait_together():
 
     async def wait_after(delay_s: float) -> Any:
         await asyncio.sleep(delay_s)
-        return await outlook.refusal(Requirement(2, 60))
+        return await outlook.refusal(2, 60)
 
     async def wait() -> list[Any]:
         asyncio.get_running_loop().call_later(15 * interval_s, core.labels.append, WeightLabel("2"))
@@ -337,9 +336,9 @@ def test_label_that_is_looked_at_is_not_older_than_the_request():
     outlook = outlook_on(core)
 
     async def look() -> tuple[Any, Any]:
-        before = await outlook.refusal(Requirement(2))
+        before = await outlook.refusal(2)
         core.labels = [WeightLabel("2")]
-        return before, await outlook.refusal(Requirement(2))
+        return before, await outlook.refusal(2)
 
     (before, _), (after, _) = asyncio.run(look())
     assert before is not None
