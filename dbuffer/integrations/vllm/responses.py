@@ -127,7 +127,10 @@ def _as_json(span: Any) -> dict[str, Any]:
 
 
 def observe(engine: Any) -> None:
-    """Let an ``AsyncLLM`` tell the exchange of each request about its outputs."""
+    """Let an ``AsyncLLM`` tell the exchange of each request about its outputs.
+
+    It takes its weight version from no request.
+    """
     generate = engine.generate
 
     def generate_observed(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +138,12 @@ def observe(engine: Any) -> None:
         exchange = CURRENT.get()
         return outputs if exchange is None else exchange.noting(sampling_params.n, outputs)
 
+    async def refuse_version(new_version: str) -> None:  # noqa: ARG001
+        # vLLM answers a ValueError by 400.
+        raise OptionError("this server follows a store, and its follower sets the version")
+
     engine.generate = generate_observed
+    engine.update_weight_version = refuse_version
 
 
 @functools.cache
@@ -171,8 +179,6 @@ async def _answer_to(
     Raises:
         OptionError: the request is invalid.
     """
-    if path == "/update_weight_version":
-        raise OptionError("this server follows a store, and its follower sets the version")
     if path == "/ready":
         query = QueryParams(scope["query_string"])
         return await readiness(outlook, requirement_of_query(query))

@@ -137,7 +137,6 @@ def test_headers_tell_the_weights_of_the_first_token():
 @pytest.mark.parametrize(
     ("path", "headers", "words"),
     [
-        ("/update_weight_version", {}, b"its follower sets the version"),
         ("/v1/messages", {"X_Weight_Versions": "true"}, b"/v1/messages"),
         ("/v1/completions", {"X_Weight_Versions": "yes"}, b"true or false"),
     ],
@@ -145,6 +144,13 @@ def test_headers_tell_the_weights_of_the_first_token():
 def test_request_that_cannot_be_answered_is_refused(path, headers, words):
     status, _, body = ask(None, None, path, **headers)
     assert (status, words in body) == (400, True)
+
+
+def test_nobody_but_the_follower_sets_the_version():
+    engine = SimpleNamespace(generate=None)
+    observe(engine)
+    with pytest.raises(dbuffer.OptionError, match="its follower sets the version"):
+        asyncio.run(engine.update_weight_version("of a client"))
 
 
 def test_releases_that_tell_no_spans_refuse_to(monkeypatch):
