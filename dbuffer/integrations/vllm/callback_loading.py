@@ -34,8 +34,8 @@ class CallbackLoader:
                 f"this engine has {parallel_config.world_size} ranks, and is made as vLLM before "
                 "0.25 makes it: nothing would let them load the same version"
             )
+        self._options: EngineOptions | None = None
         self._receiver: WeightReceiver | None = None
-        self._timeout_s = 0.0
         self._loaded = 0
         """Number of the version that was loaded last."""
 
@@ -43,15 +43,15 @@ class CallbackLoader:
         """Read this store from now on.
 
         Raises:
-            UnsupportedError: ``local_store`` or ``version`` is given.
+            UnsupportedError: ``local_store`` is given.
         """
-        if options.local_store is not None or options.version is not None:
+        if options.local_store is not None:
             raise UnsupportedError(
-                "this engine is made as vLLM before 0.25 makes it, and takes no local_store and no "
-                "version: give the store alone, and the version in each update_info"
+                "this engine is made as vLLM before 0.25 makes it, and takes no local_store: give "
+                "the store alone, or `dbuffer mirror` it and give the copy as the store"
             )
         self.end()
-        self._timeout_s = options.timeout_s
+        self._options = options
         self._receiver = WeightReceiver(
             options.store,
             receiver_id=options.engine_id,
@@ -59,6 +59,7 @@ class CallbackLoader:
             poll_interval_s=options.poll_interval_s,
             allow_shared_store=options.allow_shared_store,
         )
+        self._receiver.record.set(only_version=options.version)
 
     def load(self, request: UpdateRequest, load_weights: LoadWeights) -> None:
         """Hand a version's tensors over, one by one, each under all of its names.
@@ -100,11 +101,13 @@ class CallbackLoader:
 
     @contextmanager
     def _opened(self, request: UpdateRequest) -> Iterator[Snapshot]:
-        receiver, goal = self._receiver, request.goal
-        if receiver is None:
+        receiver, options = self._receiver, self._options
+        if receiver is None or options is None:
             raise UnsupportedError(NO_STORE_YET)
+        request = options.admit(request)
+        goal = request.goal
         least = request.version or request.at_least
-        after, wait_s = (least - 1, self._timeout_s) if least else (None, 0.0)
+        after, wait_s = (least - 1, options.timeout_s) if least else (None, 0.0)
         if receiver.wait_for_version(after, wait_s) is None:
             what = f"version {least}" if least else "a version"
             raise VersionError(f"{what} of {receiver.store} was not published within {wait_s:g} s")

@@ -13,6 +13,7 @@ engine's front end, below all routes, notes each output in it. So no route of vL
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import functools
@@ -158,17 +159,49 @@ async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, 
     """Serve one HTTP request of a server whose engine follows a store."""
     # A server's --root-path is a part of the path.
     path = scope["path"].removeprefix(scope.get("root_path", ""))
+    received: list[Message] = []
     try:
         headers = weight_headers(Headers(scope=scope).items())
         exchange = Exchange(_wants_spans(path, headers), path not in WITHOUT_CHOICES)
-        answer = await _answer_to(path, scope, headers, outlook)
+        answering = asyncio.create_task(_answer_to(path, scope, headers, outlook))
+        if await _leaves_before(answering, receive, received):
+            return
+        answer = answering.result()
     except OptionError as error:
         answer = error_answer(_BAD_REQUEST, "BadRequestError", str(error))
     if answer is not None:
         await answer(scope, receive, send)
         return
+
+    async def receive_again() -> Message:
+        return received.pop(0) if received else await receive()
+
     CURRENT.set(exchange)  # of this task alone, which serves no other request
-    await app(scope, receive, _Response(exchange, send).send)
+    await app(scope, receive_again, _Response(exchange, send).send)
+
+
+async def _leaves_before(
+    answering: asyncio.Task[Any], receive: Receive, received: list[Message]
+) -> bool:
+    """Whether the client leaves before its answer is there; cancel that then.
+
+    ``received``: gets the messages that come meanwhile, parts of the request's body.
+    """
+
+    async def watch() -> None:
+        while not (received and received[-1]["type"] == "http.disconnect"):
+            received.append(await receive())
+
+    await asyncio.sleep(0)  # most requests wait for nothing
+    if answering.done():
+        return False
+    watching = asyncio.create_task(watch())
+    try:
+        await asyncio.wait([answering, watching], return_when=asyncio.FIRST_COMPLETED)
+        return not answering.done()
+    finally:
+        watching.cancel()
+        answering.cancel()
 
 
 async def _answer_to(

@@ -477,9 +477,8 @@ def test_loader_without_a_worker_reads_the_options_that_it_takes(shm_path):
     loaded: list[Any] = []
     store = str(shm_path / "store")
     loader = CallbackLoader(SimpleNamespace(world_size=1))
-    for option in ({"local_store": str(shm_path / "local")}, {"version": 1}):
-        with pytest.raises(UnsupportedError, match="local_store"):
-            loader.begin(EngineOptions(store=store, **option))
+    with pytest.raises(UnsupportedError, match="local_store"):
+        loader.begin(EngineOptions(store=store, local_store=str(shm_path / "local")))
     loader.begin(EngineOptions(store=store, timeout_s=0.5))
     with pytest.raises(VersionError, match="not published within"):
         loader.load(UpdateRequest(), loaded.extend)

@@ -89,14 +89,15 @@ async def stay() -> Any:
     await asyncio.Event().wait()
 
 
-def ask(
+def messages_of(
     app: Any,
-    engine: Core | Outlook | None = None,
-    path: str = "/v1/completions",
+    engine: Core | Outlook | None,
+    path: str,
+    receive: Any = stay,
     root_path: str = "",
     **headers: str,
-) -> tuple[int, dict[str, str], bytes]:
-    """Return status, headers and body of an answer."""
+) -> list[Any]:
+    """Return the messages of an answer."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -112,8 +113,19 @@ def ask(
         "headers": [(name.encode(), value.encode()) for name, value in pairs],
     }
     outlook = engine if isinstance(engine, Outlook) else outlook_on(engine or Core(SERVED))
-    asyncio.run(asyncio.wait_for(serve(app, outlook, scope, stay, send), IN_TIME_S))
-    start, *bodies = sent
+    asyncio.run(asyncio.wait_for(serve(app, outlook, scope, receive, send), IN_TIME_S))
+    return sent
+
+
+def ask(
+    app: Any,
+    engine: Core | Outlook | None = None,
+    path: str = "/v1/completions",
+    root_path: str = "",
+    **headers: str,
+) -> tuple[int, dict[str, str], bytes]:
+    """Return status, headers and body of an answer."""
+    start, *bodies = messages_of(app, engine, path, root_path=root_path, **headers)
     assert start["type"] == "http.response.start"
     assert all(one["type"] == "http.response.body" for one in bodies)
     told = {name.decode(): value.decode() for name, value in start["headers"]}
@@ -366,6 +378,34 @@ def test_request_waits_for_its_version_and_is_refused_without():
     told = json.loads(body)
     assert told["weights"]["version"] == "7"
     assert "not yet 8" in told["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/ready?min_version=8&wait_s=3600", "/v1/completions"])
+def test_client_that_leaves_no_longer_waits(path):
+    async def leave() -> Any:
+        await asyncio.sleep(0.05)
+        return {"type": "http.disconnect"}
+
+    asked = {"X_Weight_Min_Version": "8", "X_Weight_Wait_S": "3600"}
+    assert messages_of(answer, None, path, leave, **asked) == []
+
+
+def test_body_that_comes_while_its_request_waits_is_passed_on():
+    parts = [{"type": "http.request", "body": part, "more_body": True} for part in (b"a", b"b")]
+    parts.append({"type": "http.request", "body": b"c", "more_body": False})
+    left = list(parts)
+
+    async def receive() -> Any:
+        return left.pop(0) if left else await stay()
+
+    async def app(_: Any, receive: Any, send: Any) -> None:
+        assert [await receive() for _ in parts] == parts
+        await answer(_, receive, send)
+
+    core = Core(*[WeightLabel("6")] * 5, SERVED)
+    asked = {"X_Weight_Min_Version": "7", "X_Weight_Wait_S": "60"}
+    start, _ = messages_of(app, core, "/v1/completions", receive, **asked)
+    assert start["status"] == 200
 
 
 @pytest.mark.timing(alive_check_s=0.01)
