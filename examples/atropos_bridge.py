@@ -3,12 +3,12 @@
     python examples/atropos_bridge.py
 
 Trains a tiny random Qwen3 on the server's answers; the reward is the share of an answer's tokens
-that are in a secret set. The parameters live in the store, so that an update is published without a
-copy. At the end the server's greedy answers must equal those of a fresh server on the final
-checkpoint. Needs httpx, transformers and vLLM; takes a minute on two cores.
+that are in a secret set. At the end the server's greedy answers must equal those of a fresh server
+on the final checkpoint. Needs httpx, transformers and vLLM; takes a minute on two cores.
 """
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -42,7 +42,7 @@ def main(directory: Path) -> bool:
     torch.set_num_threads(1)
     checkpoint = directory / "initial"
     make_model().save_pretrained(checkpoint)
-    with serve(checkpoint) as server:
+    with serve(checkpoint, directory / "store") as server:
         config = BridgeConfig(
             model_name=str(checkpoint),
             device="cpu",
@@ -61,7 +61,6 @@ def main(directory: Path) -> bool:
                 update_ms = 1e3 * (time.perf_counter() - started)
                 print(f"step {step}: reward {reward.mean():.3f}, update {update_ms:.0f} ms")
             final = ask(server, PROMPTS, temperature=0.0)
-    # The bridge is closed: the model now has its values in ordinary memory.
     model.save_pretrained(directory / "final")
     with serve(directory / "final") as server:
         is_equal = torch.equal(final, ask(server, PROMPTS, temperature=0.0))
@@ -86,15 +85,20 @@ def make_model() -> Any:
 
 
 @contextlib.contextmanager
-def serve(checkpoint: Path) -> Iterator[httpx.Client]:
-    """Run a stock vLLM server in development mode whose workers can load from a store."""
+def serve(checkpoint: Path, store: Path | None = None) -> Iterator[httpx.Client]:
+    """Run a stock vLLM server, which follows a store if there is one."""
+    follows = [
+        *("--weight-transfer-config", '{"backend": "dbuffer"}'),
+        *("--additional-config", json.dumps({"dbuffer": {"store": str(store)}})),
+        *("--middleware", "dbuffer.integrations.vllm.FollowStore"),
+    ]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(checkpoint), "--served-model-name", "policy", "--port", str(port)),
-        *("--worker-extension-cls", "dbuffer.integrations.vllm.WorkerExtension"),
+        *([] if store is None else follows),
         *("--dtype", "bfloat16" if torch.cuda.is_available() else "float32"),
         *("--max-model-len", "256", "--kv-cache-memory-bytes", str(64 << 20)),
         *("--enforce-eager", "--skip-tokenizer-init"),
@@ -103,7 +107,6 @@ def serve(checkpoint: Path) -> Iterator[httpx.Client]:
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_SERVER_DEV_MODE": "1",
     }
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True

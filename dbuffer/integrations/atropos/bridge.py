@@ -14,7 +14,6 @@ import torch
 from torch import distributed, nn
 
 from dbuffer.errors import NotReadyError, OptionError, RankFailedError, WaitTimeoutError
-from dbuffer.integrations.atropos.attached import take_over
 from dbuffer.integrations.atropos.config import BridgeConfig
 from dbuffer.integrations.atropos.mapping import (
     ParameterMapping,
@@ -31,7 +30,9 @@ from dbuffer.ranks.agreement import Agreement
 from dbuffer.ranks.rendezvous import join
 from dbuffer.ranks.world import T, World
 from dbuffer.runtime import options as checks
-from dbuffer.weights.sources import Describer, module_tensors
+from dbuffer.runtime.messages import listed
+from dbuffer.weights.names import clean_names
+from dbuffer.weights.sources import Describer, is_same_memory, module_tensors
 from dbuffer.weights.transformers_modules import as_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -109,8 +110,7 @@ class VLLMWeightBridge:
     def initialize(self) -> None:
         """Open the store, and read or wait for the parameter mapping. The servers may be away.
 
-        In local mode a server that does not answer ``/health`` with 200 is logged. One that is
-        paused, because its last trainer was killed in an update, is resumed.
+        In local mode a server that does not answer ``/health`` with 200 is logged.
 
         Raises:
             NotReadyError: (a ``RuntimeError``) too few nodes, or a mapping that did not come.
@@ -140,8 +140,6 @@ class VLLMWeightBridge:
             if self._weights is not None:
                 self._mapping.check(_named(self._weights))
             self._sender = self._make_sender()
-            if self._server is not None:  # not before: another trainer may have the store
-                self._server.resume_if_left_paused()
         except BaseException:
             self.cleanup()
             raise
@@ -185,7 +183,7 @@ class VLLMWeightBridge:
 
             model = AutoModelForCausalLM.from_pretrained(self.config.model_name, dtype="auto")
             if self.shared_state_dict:
-                take_over(model, self.shared_state_dict)
+                _take_over(model, self.shared_state_dict)
             model = model.to(self.device).train()
             self._mapping.check(_named(model))
             self._model = model
@@ -213,7 +211,6 @@ class VLLMWeightBridge:
                 "this bridge has nothing to publish: train the model of get_trainable_model(), or "
                 "give your own with attach_to_vllm_weights(dict(model.named_parameters()))"
             )
-        self._on_first_rank("look for another mapping", self._mapping.refuse_if_outdated)
         metadata = {"update_count": self._update_count + 1}
         publication = sender.send(self._permuted(weights), metadata=metadata)
         self._update_count += 1
@@ -227,7 +224,7 @@ class VLLMWeightBridge:
         Raises:
             WaitTimeoutError: they did not, within ``timeout_seconds``.
             EngineUnreachableError: (local mode) the server does not answer.
-            EngineUpdateError: (local mode) it cannot switch; the message says why.
+            EngineUpdateError: (local mode) it answers a notification with an error.
             NotReadyError: (a ``RuntimeError``) the bridge was not initialised.
         """
         sender, version = self._require_sender(), self._version
@@ -347,6 +344,38 @@ def _named(weights: Weights) -> Mapping[str, torch.Tensor]:
     if not isinstance(weights, nn.Module):
         return weights
     return as_checkpoint(weights, module_tensors(weights))
+
+
+def _take_over(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Let a model's parameters be these tensors: they are not copied, and keep their dtypes.
+
+    One name of tied tensors is enough. Other buffers keep the model's values.
+    """
+    given = dict(zip(clean_names(tensors), tensors.values(), strict=True))
+    try:
+        missing, unknown = model.load_state_dict(given, strict=False, assign=True)
+    except RuntimeError as error:  # shapes differ
+        raise OptionError(f"the attached tensors are not this model's: {error}") from None
+    model.tie_weights()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    filled = {id(parameters[name]) for name in given.keys() & parameters.keys()}
+    problems = [f"{name} is not one of its tensors" for name in unknown]
+    problems += [
+        f"{name} is missing"
+        for name in parameters.keys() & set(missing)
+        if id(parameters[name]) not in filled
+    ]
+    problems += [
+        f"{name} is tied to another tensor of the model, and differs from it"
+        for name, tensor in given.items()
+        if (own := parameters.get(name, tensor)) is not tensor
+        if not (is_same_memory(own, tensor) or own.equal(tensor))
+    ]
+    if problems:
+        raise OptionError(
+            f"the attached tensors do not match {type(model).__name__}, {len(problems)} "
+            f"difference(s): {listed(problems, '; ')}"
+        )
 
 
 def create_bridge_from_training_config(config: Any) -> VLLMWeightBridge:

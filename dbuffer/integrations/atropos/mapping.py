@@ -86,41 +86,35 @@ class ParameterMapping:
         permuted = (name for name, entry in self.entries.items() if entry.get("needs_permute"))
         self.permuted = frozenset(permuted)
         """Trainer's names of the tensors with ``needs_permute``; see `rotary`."""
-        self._compared: tuple[int, ...] = ()
-        """Stamp of the file that this mapping was last compared with."""
 
     @classmethod
     def wait(cls, config: BridgeConfig, is_stock: Callable[[], bool]) -> Self:
         """Return the mapping of a run, once it is there, or an empty one if none is needed.
 
-        It is waited for if ``config`` or the environment names its place, unless the server of
-        local mode ``is_stock``, and writes none.
+        It is needed if ``config`` or the environment names its place, unless the server of local
+        mode ``is_stock``, and writes none.
 
         Raises:
             NotReadyError: (a ``RuntimeError``) it is needed, and did not come in time.
         """
         path = mapping_path(config.directory)
         is_named = bool(os.environ.get(PATH_VARIABLE))
-        if not is_named and config.directory is None:
-            return cls.read(path) if path.exists() else cls(path)
-        is_needed = is_named or not config.is_local_mode
-        timeout_s = config.timeout_seconds
-        deadline = time.monotonic() + timeout_s
-        has_logged = False
+        if not path.exists():
+            if not is_named and config.directory is None:
+                return cls(path)
+            timeout_s = config.timeout_seconds
+            logger.warning("waiting up to %g s for %s, which a server writes", timeout_s, path)
+        deadline = time.monotonic() + config.timeout_seconds
         while not path.exists():
-            is_over = time.monotonic() > deadline
-            if not is_needed and (is_over or is_stock()):
+            if not is_named and is_stock():
                 logger.warning("no %s: weights are published under the trainer's names", path)
                 return cls(path)
-            if is_over:
+            if time.monotonic() > deadline:
                 raise NotReadyError(
-                    f"{path} was not written within {timeout_s:g} s: Atropos' servers write it "
-                    "into their LOGDIR as they start. For servers that take the trainer's names "
-                    'as they are, write {"param_mappings": {}} there'
+                    f"{path} was not written within {config.timeout_seconds:g} s: Atropos' servers "
+                    "write it into their LOGDIR as they start. For servers that take the trainer's "
+                    'names as they are, write {"param_mappings": {}} there'
                 )
-            if not has_logged:
-                logger.warning("waiting up to %g s for %s, which a server writes", timeout_s, path)
-                has_logged = True
             time.sleep(_RETRY_S)
         return cls.read(path)
 
@@ -139,25 +133,6 @@ class ParameterMapping:
     def as_json(self) -> dict[str, Any]:
         """Return the arguments that make this mapping, as JSON values for another rank."""
         return {"path": str(self.path), "content": self._content}
-
-    def refuse_if_outdated(self) -> None:
-        """Refuse to use this mapping if the file now changes other names or layouts."""
-        try:
-            stat = self.path.stat()
-        except OSError:
-            return
-        stamp = stat.st_ino, stat.st_size, stat.st_mtime_ns
-        if stamp == self._compared:
-            return
-        late = self.read(self.path)
-        changes = late.names.rules, late.permuted
-        # A server that starts again writes an empty one first.
-        if any(changes) and changes != (self.names.rules, self.permuted):
-            raise NotReadyError(
-                f"{self.path} was written after initialize(), and gives tensors other names or "
-                "layouts: call cleanup() and initialize() to use it"
-            )
-        self._compared = stamp
 
     def check(self, names: Iterable[str]) -> None:
         """Refuse a mapping that is not for these tensors of the trainer's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, overload
 
 from dbuffer.engine.background import BackgroundFollower
 from dbuffer.engine.engine_options import EngineOptions
@@ -15,12 +15,6 @@ from dbuffer.weights.names import NameMap
 SglangPause = Literal["keep", "abort"]
 """Treatment of requests in flight: they are kept and go on with the new weights, their caches
 recomputed; or aborted."""
-
-
-class _Offline(Protocol):
-    """An ``sglang.Engine``, to a type checker."""
-
-    tokenizer_manager: Any
 
 
 @overload
@@ -37,7 +31,7 @@ def follow(
 
 @overload
 def follow(
-    engine: _Offline,
+    engine: Any,
     store: str | os.PathLike[str],
     *,
     pause: SglangPause = "keep",

@@ -169,18 +169,15 @@ def _packed(states: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON holds it, with a mark for dictionaries, tuples, bytes and tensors."""
+    """Return a value as JSON holds it, with a mark for dictionaries and tensors."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
         data = base64.b64encode(flat.numpy().tobytes()).decode()
         return {"tensor": [DTYPE_NAMES[value.dtype], list(value.shape), data]}
     if type(value) is dict:
         return {"items": [[_plain(key), _plain(each)] for key, each in value.items()]}
-    if type(value) in (list, tuple):
-        values = [_plain(each) for each in value]
-        return values if type(value) is list else {"tuple": values}
-    if type(value) is bytes:
-        return {"bytes": base64.b64encode(value).decode()}
+    if type(value) is list:
+        return [_plain(each) for each in value]
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise InvalidWeightsError(f"a {type(value).__name__}")
@@ -192,12 +189,8 @@ def _from_plain(marked: dict[str, Any]) -> Any:
         case {"tensor": [str(dtype), list(shape), str(data)], **rest} if not rest:
             flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
             return flat.view(DTYPES[dtype]).view(shape)
-        case {"bytes": str(data), **rest} if not rest:
-            return base64.b64decode(data)
         case {"items": list(items), **rest} if not rest:
             return dict(items)
-        case {"tuple": list(values), **rest} if not rest:
-            return tuple(values)
     return marked
 
 

@@ -1,7 +1,6 @@
 """The bridge with real engines: a server with Atropos' routes, and a stock vLLM server.
 
-Each answers with the weights of every update; one that does not fit is raised, and the server
-serves on.
+Each answers with the weights of every update.
 """
 
 from __future__ import annotations

@@ -97,9 +97,8 @@ STATES = [
     torch.arange(3.0),
     {"mean": torch.ones(2), "count": torch.tensor(7)},
     {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}},
-    [1, 2.5, "text", None, True, (torch.ones(2), [torch.zeros(1)])],
-    {"empty": [], "nothing": None, "": torch.ones(1), 1: b"bytes"},
-    17,
+    [1, 2.5, "text", None, True, [torch.ones(2), [torch.zeros(1)]]],
+    {"empty": [], "nothing": None, "": torch.ones(1), 1: "one"},
 ]
 
 
@@ -108,8 +107,8 @@ def same(one: Any, other: Any) -> bool:
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and one == other
 
 
@@ -153,7 +152,7 @@ def test_a_state_dict_brings_its_own_extra_states():
 
 
 @pytest.mark.parametrize(
-    "state", [..., {"a": Path()}, len.__call__], ids=["ellipsis", "path", "method"]
+    "state", [..., {"a": Path()}, (1, 2), b"bytes"], ids=["ellipsis", "path", "tuple", "bytes"]
 )
 def test_extra_state_that_cannot_travel_is_refused_and_its_module_named(state):
     with pytest.raises(InvalidWeightsError, match=r"extra state of 1 "):
