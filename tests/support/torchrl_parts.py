@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -136,18 +135,6 @@ class ConstantPolicy(TensorDictModuleBase):
 
     def forward(self, tensordict: Any) -> Any:
         return tensordict.set("action", self.weight.detach().expand(*tensordict.shape, 1).clone())
-
-
-class PidPolicy(ConstantPolicy):
-    """Tells the id of the process that it runs in, too."""
-
-    def __init__(self, weight: float = 1.0) -> None:
-        super().__init__(weight)
-        self.out_keys = ["action", "pid"]
-
-    def forward(self, tensordict: Any) -> Any:
-        super().forward(tensordict)
-        return tensordict.set("pid", torch.full((*tensordict.shape, 1), float(os.getpid())))
 
 
 class WholePolicy(TensorDictModuleBase):

@@ -157,35 +157,6 @@ def test_workers_read_a_local_copy(address, shm_path, policy):
         assert len([name for name in readers if name.startswith("mirror-")]) == 1
 
 
-def _train_with_forked_workers(connection: Connection, address: Path) -> None:
-    scheme = parts.DoubleBufferSyncScheme(address)
-    policy = parts.ConstantPolicy(1.0)
-    with parts.start_method("fork"), parts.collecting(policy, scheme) as collector:
-        seen = [parts.acts(collector)]
-        for value in (2.0, 3.0):
-            update(collector, policy, value)
-            seen.append(parts.acts(collector))
-        connection.send((seen, [process.pid for process in collector.procs]))
-        connection.recv()
-        os._exit(0)  # the workers live on
-
-
-def test_update_weights_in_forked_workers(address):
-    """A fork inherits the trainer's end of the store, and neither uses it nor keeps it."""
-    with Child(_train_with_forked_workers, address) as child:
-        seen, workers = child.receive()
-        try:
-            assert seen == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
-            with pytest.raises(dbuffer.StoreBusyError):
-                dbuffer.WeightSender(address / "policy")
-            child.send()
-            assert child.wait() == 0
-            dbuffer.WeightSender(address / "policy").close()
-        finally:
-            for pid in workers:
-                os.kill(pid, signal.SIGKILL)
-
-
 @MULTI
 def test_multi_collector_bumps_on_update(scheme, policy, collector_class):
     with parts.collecting(
@@ -283,22 +254,6 @@ def test_a_buffer_that_no_state_dict_has_reaches_a_wrapped_model(scheme, has_ext
         assert unsaved.item() == 1.0
         scheme.send(_awkward(2, *more))
         assert unsaved.item() == 2.0
-
-
-def test_policy_factory_update_weights(scheme):
-    """Initialised beforehand, with a model."""
-    model = parts.linear_policy(1.0)
-    scheme.init_on_sender(model=model, num_workers=2, model_id="policy")
-    weights = parts.TensorDict.from_module(parts.linear_policy(2.0))
-    with parts.collecting(
-        None, scheme, policy_factory=parts.linear_policy, device="cpu"
-    ) as collector:
-        assert parts.acts(collector) == [1.0, 1.0]
-        collector.update_policy_weights_(weights)
-        assert parts.acts(collector) == [2.0, 2.0]
-        weights.data.zero_()
-        collector.update_policy_weights_(weights)
-        assert parts.acts(collector) == [0.0, 0.0]
 
 
 def test_weights_for_all_workers_or_for_some(scheme):
@@ -689,33 +644,6 @@ def test_a_worker_that_was_killed(address, scheme, policy):
                 assert float(snapshot.tensors["weight"]) == 4.0
 
 
-def test_a_worker_that_stands_still(address, policy):
-    """A stopped process costs the trainer its time-out, and catches up."""
-    scheme = parts.DoubleBufferSyncScheme(address)
-    with parts.collecting(policy, scheme) as collector:
-        stopped = Path(f"/proc/{collector.procs[1].pid}/task")
-        os.kill(collector.procs[1].pid, signal.SIGSTOP)
-        try:
-            # Each of its threads stops when it runs next.
-            until(
-                "the worker has stopped",
-                lambda: (
-                    {task.read_text().rpartition(")")[2][1] for task in stopped.glob("*/stat")}
-                    == {"T"}
-                ),
-                TIMEOUT_S,
-            )
-            patience_s, scheme.timeout_s = scheme.timeout_s, PATIENCE_S
-            with pytest.raises(TimeoutError, match="worker-1"):
-                update(collector, policy, 2.0)
-            scheme.timeout_s = patience_s
-        finally:
-            os.kill(collector.procs[1].pid, signal.SIGCONT)
-        come_to(collector, 2.0)
-        update(collector, policy, 3.0)
-        assert parts.acts(collector) == [3.0, 3.0]
-
-
 def test_weights_that_do_not_fit(scheme):
     """The error names worker and tensor, reaches `send`, and leaves the workers as they were."""
     policy = parts.StatefulPolicy(1.0, offset=0.0)
@@ -795,23 +723,6 @@ def test_first_weights_that_never_come(address):
     assert model.weight.item() == 1.0
     worker.shutdown()
     scheme.shutdown()
-
-
-def test_a_fast_trainer_and_a_slow_worker(address):
-    policy = parts.WholePolicy(0.0, numel=100, forward_s=1.0)
-    scheme = parts.DoubleBufferSyncScheme(address, sync=False)
-    with parts.collecting(policy, scheme, num_workers=1, frames=2) as collector:
-        done = threading.Event()
-        thread = threading.Thread(target=lambda: (collector.next(), done.set()))
-        thread.start()
-        num_sends = 0
-        while not done.is_set():
-            num_sends += 1
-            policy.say(float(num_sends))
-            collector.update_policy_weights_()
-        thread.join()
-        assert num_sends > 2 * 2, "the trainer waited for its slow worker's two forwards"
-        come_to(collector, float(num_sends))
 
 
 @pytest.mark.parametrize("leftover", ["weights", "other layout", "for one worker", "scheme"])

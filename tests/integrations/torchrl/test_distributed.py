@@ -25,7 +25,7 @@ from tests.support import ROOT
 from tests.support.children import Child
 from tests.support.later import Later
 from tests.support.ports import free_port
-from tests.support.soak import IN_SOAKS_ALONE, in_turn
+from tests.support.soak import IN_SOAKS_ALONE
 from tests.support.waiting import TIMEOUT_S, until
 
 parts = Later("tests.support.torchrl_parts")
@@ -34,8 +34,6 @@ distributed = Later("torchrl.collectors.distributed")
 
 pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 
-NODE_CLASSES = ("Collector", "MultiSyncCollector", "MultiAsyncCollector")
-KIND_CLASSES = ("DistributedCollector", "RPCCollector")
 FRAMES = 8
 
 Collected = list[list[float]]
@@ -130,61 +128,6 @@ def records(address: Path) -> dict[str, Any]:
 
 def wait_for_end(pid: int, timeout_s: float = TIMEOUT_S) -> None:
     until(f"process {pid} has ended", lambda: not Path(f"/proc/{pid}").exists(), timeout_s)
-
-
-def _update_policy(
-    kind: Any, node: Any, sync: bool, with_factory: bool, address: Path
-) -> tuple[Collected, set[int]]:
-    policy = None if with_factory else parts.PidPolicy(1.0)
-    source = parts.PidPolicy(1.0) if with_factory else policy
-    # Of several nodes that collect at their own pace, some batches may have begun before.
-    num_nodes = 1 if node is collectors.MultiAsyncCollector else 2
-    collector = start(
-        kind,
-        policy,
-        address,
-        # Of workers that collect at their own pace, one may be late with what it began before.
-        40 if node is collectors.MultiAsyncCollector else 8,
-        envs=[parts.NodeEnv()] * num_nodes,
-        policy_factory=parts.PidPolicy if with_factory else None,
-        collector_class=node,
-        sync=sync,
-        num_workers_per_collector=1 if node is collectors.Collector else 2,
-    )
-    pids = {job.pid for job in collector.jobs}
-    seen = []
-    for batch in collector:
-        seen.append(actions(batch))
-        pids |= {int(pid) for pid in batch["pid"].unique()}
-        if len(seen) == 1:
-            source.weight.data.add_(1)
-            collector.update_policy_weights_(
-                parts.TensorDict.from_module(source) if with_factory else None
-            )
-    end(collector)
-    collector.shutdown()
-    return seen, pids
-
-
-@in_turn(("node_name", "kind_name"), NODE_CLASSES, KIND_CLASSES)
-@pytest.mark.parametrize(
-    ("sync", "with_factory"), [(True, False), pytest.param(False, True, marks=IN_SOAKS_ALONE)]
-)
-def test_distributed_collector_updatepolicy(address, kind, node, sync, with_factory):
-    """Down to the last worker: trainer, node, and the node's own workers.
-
-    `test_update_interval` has nodes that collect at their own pace, and make their policy. At the
-    end, all processes end (as `test_collector_shutdown_clears_python_processes`).
-    """
-    seen, pids = in_child(_update_policy, kind, node, sync, with_factory, address)
-    assert seen[0] == [1.0]
-    assert seen[-2:] == [[2.0], [2.0]]
-    if sync and node is not collectors.MultiAsyncCollector:
-        assert seen[1] == [2.0], "the update came before the next batch was asked for"
-    num_nodes = 1 if node is collectors.MultiAsyncCollector else 2
-    assert len(pids) == (num_nodes if node is collectors.Collector else 3 * num_nodes)
-    for pid in pids:
-        wait_for_end(pid)
 
 
 def _update_by_itself(sync: bool, address: Path) -> tuple[dict[str, int | None], Collected]:
