@@ -31,7 +31,7 @@ AFTER_TENSORS = 3
 LOAD_ERROR = "the disk of this rank is on fire"
 WRITE_ERROR = "it went up in smoke"
 FAMILY = "tied-qwen2"
-"""One tensor is its embedding and its head; without that tie, `lightrft_engines` has one."""
+"""One tensor is its embedding and its head."""
 SEEDS = (0, 1)
 FAILURES: dict[str, tuple[type[dbuffer.DBufferError], str]] = {
     "write on rank 0": (dbuffer.RankFailedError, WRITE_ERROR),

@@ -1,7 +1,7 @@
 """LightRFT's weights through a store: :class:`BroadcastManager`, in the place of LightRFT's own.
 
 The trainer calls ``manager``; ``configuration`` reads its strategy, and ``engines`` finds the
-engines to switch.
+engine to switch.
 """
 
 from __future__ import annotations

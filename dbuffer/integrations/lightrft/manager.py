@@ -12,12 +12,7 @@ from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.integrations.default_store import default_store
 from dbuffer.integrations.lightrft.configuration import Configuration
-from dbuffer.integrations.lightrft.engines import (
-    EngineFollower,
-    engines_of_rank,
-    start_follower,
-    switch_all,
-)
+from dbuffer.integrations.lightrft.engines import EngineFollower, engine_of_rank, start_follower
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
@@ -42,12 +37,11 @@ class BroadcastManager(Closing):
             engine of DeepSpeed's.
         strategy: LightRFT's; ``engine_type`` and ``args`` (``fsdp``, ``zero_stage``, ``bf16``,
             ``text_only``) are read. What ``args`` lacks is as in ``config``, or LightRFT's default.
-        inference_engine: this rank's ``vllm.LLM``, or None if it has none; or the URL of a server,
-            the same on all ranks; or a list of such.
+        inference_engine: this rank's ``vllm.LLM``, or LightRFT's wrapper of an ``sglang.Engine``;
+            or None if it has none.
         store: the store's directory, the same on all ranks, and as the engines see it. Default: one
             in this machine's shared memory, by user, SLURM job and ``MASTER_PORT``, which outlives
             the job. A second manager in a job needs a store of its own.
-        api_key: for servers.
         timeout_s: how long an engine may take to have a version ready, while it serves.
         rank_timeout_s: how long ranks wait for one that hangs; one that dies is detected at once.
         unused_tensors: treatment of tensors that an engine's model has no place for: ``"refuse"``
@@ -60,7 +54,6 @@ class BroadcastManager(Closing):
             supported.
         OptionError: (a ``ValueError``) an option is not what it may be, no rank has an engine, or
             torch.distributed is not initialised.
-        EngineUnreachableError: (a server) it does not answer.
         RankFailedError: a rank was lost.
     """
 
@@ -71,7 +64,6 @@ class BroadcastManager(Closing):
         inference_engine: Any,
         *,
         store: str | os.PathLike[str] | None = None,
-        api_key: str | None = None,
         timeout_s: float = 600.0,
         rank_timeout_s: float = 600.0,
         unused_tensors: Literal["refuse", "warn"] = "refuse",
@@ -87,13 +79,15 @@ class BroadcastManager(Closing):
         options.choice("unused_tensors", unused_tensors, ("refuse", "warn"))
         place = None if store is None else options.directory("store", store)
         SenderOptions.parse(sender)
-        self._followers: list[EngineFollower] = []
+        self._follower: EngineFollower | None = None
         self._opened = contextlib.ExitStack()
-        num_engines = self._most_engines(rank_timeout_s)
-        engines_s = num_engines * (timeout_s + _LOAD_TIMEOUT_S)
-        self._agreement = Agreement(None, timeout_s=rank_timeout_s + engines_s)
+        engine_s = timeout_s + _LOAD_TIMEOUT_S
+        self._agreement = Agreement(None, timeout_s=rank_timeout_s + engine_s)
         self._opened.callback(self._agreement.close)
         try:
+            engine = engine_of_rank(inference_engine)
+            if not any(self._agreement.each("look for its engine", lambda: engine is not None)):
+                raise OptionError("no rank has an inference engine")
             self._weights_on_all_ranks()  # to refuse now what could not be published later
             configuration = Configuration.of(strategy)
             self.store = Path(
@@ -105,8 +99,8 @@ class BroadcastManager(Closing):
             self._sender = ShardedWeightSender(self.store, rank_timeout_s=rank_timeout_s, **sender)
             self._opened.callback(self._sender.close)
             self._agreement.each(
-                "let its engines follow",
-                lambda: self._follow(configuration.engine_type, api_key, unused_tensors),
+                "let its engine follow",
+                lambda: self._follow(configuration.engine_type, engine, unused_tensors),
             )
         except BaseException:
             self.close()
@@ -121,15 +115,12 @@ class BroadcastManager(Closing):
         """
         weights = self._weights_on_all_ranks()
         version = self._sender.send(weights).version
-        self._agreement.each(
-            "switch its engines",
-            lambda: switch_all(self._followers, version, timeout_s=self._timeout_s),
-        )
+        self._agreement.each("switch its engine", lambda: self._switch(version))
         self.version = version
 
     def close(self) -> None:
         """Stop following. Engines keep their weights, and the store its last version."""
-        self._followers.clear()
+        self._follower = None
         self._opened.close()
 
     def _weights_on_all_ranks(self) -> Weights:
@@ -142,25 +133,19 @@ class BroadcastManager(Closing):
         self._agreement.each("read its configuration", read)
         return weights[0]
 
-    def _most_engines(self, rank_timeout_s: float) -> int:
-        """Return how many engines a rank switches, one after the other; others wait for it."""
-        with contextlib.closing(Agreement(None, timeout_s=rank_timeout_s)) as ranks:
-            given, rank = self.inference_engine, ranks.rank
-            most = max(ranks.each("count its engines", lambda: len(engines_of_rank(given, rank))))
-        if not most:
-            raise OptionError("no rank has an inference engine")
-        return most
-
     def _follow(
-        self, engine_type: str, api_key: str | None, unused_tensors: Literal["refuse", "warn"]
+        self, engine_type: str, engine: Any, unused_tensors: Literal["refuse", "warn"]
     ) -> None:
-        options = EngineOptions(
-            store=str(self.store), timeout_s=self._timeout_s, unused_tensors=unused_tensors
-        )
-        for engine in engines_of_rank(self.inference_engine, self._agreement.rank):
-            follower = start_follower(engine_type, engine, api_key, options)
-            self._opened.callback(_stop, follower)
-            self._followers.append(follower)
+        if engine is not None:
+            options = EngineOptions(
+                store=str(self.store), timeout_s=self._timeout_s, unused_tensors=unused_tensors
+            )
+            self._follower = start_follower(engine_type, engine, options)
+            self._opened.callback(_stop, self._follower)
+
+    def _switch(self, version: int) -> None:
+        if self._follower is not None:
+            self._follower.sync(at_least=version, timeout_s=self._timeout_s)
 
 
 def _stop(follower: EngineFollower) -> None:

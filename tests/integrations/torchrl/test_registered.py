@@ -23,7 +23,6 @@ import dbuffer
 from dbuffer.engine.follower import Follower
 from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.errors import EngineBusyError
-from dbuffer.integrations.lightrft.engines import switch_all
 from dbuffer.integrations.torchrl import (
     VLLMDoubleBufferSyncScheme,
     VLLMWeightReceiver,
@@ -227,21 +226,7 @@ def test_shutdown_waits_for_a_switch_that_is_under_way(light_engines, tmp_path):
     assert engine.endpoint.receiver is None, "the engine follows on"
 
 
-def switch_at_once(followers: list[Follower], scheme: Any) -> None:
-    receiver = VLLMDoubleBufferSyncScheme(scheme.remote_addr).create_receiver(followers)
-    try:
-        receiver.poll_and_apply()
-    finally:
-        receiver.shutdown()
-
-
-def switch_in_turn(followers: list[Follower], scheme: Any) -> None:
-    switch_all(followers, 1, timeout_s=WAIT_S)
-
-
-@pytest.mark.parametrize("switch", [switch_at_once, switch_in_turn])
-def test_the_worst_error_of_several_engines_is_raised(tmp_path, monkeypatch, switch):
-    """Here, and by LightRFT."""
+def test_the_worst_error_of_several_engines_is_raised(tmp_path, monkeypatch):
     store = tmp_path / "light"
     monkeypatch.setattr(vllm_double_buffer, "followers_of", lambda followers, _: followers)
     engines = [LightEngine(instance_id=name) for name in ("busy", "broken", "well")]
@@ -250,13 +235,13 @@ def test_the_worst_error_of_several_engines_is_raised(tmp_path, monkeypatch, swi
         follower.start()
     engines[0].pause = raising(EngineBusyError("it is generating"))  # type: ignore[method-assign]
     engines[1].model.failing_loads = 100
+    receiver = VLLMDoubleBufferSyncScheme(store).create_receiver(followers)
     with dbuffer.WeightSender(store) as sender:
         sender.send(SMALL.weights(1))
         with pytest.raises(dbuffer.EngineBrokenError, match="it is generating; half-loaded"):
-            switch(followers, scheme_of(store))
+            receiver.poll_and_apply()
     assert engines[2].version == 1
-    for follower in followers:
-        follower.close()
+    receiver.shutdown()
 
 
 def raising(error: Exception) -> Callable[[str], None]:
