@@ -9,7 +9,7 @@ copied, with data, and merged by peft, and dropped after.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,12 +26,11 @@ from dbuffer.weights.sources import only_tensors, own_tensors
 
 
 def merged_weights(
-    peft_model: PeftModel,
-    adapters: Collection[str] | None = None,
-    *,
-    as_checkpoint: bool = True,
+    peft_model: PeftModel, *, as_checkpoint: bool = True
 ) -> dict[str, torch.Tensor | LazyTensor]:
     """Return the weights that ``merge_and_unload()`` would give, for `WeightSender.send`.
+
+    The active adapters are merged: ``set_adapter()`` chooses them.
 
     The values equal those of ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``, under
     the same names; those of a transformers model are the ones that its ``save_pretrained`` writes.
@@ -43,28 +42,26 @@ def merged_weights(
 
     Args:
         peft_model: in main memory or on a device, whole.
-        adapters: names of those to merge, in this order. Default: the active ones.
         as_checkpoint: False: names and tensors of a transformers model's own ``state_dict()``.
 
     Raises:
         InvalidWeightsError: peft cannot merge them, the base model is quantised, sharded or has
             more than tensors in its state, adapters are disabled or others are merged already.
     """
-    _check(peft_model, adapters)
-    names = None if adapters is None else list(adapters)
+    _check(peft_model)
     stand_ins = {id(tensor): _without_data(tensor) for tensor in own_tensors(peft_model)}
     real_of = {id(stand_ins[id(tensor)]): tensor for tensor in own_tensors(peft_model)}
-    merged = _merge_whole(copy.deepcopy(peft_model, dict(stand_ins)), names)
+    merged = _merge_whole(copy.deepcopy(peft_model, dict(stand_ins)))
     state = only_tensors(merged.state_dict(keep_vars=True))
     published = [real_of[id(tensor)] for tensor in state.values() if id(tensor) in real_of]
-    layers = _Layers(peft_model.get_base_model(), published, names)
+    layers = _Layers(peft_model.get_base_model(), published)
     weights = {
         name: layers.weight(name, to_be, real_of.get(id(to_be))) for name, to_be in state.items()
     }
     return dict(transformers_modules.as_checkpoint(merged, weights)) if as_checkpoint else weights
 
 
-def _check(peft_model: Any, adapters: Collection[str] | None) -> None:
+def _check(peft_model: Any) -> None:
     """Refuse a model that peft cannot merge, or would merge into one that acts differently."""
     tuner = peft_model.base_model if isinstance(peft_model, PeftModel) else None
     if not isinstance(tuner, BaseTuner):
@@ -72,10 +69,6 @@ def _check(peft_model: Any, adapters: Collection[str] | None) -> None:
             f"a {type(peft_model).__name__} has no adapters that can be merged: pass a PeftModel "
             "(without wrappers around it) whose method changes weights, as LoRA does"
         )
-    unknown = [name for name in adapters or () if name not in peft_model.peft_config]
-    if unknown or isinstance(adapters, str) or (adapters is not None and not adapters):
-        known = ", ".join(map(repr, peft_model.peft_config))
-        raise InvalidWeightsError(f"invalid adapters {adapters!r}: use names from {known}")
     if getattr(tuner.model, "quantization_method", None) is not None:
         raise InvalidWeightsError(
             "the base model is quantised, and adapters cannot be merged into quantised "
@@ -91,26 +84,19 @@ def _check(peft_model: Any, adapters: Collection[str] | None) -> None:
             raise InvalidWeightsError(f"tensor {name!r} is on the meta device and has no values")
     for name, layer in peft_model.named_modules():
         if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            _check_layer(name, layer, adapters)
+            _check_layer(name, layer)
 
 
-def _check_layer(name: str, layer: Any, adapters: Collection[str] | None) -> None:
+def _check_layer(name: str, layer: Any) -> None:
     if layer.disable_adapters:
         raise InvalidWeightsError(
             f"the adapters of {name} are disabled, but peft would merge them: enable them, "
             "or publish the base model"
         )
-    merging = layer.active_adapters if adapters is None else adapters
-    if others := [one for one in layer.merged_adapters if one not in merging]:
+    if others := [one for one in layer.merged_adapters if one not in layer.active_adapters]:
         raise InvalidWeightsError(
-            f"{name} has {', '.join(map(repr, others))} merged into it, which were not named: "
-            "unmerge_adapter() first, or name all of them"
-        )
-    is_copy = isinstance(layer, AuxiliaryTrainingWrapper) and adapters is not None
-    if is_copy and (others := [one for one in layer.active_adapters if one not in merging]):
-        raise InvalidWeightsError(
-            f"{name} is trained whole, for {', '.join(map(repr, others))}, which is active, and "
-            f"not for {', '.join(map(repr, merging))}: set_adapter() the ones to merge"
+            f"{name} has {', '.join(map(repr, others))} merged into it, which are not active: "
+            "unmerge_adapter() first, or set_adapter() all of them"
         )
 
 
@@ -119,10 +105,10 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _merge_whole(peft_model: PeftModel, adapters: list[str] | None) -> nn.Module:
+def _merge_whole(peft_model: PeftModel) -> nn.Module:
     """Let peft merge a copy without data, in just the way in which it would merge the model."""
     try:
-        merged: nn.Module = peft_model.merge_and_unload(adapter_names=adapters)
+        merged: nn.Module = peft_model.merge_and_unload()
     # Each of its methods has its own way to say that it cannot.
     except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
         raise InvalidWeightsError(
@@ -144,10 +130,7 @@ def _place(tensor: torch.Tensor) -> int:
 class _Layers:
     """The layers that merging changes. Layers that share published memory are merged together."""
 
-    def __init__(
-        self, model: nn.Module, published: list[torch.Tensor], adapters: list[str] | None
-    ) -> None:
-        self._adapters = adapters
+    def __init__(self, model: nn.Module, published: list[torch.Tensor]) -> None:
         self._layers = dict(_layers_of(model))
         self._keys_at: dict[int, list[str]] = {}
         for key, layer in self._layers.items():
@@ -211,10 +194,10 @@ class _Layers:
     def _merge_layer(self, layer: Any) -> nn.Module:
         if hasattr(layer, "unload_and_optionally_merge_module"):
             merged = layer.unload_and_optionally_merge_module(
-                merge=True, safe_merge=False, adapter_names=self._adapters
+                merge=True, safe_merge=False, adapter_names=None
             )
         else:
-            layer.merge(adapter_names=self._adapters)
+            layer.merge()
             merged = layer.get_base_layer()
         assert isinstance(merged, nn.Module)  # noqa: S101 - what peft puts in the layer's place
         return merged

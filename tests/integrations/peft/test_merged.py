@@ -160,12 +160,6 @@ class TestSeveralAdapters:
         assert bits(received(store)) == bits(reference(model))
         assert bits(reference(model)) != bits(reference(model, ["default"]))
 
-    @pytest.mark.parametrize("adapters", [["default"], ["other"], ["other", "default"]])
-    def test_those_that_are_named(self, store, sender, model, adapters):
-        model.set_adapter("default")
-        sender.send(integration.merged_weights(model, adapters))
-        assert bits(received(store)) == bits(reference(model, adapters))
-
     def test_some_are_merged_already(self, store, sender, model):
         expected = reference(model)
         model.merge_adapter(["default"])
@@ -176,10 +170,11 @@ class TestSeveralAdapters:
         assert everything_in(model) == before
         assert bits(received(store)) == bits(expected)
 
-    def test_one_that_is_merged_and_not_asked_for_is_refused(self, sender, model):
+    def test_one_that_is_merged_and_not_active_is_refused(self, sender, model):
+        model.set_adapter("other")
         model.merge_adapter(["default"])
         with pytest.raises(dbuffer.InvalidWeightsError, match="'default' merged into it"):
-            integration.merged_weights(model, ["other"])
+            integration.merged_weights(model)
 
     def test_switched_since_is_refused(self, store, sender, model):
         weights = integration.merged_weights(model)
@@ -261,10 +256,10 @@ def test_no_second_copy_of_the_model(store):
 
 
 class TestRefused:
-    def refuse(self, model: Any, match: str, adapters: Any = None) -> None:
+    def refuse(self, model: Any, match: str) -> None:
         before = everything_in(model) if isinstance(model, peft.PeftModel) else None
         with pytest.raises(dbuffer.InvalidWeightsError, match=match):
-            integration.merged_weights(model, adapters)
+            integration.merged_weights(model)
         assert before is None or everything_in(model) == before
 
     def test_models_that_peft_cannot_merge(self):
@@ -274,10 +269,8 @@ class TestRefused:
         config = peft.LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True)
         self.refuse(make("qwen3", config), "peft cannot merge .* has no bias")
 
-    def test_adapters_that_are_unknown_or_disabled(self):
+    def test_adapters_that_are_disabled(self):
         model = make("qwen3", METHODS["lora"]())
-        for adapters in (["missing"], "default", []):
-            self.refuse(model, r"use names from 'default'", adapters)
         with model.disable_adapter():
             self.refuse(model, "are disabled")
 
@@ -294,8 +287,3 @@ class TestRefused:
         layer = model.get_base_model().model.layers[0].mlp.up_proj
         layer.weight = Packed(layer.weight.data, requires_grad=False)
         self.refuse(model, "up_proj.weight' is a Packed, quantised or sharded")
-
-    def test_trained_whole_for_another_adapter(self):
-        model = make("qwen3", METHODS["head trained whole"]())
-        model.add_adapter("other", METHODS["lora"]())
-        self.refuse(model, "lm_head is trained whole, for 'default'", ["other"])
