@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
 import time
@@ -27,10 +28,9 @@ from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
-from dbuffer.ranks.rendezvous import join
 from dbuffer.ranks.world import T, World
 from dbuffer.runtime import options as checks
-from dbuffer.runtime.messages import listed
+from dbuffer.runtime.messages import first_line, listed
 from dbuffer.weights.names import clean_names
 from dbuffer.weights.sources import Describer, is_same_memory, module_tensors
 from dbuffer.weights.transformers_modules import as_checkpoint
@@ -50,8 +50,8 @@ class VLLMWeightBridge:
         config: see :class:`BridgeConfig`.
         store: the store's directory. Default: with several nodes, ``dbuffer-atropos`` in
             ``log_dir`` or ``LOGDIR``; with one server, a directory in shared memory.
-        rank_timeout_s: how long processes wait for a missing process, or, after an update's
-            ``timeout_seconds``, for a hung one.
+        rank_timeout_s: how long processes wait for a missing or hung one, after the
+            ``timeout_seconds`` that an update may take.
         **sender: fields of :class:`dbuffer.SenderOptions`. ``rename`` is the parameter mapping by
             default.
 
@@ -116,8 +116,7 @@ class VLLMWeightBridge:
             NotReadyError: (a ``RuntimeError``) too few nodes, or a mapping that did not come.
             OptionError: (a ``ValueError``) a mapping that cannot be read, or is not for what was
                 attached, or an ``init_method`` that ranks cannot meet at.
-            RankTimeoutError: (a ``TimeoutError`` and ``RuntimeError``) a rank of the trainer did
-                not come within ``rank_timeout_s``.
+            RankFailedError: (a ``RuntimeError``) the trainer's ranks did not meet in time.
             StoreBusyError: another sender has the store.
             StoreAccessError: the store cannot be used.
         """
@@ -277,15 +276,29 @@ class VLLMWeightBridge:
         if self.config.world_size == 1:
             return
         if not distributed.is_initialized():
-            join(
-                self.config.init_method,
-                self.config.trainer_rank,
-                self.config.world_size,
-                meet_s=self._rank_timeout_s,
-                timeout_s=self._rank_patience_s,
-            )
+            self._make_group()
             self._owns_group = True
         self._ranks = Agreement(None, timeout_s=self._rank_patience_s)
+
+    def _make_group(self) -> None:
+        rank, size, where = (
+            self.config.trainer_rank,
+            self.config.world_size,
+            self.config.init_method,
+        )
+        timeout = datetime.timedelta(seconds=self._rank_patience_s)
+        try:
+            distributed.init_process_group(
+                "gloo", init_method=where, rank=rank, world_size=size, timeout=timeout
+            )
+        except ValueError as error:
+            raise OptionError(f"invalid init_method {where!r}: {first_line(error)}") from error
+        except RuntimeError as error:
+            raise RankFailedError(
+                f"rank {rank} of {size} could not meet the others at {where} within "
+                f"{self._rank_patience_s:g} s: {first_line(error)}; check that each of them runs, "
+                "and has the same init_method and world_size"
+            ) from error
 
     def _on_first_rank(self, what: str, action: Callable[[], T]) -> T:
         """Run ``action`` on rank 0; return or raise its outcome on all ranks."""

@@ -577,6 +577,28 @@ def test_all_ranks_publish_and_hear_of_it_together(store, tmp_path, follows, del
     assert len(list(store.glob("deltas/*"))) == delta
 
 
+def make_bridge(connection: Connection, place: str, store: Path) -> None:
+    config = BridgeConfig(
+        trainer_rank=1, world_size=2, init_method=place, device="cpu", timeout_seconds=SOON_S
+    )
+    with pytest.raises(dbuffer.DBufferError) as caught:
+        VLLMWeightBridge(config, store=store, rank_timeout_s=SOON_S).initialize()
+    error, is_initialized = caught.value, torch.distributed.is_initialized()
+    connection.send([type(error).__name__, str(error), is_initialized, store.exists()])
+
+
+@pytest.mark.parametrize(
+    ("place", "error"), [("file://{}/meeting", "RankFailedError"), ("bogus://x", "OptionError")]
+)
+def test_bridge_that_one_rank_makes_alone(store, tmp_path, place, error):
+    place = place.format(tmp_path)
+    with Child(make_bridge, place, store) as child:
+        kind, message, *left = child.receive()
+    assert kind == error
+    assert place in message
+    assert left == [False, False]
+
+
 def test_rank_that_is_lost_while_it_tells_the_server(store, tmp_path):
     with running(store, WITH_ROUTES, follows=False) as server, contextlib.ExitStack() as stack:
         told = tmp_path / "meeting", store, server.url, TIMEOUT_S
