@@ -24,7 +24,7 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.io.tensors import DTYPES
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime.messages import described, listed
-from dbuffer.weights.names import NameMap, renamed
+from dbuffer.weights.names import NameMap
 from dbuffer.weights.suggestions import advice
 
 _MAX_UNKNOWN = 500
@@ -39,18 +39,15 @@ class ShapeCheck:
 
     Args:
         meta: the copy.
-        names: from published names to the model's.
-        is_spare: whether the engine leaves out a tensor of this (model's) name, as it should.
+        is_spare: whether the engine leaves out a tensor of this name, as it should.
     """
 
     def __init__(
         self,
         meta: MetaModel,
-        names: NameMap | None = None,
         is_spare: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._meta = meta
-        self._names = names
         self._is_spare = is_spare
         self._specs: Sequence[TensorSpec] = ()
 
@@ -80,7 +77,7 @@ class ShapeCheck:
             for spec in others
             # Others are names of a tied tensor that the model took under another one.
             if more[spec.name] not in trace.embedded
-            if renamed(spec.name, self._names) not in self._meta.names
+            if spec.name not in self._meta.names
         ]
         return replace(trace, unused=(*trace.unused, *surplus))
 
@@ -139,8 +136,7 @@ class ShapeCheck:
         return advice([spec.name for spec in specs], self._meta.names, fits)
 
     def _makes_no_difference(self, spec: TensorSpec) -> bool:
-        name = renamed(spec.name, self._names)
-        return _is_computed(spec._replace(name=name)) or self._is_spare(name)
+        return _is_computed(spec) or self._is_spare(spec.name)
 
     def _unknown_among(self, specs: Sequence[TensorSpec]) -> set[str]:
         """Return tensors that loaders refuse without reading them, as they do unknown names."""
@@ -185,7 +181,7 @@ class ShapeCheck:
                 tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
                 tensors[spec.name], current = tensor, spec
                 self._meta.recorder.note_source(spec.name, tensor)
-                yield renamed(spec.name, self._names), tensor
+                yield spec.name, tensor
             current = None
 
         try:

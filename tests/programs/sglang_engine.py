@@ -59,7 +59,6 @@ def main(directory: str) -> None:
     ask_what_cannot_be_read(scene.engine)
     assert greedy(scene.engine) == scene.expected[0]
     fail_at_first(scene, path / "first")
-    rename(scene, path / "renamed")
     stay(scene, path / "kept")
     lose_weights(scene, path / "lost")
     attest(scene, path / "attested")
@@ -106,7 +105,7 @@ def ask_what_cannot_be_read(engine: Any) -> None:
     """As a follower with another version of dbuffer might."""
     from dbuffer.integrations.sglang import LOADER
 
-    bad = json.dumps({"request": {"call": "begin"}, "rename": None})
+    bad = json.dumps({"request": {"call": "begin"}})
     engine.begin_weight_update(selector="draft")
     tensors = [(bad, torch.empty(0, dtype=torch.uint8))]
     engine.update_weights_from_tensor(tensors, load_format=LOADER, flush_cache=False)
@@ -145,18 +144,6 @@ def attest(scene: Scene, store: Path) -> None:
             follower.sync()
             until("the weights are compared", is_attested)
             assert greedy(engine) == scene.expected[index]
-
-
-def rename(scene: Scene, store: Path) -> None:
-    names = dbuffer.NameMap().prefix("actor.", "model.")
-    theirs = {name: f"actor.{name[6:]}" for name in scene.weights[1]}
-    with (
-        dbuffer.WeightSender(store, rename=theirs) as sender,
-        following(scene.engine, store, rename=names) as follower,
-    ):
-        sender.send(scene.weights[1])
-        follower.sync()
-        assert greedy(scene.engine) == scene.expected[1]
 
 
 def stay(scene: Scene, store: Path) -> None:

@@ -8,9 +8,7 @@ from typing import Any, Literal, overload
 from dbuffer.engine.background import BackgroundFollower
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.follower import Follower
-from dbuffer.errors import OptionError
 from dbuffer.integrations.sglang.sglang_engine import OfflineSglang, sglang_engine_of
-from dbuffer.weights.names import NameMap
 
 SglangPause = Literal["keep", "abort"]
 """Treatment of requests in flight: they are kept and go on with the new weights, their caches
@@ -23,7 +21,6 @@ def follow(
     store: str | os.PathLike[str],
     *,
     pause: SglangPause = "keep",
-    rename: NameMap | str | os.PathLike[str] | None = None,
     api_key: str | None = None,
     **options: Any,
 ) -> BackgroundFollower: ...
@@ -35,7 +32,6 @@ def follow(
     store: str | os.PathLike[str],
     *,
     pause: SglangPause = "keep",
-    rename: NameMap | str | os.PathLike[str] | None = None,
     api_key: str | None = None,
     **options: Any,
 ) -> Follower: ...
@@ -46,7 +42,6 @@ def follow(
     store: str | os.PathLike[str],
     *,
     pause: SglangPause = "keep",
-    rename: NameMap | str | os.PathLike[str] | None = None,
     api_key: str | None = None,
     **options: Any,
 ) -> Follower | BackgroundFollower:
@@ -59,8 +54,6 @@ def follow(
         store: the store's directory, as the engine's processes and this one see it.
         pause: treatment of requests in flight during a switch: ``"keep"`` (SGLang's
             ``retract``) or ``"abort"``. An ``Engine`` has none.
-        rename: from the store's names to those in the engine's checkpoint: a map, or a mapping
-            file.
         api_key: for a server.
         **options: more of :class:`EngineOptions`; with ``version``, the engine serves that version
             and stays on it.
@@ -71,20 +64,10 @@ def follow(
         UnsupportedError: the engine was not started in a way that lets it follow.
             A server that does not answer (yet) is waited for, in the background.
     """
-    names = _names_of(rename)
     chosen = EngineOptions.parse({"store": store, **options})
-    driven = sglang_engine_of(engine, names, api_key=api_key)
+    driven = sglang_engine_of(engine, api_key=api_key)
     follower = Follower(driven, chosen, pause=pause)
     if not isinstance(driven, OfflineSglang):
         return BackgroundFollower(follower)
     follower.start()
     return follower
-
-
-def _names_of(rename: NameMap | str | os.PathLike[str] | None) -> NameMap | None:
-    if rename is not None and not isinstance(rename, NameMap | str | os.PathLike):
-        raise OptionError(
-            f"rename is a {type(rename).__name__}; it goes to the engine's processes as rules: "
-            "give a dbuffer.NameMap, or a mapping file"
-        )
-    return rename if rename is None or isinstance(rename, NameMap) else NameMap.read(rename)

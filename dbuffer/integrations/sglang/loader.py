@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Serve a follower's request: begin to follow a store, switch to a version, or stop."""
     try:
-        request, names = from_tensors(named_tensors)
+        request = from_tensors(named_tensors)
     except OptionError:
         logger.exception("a request of the follower cannot be read")
         return
@@ -40,7 +40,7 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
 
     def answer_request() -> RankAnswer:
         watch_scheduler()
-        return endpoint.do(request, lambda: SchedulerRank(model, names))
+        return endpoint.do(request, lambda: SchedulerRank(model))
 
     answer = capture_answer(answer_request)
     if isinstance(answer, ReceiverRecord):

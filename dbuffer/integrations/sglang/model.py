@@ -20,7 +20,6 @@ from dbuffer.engine.meta_model import MetaModel, built_without_data
 from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.errors import EngineBrokenError, UnsupportedError
 from dbuffer.weights.checkpoint import read_checkpoint
-from dbuffer.weights.names import NameMap, renamed
 from dbuffer.weights.sources import fetch
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
@@ -32,14 +31,13 @@ class SglangModel:
     All methods are for the scheduler's own thread, between two steps of the engine.
     """
 
-    def __init__(self, model: Any, names: NameMap | None) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
-        self._names = names
         self._device = next(model.parameters()).device
         self._forms = self._forms_now()
 
     def load(self, tensors: Pairs, *, partial: bool) -> None:  # noqa: ARG002 - never, see the check
-        self._load((renamed(name, self._names), tensor) for name, tensor in tensors)
+        self._load(tensors)
 
     def require_reloadable(self) -> None:
         require_unchanged(self._forms, self._forms_now())
@@ -82,7 +80,7 @@ def dtype_of(model: torch.nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
-def sglang_shape_check(model: Any, names: NameMap | None, *, tp_size: int) -> ShapeCheck:
+def sglang_shape_check(model: Any, *, tp_size: int) -> ShapeCheck:
     """Make a check with a copy of a model, on the scheduler's own thread.
 
     Raises:
@@ -103,9 +101,7 @@ def sglang_shape_check(model: Any, names: NameMap | None, *, tp_size: int) -> Sh
         tp_size=tp_size,
         serving=model,
     )
-    return ShapeCheck(
-        meta, names, is_spare=lambda name: is_multi_token_prediction(name, model.config)
-    )
+    return ShapeCheck(meta, is_spare=lambda name: is_multi_token_prediction(name, model.config))
 
 
 def require_as_loaded(copy: torch.nn.Module, serving: torch.nn.Module) -> None:

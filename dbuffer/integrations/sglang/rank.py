@@ -12,15 +12,13 @@ from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.errors import UnsupportedError
 from dbuffer.integrations.sglang.model import SglangModel, sglang_shape_check
-from dbuffer.weights.names import NameMap
 
 
 class SchedulerRank(EngineRank):
     """One rank of an SGLang engine."""
 
-    def __init__(self, model: Any, names: NameMap | None) -> None:
+    def __init__(self, model: Any) -> None:
         self.module = model
-        self._names = names
         self.device = next(model.parameters()).device
         self.ranks = RankChannel.of(get_parallel().tp_group)
 
@@ -29,10 +27,10 @@ class SchedulerRank(EngineRank):
         return options.engine_id or ""
 
     def make_model(self, before: ServingModel | None) -> SglangModel:  # noqa: ARG002
-        """Return the model, to swap weights in under the names of the current follower."""
-        return SglangModel(self.module, self._names)
+        """Return the model, to swap weights in."""
+        return SglangModel(self.module)
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
         if partial:
             raise UnsupportedError("an SGLang engine takes whole models: partial=True")
-        return sglang_shape_check(self.module, self._names, tp_size=self.ranks.size)
+        return sglang_shape_check(self.module, tp_size=self.ranks.size)

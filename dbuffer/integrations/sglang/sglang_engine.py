@@ -19,11 +19,10 @@ from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.messages import RankAnswer, RankRequest
 from dbuffer.engine.server import EngineServer
 from dbuffer.engine.weight_label import WeightLabel
-from dbuffer.errors import EngineBusyError, EngineUpdateError, OptionError, UnsupportedError
+from dbuffer.errors import EngineBusyError, EngineUpdateError, UnsupportedError
 from dbuffer.format.manifest import host_in_id
 from dbuffer.integrations.sglang.commands import to_tensors
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.weights.names import NameMap
 
 LOADER = "dbuffer.integrations.sglang.load_from_store"
 """Value of ``custom_weight_loader`` that an engine must be started with."""
@@ -76,14 +75,6 @@ class _Sglang(Engine):
 
     pauses = tuple(_PAUSES)
 
-    def __init__(self, names: NameMap | None) -> None:
-        if names is not None and names.changes_tensors:
-            raise OptionError(
-                "these rules cut, join or transpose tensors, and an engine only renames them: use "
-                "them as rename= of the sender"
-            )
-        self._names = names
-
     def call(self, request: RankRequest) -> list[RankAnswer]:
         if request.call == "check":
             raise UnsupportedError("SGLang's ranks cannot check whether tensors fit")
@@ -121,8 +112,7 @@ def _refusal(options: EngineOptions) -> RankAnswer:
 class OfflineSglang(_Sglang):
     """An ``sglang.Engine``: nothing runs between two calls of it, so there is nothing to pause."""
 
-    def __init__(self, engine: Any, names: NameMap | None = None) -> None:
-        super().__init__(names)
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def facts(self) -> EngineFacts:
@@ -134,7 +124,7 @@ class OfflineSglang(_Sglang):
         self._engine.begin_weight_update(selector=_SESSION)
         try:
             success, message = self._engine.update_weights_from_tensor(
-                to_tensors(request, self._names), load_format=LOADER, flush_cache=flush_cache
+                to_tensors(request), load_format=LOADER, flush_cache=flush_cache
             )
         finally:
             self._engine.end_weight_update()
@@ -171,10 +161,7 @@ class SglangServer(_Sglang, EngineServer):
     IS_WHAT = "SGLang"
     WITHOUT_ROUTE = "it is no SGLang server, or an old one; dbuffer is tested with 0.5.23"
 
-    def __init__(
-        self, url: str, names: NameMap | None = None, *, api_key: str | None = None
-    ) -> None:
-        _Sglang.__init__(self, names)
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
         EngineServer.__init__(self, url, api_key=api_key)
         self._num_ranks = 1
         self._has_paused = False
@@ -198,7 +185,7 @@ class SglangServer(_Sglang, EngineServer):
 
     def _update_in_session(self, request: RankRequest | None, *, flush_cache: bool) -> None:
         # Not torch's pickles for other processes: those pass memory on, through a connection.
-        payload = base64.b64encode(pickle.dumps(to_tensors(request, self._names))).decode()
+        payload = base64.b64encode(pickle.dumps(to_tensors(request))).decode()
         body = {
             "serialized_named_tensors": [payload] * self._num_ranks,
             "load_format": LOADER,
@@ -244,12 +231,10 @@ class SglangServer(_Sglang, EngineServer):
         self.request("POST", "/update_weight_version", json=body)
 
 
-def sglang_engine_of(
-    target: Any, names: NameMap | None = None, *, api_key: str | None = None
-) -> OfflineSglang | SglangServer:
+def sglang_engine_of(target: Any, *, api_key: str | None = None) -> OfflineSglang | SglangServer:
     """Return the engine behind an ``sglang.Engine``, or a server's URL."""
     if isinstance(target, str):
-        return SglangServer(target, names, api_key=api_key)
+        return SglangServer(target, api_key=api_key)
     if hasattr(target, "tokenizer_manager") and hasattr(target, "update_weights_from_tensor"):
-        return OfflineSglang(target, names)
+        return OfflineSglang(target)
     raise UnsupportedError(f"a {type(target).__name__} is not an engine of SGLang")

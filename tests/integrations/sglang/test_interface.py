@@ -18,12 +18,11 @@ import httpx
 import pytest
 
 import dbuffer
-from dbuffer import NameMap
 from dbuffer.engine.engine_options import UpdateRequest
 from dbuffer.engine.messages import RankRequest
 from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.integrations.sglang import LOADER, EngineOptions, OfflineEngine, ServerEngine, follow
-from dbuffer.integrations.sglang.commands import from_tensors, to_tensors
+from dbuffer.integrations.sglang.commands import from_tensors
 
 FORMS = json.loads(Path(__file__).with_name("interface.json").read_text())
 """Functions of SGLang 0.5.23, with their parameters and the paths that they serve."""
@@ -90,7 +89,7 @@ def server() -> Recorded:
 
 @pytest.fixture
 def engine(server: Recorded) -> Iterator[ServerEngine]:
-    engine = ServerEngine("http://engine:30000", NameMap().prefix("a.", "b."))
+    engine = ServerEngine("http://engine:30000")
     engine.close()
     engine._client = httpx.Client(
         base_url="http://engine:30000", transport=httpx.MockTransport(server)
@@ -148,12 +147,10 @@ def test_server_is_switched_in_calls_that_are_on_record(server, engine, tmp_path
     ]
     updates = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
     assert [body["flush_cache"] for body in updates] == [True, False]
-    assert [command_in(body)[0] for body in updates] == [None, request]
+    assert [command_in(body) for body in updates] == [None, request]
     for body in updates:
         assert len(body["serialized_named_tensors"]) == 2
         assert len(body["serialized_named_tensors"][0]) < 2000
-    _, there = command_in(updates[-1])
-    assert there("a.x") == "b.x"
 
 
 def test_server_that_paused_and_whose_answer_was_lost_is_resumed(server, engine):
@@ -199,12 +196,6 @@ def test_engine_that_cannot_follow_is_refused(server, engine, changed, says):
         engine.facts()
 
 
-def test_rules_reach_the_ranks_as_they_are():
-    names = NameMap().exact("a", "b").prefix("model.", "").pattern(r"(.*)\.gamma", r"\1.weight")
-    _, there = from_tensors(pickle.loads(pickle.dumps(to_tensors(None, names))))
-    assert there.rules == names.rules
-
-
 @pytest.mark.parametrize("tensors", [[], [("weight", None)], [("{}", None)], [("a", 1), ("b", 2)]])
 def test_loader_says_whose_it_is(tensors):
     with pytest.raises(dbuffer.OptionError):
@@ -214,13 +205,9 @@ def test_loader_says_whose_it_is(tensors):
 def test_options_are_refused_before_anything_is_asked(tmp_path):
     with pytest.raises(dbuffer.OptionError, match="pause 'wait'"):
         follow("http://engine", tmp_path, pause="wait")  # type: ignore[arg-type]
-    with pytest.raises(dbuffer.OptionError, match="rename"):
-        follow("http://engine", tmp_path, rename=lambda name: name)  # type: ignore[arg-type]
-    with pytest.raises(dbuffer.OptionError, match="none"):
-        follow("http://engine", tmp_path, rename=tmp_path / "none")
     with pytest.raises(dbuffer.UnsupportedError, match="object"):
         follow(object(), tmp_path)
 
 
-def command_in(body: dict[str, Any]) -> tuple[RankRequest | None, NameMap | None]:
+def command_in(body: dict[str, Any]) -> RankRequest | None:
     return from_tensors(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))
