@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -26,10 +25,6 @@ from dbuffer.weights.rules import (
 
 if TYPE_CHECKING:
     import torch
-
-MAX_FILE_BYTES = 64 << 20
-"""A mapping file of 100,000 tensors, with all that other programs write into theirs, is smaller."""
-
 
 WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts that torch.compile, FSDP and activation checkpointing insert into names."""
@@ -150,7 +145,7 @@ class NameMap:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a mapping file: TOML, if its name ends so, or JSON.
+        """Read a mapping file, which is JSON.
 
         ``{"rules": [...]}`` has rules in their order, each with its method's name (``"name"`` for
         :meth:`exact`): ``{"prefix": "model.", "to": ""}``, ``{"stack": ["*.q", "*.k"], "to":
@@ -261,10 +256,6 @@ def read_mapping_file(path: str | os.PathLike[str]) -> Any:
     """Return the content of a mapping file, for :meth:`NameMap.parse`."""
     file = options.path("path", path)
     try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise OptionError(f"{file} has more than {MAX_FILE_BYTES} bytes: not a mapping file")
-        if file.suffix == ".toml":
-            return tomllib.loads(file.read_text(encoding="utf-8"))
         return json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise OptionError(f"cannot read names from {file}: {error}") from None

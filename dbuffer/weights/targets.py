@@ -27,7 +27,7 @@ from dbuffer.weights.suggestions import suggest
 from dbuffer.weights.transformers_modules import as_checkpoint, has_model
 
 if TYPE_CHECKING:
-    from tensordict import TensorDictBase
+    pass
 
 ADAPTER_KEY = "adapter_config"
 """Metadata entry of a version that holds an adapter: its configuration, as peft saves it."""
@@ -276,14 +276,6 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _describe_problems(problems: list[str]) -> str:
     reasons = listed(problems, "; ")
     return f"the published weights do not fit the target: {reasons}"
-
-
-def tensordict_targets(target: TensorDictBase) -> dict[str, torch.Tensor]:
-    """Return the leaves of a TensorDict, as targets."""
-    named = dict(_named_in(target))
-    if problems := list(_not_kept(target, named).values()):
-        raise WeightsMismatchError(_describe_problems(problems))
-    return named
 
 
 def _as_published(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
 
 from dbuffer.errors import OptionError, WeightsMismatchError
@@ -26,7 +25,7 @@ from dbuffer.io.tensors import copy_one
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.weights.names import clean_names
 from dbuffer.weights.sources import own_tensors
-from dbuffer.weights.targets import Match, Matcher, tensordict_targets
+from dbuffer.weights.targets import Match, Matcher
 
 logger = logging.getLogger(__name__)
 
@@ -147,8 +146,6 @@ def is_on_meta(model: Any) -> bool:
 
 def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Tensor]:
     """Return the tensors to load weights into; unsaved buffers only where they are published."""
-    if isinstance(model, TensorDictBase):
-        return tensordict_targets(model)
     if isinstance(model, nn.Module):
         tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors |= model.named_buffers(remove_duplicate=False)

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import os
 import pickle
 import re
 from dataclasses import replace
@@ -137,13 +136,6 @@ def test_a_file_that_is_none_is_refused(tmp_path):
         NameMap.read(tmp_path / "nowhere.json")
 
 
-def test_a_file_that_is_too_large_is_not_read(tmp_path):
-    file = write(tmp_path / "names.json", '{"rules": []}')
-    os.truncate(file, dbuffer.weights.names.MAX_FILE_BYTES + 1)
-    with pytest.raises(dbuffer.OptionError):
-        NameMap.read(file)
-
-
 def test_many_exact_rules_take_no_longer_than_a_look():
     names = NameMap([Rule("name", f"a.{i}", f"b.{i}") for i in range(50_000)])
     assert [names(f"a.{i}") for i in range(50_000)] == [f"b.{i}" for i in range(50_000)]
@@ -267,20 +259,16 @@ def test_a_map_that_was_used_is_pickled():
     assert repr(eval(repr(names), {"NameMap": NameMap})) == repr(names)
 
 
-def test_a_toml_file_has_the_same_rules(tmp_path):
-    (tmp_path / "rules.toml").write_text(
-        """
-        rules = [
-            {preset = "actor."},
-            {part = "base_layer", to = ""},
-            {split = "*.qkv", to = ["*.q", "*.k"], dim = 1},
-            {split = "*.kv", to = ["*.k", "*.v"]},
-            {stack = "*.#.up", to = "*.up"},
-            {transpose = "a", dims = [1, 2]},
-        ]
-        """
-    )
-    names = NameMap.read(tmp_path / "rules.toml")
+def test_a_file_has_every_kind_of_rule(tmp_path):
+    rules = [
+        {"preset": "actor."},
+        {"part": "base_layer", "to": ""},
+        {"split": "*.qkv", "to": ["*.q", "*.k"], "dim": 1},
+        {"split": "*.kv", "to": ["*.k", "*.v"]},
+        {"stack": "*.#.up", "to": "*.up"},
+        {"transpose": "a", "dims": [1, 2]},
+    ]
+    names = NameMap.read(write(tmp_path / "rules.json", {"rules": rules}))
     assert names.rules == (
         Rule("prefix", "actor.", ""),
         Rule("part", "base_layer", ""),
@@ -290,6 +278,3 @@ def test_a_toml_file_has_the_same_rules(tmp_path):
         Rule("transpose", "a", dims=(1, 2)),
     )
     assert NameMap.parse(json.loads(json.dumps(names.as_json())), "here").rules == names.rules
-    (tmp_path / "bad.toml").write_text("rules = [")
-    with pytest.raises(dbuffer.OptionError, match=r"bad\.toml"):
-        NameMap.read(tmp_path / "bad.toml")
