@@ -20,9 +20,9 @@ from dbuffer.integrations.atropos.mapping import (
     get_name_conversions,
     mapping_path,
 )
-from dbuffer.integrations.atropos.server import BridgeServer
-from dbuffer.integrations.atropos.slurm import inference_nodes
+from dbuffer.integrations.atropos.server import is_stock, notify
 from dbuffer.integrations.default_store import default_store
+from dbuffer.integrations.vllm.vllm_engine import VllmServer
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.runtime import options as checks
@@ -62,8 +62,6 @@ class VLLMWeightBridge:
         self._sender_options = sender
         self.store = _default_store(config) if store is None else checks.directory("store", store)
         """The store's directory, for servers that follow by themselves."""
-        self.inference_nodes: list[str] = []
-        """Nodes whose engines are waited for, with several nodes."""
         self.device = torch.device(config.device)
         """Device of the model of :meth:`get_trainable_model`."""
         self.shared_state_dict: Mapping[str, torch.Tensor] = {}
@@ -71,7 +69,7 @@ class VLLMWeightBridge:
         self.nccl_group: None = None
         """Always None, as is ``gloo_group``: no process group is joined with engines."""
         self.gloo_group: None = None
-        self._server: BridgeServer | None = None
+        self._server: VllmServer | None = None
         """The server of local mode."""
         self._mapping = ParameterMapping(mapping_path(config.directory))
         self._sender: WeightSender | None = None
@@ -95,10 +93,8 @@ class VLLMWeightBridge:
     def initialize(self) -> None:
         """Open the store, and read or wait for the parameter mapping. The servers may be away.
 
-        In local mode a server that does not answer ``/health`` with 200 is logged.
-
         Raises:
-            NotReadyError: (a ``RuntimeError``) too few nodes, or a mapping that did not come.
+            NotReadyError: (a ``RuntimeError``) the mapping did not come.
             OptionError: (a ``ValueError``) a mapping that cannot be read, or is not for what was
                 attached.
             StoreBusyError: another sender has the store.
@@ -106,14 +102,11 @@ class VLLMWeightBridge:
         """
         if self._sender is not None:
             return
-        if not self.config.is_local_mode:
-            self.inference_nodes = inference_nodes(self.config.num_inference_nodes)
         try:
             if self.config.is_local_mode:
-                self._server = BridgeServer(self.config.vllm_api_url, self.store)
-                self._server.warn_unless_healthy()
+                self._server = VllmServer(self.config.vllm_api_url)
             self._mapping = ParameterMapping.wait(
-                self.config, lambda: self._server is not None and self._server.is_stock()
+                self.config, lambda: self._server is not None and is_stock(self._server)
             )
             if self._weights is not None:
                 self._mapping.check(_named(self._weights))
@@ -208,19 +201,23 @@ class VLLMWeightBridge:
         sender, version = self._require_sender(), self._version
         if version is None:
             return
-        if self.config.is_local_mode:
-            self._update_server(version)
-            self._version = None
-            return
+        deadline = time.monotonic() + self.config.timeout_seconds
+        if self._server is not None:
+            self._notify(self._server)
         try:
             sender.wait_applied(
                 version,
-                receivers=self.config.num_inference_nodes,
-                timeout_s=self.config.timeout_seconds,
+                receivers=self.config.num_inference_nodes or 1,
+                timeout_s=max(0.0, deadline - time.monotonic()),
             )
         except WaitTimeoutError as error:
-            nodes = ", ".join(self.inference_nodes)
-            raise WaitTimeoutError(f"{error}; engines are expected on {nodes}") from None
+            where = "each node" if self._server is None else self._server.url
+            raise WaitTimeoutError(
+                f"{error}. The server at {where} must follow {self.store} by itself, with the "
+                "middleware dbuffer.integrations.vllm.FollowStore"
+            ) from None
+        if self._server is not None:
+            self._version = None
 
     def cleanup(self) -> None:
         """Close the store and the server. The last version stays; the model keeps its values."""
@@ -257,17 +254,13 @@ class VLLMWeightBridge:
         heads = shape.num_attention_heads, shape.num_key_value_heads
         return self._mapping.permute(_named(weights), *heads)
 
-    # Servers
-
-    def _update_server(self, version: int) -> None:
-        """Notify the server of local mode, and wait until it has switched."""
-        assert self._server is not None  # noqa: S101 - in local mode there is one
+    def _notify(self, server: VllmServer) -> None:
         notification = {
             "update_count": self._update_count,
             "trainer_rank": self.config.trainer_rank,
             "timestamp": time.time(),
         }
-        self._server.bring_to(version, notification, self.config.timeout_seconds)
+        notify(server, notification, self.config.timeout_seconds)
 
 
 def _default_store(config: BridgeConfig) -> Path:

@@ -23,7 +23,7 @@ _HOSTS_FILE = Path("/etc/hosts")
 _SCONTROL_TIMEOUT_S = 60.0
 
 
-def job_nodes() -> list[str]:
+def _job_nodes() -> list[str]:
     """Return the nodes of this SLURM job, as ``scontrol`` lists them; none outside of a job."""
     hostlist = next(filter(None, map(os.environ.get, NODELIST_VARIABLES)), None)
     if hostlist is None:
@@ -47,28 +47,12 @@ def job_nodes() -> list[str]:
     return result.stdout.split()
 
 
-def inference_nodes(num_inference_nodes: int) -> list[str]:
-    """Return the nodes of this job that run engines: its last ones, as in Atropos."""
-    nodes = job_nodes()
-    if not nodes:
-        raise NotReadyError(
-            f"num_inference_nodes is {num_inference_nodes}, but {NODELIST_VARIABLES[0]} is not "
-            "set: run in a SLURM job, or set it to the job's nodes, those with engines last"
-        )
-    if num_inference_nodes > len(nodes):
-        raise NotReadyError(
-            f"num_inference_nodes is {num_inference_nodes}, but the job has {len(nodes)} nodes: "
-            f"{','.join(nodes):.200}"
-        )
-    return nodes[-num_inference_nodes:]
-
-
 def get_inference_urls(num_inference_nodes: int) -> Urls:
     """Return the meeting points of Atropos' processes, and the nodes that run engines.
 
     Args:
         num_inference_nodes: 0: this machine; below 0, or outside of a SLURM job: none. Above the
-            job's number of nodes: all of them, as in Atropos; the bridge itself refuses that.
+            job's number of nodes: all of them, as in Atropos.
 
     Returns:
         ``host:port`` of its NCCL, Gloo and inference groups, and the nodes; or None four times.
@@ -80,7 +64,7 @@ def get_inference_urls(num_inference_nodes: int) -> Urls:
     if num_inference_nodes == 0:
         first, nodes = "localhost", ["localhost"]
     else:
-        if num_inference_nodes < 0 or not (job := job_nodes()):
+        if num_inference_nodes < 0 or not (job := _job_nodes()):
             return None, None, None, None
         first, nodes = job[0], job[-num_inference_nodes:]
     return f"{first}:{NCCL_PORT}", f"{first}:{GLOO_PORT}", f"{nodes[0]}:{INFERENCE_PORT}", nodes

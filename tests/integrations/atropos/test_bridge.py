@@ -41,7 +41,6 @@ from dbuffer.integrations.atropos.mapping import (
 from tests.support.children import Child
 from tests.support.patterns import received as stored
 from tests.support.ports import free_port
-from tests.support.slurm_job import be_in_job
 from tests.support.waiting import TIMEOUT_S, meanwhile
 
 SOON_S = 0.5
@@ -56,8 +55,7 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a server that is there have time to answer."""
-    for name in ("_HEALTH_S", "_PROBE_S"):
-        monkeypatch.setattr(bridge_server, name, TIMEOUT_S)
+    monkeypatch.setattr(bridge_server, "_PROBE_S", TIMEOUT_S)
 
 
 class Follower:
@@ -89,17 +87,12 @@ WITH_ROUTES = {"POST /bridge/notify_update": 200}
 def running(store: Path, routes: Mapping[str, Any], *, follows: bool = True) -> Iterator[Any]:
     """A server that answers each route with a code or a body, and follows the store or does not."""
     calls: list[tuple[str, str, Any]] = []
-    """All but those for its health, which come when a bridge begins."""
-    health: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
             path = self.path.partition("?")[0]
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            if path == "/health":
-                health.append(path)
-            else:
-                calls.append((self.command, path, json.loads(body) if body else None))
+            calls.append((self.command, path, json.loads(body) if body else None))
             found = routes.get(f"{self.command} {path}", 404)
             answer = json.dumps(found if isinstance(found, dict) else {}).encode()
             self.send_response(200 if isinstance(found, dict) else found)
@@ -120,7 +113,7 @@ def running(store: Path, routes: Mapping[str, Any], *, follows: bool = True) -> 
         stack.callback(server.shutdown)
         follower = stack.enter_context(contextlib.closing(Follower(store))) if follows else None
         url = f"http://127.0.0.1:{server.server_port}"
-        yield SimpleNamespace(url=url, calls=calls, health=health, follower=follower)
+        yield SimpleNamespace(url=url, calls=calls, follower=follower)
 
 
 def config_for(url: str = "http://127.0.0.1:9", **more: Any) -> BridgeConfig:
@@ -175,18 +168,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     transformers_logging.disable_progress_bar()
     return save_model("tied-qwen2", 3, tmp_path_factory.mktemp("model"))
-
-
-@pytest.mark.parametrize("health", [200, 503, None])
-def test_initialize_warns_of_a_server_that_is_not_healthy(tmp_path, caplog, health):
-    with running(tmp_path / "store", {"GET /health": health}, follows=False) as server:
-        url = server.url if health else "http://127.0.0.1:9"
-        with opened(tmp_path / "store", url):
-            assert server.health.count("/health") == bool(health)
-    told = [message for message in caplog.messages if f"the server at {url}" in message]
-    says = {200: [], 503: ["answers /health with 503"], None: ["does not answer"]}[health]
-    assert len(told) == len(says)
-    assert all(text in message for text, message in zip(says, told, strict=True))
 
 
 # Settings
@@ -370,12 +351,10 @@ def test_bridge_can_be_opened_again_and_versions_go_on(store):
 
 def test_bridge_is_made_and_opened_from_a_training_config(tmp_path, monkeypatch):
     monkeypatch.setenv("LOGDIR", str(tmp_path))
-    be_in_job(monkeypatch, tmp_path)
     write_mapping(tmp_path, {})
     given = SimpleNamespace(model_name="m", device="cpu", num_inference_nodes=2)
     bridge = create_bridge_from_training_config(given)
     try:
-        assert bridge.inference_nodes == ["n2", "n3"]
         assert bridge.store == tmp_path / "dbuffer-atropos"
         attached(bridge)
         bridge.broadcast_weights_to_inference()
@@ -460,11 +439,10 @@ def node(connection: Connection, store: Path, name: str) -> None:
             connection.send((snapshot.version, snapshot.tensors["0.weight"].unique().tolist()))
 
 
-def train_under_slurm(connection: Connection, log_dir: Path) -> None:
+def train_for_nodes(connection: Connection, log_dir: Path) -> None:
     config = BridgeConfig(num_inference_nodes=2, device="cpu", log_dir=str(log_dir))
     with VLLMWeightBridge(config) as bridge:
         model = attached(bridge)
-        connection.send(bridge.inference_nodes)
         while (order := connection.recv()) is not None:
             value, bridge.config.timeout_seconds, is_notified = order
             with torch.no_grad():
@@ -481,13 +459,11 @@ def train_under_slurm(connection: Connection, log_dir: Path) -> None:
                 connection.send(value)
 
 
-def test_engines_of_all_inference_nodes_are_waited_for(tmp_path, network, monkeypatch):
-    be_in_job(monkeypatch, tmp_path, "trainer,gpu[08-09]", ("trainer", "gpu08", "gpu09"))
+def test_engines_of_all_inference_nodes_are_waited_for(tmp_path, network):
     store = tmp_path / "dbuffer-atropos"
     write_mapping(tmp_path, {})
     with contextlib.ExitStack() as stack:
-        trainer = stack.enter_context(Child(train_under_slurm, tmp_path))
-        assert trainer.receive() == ["gpu08", "gpu09"]
+        trainer = stack.enter_context(Child(train_for_nodes, tmp_path))
         nodes = [stack.enter_context(Child(node, store, name)) for name in ("gpu08", "gpu09")]
         for child in nodes:
             assert child.receive() == "ready"
@@ -508,7 +484,6 @@ def test_engines_of_all_inference_nodes_are_waited_for(tmp_path, network, monkey
                 trainer.send((value, timeout_s, is_notified))
                 problem = trainer.receive()
             assert "vllm-gpu09 has ended at 3" in problem
-            assert "engines are expected on gpu08, gpu09" in problem
         # And comes back.
         again = stack.enter_context(Child(node, store, "gpu09"))
         assert again.receive() == "ready"
@@ -517,13 +492,6 @@ def test_engines_of_all_inference_nodes_are_waited_for(tmp_path, network, monkey
         assert trainer.receive() == value + 1
         trainer.send(None)
         assert trainer.wait() == 0
-
-
-def test_bridge_outside_of_a_job_opens_nothing(tmp_path):
-    config = config_for(num_inference_nodes=1, log_dir=str(tmp_path))
-    with pytest.raises(dbuffer.NotReadyError, match="SLURM_JOB_NODELIST"):
-        VLLMWeightBridge(config).initialize()
-    assert list(tmp_path.iterdir()) == []
 
 
 # The parameter mapping
@@ -608,8 +576,7 @@ def test_mapping_is_found_where_atropos_puts_it(store, tmp_path, monkeypatch, wh
 
 
 @pytest.mark.parametrize("nodes", [0, 1])
-def test_mapping_that_comes_late_is_waited_for(store, tmp_path, nodes, monkeypatch):
-    be_in_job(monkeypatch, tmp_path)
+def test_mapping_that_comes_late_is_waited_for(store, tmp_path, nodes):
     with meanwhile(write_mapping, tmp_path, RENAMED, after_s=SOON_S):
         with opened(store, log_dir=str(tmp_path), num_inference_nodes=nodes) as bridge:
             assert bridge.param_mappings.keys() == {"0.weight"}
@@ -621,7 +588,6 @@ def test_mapping_that_comes_late_is_waited_for(store, tmp_path, nodes, monkeypat
 @pytest.mark.parametrize("several", [True, False])
 def test_mapping_that_is_needed_and_does_not_come_is_named(tmp_path, monkeypatch, several):
     """In its directory, or if the file itself is named."""
-    be_in_job(monkeypatch, tmp_path)
     log_dir = tmp_path / "logs"
     log_dir.mkdir()
     path, store = log_dir / MAPPING_FILE, None if several else log_dir / "store"

@@ -66,7 +66,6 @@ RUNTIME_ERRORS: dict[str, Callable[[VLLMWeightBridge], object]] = {
     "publishing before initialize()": lambda b: b.broadcast_weights_to_inference(),
     "a model before initialize()": lambda b: b.get_trainable_model(),
     "waiting before initialize()": lambda b: b.barrier(),
-    "nodes outside of a job": lambda b: b.initialize(),
 }
 
 
@@ -101,8 +100,7 @@ def test_fields_of_the_configuration():
 
 
 @pytest.mark.parametrize("name", RUNTIME_ERRORS)
-def test_what_is_a_runtime_error_there(tmp_path, name, monkeypatch):
-    be_in_no_job(monkeypatch)
+def test_what_is_a_runtime_error_there(tmp_path, name):
     config = BridgeConfig(num_inference_nodes=1, device="cpu", log_dir=str(tmp_path))
     with pytest.raises(RuntimeError) as caught:
         RUNTIME_ERRORS[name](VLLMWeightBridge(config, store=tmp_path / "store"))
