@@ -6,7 +6,6 @@ The same code of transformers is used here.
 
 from __future__ import annotations
 
-import logging
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
@@ -16,11 +15,9 @@ import torch
 from torch import nn
 
 from dbuffer.errors import UnsupportedError
-from dbuffer.runtime.messages import described, listed
+from dbuffer.runtime.messages import described
 from dbuffer.weights.conversion import Conversion, Shapes, shapes_of
 from dbuffer.weights.names import WRAPPER_PREFIX, without_wrappers
-
-logger = logging.getLogger(__name__)
 
 _conversions: weakref.WeakKeyDictionary[nn.Module, Conversion] = weakref.WeakKeyDictionary()
 """Last conversion of each module: transformers takes long to convert thousands of experts."""
@@ -62,27 +59,13 @@ def as_checkpoint(module: nn.Module, tensors: Mapping[str, Any]) -> Mapping[str,
 
 def _trace(module: nn.Module, models: Mapping[str, Any], shapes: Shapes) -> Conversion:
     try:
-        conversion = Conversion.trace(lambda parts: _saved(models, parts), shapes)
+        return Conversion.trace(lambda parts: _saved(models, parts), shapes)
     # Each of its operations has its own way to say that it cannot.
     except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
         raise UnsupportedError(
             f"transformers cannot say how it would save this {type(module).__name__}: "
             f"{described(error)}; publish the module's own names and tensors (as_checkpoint=False)"
         ) from error
-    if conversion.changes_anything:
-        new = [
-            f"{name} from {', '.join(output.sources)}"
-            for name, output in conversion.outputs.items()
-            if name not in shapes
-        ]
-        logger.info(
-            "%d tensors of this %s are published as the %d of its checkpoint: %s",
-            len(shapes),
-            type(module).__name__,
-            len(conversion.outputs),
-            listed(new, "; "),
-        )
-    return conversion
 
 
 def _saved(models: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

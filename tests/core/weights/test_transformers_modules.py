@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -165,18 +164,6 @@ def test_a_model_in_another_module_is_converted_too(mixtral, tmp_path, store, se
         expected |= {f"value.{name}": tensor for name, tensor in wrapped.value.state_dict().items()}
     sender.send(wrapped)
     assert_same(received(store), expected)
-
-
-def test_what_was_converted_is_logged_once(mixtral, store, caplog):
-    with caplog.at_level(logging.INFO, logger="dbuffer"), WeightSender(store) as sender:
-        for model in (mixtral, mixtral, make_family("granite", 0)):  # the last is its checkpoint
-            sender.send(model)
-    [message] = [m for m in caplog.messages if "checkpoint" in m]
-    assert "of this MixtralForCausalLM are published as the 41 of its checkpoint" in message
-    assert (
-        "model.layers.0.block_sparse_moe.experts.0.w1.weight from "
-        "model.layers.0.mlp.experts.gate_up_proj" in message
-    )
 
 
 def test_what_transformers_cannot_save_is_refused(mixtral, store):

@@ -61,44 +61,6 @@ def test_names_for_sglang(name, of_sglang):
     assert SGLANG_NAMES(name) == of_sglang
 
 
-def test_names_of_a_real_vision_language_model_become_sglangs():
-    names = [name for name, _ in tiny_vision_language_model().named_parameters()]
-    assert {".".join(name.split(".")[:2]) for name in names} == {
-        "model.visual",
-        "model.language_model",
-        "lm_head.weight",
-    }
-    mapped = {SGLANG_NAMES(name) for name in names}
-    assert len(mapped) == len(names)
-    firsts = {".".join(name.split(".")[: 1 + name.startswith("model.")]) for name in mapped}
-    assert firsts == {"visual", "model.embed_tokens", "model.layers", "model.norm", "lm_head"}
-
-
-def tiny_vision_language_model() -> nn.Module:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    text = {
-        "vocab_size": 100,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": False,
-        "rope_scaling": {"type": "default", "mrope_section": [2, 3, 3]},
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-    }
-    with torch.device("meta"):
-        config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
-        return Qwen2_5_VLForConditionalGeneration(config)
-
-
 @pytest.mark.parametrize(
     ("trainer", "dtype"),
     [
