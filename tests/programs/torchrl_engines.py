@@ -38,7 +38,6 @@ with warnings.catch_warnings():
 
 
 import dbuffer
-from dbuffer.format.places import MIRROR_LOCK_FILE
 from dbuffer.integrations.torchrl import (
     VLLMDoubleBufferSyncScheme,
     VLLMWeightSyncScheme,
@@ -99,7 +98,6 @@ def run_local(directory: Path) -> None:
     poll(directory / "polled" / "store", llm, models, fresh)
     send_to_holders(directory / "holders", llm, models, fresh)
     push(directory / "pushed", llm, models, fresh)
-    find_addresses(directory / "addresses", llm, models, fresh)
     asyncio.run(update_async_llm(directory, models, fresh))
 
 
@@ -247,46 +245,6 @@ def push(store: Path, llm: Any, models: Models, fresh: Fresh) -> None:
     sender.update_weights(models[2])
     assert greedy(llm) == fresh[2]
     sender.shutdown()
-
-
-def find_addresses(directory: Path, llm: Any, models: Models, fresh: Fresh) -> None:
-    """Follow the address that has weights; another host knows the store by another name."""
-    there = directory / "there" / "store"
-    sender = VLLMDoubleBufferSyncScheme(str(there)).create_sender()
-    for name in ("empty", "mounted", "late"):
-        (directory / name).mkdir(parents=True)
-
-    @contextlib.contextmanager
-    def following(remote: Path, local: Path) -> Iterator[Any]:
-        receiver = VLLMDoubleBufferSyncScheme(str(remote), str(local)).create_receiver(llm)
-        yield receiver
-        receiver.shutdown()
-
-    def send(receiver: Any, seed: int) -> None:
-        sender.update_weights(models[seed])
-        assert receiver.poll_and_apply(timeout=TIMEOUT_S) is True
-        assert greedy(llm) == fresh[seed]
-
-    with following(directory / "empty" / "store", there) as receiver:
-        send(receiver, 1)
-        send(receiver, 2)
-    with following(directory / "mounted" / "store", there) as receiver:
-        send(receiver, 1)
-        (directory / "mounted").rmdir()
-        (directory / "mounted").symlink_to(there.parent)
-        send(receiver, 2)
-    assert not (there / MIRROR_LOCK_FILE).exists()
-    local = directory / "memory" / "store"
-    with following(there, local) as receiver:
-        send(receiver, 1)
-        send(receiver, 2)
-    assert (local / MIRROR_LOCK_FILE).exists()
-    sender.update_weights(models[1])
-    sender.shutdown()
-    with following(directory / "late" / "store", directory / "late memory" / "store") as receiver:
-        with meanwhile((directory / "there").rename, directory / "late", after_s=SOON_S):
-            assert receiver.poll_and_apply(timeout=TIMEOUT_S) is True
-    assert greedy(llm) == fresh[1]
 
 
 async def update_async_llm(directory: Path, models: Models, fresh: Fresh) -> None:

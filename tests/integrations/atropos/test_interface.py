@@ -95,7 +95,7 @@ def test_attribute_of_the_bridge(tmp_path, name):
 def test_fields_of_the_configuration():
     assert [one.name for one in dataclasses.fields(BridgeConfig)] == list(CONFIG_FIELDS)
     assert dataclasses.asdict(BridgeConfig()) == CONFIG_FIELDS
-    given = 1, 2, "tcp://a:1", 3, "m", "cpu", 5.0, "/logs", "http://a:1", False, 8
+    given = 0, 1, "tcp://a:1", 3, "m", "cpu", 5.0, "/logs", "http://a:1", False, 8
     assert dataclasses.astuple(BridgeConfig(*given)) == given
 
 

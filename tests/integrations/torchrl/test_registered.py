@@ -180,6 +180,24 @@ def test_names_of_older_documents(light_engines, tmp_path, scheme_class):
     trainer.shutdown()
 
 
+@pytest.mark.parametrize("comes_late", [False, True])
+def test_the_address_that_has_weights_is_followed(light_engines, tmp_path, comes_late):
+    """Another host knows the store by another name, or sees it later."""
+    engine, there, empty = LightEngine(), tmp_path / "there", tmp_path / "empty"
+    empty.mkdir()
+    with dbuffer.WeightSender(there / "store") as sender:
+        sender.send(SMALL.weights(1))
+        local = empty / "memory" if comes_late else there / "store"
+        receiver = VLLMDoubleBufferSyncScheme(empty / "store", local).create_receiver(engine)
+        if comes_late:
+            assert receiver.poll_and_apply(0) is False
+            (empty / "store").symlink_to(there / "store")
+        assert receiver.poll_and_apply(WAIT_S) is True
+        assert engine.serves == (1, "1")
+        assert (empty / "memory").exists() == comes_late, "a mirror, if both are there"
+        receiver.shutdown()
+
+
 @contextlib.contextmanager
 def shutting_down_in_a_poll(
     engine: LightEngine, store: Path, gate: Gate
