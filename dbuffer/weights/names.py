@@ -37,8 +37,8 @@ WRAPPER_PREFIX = "module."
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
-_Step: TypeAlias = tuple[list[Rule], Change | None]
-"""Rules that apply at once, and how they change names, or None if a rule changes tensors."""
+_Step: TypeAlias = tuple[Rule, Change | None]
+"""First of the rules that apply at once, and how they change names; None: it changes tensors."""
 
 
 class NameMap:
@@ -67,10 +67,10 @@ class NameMap:
             rules = list(group)
             if is_table:  # there may be 100,000; of two for one name, the first applies
                 table = {str(rule.text): str(rule.to) for rule in reversed(rules)}
-                steps.append((rules, table.get))
+                steps.append((rules[0], table.get))
             else:
                 changes = (None if rule.kind in TENSOR_KINDS else change_of(rule) for rule in rules)
-                steps += [([rule], change) for rule, change in zip(rules, changes, strict=True)]
+                steps += zip(rules, changes, strict=True)
         return steps
 
     def exact(self, name: str, to: str) -> Self:
@@ -186,36 +186,27 @@ class NameMap:
         Raises:
             UnsupportedError: (a ``NotImplementedError``) rules change tensors, not names alone.
         """
-        for rules, change in self._steps:
+        for rule, change in self._steps:
             if change is None:
                 raise UnsupportedError(
-                    f"the rule {rules[0]} changes tensors, and names alone are mapped here: use it "
+                    f"the rule {rule} changes tensors, and names alone are mapped here: use it "
                     "as rename= of a sender, for weights that are no iterator"
                 )
-            new = change(name)
-            name = name if new is None else new
+            name = _changed(name, change)
         return name
 
-    def convert(
-        self, tensors: Mapping[str, torch.Tensor], unused: list[Rule] | None = None
-    ) -> dict[str, torch.Tensor]:
+    def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return tensors under their new names, cut, joined and transposed by the rules.
-
-        Args:
-            tensors: the tensors by their names.
-            unused: rules that match no tensor are appended to it.
 
         Raises:
             InvalidWeightsError: two tensors get one name, or a rule does not fit a shape.
         """
-        converted, unused = dict(tensors), [] if unused is None else unused
-        for rules, change in self._steps:
+        converted = dict(tensors)
+        for rule, change in self._steps:
             if change is None:
-                pairs, does_fit = change_tensors(rules[0], converted)
-                unused += [] if does_fit else rules
+                pairs = change_tensors(rule, converted)
             else:
-                names = _renamed(list(converted), rules, change, unused)
-                pairs = list(zip(names, converted.values(), strict=True))
+                pairs = [(_changed(name, change), tensor) for name, tensor in converted.items()]
             converted = dict(pairs)
             if len(converted) < len(pairs):
                 counts = Counter(name for name, _ in pairs)
@@ -223,33 +214,13 @@ class NameMap:
                 raise InvalidWeightsError(f"rename gives several tensors one name: {twice[:5]}")
         return converted
 
-    def unused_rules(self, tensors: Mapping[str, torch.Tensor] | Iterable[str]) -> list[Rule]:
-        """Return the rules that fit none of these tensors or names, and are probably misspelled."""
-        unused: list[Rule] = []
-        if isinstance(tensors, Mapping):
-            self.convert(tensors, unused)
-            return unused
-        names = list(tensors)
-        for rules, change in self._steps:
-            if change is None:
-                unused += rules
-            else:
-                names = _renamed(names, rules, change, unused)
-        return unused
-
     def __repr__(self) -> str:
         return f"NameMap(){''.join(rule.call for rule in self.rules)}"
 
 
-def _renamed(names: list[str], rules: list[Rule], change: Change, unused: list[Rule]) -> list[str]:
-    """Apply a rule, or a table of rules, to names; append rules that match none to ``unused``."""
-    changed = list(map(change, names))
-    fitting = {name for name, new in zip(names, changed, strict=True) if new is not None}
-    if rules[0].kind == "name":
-        unused += [rule for rule in rules if rule.text not in fitting]
-    elif not fitting:
-        unused += rules
-    return [old if new is None else new for old, new in zip(names, changed, strict=True)]
+def _changed(name: str, change: Change) -> str:
+    new = change(name)
+    return name if new is None else new
 
 
 def read_mapping_file(path: str | os.PathLike[str]) -> Any:

@@ -173,16 +173,15 @@ def change_of(rule: Rule) -> Change:
 Pairs: TypeAlias = list[tuple[str, "torch.Tensor"]]
 
 
-def change_tensors(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> tuple[Pairs, bool]:
-    """Return tensors with a rule for tensors applied, and whether it fits any."""
+def change_tensors(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
+    """Return tensors with a rule for tensors applied."""
     if rule.kind == "stack":
         return _stacked(rule, tensors)
-    match_of, pairs, does_fit = _matcher(str(rule.text)), Pairs(), False
+    match_of, pairs = _matcher(str(rule.text)), Pairs()
     for name, tensor in tensors.items():
         if (match := match_of(name)) is None:
             pairs.append((name, tensor))
             continue
-        does_fit = True
         if any(not -tensor.ndim <= dim < tensor.ndim for dim in rule.dims):
             raise InvalidWeightsError(
                 f"the rule {rule} does not fit {name!r}, whose shape is {list(tensor.shape)}"
@@ -191,7 +190,7 @@ def change_tensors(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> tuple[Pai
             pairs.append((name, tensor.transpose(*rule.dims)))
         else:
             pairs += _split(rule, name, tensor, match[0])
-    return pairs, does_fit
+    return pairs
 
 
 def _matcher(text: str) -> Callable[[str], tuple[list[str], int] | None]:
@@ -231,7 +230,7 @@ def _split(rule: Rule, name: str, tensor: torch.Tensor, stars: list[str]) -> Pai
     ]
 
 
-def _stacked(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> tuple[Pairs, bool]:
+def _stacked(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
     """Return the tensors after joining; a joined tensor has the place of its first part."""
     texts = (rule.text,) if isinstance(rule.text, str) else rule.text
     matchers = list(map(_matcher, texts))
@@ -254,7 +253,7 @@ def _stacked(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> tuple[Pairs, bo
             )
         parts_of[joined][index] = tensor
     whole = {name: _join(rule, name, parts) for name, parts in parts_of.items()}
-    return [(name, whole[name] if t is None else t) for name, t in pairs], bool(whole)
+    return [(name, whole[name] if t is None else t) for name, t in pairs]
 
 
 def _join(rule: Rule, name: str, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:

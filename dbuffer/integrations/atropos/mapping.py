@@ -133,8 +133,8 @@ class ParameterMapping:
     def check(self, names: Iterable[str]) -> None:
         """Refuse a mapping that is not for these tensors of the trainer's."""
         names = list(names)
-        unknown = [str(rule) for rule in self.names.unused_rules(names)]
-        unknown += sorted(self.permuted.difference(names))
+        of_names = {str(rule.text) for rule in self.names.rules if rule.kind == "name"}
+        unknown = sorted((of_names | self.permuted).difference(names))
         if unknown:
             raise OptionError(
                 f"{self.path} maps {len(unknown)} names that the trainer's model does not have: "

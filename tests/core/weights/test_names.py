@@ -5,7 +5,6 @@ import itertools
 import json
 import pickle
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -63,14 +62,6 @@ def test_rules_apply_in_turn_and_those_for_whole_names_are_tables(rules, name):
                 expected = expected if new is None else new
     assert NameMap(rules)(name) == expected
     assert list(NameMap(rules).convert({name: torch.ones(1)})) == [expected]
-
-
-@given(st.lists(RULES, max_size=8), st.lists(NAMES, max_size=8))
-def test_unused_rules_are_those_without_which_nothing_changes(rules, names):
-    unused = set(map(id, NameMap(rules).unused_rules(names)))
-    # Others stay in their places: rules for whole names that follow each other apply at once.
-    used = [replace(rule, text="z") if id(rule) in unused else rule for rule in rules]
-    assert [NameMap(used)(name) for name in names] == [NameMap(rules)(name) for name in names]
 
 
 @given(st.lists(RULES, max_size=8))
@@ -196,8 +187,6 @@ def test_a_sender_applies_them(tmp_path, delta):
                 back.send(cut)
                 assert_same(received(tmp_path / "back"), weights)
                 weights["h.1.qkv.weight"][5] += 1
-    assert CUT.unused_rules(WEIGHTS) == []
-    assert CUT.unused_rules({"h.1.up": torch.ones(2, 2)}) == [CUT.rules[0], CUT.rules[2]]
 
 
 def test_an_iterator_is_not_cut(tmp_path):
