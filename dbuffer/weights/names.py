@@ -215,7 +215,7 @@ class NameMap:
         return converted
 
     def __repr__(self) -> str:
-        return f"NameMap(){''.join(rule.call for rule in self.rules)}"
+        return f"NameMap({', '.join(map(str, self.rules))})"
 
 
 def _changed(name: str, change: Change) -> str:

@@ -86,17 +86,6 @@ class Rule:
             return {self.kind: text, "dims": dims}
         return {self.kind: text, "to": to} | ({"dim": dims[0]} if dims else {})
 
-    @property
-    def call(self) -> str:
-        """Call of the method of `NameMap` that adds the rule."""
-        method = "exact" if self.kind == "name" else self.kind
-        values: list[object] = [self.text]
-        if self.kind == "transpose":
-            values.append(self.dims)
-        elif self.to or self.kind != "part":
-            values += [self.to, *self.dims]
-        return f".{method}({', '.join(map(repr, values))})"
-
     def __str__(self) -> str:
         return json.dumps(self.as_json())
 

@@ -39,11 +39,10 @@ def advice(unknown: Sequence[str], missing: Iterable[str], fits: Callable[[NameM
         missing: names of the model that were not published.
         fits: whether a map of the names makes them fit.
     """
-    prefix = _changed_prefix(unknown, missing)
     # An error: several tensors would get one name, for instance.
     with contextlib.suppress(DBufferError):
-        if prefix is not None and fits(prefix):
-            return f"; with rename=dbuffer.{prefix!r} of the sender, they would fit"
+        if (prefix := _changed_prefix(unknown, missing)) and fits(NameMap().prefix(*prefix)):
+            return f"; with rename=dbuffer.NameMap().prefix{prefix} of the sender, they would fit"
     if any(map(_FUSED.fullmatch, unknown)):
         return (
             "; the published experts are fused, as in a module of transformers 5: send the module "
@@ -52,8 +51,8 @@ def advice(unknown: Sequence[str], missing: Iterable[str], fits: Callable[[NameM
     return ""
 
 
-def _changed_prefix(unknown: Iterable[str], missing: Iterable[str]) -> NameMap | None:
-    """Return the map between the two names that have the longest end in common, or None."""
+def _changed_prefix(unknown: Iterable[str], missing: Iterable[str]) -> tuple[str, str] | None:
+    """Return the prefixes of the two names that have the longest end in common, or None."""
     name_with = {
         end: name for name in sorted(missing, key=len, reverse=True) for end in _ends(name)
     }
@@ -61,7 +60,7 @@ def _changed_prefix(unknown: Iterable[str], missing: Iterable[str]) -> NameMap |
     if not common:
         return None
     end, name = max(common, key=lambda pair: pair[0].count("."))
-    return NameMap().prefix(name.removesuffix(end), name_with[end].removesuffix(end))
+    return name.removesuffix(end), name_with[end].removesuffix(end)
 
 
 def _ends(name: str) -> Iterator[str]:
