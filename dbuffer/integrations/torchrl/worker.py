@@ -55,10 +55,7 @@ class WorkerReceiver:
     """Follows both stores of a worker in the background, and loads their newest versions.
 
     Args:
-        remote_addr, local_addr: the scheme's.
-        model_id: the model's.
         worker: number of this worker, from 0.
-        options: of the receivers and mirrors.
         earlier_versions: newest versions of earlier runs, by the store's name; they are skipped.
         get_model: returns the model, which may be another one each time.
         applied: called after each load of something new, when the model may run again.

@@ -39,6 +39,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "lora, rank-stabilised, ranks by layer": lambda: peft.LoraConfig(
         r=4, target_modules=LINEAR, use_rslora=True, rank_pattern={"v_proj": 2}
     ),
+    "lora of biases": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True),
     "dora": lambda: peft.LoraConfig(r=4, target_modules=LINEAR, use_dora=True),
     "lora on the embedding": lambda: peft.LoraConfig(r=4, target_modules=[*LINEAR, "embed_tokens"]),
     "lora on embedding and head": lambda: peft.LoraConfig(
@@ -62,7 +63,8 @@ METHODS: dict[str, Callable[[], Any]] = {
 UNTIED = ("lora", "lora on the embedding", "lora on embedding and head", "head trained whole")
 CASES = [
     *(("tied-qwen2", method) for method in METHODS),
-    *(("qwen3", method) for method in (METHODS if is_soak() else UNTIED)),
+    # Its layers have no biases.
+    *(("qwen3", m) for m in (METHODS if is_soak() else UNTIED) if m != "lora of biases"),
 ]
 """Outside of soaks, methods that reach neither embedding nor head with the tied family alone."""
 
@@ -133,19 +135,6 @@ def test_experts_that_are_one_parameter_are_merged_once_and_published_one_by_one
     assert bits(received(store)) == bits(reference(model))
 
 
-def test_bias_of_lora(store, sender):
-    """Loaded into a model, too."""
-    model = make("tied-qwen2", peft.LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True))
-    sender.send(integration.merged_weights(model))
-    name = "model.layers.0.self_attn.q_proj.bias"
-    assert bits(received(store)) == bits(reference(model))
-    assert not torch.equal(received(store)[name], make_model("tied-qwen2", 0).state_dict()[name])
-    target = make_model("tied-qwen2", 5)
-    with dbuffer.WeightReceiver(store) as receiver:
-        assert receiver.load_into(target) == 1
-    assert bits(dict(target.state_dict())) == bits(reference(model))
-
-
 class TestSeveralAdapters:
     @pytest.fixture
     def model(self) -> Any:
@@ -186,18 +175,6 @@ class TestSeveralAdapters:
 
 
 class TestPublishing:
-    def test_each_publish_merges_anew_into_the_same_files(self, store, sender):
-        model = make("tied-qwen2", METHODS["lora on the embedding"]())
-        weights = integration.merged_weights(model)
-        files = []
-        for step in range(4):
-            train(model, step)
-            sender.send(weights if step % 2 else integration.merged_weights(model))
-            assert bits(received(store)) == bits(reference(model))
-            files.append({path: path.stat().st_ino for path in store.glob("[AB]/weights-*")})
-        assert files[1] == files[2] == files[3]
-        assert len(files[1]) == 2
-
     def test_a_failure_half_way_leaves_model_and_store_alone(self, store, sender, monkeypatch):
         model = make("qwen3", METHODS["lora"]())
         sender.send(integration.merged_weights(model))
