@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import multiprocessing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -110,6 +112,31 @@ def own_memory(model: Any, guard: ForwardGuard) -> None:
             tensor.data = tensor.data.clone()
     if shared:
         logger.info("%d tensors of the model no longer share memory", len(shared))
+
+
+def unshared(policy: Any) -> Any:
+    """Return a policy for processes that are started with it, each of which gets its own memory.
+
+    Multiprocessing moves the tensors of its arguments into shared memory.
+    """
+    if not isinstance(policy, nn.Module):
+        return policy
+    # Not get_start_method(), which settles the program's method where nobody has chosen one.
+    by_default, *_ = multiprocessing.get_all_start_methods()
+    if (multiprocessing.get_start_method(allow_none=True) or by_default) != "fork":
+        return _CopiedOnArrival(policy)
+    # A forked process has a copy of all memory but the shared one.
+    return copy.deepcopy(policy) if _shared_tensors(policy) else policy
+
+
+class _CopiedOnArrival:
+    """Stand-in for a module: another process receives a copy of the module in its place."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.deepcopy, (self._module,)
 
 
 def is_on_meta(model: Any) -> bool:

@@ -22,7 +22,7 @@ from dbuffer.integrations.torchrl.base import (
 )
 from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo, extract
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
-from dbuffer.integrations.torchrl.loading import StagedVersion, is_on_meta
+from dbuffer.integrations.torchrl.loading import StagedVersion, is_on_meta, unshared
 from dbuffer.integrations.torchrl.model_stores import (
     ModelPublisher,
     PublishedVersion,
@@ -121,16 +121,6 @@ class DoubleBufferSyncScheme(StoreScheme):
             num_workers = 0 if is_single else int(getattr(context, "num_workers", 0))
         # This collector counts its workers by rank, and the trainer is rank 0.
         self._first_worker_idx = int(isinstance(context, DistributedCollector))
-        has_nodes = bool(self._first_worker_idx) and not issubclass(
-            context.collector_class, Collector
-        )
-        if has_nodes and context.launcher == "mp":
-            # They start with the policy before their node's scheme is initialized, which would be
-            # too late to give them memory that the trainer does not share.
-            raise UnsupportedError(
-                'workers of nodes would share the trainer\'s memory under launcher="mp": use '
-                "another launcher, or collector_class=Collector"
-            )
         self._earlier_versions = self._find_earlier_versions()
         self._sender = ModelPublisher(
             self.remote_addr, self._model_id, num_workers, self.options, self._earlier_versions
@@ -140,6 +130,11 @@ class DoubleBufferSyncScheme(StoreScheme):
                 self._kept_model = model_of_factory(context, self._model_id)
             source = self._trained_model()
             self._has_first_weights = source is not None and bool(self._extract(source))
+            if isinstance(context, DistributedCollector) and context.launcher == "mp":
+                # A node starts its own workers with the policy before its scheme is initialized,
+                # which would be too late to give them memory that the trainer does not share.
+                # TorchRL has no public name for the policy that it starts nodes with.
+                context._policy_to_send = unshared(context._policy_to_send)  # noqa: SLF001
         except BaseException:
             self._close()
             raise

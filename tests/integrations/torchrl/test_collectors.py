@@ -36,6 +36,7 @@ from tests.support.waiting import TIMEOUT_S, until
 parts = Later("tests.support.torchrl_parts")
 collectors = Later("torchrl.collectors")
 envs = Later("torchrl.envs")
+loading = Later("dbuffer.integrations.torchrl.loading")
 testing = Later("torchrl.testing.modules")
 
 pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
@@ -547,6 +548,16 @@ def test_a_model_that_came_by_shared_memory(scheme, policy):
         assert ask(worker) == [3.0]
         assert policy.weight.item() == 2.0, "the worker wrote into the trainer's weights"
         let_go(worker)
+
+
+def test_a_policy_in_shared_memory_for_forked_processes(policy):
+    """Else they would write into it: a fork copies all memory but the shared one."""
+    policy.share_memory()
+    with parts.start_method("fork"):
+        handed_out = loading.unshared(policy)
+    assert policy.weight.is_shared()
+    assert not handed_out.weight.is_shared()
+    assert handed_out.weight.item() == policy.weight.item()
 
 
 def _follow_late(connection: Connection, address: Path, worker_idx: int) -> None:

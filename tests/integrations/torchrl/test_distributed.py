@@ -181,8 +181,9 @@ def _update_one(kind: Any, node: Any, address: Path) -> Collected:
     ("kind_name", "node_name"),
     [
         ("DistributedCollector", "Collector"),
-        pytest.param("RPCCollector", "Collector", marks=IN_SOAKS_ALONE),
-        ("RPCCollector", "MultiSyncCollector"),
+        ("DistributedCollector", "MultiSyncCollector"),
+        ("RPCCollector", "Collector"),
+        pytest.param("RPCCollector", "MultiSyncCollector", marks=IN_SOAKS_ALONE),
     ],
 )
 def test_worker_ids(address, kind, node):
@@ -202,17 +203,6 @@ def test_worker_ids(address, kind, node):
     if kind is distributed.RPCCollector:
         seen, expected = [sorted(row) for row in seen], [sorted(pair) for pair in expected]
     assert seen == [[first] * half + [second] * half for first, second in expected]
-
-
-def _start_nodes_of_workers(address: Path) -> str:
-    kind, node = distributed.DistributedCollector, collectors.MultiSyncCollector
-    with pytest.raises(dbuffer.UnsupportedError) as refused:
-        start(kind, parts.ConstantPolicy(1.0), address, 1, collector_class=node)
-    return str(refused.value)
-
-
-def test_nodes_of_workers_that_share_memory_are_refused(address):
-    assert 'launcher="mp"' in in_child(_start_nodes_of_workers, address)
 
 
 # Ray
