@@ -6,12 +6,13 @@ differ where the server had other weights.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import distributed
 
 import dbuffer
 from dbuffer.errors import OptionError, WaitTimeoutError
+from dbuffer.integrations.trl import StoreWeightTransfer
 from tests.support.engines.vllm_engines import TIMEOUT_S, leave
 from tests.support.engines.vllm_servers import BACKEND_FLAGS, Server
 from tests.support.lightrft_parts import by_rank, run_ranks
@@ -34,6 +36,12 @@ KINDS = ["full", "lora"]
 NUM_RANK_STEPS = 3
 MAX_DIFFERENCE = 1e-3
 """Of log-probabilities of one token under the same weights, in float32: computed twice."""
+
+
+def signature_of(function: Callable[..., Any]) -> list[list[str]]:
+    """What may be passed to it, and how."""
+    parameters = inspect.signature(function).parameters.values()
+    return [[parameter.name, str(parameter.kind)] for parameter in parameters]
 
 
 class Program:
@@ -78,6 +86,7 @@ class Program:
             self.train("lora", kill=True)
             for kind in ("zero-3", "zero-2 lora"):
                 self.train_on_ranks(kind)
+        self.send_asynchronously()
         theirs = "trl.generation.vllm_client"
         assert vllm_generation.VLLMClient.__module__ == theirs, "TRL has its own client again"
 
@@ -169,6 +178,59 @@ class Program:
         directory.mkdir()
         command = [sys.executable, __file__, str(directory), kind, str(self.store), self.server.url]
         subprocess.run(command, check=True, timeout=TIMEOUT_S)
+
+    def send_asynchronously(self) -> None:
+        """Let TRL's own code bring new weights to the server, which answers on meanwhile.
+
+        Its trainer cannot be made without a GPU: it asks for the GPU's name, and for a kernel. So
+        one that was not initialised has just what the method looks at.
+        """
+        from accelerate import Accelerator
+        from trl.experimental.async_grpo.async_grpo_trainer import (
+            AsyncGRPOTrainer,
+            WeightTransferProtocol,
+        )
+
+        from tests.support.trl_parts import ask_fresh_engine, first_model, save
+
+        calls = ("init_weight_transfer", "pause", "send_weights", "resume", "destroy")
+        assert calls == tuple(
+            name
+            for name, call in vars(WeightTransferProtocol).items()
+            if inspect.isfunction(call) and not name.startswith("_")
+        )
+        for name in calls:
+            theirs = signature_of(getattr(WeightTransferProtocol, name))
+            assert signature_of(getattr(StoreWeightTransfer, name)) == theirs
+        model = first_model(lora=True)
+        with torch.no_grad():
+            model.lm_head.weight.neg_()
+        transfer = StoreWeightTransfer(self.store, timeout_s=300)
+        trainer = AsyncGRPOTrainer.__new__(AsyncGRPOTrainer)
+        trainer.accelerator, trainer.model = Accelerator(cpu=True), model
+        trainer.weight_transfer, trainer.rollout_worker = transfer, None
+        trainer.model_version, trainer._lora_sync = 0, False
+        before, num_tensors = self.answers(), 0
+        streamed = trainer._streaming_iter
+
+        def watched() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal num_tensors
+            for pair in streamed():
+                assert not self.server.is_paused()
+                assert self.answers() == before
+                num_tensors += 1
+                yield pair
+
+        trainer._streaming_iter = watched
+        transfer.init_weight_transfer()
+        trainer._sync_weight_merged(0.0)
+        assert trainer.model_version == 1
+        assert num_tensors == len(list(model.parameters())) > 1
+        # First: it acknowledges in its pause, and an answer comes when that is over.
+        answers = self.answers()
+        assert self.server.version() == str(transfer.version)
+        assert answers == ask_fresh_engine(save(model, self.directory / "asynchronous")) != before
+        transfer.destroy()
 
     def answers(self) -> Any:
         """The server's, greedy."""
