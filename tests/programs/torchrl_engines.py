@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -55,7 +54,6 @@ WRONG_METADATA: dict[str, tuple[str, Any]] = {
     "another dtype": (NORM, (torch.int64, torch.Size([64]))),
 }
 """Wrong metadata by what is wrong: a name, and its wrong entry; None: it has none."""
-SWITCHES_UNDER_LOAD = 12
 SOON_S = 0.3
 
 Models = dict[int, torch.nn.Module]
@@ -394,7 +392,6 @@ def run_ray(directory: Path, session: str) -> None:
     poll_hosted(directory / "own", own, [own], models, fresh)
     poll_hosted(directory / "service", service, service.actors, models, fresh)
     poll_hosted(directory / "worker", RayLLMWorker(own, 1, model), [own], models, fresh)
-    poll_under_load(directory / "load", own, models, fresh)
     train_in_an_actor(directory, service, fresh)
     service.shutdown()
     lose_an_actor(directory / "lost", own, models, fresh)
@@ -436,41 +433,6 @@ def poll_hosted(store: Path, engine: Any, actors: list[Any], models: Models, fre
                 responses = responses_of(actor)
                 assert [list(response.token_ids) for response in responses] == fresh[seed]
                 assert version_of(responses) == str(seed)
-
-
-def poll_under_load(store: Path, actor: Any, models: Models, fresh: Fresh) -> None:
-    """Ask all the time, from two threads, while the engine switches: answers are of one version.
-
-    Others must not come between reset caches and new weights.
-    """
-    import ray
-
-    answers: list[tuple[str, Answers]] = []
-    stop = threading.Event()
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-
-    def ask() -> None:
-        while not stop.is_set():
-            outputs = ray.get(actor.generate.remote(prompts, greedy_parameters(), use_tqdm=False))
-            responses = [output.outputs[0] for output in outputs]
-            answers.append((version_of(responses), [list(r.token_ids) for r in responses]))
-
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    with both_ends(VLLMDoubleBufferSyncScheme(str(store)), actor) as (receiver, sender):
-        for number in range(1, SWITCHES_UNDER_LOAD + 1):
-            sender.update_weights(models[2 - number % 2])
-            assert receiver.poll_and_apply(timeout=TIMEOUT_S)
-            if number == 1:
-                for thread in threads:
-                    thread.start()
-            asked = len(answers)
-            until("an answer came", lambda asked=asked: len(answers) > asked, TIMEOUT_S)
-        stop.set()
-        for thread in threads:
-            thread.join()
-    for version, tokens in answers:
-        assert tokens == fresh[2 - int(version) % 2]
-    assert len({version for version, _ in answers}) > 3
 
 
 def train_in_an_actor(directory: Path, service: Any, fresh: Fresh) -> None:

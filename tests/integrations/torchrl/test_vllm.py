@@ -40,9 +40,8 @@ from dbuffer.integrations.torchrl import (
 
 pytestmark = NEEDS_VLLM
 
-# torchrl's own remarks: one of its two strategies, and its collectors' own way to new weights.
+# torchrl's own remark on one of its two strategies.
 EXPERIMENTAL = pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")
-OWN_UPDATER = pytest.mark.filterwarnings("ignore:Creating VanillaWeightUpdater")
 
 CLASSES = [
     "VLLMDoubleBufferSyncScheme",
@@ -263,33 +262,6 @@ def test_senders_from_registration_to_shutdown(kind, store, caplog):
     scheme.shutdown()
     with dbuffer.WeightReceiver(store) as receiver:
         assert receiver.wait_for_version(None, 0.0) == 3
-
-
-@OWN_UPDATER
-def test_policy_version_of_a_real_collector_advances(scheme):
-    from tests.support.torchrl_parts import ConstantPolicy, ProbeEnv
-
-    policy = ConstantPolicy(1.0)
-    collector = Later("torchrl.collectors").Collector(
-        ProbeEnv,
-        policy,
-        frames_per_batch=2,
-        total_frames=-1,
-        track_policy_version=True,
-        auto_register_policy_transforms=False,
-    )
-    try:
-        before = collector.policy_version
-        sender = scheme.create_sender()
-        sender.register_model(policy)
-        sender.register_collector(collector)
-        sender.update_weights()
-        assert collector.policy_version == before + 1
-        # The first frame's is that of the reset, which was before.
-        assert collector.next()["policy_version"].flatten().tolist()[-1] == before + 1
-        sender.shutdown()
-    finally:
-        collector.shutdown()
 
 
 class Adapted(torch.nn.Module):
