@@ -395,6 +395,22 @@ async def pause_as_a_user(program: Program) -> None:
         assert [span[0] for span in request.result()["spans"]] == [before, str(version)]
 
 
+async def pause_requests_that_are_waited_for(program: Program) -> None:
+    """Requests that a user has paused can finish before a switch only when they are resumed."""
+    async with program.following("wait") as follower:
+        before = await program.label()
+        async with program.answering([PROMPTS[2]], 40) as (request,):
+            await program.engine.pause_generation(mode="keep")
+            version = await program.trainer.publish("reveal")
+            await until(lambda: follower.error is not None)
+            assert isinstance(follower.error, dbuffer.EngineBusyError)
+            assert "has paused 1 request in flight" in str(follower.error)
+            await program.engine.resume_generation()
+        assert [span[0] for span in request.result()["spans"]] == [before]
+        await follower.wait_applied_async(version, STEP_TIMEOUT_S)
+        await program.require_served(version)
+
+
 async def sleep_with_requests(program: Program) -> None:
     """A version that comes while the engine sleeps ends no request before it can be loaded."""
     async with program.following("abort") as follower:
@@ -631,6 +647,7 @@ async def run_one_rank(directory: Path) -> dict[str, int]:
             await fail_in_a_pause(program, what)
         await close_in_a_switch(program, directory)
         await pause_as_a_user(program)
+        await pause_requests_that_are_waited_for(program)
         await sleep_with_requests(program)
         await interfere_in_a_switch(program)
         for pause, problem in SESSIONS.items():

@@ -75,18 +75,18 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
         return ASLEEP
     hold: _Hold | None = vars(core).get(_HOLD)
     hold = hold or _Hold(core.scheduler.pause_state if core.is_scheduler_paused() else None)
-    if (refusal := _refusal(core, mode, drops_caches)) is not None:
+    other_pause = getattr(hold.other_pause, "name", None)
+    if (refusal := _refusal(core, mode, other_pause, drops_caches)) is not None:
         # Raised, and not returned: of several cores' answers, which may differ here, vLLM has the
         # first alone.
         error = EngineBusyError(f"{_REFUSED}{refusal}")
         if not _steps_with_others(core) or core.is_scheduler_paused():
             raise error
         return _pause_and_refuse(core, hold, error)
-    other_pause = getattr(hold.other_pause, "name", None)
     if other_pause == "PAUSED_NEW":
         mode = "wait"  # it may still wait for its requests, and any other mode would end that
     elif other_pause is not None and mode == "wait":
-        mode = "keep"  # no request may go on
+        mode = "keep"  # no request is in flight, and none may begin
     vars(core).pop(_HOLD, None)
     try:
         return _pause(core, mode)
@@ -121,9 +121,10 @@ def _steps_with_others(core: Any) -> bool:
     return hasattr(core, "pending_pause")
 
 
-def _refusal(core: Any, mode: str, drops_caches: bool) -> str | None:
+def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) -> str | None:
     """Return the reason that a core which is awake cannot be held now, or None."""
-    num_open = sum(getattr(one, "resumable", False) for one in core.scheduler.requests.values())
+    requests = core.scheduler.requests.values()
+    num_open = sum(getattr(request, "resumable", False) for request in requests)
     if mode == "abort" and num_open:
         # It would leave a session open that no longer knows what was sent before.
         return f"vLLM cannot abort {counted(num_open, 'session')} {_UNTIL_THE_INPUT_ENDS}"
@@ -131,6 +132,13 @@ def _refusal(core: Any, mode: str, drops_caches: bool) -> str | None:
     if num_waiting and drops_caches:
         what = counted(num_waiting, "waiting session")
         return f"vLLM cannot drop the caches of {what} {_UNTIL_THE_INPUT_ENDS}"
+    # Requests with computed tokens, preempted ones included.
+    num_begun = sum(bool(one.num_computed_tokens or one.num_output_tokens) for one in requests)
+    if mode == "wait" and other_pause == "PAUSED_ALL" and num_begun:
+        return (
+            f"another program has paused {counted(num_begun, 'request')} in flight, which "
+            'pause="wait" lets finish first: the switch is made when the engine was resumed'
+        )
     return None
 
 
