@@ -849,10 +849,10 @@ def test_a_pause_has_a_bounded_number_of_reloads(log):
     assert not switched.switch(tensors())
     assert switched.reloads == 9
     [message] = log.messages
-    assert "for 8 versions" in message
+    assert "for 16 versions" in message
     assert "verified 4 times" in message
-    assert not any(switched.switch(tensors()) for _ in range(7))
-    assert switched.reloads == 16
+    assert not any(switched.switch(tensors()) for _ in range(15))
+    assert switched.reloads == 24
 
 
 class Summing(Model):
@@ -1437,8 +1437,8 @@ def test_a_version_whose_patches_fail_is_copied_whole_and_the_next_is_patched(
 def test_an_image_that_failed_is_made_again_after_some_versions(caplog):
     packing = Packer(Once(lambda layer: layer.pack()))
     switched = Switched(lambda: mixed_model(IntoAKernel), mixed_tensors(), packing=packing)
-    planned = [switched.switch(mixed_tensors()) for _ in range(11)]
-    assert planned == [*[False] * 9, True, True]
+    planned = [switched.switch(mixed_tensors()) for _ in range(19)]
+    assert planned == [*[False] * 17, True, True]
     [warning] = plan_lines(caplog)
-    assert "for 8 versions" in warning
+    assert "for 16 versions" in warning
     assert "no room on this device" in warning

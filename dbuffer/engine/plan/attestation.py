@@ -14,11 +14,8 @@ layers that stay with the reload, into buffers that are not published, and into 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import torch
-
-from dbuffer.format.lineage import VersionId
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtypes by their size: torch computes with few unsigned ones."""
@@ -33,14 +30,6 @@ which is a quarter of the time that an H200 would take to read them."""
 _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 """Odd constants without a pattern: the golden ratio's, and one of SplitMix64 (Steele et al., 2014).
 """
-
-
-class Attested(NamedTuple):
-    """A version that a model was seen to hold while it served."""
-
-    version: VersionId
-    digest: int
-    """Digest of its parameters at that time."""
 
 
 def flat(parameter: torch.Tensor) -> torch.Tensor:

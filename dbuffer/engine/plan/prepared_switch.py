@@ -12,7 +12,7 @@ from typing import Self
 import torch
 import xxhash
 
-from dbuffer.engine.plan.attestation import Attested, digest_of_all, same_bytes
+from dbuffer.engine.plan.attestation import digest_of_all, same_bytes
 from dbuffer.engine.plan.copy_plan import CopyPlan, Tensors, layer_of
 from dbuffer.engine.plan.images import Image
 from dbuffer.engine.plan.load_trace import Copy, View
@@ -195,14 +195,14 @@ class PreparedSwitch:
 
     # In the pause
 
-    def apply(self, copier: Copier, held: Attested | None = None) -> None:
+    def apply(self, copier: Copier, digest: int | None = None) -> None:
         """Switch. A failure leaves a mix, to be repaired at once.
 
         Args:
             copier: its threads work in main memory; on a device its own queue does.
-            held: version that the model should hold. Default: unknown, and everything is copied.
+            digest: of parameters that the patches change. Default: everything is copied.
         """
-        copies = [copy for each in self._patch(copier, held).values() for copy in each]
+        copies = [copy for each in self._patch(copier, digest).values() for copy in each]
         # A tied tensor is in the images of two layers.
         packed = {copy[0].data_ptr(): copy for image in self.images for copy in image.copies()}
         targets = [target for target, _ in (*copies, *packed.values())]
@@ -217,16 +217,16 @@ class PreparedSwitch:
         for image in self.images:
             image.hand_over()
 
-    def _patch(self, copier: Copier, held: Attested | None) -> Mapping[str, Sequence[Copy]]:
+    def _patch(self, copier: Copier, digest: int | None) -> Mapping[str, Sequence[Copy]]:
         """Patch what can be patched, and return the copies that are left."""
-        if self.patches is None or held is None or self.patches.base != held.version:
+        if self.patches is None or digest is None:
             return self.copies
         try:
-            if digest_of_all(self.plan.parameters.values()) != held.digest:
+            if digest_of_all(self.plan.parameters.values()) != digest:
                 logger.warning(
                     "something wrote to the weights since they were seen to be version %d: all of "
                     "them are copied",
-                    held.version.number,
+                    self.patches.base.number,
                 )
                 return self.copies
             self.patches.apply(copier)

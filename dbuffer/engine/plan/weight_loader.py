@@ -19,7 +19,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from dbuffer.engine.contract import ServingModel
-from dbuffer.engine.plan.attestation import Attested, digest_of_all, same_bytes
+from dbuffer.engine.plan.attestation import digest_of_all, same_bytes
 from dbuffer.engine.plan.copy_plan import CopyPlan, Tensors, plan_copies
 from dbuffer.engine.plan.images import Packing
 from dbuffer.engine.plan.load_trace import LoadTrace
@@ -38,9 +38,8 @@ logger = logging.getLogger(__name__)
 _MAX_VERIFICATIONS = 4
 """Verifications of a layout before it is set aside; each takes two reloads."""
 
-_MIN_SKIPPED, _MAX_SKIPPED = 8, 64
-"""Versions that are reloaded before a layout that was set aside is planned again; twice as many
-after each failure."""
+_NUM_SKIPPED = 16
+"""Versions that are reloaded before a layout that was set aside is planned again."""
 
 _NEVER = float("inf")
 
@@ -104,11 +103,10 @@ class WeightLoader:
         """Verifications of this layout since it was last set aside."""
         self._num_skipped: float = 0
         """Versions to reload before this layout, which was set aside, is planned again."""
-        self._next_skipped = _MIN_SKIPPED
         self._held: VersionId | None = None
         """Version that was loaded last, as far as that is known."""
-        self._attested: Attested | None = None
-        """The same, with the digest of its parameters, once versions come as deltas."""
+        self._digest: int | None = None
+        """Digest of its parameters, as they were seen to be that version's while they served."""
         self._comes_as_deltas = False
 
     @torch.no_grad()
@@ -186,17 +184,18 @@ class WeightLoader:
             return
         changed = changed_since(self._held)
         self._comes_as_deltas |= changed is not None
-        if changed is not None and self._attested is not None:
-            patches = switch.patches_from(self._attested.version, changed, self._copier)
+        if changed is not None and self._digest is not None:
+            patches = switch.patches_from(self._held, changed, self._copier)
             switch.patches = patches.on_device()
 
     @torch.no_grad()
     def apply(self, switch: PreparedSwitch) -> None:
         """Do a switch that is enough. A failure leaves a mix, to be repaired at once."""
-        held = self._attested
-        self._held = self._attested = None
+        is_base = switch.patches is not None and switch.patches.base == self._held
+        digest = self._digest if is_base else None
+        self._held = self._digest = None
         try:
-            switch.apply(self._copier, held)
+            switch.apply(self._copier, digest)
             increment_version(switch.plan.written)
             self._reload_part(switch)
         except BaseException:
@@ -246,7 +245,7 @@ class WeightLoader:
             if (replaced := plan.replaced()) is not None:
                 differing.append(replaced)
             if not differing and before is not None and before == after:
-                self._attested = Attested(switch.version, before)
+                self._digest = before
         return differing
 
     def _reload_part(self, switch: PreparedSwitch) -> None:
@@ -276,7 +275,7 @@ class WeightLoader:
 
     def forget(self) -> None:
         """Treat the model's weights as unknown: the next version is not patched upon them."""
-        self._held = self._attested = None
+        self._held = self._digest = None
         self._drop_plan_of_replaced()
         # A value derived from one of these may have become another one.
         if self._plan is not None and self._plan.verified_for:
@@ -354,11 +353,10 @@ class WeightLoader:
     def _set_aside(self, why: str) -> None:
         """Reload some versions, and plan again then: memory may have been short for a moment."""
         self._drop_plan()
-        self._num_verifications, self._num_skipped = 0, self._next_skipped
-        self._next_skipped = min(2 * self._next_skipped, _MAX_SKIPPED)
+        self._num_verifications, self._num_skipped = 0, _NUM_SKIPPED
         logger.warning(
             "no fast path for %d versions: switches go through the engine's reload: %s",
-            self._num_skipped,
+            _NUM_SKIPPED,
             why,
         )
 
