@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
 from typing import Any, Self
 
 from dbuffer.engine.follower import Follower
@@ -150,15 +149,37 @@ class BackgroundFollower(Closing):
         await self.aclose()
 
     def _run(self, follower: Follower) -> None:
+        """Switch to each newer version until closed; retry what fails, with backoff."""
+        loop = RetryLoop(logger, final=(EngineEndedError,), stop=self._stop)
+        is_current = False
         try:
-            for outcome in follow_for_ever(follower, self._stop):
-                with self._attempted:
-                    self._errors[follower] = outcome if isinstance(outcome, Exception) else None
-                    self._attempted.notify_all()
+            while not self._stop.is_set():
+                switch: Switch | None = None
+                with loop.attempt():
+                    if is_current:
+                        follower.wait_for_version(self._stop)
+                        loop.succeeded(follower.engine_id)
+                    switch = follower.sync(stop_event=self._stop)
+                is_current = switch is None and loop.error is None
+                if switch is not None:
+                    loop.succeeded(follower.engine_id)
+                self._note(follower, loop.error)
+                if loop.error is not None:
+                    follower.wait_to_retry(loop.retry_s, self._stop)
+        except EngineEndedError as error:
+            if not self._stop.is_set():
+                logger.warning("%s is followed no longer: %s", follower.engine_id, str(error))
+                self._note(follower, error)
         finally:
             with self._attempted:
                 self._running.remove(follower)
                 self._attempted.notify_all()
+
+    def _note(self, follower: Follower, error: Exception | None) -> None:
+        """Note how a follower's attempt ended."""
+        with self._attempted:
+            self._errors[follower] = error
+            self._attempted.notify_all()
 
 
 def _end(follower: Follower, thread: threading.Thread) -> None:
@@ -172,38 +193,3 @@ def _end(follower: Follower, thread: threading.Thread) -> None:
         )
     else:
         follower.close()
-
-
-def follow_for_ever(
-    follower: Follower, stop_event: threading.Event
-) -> Iterator[Switch | Exception | None]:
-    """Switch to each newer version; yield each switch, each failure, and None when up to date.
-
-    Ends when ``stop_event`` is set, and when an engine of this process is dead. Failures are
-    retried with backoff; a server that was restarted begins to follow again, and is switched at
-    once.
-    """
-    loop = RetryLoop(logger, final=(EngineEndedError,), stop=stop_event)
-    is_current = False
-    while not stop_event.is_set():
-        switch: Switch | None = None
-        try:
-            with loop.attempt():
-                if is_current:
-                    follower.wait_for_version(stop_event)
-                    loop.succeeded(follower.engine_id)
-                switch = follower.sync(stop_event=stop_event)
-        except EngineEndedError as error:
-            if not stop_event.is_set():
-                logger.warning("%s is followed no longer: %s", follower.engine_id, str(error))
-                yield error
-            return
-        is_current = switch is None and loop.error is None
-        if loop.error is not None:
-            yield loop.error
-            follower.wait_to_retry(loop.retry_s, stop_event)
-        elif switch is not None:
-            loop.succeeded(follower.engine_id)
-            yield switch
-        elif not stop_event.is_set():
-            yield None
