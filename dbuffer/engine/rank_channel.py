@@ -33,10 +33,8 @@ RANK_TIMEOUT_S = 600.0
 """Longest wait for a rank that does not come. A load of a large model must fit; the end of a rank
 is noticed at once."""
 
-_FRAME_BYTES = 1024
-"""Size of the first part of a message; a longer message has a second one."""
-
 _LENGTH_BYTES = 8
+"""Size of a message's length, which is sent before it."""
 
 _LEAVE = b""
 """Message of a rank that closes its connections; no other is empty."""
@@ -200,9 +198,8 @@ class _Peer:
     def _send(self, group: Any, rank: int) -> None:
         while True:
             data, is_sent = self._outbox.get()
-            framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data
             with contextlib.suppress(RuntimeError):  # a lost connection is found in _listen()
-                for part in (framed[:_FRAME_BYTES].ljust(_FRAME_BYTES), framed[_FRAME_BYTES:]):
+                for part in (len(data).to_bytes(_LENGTH_BYTES, "little"), data):
                     if part:
                         tensor = torch.frombuffer(bytearray(part), dtype=torch.uint8)
                         group.send([tensor], rank, 0).wait(_FOREVER)
@@ -221,14 +218,11 @@ class _Peer:
 
 
 def _receive_message(group: Any, rank: int) -> bytes:
-    head = _receive(group, rank, _FRAME_BYTES)
-    num_bytes = _LENGTH_BYTES + int.from_bytes(head[:_LENGTH_BYTES], "little")
-    more = _receive(group, rank, num_bytes - _FRAME_BYTES)
-    return (head + more)[_LENGTH_BYTES:num_bytes]
+    return _receive(group, rank, int.from_bytes(_receive(group, rank, _LENGTH_BYTES), "little"))
 
 
 def _receive(group: Any, rank: int, num_bytes: int) -> bytes:
-    if num_bytes <= 0:
+    if not num_bytes:
         return b""
     tensor = torch.empty(num_bytes, dtype=torch.uint8)
     group.recv([tensor], rank, 0).wait(_FOREVER)

@@ -61,7 +61,7 @@ def gather_stopped(rank: int) -> list[Any]:
     return ranks(timeout_s).gather("another")
 
 
-@pytest.mark.parametrize("size", [0, 1000, 1100, 100_000])
+@pytest.mark.parametrize("size", [0, 100_000])
 def test_everyone_hears_everyone(world, size):
     for _ in range(3):
         answers = [[rank, "x" * size] for rank in range(SIZE)]

@@ -131,13 +131,8 @@ def plan_copies(
 ) -> CopyPlan:
     """Bind a trace to the live parameters of a model.
 
-    Args:
-        model: the model, as it serves.
-        trace: of its loaders, for such versions.
-        check: traces a part of the layout, that of the layers that are reloaded.
-        partial: versions may hold a part of the model.
-        packing: of layers that get images; None: no layer does.
-        reloaded: layers that stay with the reload whatever the trace says, and why.
+    Layers get images if there is a ``packing`` of them. ``reloaded`` layers stay with the reload
+    whatever the trace says; ``check`` traces their part of the layout.
 
     Raises:
         UnsupportedError: too little of the model is only copied.

@@ -55,10 +55,7 @@ class PackedLayer(NamedTuple):
 class Image:
     """A packed shadow of a layer, whose tensors and attributes the layer takes over in a switch.
 
-    Args:
-        packed: the live layer.
-        trace: of its parameters, by their names in the trace.
-        tensors: the published ones to fill the shadow from.
+    The shadow is filled from published ``tensors``, as the ``trace`` says.
 
     Raises:
         UnsupportedError: the layer stores a tensor in another form than packing gives it.

@@ -65,29 +65,20 @@ class Patches(NamedTuple):
 
     base: VersionId
     """Version that the model must hold."""
-    by_parameter: Mapping[str, Sequence[Patch]]
+    patches: Sequence[Patch]
     copies: Mapping[str, Sequence[Copy]]
     """Copies for changed parameters without patches, by the parameter's name."""
 
-    def on_device(self) -> Patches:
-        """Move them to their parameters' devices."""
-        moved = {
-            name: [patch.on_device() for patch in patches]
-            for name, patches in self.by_parameter.items()
-        }
-        return self._replace(by_parameter=moved)
-
     def apply(self, copier: Copier) -> None:
         """Write all values, one patch after the other."""
-        patches = [patch for each in self.by_parameter.values() for patch in each]
 
         def work(first: int, end: int) -> None:
-            for patch in patches[first:end]:
+            for patch in self.patches[first:end]:
                 patch.apply()
 
         # In the copier's inference mode: its threads made views in that mode here, and torch
         # refuses to write to them in any other.
-        copier.in_parallel(work, [(0, len(patches))])
+        copier.in_parallel(work, [(0, len(self.patches))])
 
 
 def patch_or_copy(
@@ -95,14 +86,7 @@ def patch_or_copy(
 ) -> Patch | Copy | None:
     """Bring the changed elements of a published tensor into their places in a parameter.
 
-    Args:
-        parameter: the live parameter.
-        op: the copy of a part of a published tensor into it.
-        tensors: published tensors, contiguous.
-        changed: where they may differ from the parameter's content.
-
-    Returns:
-        The patch or copy, or None if nothing in this part changed.
+    ``tensors`` are contiguous. Return None if nothing in this part changed.
     """
     if op.source not in changed or op.source is None or op.part is None:
         return None

@@ -167,10 +167,7 @@ class PreparedSwitch:
     def patches_from(self, base: VersionId, changed: Changed, copier: Copier) -> Patches:
         """Return what is left of the copies where a model holds another version.
 
-        Args:
-            base: that version.
-            changed: where this version may differ from it.
-            copier: its threads gather the values.
+        ``changed``: where this version may differ from ``base``.
         """
         traced = self.plan.traced
         ops = [(name, op) for name in self.copies for op in traced[name].ops]
@@ -184,11 +181,11 @@ class PreparedSwitch:
 
         sizes = [0 if op.part is None else op.part.num_elements for _, op in ops]
         copier.in_parallel(work, cut_work(sizes, copier))
-        patches: dict[str, list[Patch]] = {}
+        patches: list[Patch] = []
         copies: dict[str, list[Copy]] = {}
         for (name, _), part in zip(ops, parts, strict=True):
             if isinstance(part, Patch):
-                patches.setdefault(name, []).extend(part.pieces())
+                patches += [piece.on_device() for piece in part.pieces()]
             elif part is not None:
                 copies.setdefault(name, []).append(part)
         return Patches(base, patches, copies)

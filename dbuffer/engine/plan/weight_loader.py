@@ -54,13 +54,10 @@ class WeightLoader:
     :meth:`prepare` runs in the stager's thread, and never while another method does.
 
     Args:
-        model: the model, as it serves.
-        serving: reloads it.
-        copier: its threads copy in main memory.
+        model: the model, as it serves; ``serving`` reloads it.
         check: traces parts of a layout.
         plans: whether to copy at all.
         patches: whether to patch where little changed; its weights are on a device.
-        partial: versions may hold a part of the model.
         not_weights: attributes of its layers that serving changes.
         packing: of layers that get images, or None if no layer does.
     """
@@ -123,7 +120,7 @@ class WeightLoader:
         Args:
             tensors: the version's, by the names that the model takes.
             trace: of its layout.
-            version: the version; later versions ask what changed since it.
+            version: later versions ask what changed since it.
             changed_since: returns where it differs from an earlier version, if known.
             aliases: stored names of tensors that the model takes under another name.
         """
@@ -185,8 +182,7 @@ class WeightLoader:
         changed = changed_since(self._held)
         self._comes_as_deltas |= changed is not None
         if changed is not None and self._digest is not None:
-            patches = switch.patches_from(self._held, changed, self._copier)
-            switch.patches = patches.on_device()
+            switch.patches = switch.patches_from(self._held, changed, self._copier)
 
     @torch.no_grad()
     def apply(self, switch: PreparedSwitch) -> None:
@@ -217,8 +213,8 @@ class WeightLoader:
             reading: makes a context that tells whether the model's weights may be read in it.
 
         Returns:
-            Parameters and layers that differ, or were replaced; None if that cannot be told: a
-            reload loaded the version, and no copies do the same; or weights may not be read.
+            Parameters and layers that differ, or were replaced; None if a reload loaded the
+            version, and no copies do the same, or if weights may not be read.
         """
         plan, differing = switch.plan, []
         compared = [
