@@ -76,7 +76,8 @@ class Engine:
         """From now on, switch through :func:`follow`."""
         store, options = self.store, self.options | {"verify": True}
         options.pop("store")
-        self.switch = follow(self.llm, store, **options).sync
+        self.follower = follow(self.llm, store, **options)
+        self.switch = self.follower.sync
 
     def switch_by_stock_calls(self, for_ranks: Any = None, **info: Any) -> None:
         self.llm.start_weight_update()
@@ -445,6 +446,7 @@ def follow_under_one_name(engine: Engine, other: Engine) -> None:
     if other.seed == engine.seed:  # what it has must not be right by chance
         other.switch_to_other()
     other.require_served()
+    other.follower.close()
     with follow(other.llm, engine.store, engine_id=engine.name, timeout_s=WAIT_S) as follower:
         assert follower.applied is None, "what it has, it has from the other's record"
         assert follower.engine_id == "stock", "each has a record of its own"
