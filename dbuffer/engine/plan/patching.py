@@ -9,7 +9,7 @@ patches were seen to halve a pause at most.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,9 +30,6 @@ MAX_SHARE = 0.05
 took 0.6 of the time that copying all of them took, and 10 % more than twice as long (measured on
 one CPU)."""
 
-_PIECE = 1 << 22
-"""Positions patched at a time: they take 32 MiB of the device's memory meanwhile."""
-
 
 class Patch(NamedTuple):
     """Values at some positions of a parameter."""
@@ -45,12 +42,6 @@ class Patch(NamedTuple):
     def apply(self) -> None:
         """Write the values."""
         self.target.scatter_(0, self.positions.long(), self.values)
-
-    def pieces(self) -> Iterator[Patch]:
-        """Split it into pieces, for a device with little room."""
-        for first in range(0, len(self.positions), _PIECE):
-            some = slice(first, first + _PIECE)
-            yield self._replace(positions=self.positions[some], values=self.values[some])
 
     def on_device(self) -> Patch:
         """Move positions and values to the parameter's device, in as little memory as possible."""

@@ -185,7 +185,7 @@ class PreparedSwitch:
         copies: dict[str, list[Copy]] = {}
         for (name, _), part in zip(ops, parts, strict=True):
             if isinstance(part, Patch):
-                patches += [piece.on_device() for piece in part.pieces()]
+                patches.append(part.on_device())
             elif part is not None:
                 copies.setdefault(name, []).append(part)
         return Patches(base, patches, copies)
