@@ -33,6 +33,9 @@ GAUGES = {
 }
 """Gauges by name. A gauge whose value is unknown is absent."""
 
+RUN = "run"
+"""Gauge with the label ``run``: 1 for the run of the version that the engine serves."""
+
 _LAGS = ("lag_versions", "lag_steps", "lag_seconds")
 
 _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
@@ -61,12 +64,14 @@ class FollowerReport:
         self._engine_id = ""
         self._families: dict[str, Any] = {}
         """Metrics by name; none before :meth:`begin`."""
+        self._run: str | None = None
+        """Run of the version that the engine has, as it was reported last."""
 
     def begin(self, engine_id: str) -> None:
         """Report on an engine of this name from now on; before that, nothing is reported."""
         self._engine_id = engine_id
         self._families = _registered()
-        for name in self._families.keys() - GAUGES.keys():
+        for name in self._families.keys() - GAUGES.keys() - {RUN}:
             self._metric(name)  # is there from now on; gauges are added with their first value
 
     def following(self) -> None:
@@ -132,12 +137,20 @@ class FollowerReport:
             lag = lag_between(applied, metadata, goal_manifest.lineage, goal_manifest.metadata)
         self._set("version_available", newest)
         self._set("version_applied", version)
+        self._set_run(None if applied is None else applied.id.run)
         self._set("lag_versions", lag.versions)
         self._set("lag_seconds", age_s)
         if lag.steps is None:
             self._forget("lag_steps")
         else:
             self._set("lag_steps", lag.steps)
+
+    def _set_run(self, run: str | None) -> None:
+        if RUN in self._families and run != self._run:
+            for each, value in ((self._run, 0), (run, 1)):
+                if each is not None:
+                    self._families[RUN].labels(self._engine_id, each).set(value)
+            self._run = run
 
     def _metric(self, name: str) -> Any:
         return self._families[name].labels(engine=self._engine_id)
@@ -175,9 +188,10 @@ def _registered() -> dict[str, Any]:
         logger.warning("no metrics: %s", str(error))
         return {}
 
-    def gauge(name: str, text: str) -> Any:
+    def gauge(name: str, text: str, *more_labels: str) -> Any:
         # Of several processes that write files for one /metrics, the last one knows.
-        return Gauge(f"dbuffer_{name}", text, ["engine"], multiprocess_mode="mostrecent")
+        labels = ["engine", *more_labels]
+        return Gauge(f"dbuffer_{name}", text, labels, multiprocess_mode="mostrecent")
 
     def counter(name: str, text: str) -> Any:
         return Counter(f"dbuffer_{name}", text, ["engine"])
@@ -187,6 +201,7 @@ def _registered() -> dict[str, Any]:
 
     return {
         **{name: gauge(name, text) for name, text in GAUGES.items()},
+        RUN: gauge(RUN, "1 for the run of the version that the engine serves.", RUN),
         "bytes": counter("bytes", "Bytes of weights applied, per rank."),
         "stage_seconds": seconds("stage_seconds", "Making a version ready on the slowest rank."),
         "pause_seconds": seconds("pause_seconds", "Engine paused for a switch."),

@@ -322,6 +322,7 @@ class Inside:
             "version_available": 5,
             "lag_versions": 0,
             "lag_seconds": 0,
+            "run": 1,
             "bytes_total": 5 * num_bytes,
             "stage_seconds_count": 5,
             "pause_seconds_count": 5,
