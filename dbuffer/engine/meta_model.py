@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # the model that serves.
         for parameter in list(model.parameters()):
             if not parameter.is_meta:
-                _put_in_place(model, parameter, _without_data(parameter))
+                _put_in_place(model, parameter, _empty_like(parameter, "meta"))
         self.model = model
         self._tp_size = tp_size
         self._thread: int | None = None
@@ -130,6 +130,20 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (tensor, self.count_of(tensor))
             for tensor in (*self.model.parameters(), *self.model.buffers())
         )
+
+    @contextlib.contextmanager
+    def with_data(self, name: str) -> Iterator[torch.Tensor]:
+        """Give a parameter or buffer memory, of zeros, for a while."""
+        path, _, own = name.rpartition(".")
+        tables = tables_of(self.model.get_submodule(path))
+        without = next(table[own] for table in tables if own in table)
+        made = _empty_like(without, "cpu")
+        made.data.zero_()
+        _put_in_place(self.model, without, made)
+        try:
+            yield made.data
+        finally:
+            _put_in_place(self.model, made, without)
 
     def require_whole(self, name: str, tensor: Any, num_elements: int) -> None:
         """Raise :class:`WeightsMismatchError` if fewer elements of this were written."""
@@ -210,6 +224,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def watched(*args: Any, **kwargs: Any) -> Any:
             # All take the parameter and what is loaded first, some by name.
             param, loaded, *which_part = signature.bind(*args, **kwargs).arguments.values()
+            if not param.is_meta:  # with data, what was counted without is done once more
+                return loader(*args, **kwargs)
             self.note_read(loaded)
             # A trainer's float32 into an engine's bfloat16 is the usual case; bits are not numbers.
             if loaded.is_floating_point() != param.is_floating_point():
@@ -279,7 +295,7 @@ def built_without_data(make: Callable[[], Any], what: str, keep: Collection[str]
         for name, buffer in tables_of(module)[1].items():
             is_loaded = name not in module._non_persistent_buffers_set  # noqa: SLF001
             if buffer is not None and is_loaded and name not in keep and not buffer.is_meta:
-                _put_in_place(model, buffer, _without_data(buffer))
+                _put_in_place(model, buffer, _empty_like(buffer, "meta"))
     return model
 
 
@@ -313,9 +329,9 @@ def _tie_as_serving(model: torch.nn.Module, serving: torch.nn.Module) -> None:
             _put_in_place(model, own[name], own[first])
 
 
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same kind, shape and attributes on the meta device."""
-    data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Return a tensor of the same kind, shape and attributes on another device."""
+    data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     made = torch.Tensor._make_subclass(type(tensor), data, False)  # noqa: SLF001
     made.__dict__.update(tensor.__dict__)
     return made
