@@ -26,7 +26,6 @@ _OF_SENDERS = {
     "deltas": ("deltas", "Those to which a delta leads from the version before."),
     "delta_bytes": ("delta_bytes", "Bytes of the deltas."),
     "seconds": ("publish_s", "Time that publishing took."),
-    "steps_back": ("steps_back", "Versions whose step was below the last one."),
 }
 _OF_MIRRORS = {
     "versions": ("copied", "Versions copied."),

@@ -1,6 +1,6 @@
 """`Publisher`: the path of every version, with the functions that do each step.
 
-1. Check: the sender's `send`, and `Publisher._checked`, before anything is touched.
+1. Check: the sender's `send`, before anything is touched.
 2. Find the base of a delta, if there is to be one: `_take_base`. It also says why there is none.
 3. On a network mount, with deltas: bring the copy in memory to the next version, and learn what
    changed (`Share.update`).
@@ -27,16 +27,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dbuffer.errors import ClosedError, StoreBusyError, VersionError
+from dbuffer.errors import ClosedError, StoreBusyError
 from dbuffer.format.lineage import VersionId
-from dbuffer.format.manifest import Lag, step_in
+from dbuffer.format.manifest import Lag
 from dbuffer.io.changes import Changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.publish.delta_chain import DeltaChain
-from dbuffer.publish.draft import ClaimInfo, checked_metadata
+from dbuffer.publish.draft import ClaimInfo
 from dbuffer.publish.publication import Publication
-from dbuffer.publish.sender_options import Steps
 from dbuffer.publish.shares import PublishRequest, Share
 from dbuffer.ranks.world import World
 from dbuffer.runtime.closing import Closing, ProcessBound
@@ -59,7 +58,6 @@ class Publisher(Closing, ProcessBound, ABC):
         maps_files: whether the store is on a local mount, where each version has a file.
         hashed: whether versions have checksums.
         has_deltas: whether versions with few changes are published as deltas.
-        steps: whether a trainer's step may go back.
     """
 
     _closed_message: str
@@ -75,7 +73,6 @@ class Publisher(Closing, ProcessBound, ABC):
         maps_files: bool,
         hashed: bool,
         has_deltas: bool,
-        steps: Steps,
     ) -> None:
         super().__init__()
         # Reentrant: a progress callback, or a signal handler during a publish, may call close().
@@ -91,7 +88,6 @@ class Publisher(Closing, ProcessBound, ABC):
         self._maps_files = maps_files
         self._hashed = hashed
         self._has_deltas = has_deltas
-        self._steps = steps
         self._last_share: Share | None = None
         """This rank's part of the last version, if the next version may come with a delta."""
         self._why_no_base = _FIRST
@@ -110,12 +106,8 @@ class Publisher(Closing, ProcessBound, ABC):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Versions and their bytes, deltas and theirs, seconds that publishing took, steps back.
-
-        ``steps_back`` counts, on rank 0, versions whose step was below the last one.
-        """
-        steps_back = 0 if self._chain is None else self._chain.writer.steps_back
-        return self._stats | {"steps_back": steps_back}
+        """Versions and their bytes, deltas and theirs, seconds that publishing took."""
+        return dict(self._stats)
 
     def wait_applied(
         self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
@@ -208,22 +200,6 @@ class Publisher(Closing, ProcessBound, ABC):
             self._stats["deltas"] += 1
             self._stats["delta_bytes"] += publication.delta_bytes
         return publication
-
-    def _checked(self, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the metadata of the next version as a reader gets it; on rank 0.
-
-        Raises:
-            InvalidWeightsError: JSON cannot hold it.
-            VersionError: its step goes back, and must not.
-        """
-        checked = checked_metadata(metadata)
-        writer = self._lead().writer
-        if self._steps == "monotonic" and writer.is_step_back(checked):
-            raise VersionError(
-                f"step {step_in(checked)} is below step {writer.last_step}, the last one that was "
-                f'published in {self.store}; a sender with steps="any" publishes it'
-            )
-        return checked
 
     def _footer_of(self, source: Source) -> Footer:
         """Return the footer of a source's file: the last one, if the tensors are the same."""

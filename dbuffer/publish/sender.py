@@ -23,7 +23,7 @@ from dbuffer.io.devices import fork_streams
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors, file_under
 from dbuffer.publish.delta_chain import DeltaChain
-from dbuffer.publish.draft import Progress
+from dbuffer.publish.draft import Progress, checked_metadata
 from dbuffer.publish.patches import SparsePatch, patch_of
 from dbuffer.publish.publication import (
     PendingPublication,
@@ -75,7 +75,6 @@ class WeightSender(Publisher):
             maps_files=self._writer.medium.maps_files,
             hashed=hashed,
             has_deltas=chosen.delta,
-            steps=chosen.steps,
         )
         self._pending: list[PendingPublication] = []
         """Publications that ``wait()`` was not called for, until their outcome is raised."""
@@ -132,7 +131,7 @@ class WeightSender(Publisher):
 
         Raises:
             InvalidWeightsError: something in the weights or the metadata cannot be published.
-            VersionError: ``version`` is not above the last one, or ``steps`` refuses the step.
+            VersionError: ``version`` is not above the last one.
             StoreFullError, StoreAccessError: the filesystem refused. The last version stays, unless
                 the message says that this one is published.
             WriterSupersededError: another sender took the store over.
@@ -147,7 +146,7 @@ class WeightSender(Publisher):
         with self._publishing():
             # Everything is checked before anything is touched.
             number = self._writer.next_version(version)
-            checked = self._checked(metadata)
+            checked = checked_metadata(metadata)
             source = self._describer.describe(weights)
             if source.stream is not None and self._has_deltas:
                 raise InvalidWeightsError(
@@ -168,7 +167,7 @@ class WeightSender(Publisher):
         def publish() -> Publication:
             with self._publishing(), on_own_streams():
                 number = self._writer.next_version(version)  # others may have published since
-                return self._send(started, source, number, self._checked(checked), progress)
+                return self._send(started, source, number, checked, progress)
 
         pending = PendingPublication()
         try:
@@ -207,7 +206,7 @@ class WeightSender(Publisher):
                 `SparsePatch` of plain tensors.
             VersionError: this sender has published nothing yet, or its last `send`, or publish of
                 patches, failed: send all weights first. Patches that were refused spoil nothing.
-                It is also raised if ``version`` is too low or ``steps`` refuses it.
+                It is also raised if ``version`` is too low.
             StoreFullError, StoreAccessError, WriterSupersededError, ClosedError: as for `send`.
         """
         started = time.monotonic()
@@ -221,7 +220,7 @@ class WeightSender(Publisher):
                     "is nothing that patches of them could follow: send all weights once"
                 )
             version = self._writer.next_version(version)
-            checked = self._checked(metadata)
+            checked = checked_metadata(metadata)
             base = self._take_base(None)
             if base is None:
                 raise VersionError(
@@ -246,11 +245,10 @@ class WeightSender(Publisher):
         Args:
             version: number or id of one of the newest two versions, or of a kept one.
             metadata: anything JSON can hold, added to the metadata of that version, and to
-                ``republished_version``, its number. With ``steps="monotonic"``, its ``step`` is
-                the trainer's step now.
+                ``republished_version``, its number.
 
         Raises:
-            VersionError: the store does not hold that version, or ``steps`` refuses the step.
+            VersionError: the store does not hold that version.
             StoreFullError, StoreAccessError, WriterSupersededError, ClosedError: as for `send`.
         """
         started = time.monotonic()
@@ -259,7 +257,7 @@ class WeightSender(Publisher):
             number = self._writer.next_version(None)
             with self._writer.hold_kept(version) as held:
                 whence = {"republished_version": held.manifest.version}
-                checked = self._checked(held.manifest.metadata | dict(metadata or {}) | whence)
+                checked = checked_metadata(held.manifest.metadata | dict(metadata or {}) | whence)
                 layout = held.read_layout()
                 is_hashed = held.manifest.checksums_xxh3 is not None
                 if self._has_deltas or held.manifest.anchor or is_hashed != self._hashed:

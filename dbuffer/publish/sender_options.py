@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self, TypeAlias, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 import torch
 
@@ -17,8 +17,6 @@ from dbuffer.store.medium import Medium
 from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Describer
-
-Steps: TypeAlias = Literal["any", "monotonic"]
 
 
 class SenderKeywords(TypedDict, total=False):
@@ -34,9 +32,7 @@ class SenderKeywords(TypedDict, total=False):
     reader_timeout_s: float
     allow_shared_store: bool
     keep: int
-    keep_bytes: int | None
     run: str | None
-    steps: Steps
     require_finite: bool
 
 
@@ -80,16 +76,9 @@ class SenderOptions:
     """How many versions to keep besides the newest two, for :meth:`WeightSender.republish`, and for
     receivers that open an older version. Each takes the room of its weights; on a local mount, each
     version then gets a new file. Pinned versions do not count."""
-    keep_bytes: int | None = None
-    """How many bytes kept versions may have in all; the oldest go first. Default: no limit."""
     run: str | None = None
     """The trainer's name for this run, 1 to 128 printable characters. Each sender begins a run, and
     versions say which runs led to them."""
-    steps: Steps = "any"
-    """``"monotonic"``: refuse a version whose ``step`` in its metadata is below the step published
-    last, by this sender or the one before. ``"any"``: publish it, log that the step goes back, and
-    count it in ``stats["steps_back"]``."""
-
     require_finite: bool = False
     """Refuse weights with a NaN or an infinity, by the tensor's name; nothing is published then. It
     reads all weights once more, on the device where they are. Patches are not looked at."""
@@ -110,14 +99,9 @@ class SenderOptions:
         checks.seconds("reader_timeout_s", self.reader_timeout_s)
         checks.flag("allow_shared_store", self.allow_shared_store)
         checks.whole_number("keep", self.keep, at_least=0)
-        if self.keep_bytes is not None:
-            checks.whole_number("keep_bytes", self.keep_bytes, at_least=0)
-            if not self.keep:
-                checks.refuse("keep_bytes", self.keep_bytes, "it with keep=, as no version is kept")
         is_name = isinstance(run, str) and 0 < len(run) <= 128 and run.isprintable()
         if not (run is None or is_name):
             checks.refuse("run", run, "1 to 128 printable characters")
-        checks.choice("steps", self.steps, ("any", "monotonic"))
         checks.flag("require_finite", self.require_finite)
 
     @classmethod
@@ -141,7 +125,6 @@ class SenderOptions:
             allow_shared_store=self.allow_shared_store,
             run_name=self.run,
             keep=self.keep,
-            keep_bytes=self.keep_bytes,
         )
 
     def make_describer(self, *, sharded: bool = False) -> Describer:

@@ -22,6 +22,7 @@ from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
 from dbuffer.io.footer import Footer
 from dbuffer.publish.box_share import BoxShare
 from dbuffer.publish.delta_chain import DeltaChain
+from dbuffer.publish.draft import checked_metadata
 from dbuffer.publish.inventory import Inventory, Joined, join, take_inventory
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.publisher import Publisher
@@ -114,7 +115,6 @@ class ShardedWeightSender(Publisher):
                 maps_files=is_shared,
                 hashed=hashed,
                 has_deltas=self._options.delta,
-                steps=self._options.steps,
             )
             opened.pop_all()
         of_job = distributed.get_process_group_ranks(group)
@@ -158,7 +158,7 @@ class ShardedWeightSender(Publisher):
             InvalidWeightsError: something in the weights or the metadata cannot be published, or
                 the ranks' weights do not fit together. Nothing was written.
             RankFailedError: a rank was lost, or failed for a reason that is none of ours.
-            VersionError: ``version`` is not above the last one, or ``steps`` refuses the step.
+            VersionError: ``version`` is not above the last one.
             StoreFullError, StoreAccessError: the filesystem refused. The last version stays, unless
                 the message says that this one is published.
             WriterSupersededError: another sender took the store over.
@@ -251,7 +251,7 @@ class ShardedWeightSender(Publisher):
             described.append((source, inventory))
             if ranks.rank == 0:
                 on_rank_0["version"] = self._lead().writer.next_version(version)
-                on_rank_0["metadata"] = self._checked(metadata)
+                on_rank_0["metadata"] = checked_metadata(metadata)
             is_known = self._inventory == inventory
             base = None if self._last_share is None else str(self._last_share.version)
             return {"version": version, "is_known": is_known, "base": base}

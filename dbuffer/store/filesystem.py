@@ -478,14 +478,6 @@ def sync_contents(directory: Path) -> None:
     sync_directory(directory)
 
 
-def size_at(path: Path) -> int:
-    """Size of the file at ``path``; 0 if there is none."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
 def touched_at(path: Path) -> float:
     """Time of the last change of the file at ``path``; 0 if there is none."""
     try:

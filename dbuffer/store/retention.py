@@ -26,7 +26,7 @@ from dbuffer.errors import StoreNotFoundError
 from dbuffer.format import places
 from dbuffer.format.lineage import Lineage
 from dbuffer.format.manifest import Manifest
-from dbuffer.store import filesystem, kept
+from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
 from dbuffer.store.weights_files import WeightsFiles
@@ -41,7 +41,6 @@ class Retention:
         store: the store.
         files: the writer's.
         num_kept: number of versions that are kept besides those in A and B.
-        max_kept_bytes: bytes that these may have in all, or None for any number.
         durable: whether a kept version is flushed.
     """
 
@@ -51,13 +50,11 @@ class Retention:
         files: WeightsFiles,
         *,
         num_kept: int,
-        max_kept_bytes: int | None,
         durable: bool,
     ) -> None:
         self._store = store
         self._files = files
         self._num_kept = num_kept
-        self._max_kept_bytes = max_kept_bytes
         self._durable = durable
         self.spared: str | None = None
         """Buffer of a kept version that stays, because it is being published again."""
@@ -117,24 +114,17 @@ class Retention:
             self._files.sweep(directory, keep=stay)
 
     def _drop_excess(self, newest: Manifest | None, next_one: Lineage) -> dict[str, Manifest]:
-        """Withdraw kept versions beyond the limits, the oldest first, and return them."""
+        """Withdraw kept versions beyond the limit, the oldest first, and return them."""
         dropped: dict[str, Manifest] = {}
-        counted: set[Path] = set()
-        num_kept, num_bytes = 0, 0
+        num_kept = 0
         for buffer, manifest in reversed(self._store.kept().items()):
-            files = set(self._files.named_by(buffer, manifest))
-            if manifest != newest and not kept.is_pinned(self._store, buffer):
-                is_lost = not next_one.reaches(manifest.id)
-                if not is_lost:
-                    num_kept += 1
-                    num_bytes += sum(filesystem.size_at(path) for path in files - counted)
-                limit = self._max_kept_bytes
-                is_excess = num_kept > self._num_kept or (limit is not None and num_bytes > limit)
-                must_go = (is_excess or is_lost) and buffer != self.spared
-                if must_go and kept.withdraw(self._store, buffer):
-                    dropped[buffer] = manifest
-                    continue
-            counted |= files
+            if manifest == newest or kept.is_pinned(self._store, buffer):
+                continue
+            is_lost = not next_one.reaches(manifest.id)
+            num_kept += not is_lost
+            must_go = (is_lost or num_kept > self._num_kept) and buffer != self.spared
+            if must_go and kept.withdraw(self._store, buffer):
+                dropped[buffer] = manifest
         return dropped
 
     def _remove_dropped(self) -> None:

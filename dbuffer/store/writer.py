@@ -42,7 +42,6 @@ from dbuffer.format.manifest import (
     Record,
     WriterRecord,
     encode,
-    step_in,
 )
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
@@ -90,8 +89,7 @@ class BufferWriter:
     """Holds the writer's lock of a store from construction to :meth:`close`.
 
     It begins a run, whose ``run_name`` is its trainer's; a mirror's goes on with the runs of the
-    versions that it copies. With ``keep``, so many versions besides the two in the buffers stay, as
-    far as they have ``keep_bytes`` in all.
+    versions that it copies. With ``keep``, so many versions besides the two in the buffers stay.
 
     Raises:
         OptionError: the directory holds something else; see `foreign`.
@@ -108,7 +106,6 @@ class BufferWriter:
         allow_shared_store: bool,
         run_name: str | None = None,
         keep: int = 0,
-        keep_bytes: int | None = None,
     ) -> None:
         self._keep = keep
         self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
@@ -128,7 +125,6 @@ class BufferWriter:
             self.store,
             self._files,
             num_kept=keep,
-            max_kept_bytes=keep_bytes,
             durable=self._sync,
         )
         self._generation = 0
@@ -136,10 +132,6 @@ class BufferWriter:
         """Times of receivers' records, by id and token, when it began."""
         self._last_number = 0
         """Number of its run's last version, which the store may have lost since."""
-        self.last_step: int | float | None = None
-        """Trainer's step of the last version with one, of this run or the version before it."""
-        self.steps_back = 0
-        """Number of its run's versions whose step was below the last."""
         self._forgot_at = time.monotonic()
         # Between hosts epochs show a second writer; on a local disk readers need locks as well.
         path, may_lack_locks = self.root / places.WRITER_LOCK_FILE, self.medium.reaches_other_hosts
@@ -382,8 +374,6 @@ class BufferWriter:
                 self._last_number = complete.version
             with self._saying_if_published(pointer):
                 self._put(self.root / places.POINTER_FILE, pointer)
-                if not complete.is_copy:
-                    self._note_step(complete)
                 self._files.note_flip()
                 if self.medium.reaches_other_hosts:
                     sizes = {self.store.weights_path(claim.buffer, complete): complete.file_bytes}
@@ -502,28 +492,6 @@ class BufferWriter:
         upon, before = (None, []) if newest is None else (newest.id.number, newest.runs)
         run = Run(mine.token, name, mine.host, mine.pid, mine.started_at, upon)
         self._runs = [run, *before][:MAX_RUNS]
-        manifest = None if newest is None else self.store.manifest_of(newest.id)
-        self.last_step = None if manifest is None else step_in(manifest.metadata)
-
-    def is_step_back(self, metadata: Mapping[str, Any]) -> bool:
-        """Whether the step of a version with this metadata is below the last one."""
-        step = step_in(metadata)
-        return step is not None and self.last_step is not None and step < self.last_step
-
-    def _note_step(self, complete: Manifest) -> None:
-        """Note a version's step; log that it is below the last one, as after an older checkpoint.
-
-        A version without a step changes nothing.
-        """
-        step = step_in(complete.metadata)
-        if self.is_step_back(complete.metadata):
-            self.steps_back += 1
-            logger.warning(
-                "%s: the trainer's step goes back from %s to %s with version %d",
-                *(self.root, self.last_step, step, complete.version),
-            )
-        if step is not None:
-            self.last_step = step
 
     def _recover(self) -> WriterRecord:
         """Begin an epoch, and clear away what dead writers and receivers left behind."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
 import os
 import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -142,62 +141,6 @@ def test_a_name_of_a_run_that_cannot_be_shown_is_refused(store, name):
     with pytest.raises(dbuffer.OptionError, match="run"):
         dbuffer.WeightSender(store, run=name)
     assert not store.exists()
-
-
-STEP_BACK = "step goes back from"
-
-
-def told_steps_back(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [line for line in map(logging.LogRecord.getMessage, caplog.records) if STEP_BACK in line]
-
-
-def test_a_step_that_goes_back_is_told_once(store, caplog):
-    """Also to a trainer that was started again, from an older checkpoint."""
-    with dbuffer.WeightSender(store) as sender:
-        for step in (99, 99, 100.5, None, "101", True, 100):
-            sender.send(WEIGHTS, metadata={} if step is None else {"step": step})
-        assert sender.stats["steps_back"] == 1
-        [line] = told_steps_back(caplog)
-        assert line == f"{store}: the trainer's {STEP_BACK} 100.5 to 100 with version 7"
-    caplog.clear()
-    with dbuffer.WeightSender(store) as again:
-        for step in (80, 81, 120):
-            again.send(WEIGHTS, metadata={"step": step})
-        assert again.stats["steps_back"] == 1
-        [line] = told_steps_back(caplog)
-        assert "from 100 to 80 with version 8" in line
-    with dbuffer.WeightSender(store) as last:
-        last.send(WEIGHTS, metadata={"step": 121})
-        assert last.stats["steps_back"] == 0
-
-
-@pytest.mark.parametrize("delta", [False, True])
-def test_a_step_that_goes_back_is_refused_before_anything_is_touched(store, delta, caplog):
-    options = {"delta": delta, "keep": 2, "steps": "monotonic"}
-    with dbuffer.WeightSender(store, **options) as sender:
-        sender.send(WEIGHTS, metadata={"step": 10})
-        sender.send(WEIGHTS, metadata={"step": 11})
-    with dbuffer.WeightSender(store, **options) as again:
-        before = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
-
-        def refuse(send: Callable[..., Any], *arguments: Any, **more: Any) -> None:
-            with pytest.raises(dbuffer.VersionError, match=r"step 10.* is below step 11"):
-                send(*arguments, **more)
-
-        if delta:
-            refuse(again.send_patches, [], metadata={"step": 10})
-        refuse(again.send, WEIGHTS, metadata={"step": 10})
-        refuse(again.send, WEIGHTS, metadata={"step": 10.5}, wait=False)
-        assert {path: path.read_bytes() for path in store.rglob("*") if path.is_file()} == before
-        refuse(again.republish, 1)
-        assert again.republish(1, metadata={"step": 11}).version == 3
-        assert again.send(WEIGHTS).version == 4, "it has no step"
-        refuse(again.send, WEIGHTS, metadata={"step": 10})
-        assert again.send(WEIGHTS, metadata={"step": 12}, wait=False).wait().version == 5
-        assert again.stats["steps_back"] == 0
-    assert not told_steps_back(caplog)
-    with pytest.raises(dbuffer.OptionError, match="steps"):
-        dbuffer.WeightSender(store, steps="up")
 
 
 # What others may rely on who look into a store without dbuffer

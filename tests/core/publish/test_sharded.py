@@ -630,25 +630,6 @@ def test_one_rank_alone_can_neither_publish_nor_load_what_all_hold(world, store)
         assert "dbuffer.ShardedWeightSender" in no_send
 
 
-def send_steps(rank: int, store: Path, steps: str, run: str) -> list[float]:
-    """Send a version for each step; return how often the step went back."""
-    with ShardedWeightSender(store, run=run, steps=steps) as sender:
-        for step in (10, 12, 11):
-            # Rank 0's counts.
-            sender.send({"a": torch.ones(3)}, metadata={"step": step if rank == 0 else 0})
-        return sender.stats["steps_back"]
-
-
-def test_a_step_that_goes_back_is_told_or_refused_on_all_ranks(world, store):
-    steps_back = world.run(send_steps, store, "any", "exp-7")
-    assert steps_back == [1] + [0] * (len(world.ranks) - 1)
-    assert [run.name for run in DoubleBuffer(store).pointer().runs] == ["exp-7"]
-    for outcome in world.outcomes(send_steps, store, "monotonic", "exp-8"):
-        assert outcome.kind == "VersionError"
-        assert "step 10 is below step 11" in outcome.message
-    assert DoubleBuffer(store).pointer().version == 3
-
-
 # Ranks that die
 
 

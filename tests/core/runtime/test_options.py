@@ -134,7 +134,7 @@ MAKERS: dict[str, tuple[Any, str]] = {
     "WeightSender": (
         dbuffer.WeightSender,
         "reader_timeout_s num_threads num_threads=0 checksum delta as_checkpoint durable "
-        "allow_shared_store dtype rename keep keep_bytes run steps require_finite",
+        "allow_shared_store dtype rename keep run require_finite",
     ),
     "WeightReceiver": (
         dbuffer.WeightReceiver,

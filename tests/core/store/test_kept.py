@@ -212,15 +212,6 @@ def test_nothing_is_left_of_what_is_not_kept(store, mount):
     assert_tidy(store)
 
 
-def test_bytes_bound_what_is_kept(store):
-    with pytest.raises(dbuffer.OptionError, match="keep_bytes"):
-        dbuffer.WeightSender(store, keep_bytes=1)
-    num_bytes = sum(tensor.nbytes for tensor in SMALL.weights(1).values())
-    with dbuffer.WeightSender(store, keep=10, keep_bytes=3 * num_bytes) as sender:
-        publish(sender, *range(1, 9))
-    assert readable(store, 8) == [5, 6, 7, 8]
-
-
 def test_a_sender_that_rewrites_files_spares_a_kept_one(store):
     """Killed between keeping a version and marking its buffer, a sender leaves one file in both."""
     with dbuffer.WeightSender(store) as sender:
