@@ -27,7 +27,7 @@ from dbuffer.runtime import options
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import os_errors
-from dbuffer.store.foreign import other_contents, other_weights
+from dbuffer.store.foreign import other_contents
 from dbuffer.store.listing import RecordListing, read_record
 from dbuffer.store.liveness import Process
 from dbuffer.store.medium import Medium, medium_of
@@ -120,7 +120,7 @@ class DoubleBuffer:
         """Return a clause for messages of readers that found no version."""
         if not self.exists():
             return ", which does not exist"
-        contents = other_weights(self.root) or other_contents(self.root)
+        contents = other_contents(self.root)
         return "" if contents is None else f", which holds {contents}, and no store"
 
     def note_wait(self) -> None:

@@ -1,8 +1,6 @@
 """Directories that hold something other than a store: a checkpoint, other stores, TorchRL weights.
 
 A sender must not write a store into any of them: other files would be mixed with a store's.
-Receivers of TorchRL's own double buffer keep reading its files, whatever is published beside them:
-if only the trainer moves to dbuffer, they serve the last old weights.
 """
 
 from __future__ import annotations
@@ -12,12 +10,6 @@ from pathlib import Path
 from dbuffer.errors import OptionError
 from dbuffer.format import places
 from dbuffer.store.filesystem import os_errors
-
-_TORCHRL_META = "meta.json"
-"""File that ``TensorDict.memmap`` writes into a directory, and into each nested one."""
-
-_TORCHRL_TENSORS = "*.memmap"
-_TORCHRL_WEIGHTS = f"weights of TorchRL's own double buffer ({_TORCHRL_META}, {_TORCHRL_TENSORS})"
 
 _PARTS = {
     *places.BUFFERS,
@@ -44,18 +36,6 @@ _OF_MOUNTS = "lost+found"
 """Directory at the root of an ext4 filesystem, which may be a store's own mount."""
 
 _NUM_NAMED = 3
-
-_CHECKPOINT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
-
-
-def other_weights(root: Path) -> str | None:
-    """Name the weights of another kind that a directory holds, or return None."""
-    with os_errors("look for other weights", root):
-        files = [path.name for pattern in _CHECKPOINT_FILES for path in root.glob(pattern)]
-        if files:
-            return f"a checkpoint ({min(files)})"
-        is_torchrl = (root / _TORCHRL_META).is_file() and any(root.rglob(_TORCHRL_TENSORS))
-    return _TORCHRL_WEIGHTS if is_torchrl else None
 
 
 def other_contents(root: Path) -> str | None:
@@ -84,17 +64,9 @@ def require_own_directory(root: Path) -> None:
     """Refuse to write a store into a directory that holds something else.
 
     Raises:
-        OptionError: the directory holds a checkpoint, TorchRL's weights, or other files.
+        OptionError: the directory holds other files.
         StoreAccessError: the directory cannot be listed.
     """
-    other = other_weights(root)
-    if other == _TORCHRL_WEIGHTS:
-        raise OptionError(
-            f"{root} holds {other}, which receivers of TorchRL's own scheme would go on reading: "
-            "change the receivers' import to dbuffer as well, then remove these files"
-        )
-    if other is not None:
-        raise OptionError(f"{root} holds {other}: give the store another directory")
     contents = other_contents(root)
     if contents is not None:
         raise OptionError(

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tensordict import TensorDict
 from torch import distributed
 
 import dbuffer
@@ -23,20 +22,6 @@ from tests.support.soak import in_turn
 from tests.support.stores import contents, small_disk
 
 WEIGHTS = {"a": torch.ones(4)}
-OLD = {"a": torch.zeros(4), "nested": {"b": torch.zeros(2), "deeper": {"c": torch.zeros(1)}}}
-
-
-def write_as_torchrl(directory: Path) -> None:
-    """Write weights as TorchRL's ``VLLMDoubleBufferTransport.send_weights`` does."""
-    TensorDict(OLD, batch_size=[]).memmap(directory, num_threads=1)
-    directory.chmod(0o700)
-
-
-@pytest.fixture
-def torchrls(tmp_path: Path) -> Path:
-    path = tmp_path / "policy"
-    write_as_torchrl(path)
-    return path
 
 
 @pytest.fixture
@@ -66,16 +51,6 @@ def mirror(directory: Path, **more: Any) -> None:
 SENDERS = [send, send_sharded, mirror]
 
 
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("publish", SENDERS)
-def test_no_sender_writes_beside_torchrls_weights(torchrls, publish):
-    """Receivers of TorchRL's own scheme would go on serving the old ones."""
-    before = contents(torchrls)
-    with pytest.raises(OptionError, match="receivers of TorchRL's own scheme"):
-        publish(torchrls)
-    assert contents(torchrls) == before
-
-
 def fill(directory: Path, *files: str) -> None:
     """Put files of something else into a directory."""
     directory.mkdir(mode=0o700)
@@ -88,8 +63,8 @@ def fill(directory: Path, *files: str) -> None:
 @in_turn(
     ("files", "there", "publish"),
     [
-        pytest.param(["model.safetensors"], "a checkpoint (model.safetensors)"),
-        pytest.param(["pytorch_model-1.bin", "x"], "a checkpoint (pytorch_model-1.bin)"),
+        pytest.param(["config.json", "model.safetensors"], "config.json, model.safetensors"),
+        pytest.param(["a.memmap", "meta.json"], "a.memmap, meta.json, and no store"),
         pytest.param(["policy/CURRENT"], "policy, and no store"),
         pytest.param(["notes.txt", "data/x"], "data, notes.txt, and no store"),
         pytest.param([f"run-{n}/x" for n in range(5)], "run-0, run-1, run-2 and 2 more, and no "),
@@ -102,7 +77,7 @@ def test_no_sender_writes_beside_other_files(tmp_path, files, there, publish):
     before = contents(directory)
     with pytest.raises(OptionError, match=re.escape(f"{directory} holds {there}")) as error:
         publish(directory)
-    assert ("checkpoint" in there) != (f" such as {directory}/" in str(error.value))
+    assert f" such as {directory}/" in str(error.value)
     assert contents(directory) == before
 
 
@@ -140,21 +115,23 @@ def test_the_mode_of_a_mount_is_not_to_be_changed(tmp_path):
             send(mount)
 
 
-def test_readers_say_what_is_there(torchrls, caplog, capsys):
-    with caplog.at_level(logging.WARNING), dbuffer.WeightReceiver(torchrls) as receiver:
+def test_readers_say_what_is_there(tmp_path, caplog, capsys):
+    directory = tmp_path / "model"
+    fill(directory, "model.safetensors")
+    with caplog.at_level(logging.WARNING), dbuffer.WeightReceiver(directory) as receiver:
         assert receiver.load_into({}) is None
         assert receiver.load_into({}) is None
-        (record,) = [each for each in caplog.records if str(torchrls) in each.message]
-        assert "holds weights of TorchRL's own double buffer" in record.message
+        (record,) = [each for each in caplog.records if str(directory) in each.message]
+        assert "which holds model.safetensors, and no store" in record.message
         with (
-            pytest.raises(WaitTimeoutError, match="TorchRL"),
+            pytest.raises(WaitTimeoutError, match="holds model"),
             receiver.open(timeout_s=0),
         ):
             pass
     for expected, *arguments in ((1, "ls"), (1, "verify"), (3, "follow", "--timeout-s", "0")):
-        code, _, err = call(capsys, *arguments, torchrls)
+        code, _, err = call(capsys, *arguments, directory)
         assert code == expected
-        assert "which holds weights of TorchRL's own" in err
+        assert "which holds model.safetensors, and no store" in err
 
 
 def test_a_reader_of_a_mistyped_path_says_so_once(tmp_path, caplog):
@@ -166,7 +143,7 @@ def test_a_reader_of_a_mistyped_path_says_so_once(tmp_path, caplog):
     assert caplog.messages == [f"waiting for a first version in {path}, which does not exist"]
 
 
-def test_the_command_line_refuses_as_wrong_usage(torchrls, tmp_path, capsys):
+def test_the_command_line_refuses_as_wrong_usage(tmp_path, capsys):
     save_file(WEIGHTS, tmp_path / "model.safetensors")
     project = tmp_path / "project"
     fill(project, "notes.txt", "data/x")
@@ -176,10 +153,6 @@ def test_the_command_line_refuses_as_wrong_usage(torchrls, tmp_path, capsys):
     assert (code, contents(project)) == (2, before)
     assert "holds data, notes.txt, and no store" in err
     send(remote := tmp_path / "remote")
-    for command in (
-        ["publish", tmp_path / "model.safetensors", torchrls],
-        ["mirror", remote, torchrls, "--count", "1"],
-    ):
-        code, _, err = call(capsys, *command)
-        assert code == 2
-        assert "holds weights of TorchRL's own" in err
+    code, _, err = call(capsys, "mirror", remote, project, "--count", "1")
+    assert code == 2
+    assert "holds data, notes.txt, and no store" in err
