@@ -18,6 +18,7 @@ parts. A reader joins the pieces in memory.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -287,8 +288,13 @@ class Layout:
         return json.dumps(data, separators=(",", ":")).encode("ascii")
 
     @classmethod
+    @functools.lru_cache(maxsize=4)
     def decode(cls, data: bytes, end: int) -> Layout:
-        """Read :meth:`encode`'s bytes, strictly; every tensor must lie below ``end``."""
+        """Read :meth:`encode`'s bytes, strictly; every tensor must lie below ``end``.
+
+        The last ones are kept: to decode the layout of 100,000 tensors takes a second, and its
+        bytes stay the same until the weights' names, dtypes or shapes change.
+        """
         record = decode(_LayoutRecord, data)
         aliases = record.aliases
         specs, offsets, free = [], [], 0
@@ -324,27 +330,6 @@ class Layout:
         data |= {"cls_metadata": attributes}
         text = json.dumps(data, separators=(",", ":")).encode("ascii")
         return text + len(text).to_bytes(8, "little")
-
-
-class KeptLayouts:
-    """The last layouts that were decoded, by the digest of their bytes.
-
-    The layout of 100,000 tensors is read and hashed in milliseconds, and decoded in a second. Its
-    bytes stay the same until the weights' names, dtypes or shapes change.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, int], Layout] = {}
-
-    def decode(self, data: bytes, data_xxh3: str, end: int) -> Layout:
-        """As :meth:`Layout.decode`; ``data_xxh3`` is the digest that ``data`` has."""
-        layout = self._kept.get((data_xxh3, end))
-        if layout is None:
-            layout = Layout.decode(data, end=end)
-            # One for each buffer: a new one comes into one of them, while the other is still read.
-            newest = dict(list(self._kept.items())[-1:])
-            self._kept = {**newest, (data_xxh3, end): layout}
-        return layout
 
 
 def align(offset: int) -> int:

@@ -17,7 +17,7 @@ from dbuffer.errors import (
     StoreCorruptError,
     StoreNotFoundError,
 )
-from dbuffer.format.layout import KeptLayouts, digest
+from dbuffer.format.layout import digest
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import Versioned
 from dbuffer.format.objects import (
@@ -64,12 +64,11 @@ class HeldObjects(HeldInMemory):
         self._bucket = bucket
         self.record = version
         name = bucket.name_of(weights_directory(version.manifest.file_version))
-        layouts = KeptLayouts() if before is None else before.layouts
         if before is not None and before.record.weights_parts == version.weights_parts:
             footer = before.footer
         else:
             footer = self._fetch_footer()
-        super().__init__(name, version.manifest, layouts, footer)
+        super().__init__(name, version.manifest, footer)
 
     def is_still_named(self) -> bool:
         newest = newest_version(self._bucket)

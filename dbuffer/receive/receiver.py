@@ -285,7 +285,6 @@ class WeightReceiver(Closing, ProcessBound):
         target: Target,
         *,
         partial: bool = False,
-        views: bool = False,
     ) -> int | None:
         """Load the newest version, unless this receiver has loaded it already.
 
@@ -300,8 +299,6 @@ class WeightReceiver(Closing, ProcessBound):
                 version's tensors. A version that lacks a tensor of an earlier one is refused,
                 because that tensor would keep its earlier values. The receiver remembers which
                 tensors it has loaded: use one receiver for one target.
-            views: give a function views of the store in place of copies, which it may keep. A view
-                is valid during the call: a later version overwrites it.
 
         Returns:
             The version loaded, or None if there is nothing newer (or nothing at all).
@@ -322,7 +319,7 @@ class WeightReceiver(Closing, ProcessBound):
                 self._note_wait()
                 return None
             try:
-                version = self._load_newest(target, partial, views)
+                version = self._load_newest(target, partial)
                 if self._seen is None:
                     self._note_wait()
                 return version
@@ -338,7 +335,7 @@ class WeightReceiver(Closing, ProcessBound):
                     )
                 raise
 
-    def _load_newest(self, target: Target, partial: bool, views: bool) -> int | None:
+    def _load_newest(self, target: Target, partial: bool) -> int | None:
         """Load the newest version; raise `OvertakenError` if a writer was faster."""
         hold = functools.partial(self._hold, self._loaded)
         with self._holding(hold, is_reported=True) as held:
@@ -346,7 +343,7 @@ class WeightReceiver(Closing, ProcessBound):
                 return None
             manifest = held.manifest
             refuse_adapter(manifest.metadata)
-            self._load(held, target, partial, views)
+            self._load(held, target, partial)
             held.require_unchanged()
             self._loaded = manifest.version
             self._set_applied(manifest.lineage)
@@ -597,13 +594,13 @@ class WeightReceiver(Closing, ProcessBound):
         self._remember_metadata(held.manifest)
         return held
 
-    def _load(self, held: Held, target: Target, partial: bool, views: bool) -> None:
+    def _load(self, held: Held, target: Target, partial: bool) -> None:
         """Fill the target; raise `OvertakenError` if a writer was faster."""
         if callable(target) and not isinstance(target, nn.Module | Mapping):
             tensors = self.reader.read(held)
             self._remember_names(held, tensors.layout.names, partial)
             # Later versions overwrite the memory that the pairs are read from.
-            with contextlib.closing(_pairs_of(tensors, views=views)) as pairs:
+            with contextlib.closing(_pairs_of(tensors)) as pairs:
                 returned = target(pairs)
             if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
                 returned.close()
@@ -635,9 +632,9 @@ class WeightReceiver(Closing, ProcessBound):
         self._loaded_names.add(names, version)
 
 
-def _pairs_of(tensors: FileTensors, *, views: bool) -> Generator[tuple[str, torch.Tensor]]:
+def _pairs_of(tensors: FileTensors) -> Generator[tuple[str, torch.Tensor]]:
     for name, tensor in SnapshotTensors(tensors.data, tensors.layout).items():
-        yield name, tensor if views else tensor.clone()
+        yield name, tensor.clone()
 
 
 def _check_version(name: str, value: int | None) -> None:

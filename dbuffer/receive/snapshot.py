@@ -120,20 +120,6 @@ class Snapshot(ProcessBound):
         """Name, dtype and shape of every tensor, in the file's order."""
         return self._contents.layout.specs
 
-    @property
-    def has_checksums(self) -> bool:
-        """Whether it was published with checksums."""
-        return self._held.manifest.checksums_xxh3 is not None
-
-    def damaged_tensors(self) -> list[str]:
-        """Names of the tensors whose bytes differ from those published; all tensors are read.
-
-        Raises:
-            StoreCorruptError: it was published without checksums.
-        """
-        checksums = self._copier.checksums(self._contents)
-        return wrong_tensors(self._held, self._contents.layout, checksums)
-
     def read_ahead(self) -> None:
         """Map every page into this process's page table, so that reading causes no page faults."""
         self._contents.read_ahead()

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from dbuffer import errors
 from dbuffer.format import places
-from dbuffer.format.layout import KeptLayouts
 from dbuffer.format.lineage import Relation, VersionId, describe_fork, relation
 from dbuffer.format.manifest import (
     MAX_RECORD_BYTES,
@@ -41,8 +40,6 @@ class DoubleBuffer:
     def __init__(self, root: str | os.PathLike[str], *, allow_shared_store: bool = False) -> None:
         self.root = options.directory("store", root)
         self.owner_only = not options.flag("allow_shared_store", allow_shared_store)
-        self.layouts = KeptLayouts()
-        """The layouts that were decoded last."""
         self._medium: Medium | None = None
         self._device: int | None = None
         self._listing = RecordListing(

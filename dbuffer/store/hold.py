@@ -27,7 +27,7 @@ from typing import NamedTuple, NoReturn, Self
 
 from dbuffer import errors
 from dbuffer.format import places
-from dbuffer.format.layout import KeptLayouts, Layout, digest
+from dbuffer.format.layout import Layout, digest
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE, Manifest, Pointer
 from dbuffer.runtime.timing import TIMING, doubling
@@ -56,11 +56,6 @@ class HeldVersion(abc.ABC):
     @abc.abstractmethod
     def name(self) -> str:
         """Name of its weights file, for messages."""
-
-    @property
-    @abc.abstractmethod
-    def layouts(self) -> KeptLayouts:
-        """The layouts that were decoded last from this store or bucket."""
 
     @abc.abstractmethod
     def release(self) -> None:
@@ -113,13 +108,12 @@ class HeldVersion(abc.ABC):
         """Read and check the layout at the end of the weights file."""
         manifest = self.manifest
         data = self.read_at(manifest.layout_offset, manifest.layout_bytes)
-        data_xxh3 = digest(data)
-        if data_xxh3 != manifest.layout_xxh3:
+        if digest(data) != manifest.layout_xxh3:
             raise errors.StoreCorruptError(
                 f"{self.name}: its layout was damaged after it was published"
             )
         try:
-            layout = self.layouts.decode(data, data_xxh3, manifest.checksums_offset)
+            layout = Layout.decode(data, manifest.checksums_offset)
         except UNDECODABLE as error:
             raise type(error)(f"{self.name}: {error}") from None
         if len(layout.specs) != manifest.num_tensors:
@@ -145,10 +139,6 @@ class Held(HeldVersion):
     @property
     def name(self) -> str:
         return str(self.path)
-
-    @property
-    def layouts(self) -> KeptLayouts:
-        return self.store.layouts
 
     def release(self) -> None:
         self.file.close()
@@ -196,25 +186,19 @@ class HeldInMemory(HeldVersion):
     Args:
         name: name of its weights file, for messages.
         manifest: its manifest.
-        layouts: the layouts that were decoded last from there.
         footer: the weights file from the table of checksums to the end of the layout.
     """
 
-    def __init__(self, name: str, manifest: Manifest, layouts: KeptLayouts, footer: bytes) -> None:
+    def __init__(self, name: str, manifest: Manifest, footer: bytes) -> None:
         self.manifest = manifest
         self.footer = footer
         self.deltas: dict[VersionId, Descriptor] = {}
         """Open files with deltas, by the versions that they lead to."""
         self._name = name
-        self._layouts = layouts
 
     @property
     def name(self) -> str:
         return self._name
-
-    @property
-    def layouts(self) -> KeptLayouts:
-        return self._layouts
 
     def release(self) -> None:
         for file in self.deltas.values():

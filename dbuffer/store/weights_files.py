@@ -80,12 +80,10 @@ class WeightsFiles(ABC):
             replaced: manifest that named files until now, in this directory or another.
         """
 
-    @abstractmethod
-    def note_flip(self) -> None:
+    def note_flip(self) -> None:  # noqa: B027 - readers of a local mount see a write at once
         """Note that a version was published just now."""
 
-    @abstractmethod
-    def remove_unneeded(self) -> None:
+    def remove_unneeded(self) -> None:  # noqa: B027 - on a local mount no file is left
         """Remove files that were left for their readers and that no reader needs any more.
 
         Call it after a manifest was replaced, never before.
@@ -251,9 +249,3 @@ class LocalFiles(WeightsFiles):
                 self.close_at(path)
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
-
-    def note_flip(self) -> None:
-        """Do nothing: readers see a write at once."""
-
-    def remove_unneeded(self) -> None:
-        """Do nothing: no file is left for its readers."""

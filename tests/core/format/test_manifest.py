@@ -200,10 +200,10 @@ def test_no_field_takes_a_number_that_no_float_can_have(record):
             decode(type(record), changed(record, **{name: 10**400}))
 
 
-def test_a_refusal_says_what_it_found_and_where():
+def test_a_refusal_says_where():
     message = (
-        r"^version pointer: Expected `int` >= 1 - at `\$.id\[1\]`, found -3$",
-        rf"^version pointer: Expected `str` matching regex .* - at `\$.writer`, found '{RUN}x'$",
+        r"^version pointer: Expected `int` >= 1 - at `\$.id\[1\]`$",
+        r"^version pointer: Expected `str` matching regex .* - at `\$.writer`$",
     )
     for values, said in zip(({"id": [RUN, -3]}, {"writer": f"{RUN}x"}), message, strict=True):
         with pytest.raises(StoreCorruptError, match=said):

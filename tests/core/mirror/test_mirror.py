@@ -934,7 +934,8 @@ def test_start_returns_when_readers_find_nothing_of_the_last_run(remote, local, 
             waiter.start()
         with quick(remote, local, progress=slow).start() as one:
             with dbuffer.WeightReceiver(local) as reader, reader.open(timeout_s=TIMEOUT_S) as first:
-                assert OTHER.version_of(dict(first.tensors)) == 7
+                # The other mirror may have been in the middle of an earlier version.
+                assert OTHER.version_of(dict(first.tensors)) == first.version
             arrives(one, local, 7, OTHER)
         if then == "alive":
             waiter.join()

@@ -381,12 +381,11 @@ class TestFunctions:
                 receiver.load_into(function)
             assert receiver.load_into(dict) == 1
 
-    @pytest.mark.parametrize("views", [False, True])
-    def test_pairs_end_with_the_call(self, store, sender, views):
+    def test_pairs_end_with_the_call(self, store, sender):
         sender.send(weights_of(1))
         kept = []
         with dbuffer.WeightReceiver(store) as receiver:
-            receiver.load_into(kept.append, views=views)
+            receiver.load_into(kept.append)
         assert list(kept[0]) == []
 
 
@@ -537,33 +536,17 @@ class TestVerifying:
             require_refused(receiver, dbuffer.StoreCorruptError, r"version 1 .*: b;", READS)
         for verify in (False, "auto"):  # on a local disk it is left out
             with dbuffer.WeightReceiver(store, verify=verify) as receiver:
-                with receiver.open() as snapshot:
-                    assert snapshot.damaged_tensors() == ["b"]
+                assert receiver.load_into(dict) == 1
 
     def test_refuses_what_has_no_checksums(self, sender, store):
         sender.send(weights_of(1))
         with dbuffer.WeightReceiver(store, verify=True) as receiver:
             require_refused(receiver, dbuffer.StoreCorruptError, "checksum=True", READS)
-        with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
-            assert not snapshot.has_checksums
 
 
 class TestKeptLayouts:
-    @pytest.fixture
-    def decoded(self, monkeypatch):
-        """How many tensors each layout had that was decoded."""
-        counts = []
-        original = Layout.decode.__func__
-
-        def decode(kind, data, end):
-            layout = original(kind, data, end)
-            counts.append(len(layout.specs))
-            return layout
-
-        monkeypatch.setattr(Layout, "decode", classmethod(decode))
-        return counts
-
-    def test_of_both_buffers_are_decoded_once_by_all_that_read(self, mount, store, decoded):
+    def test_of_both_buffers_are_decoded_once_by_all_that_read(self, mount, store):
+        Layout.decode.cache_clear()
         target: dict[str, torch.Tensor] = {}
 
         def load(pairs):
@@ -582,8 +565,7 @@ class TestKeptLayouts:
                 assert pattern.version_of(target) == version
             sender.send({"third": torch.ones(2)})
             receiver.load_into(list)
-            assert len(receiver._store.layouts._kept) == 2
-        assert decoded == [len(OTHER.names), len(SMALL.names), 1]
+        assert Layout.decode.cache_info().misses == 3
 
     def test_the_files_own_is_checked_all_the_same(self, mount, store):
         with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:

@@ -208,8 +208,6 @@ def test_a_snapshot_of_any_version_outlives_its_file(store, sender, receiver):
     publish(sender, 1, 2)
     with receiver.open(version=1) as snapshot:
         assert DoubleBuffer(store).manifest("B").is_final
-        assert snapshot.has_checksums
-        assert snapshot.damaged_tensors() == []
         publish(sender, 3, 4, 5)
         for path in store.glob("[AB]/weights-*"):
             os.truncate(path, 0)
