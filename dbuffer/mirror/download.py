@@ -40,12 +40,12 @@ from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import require_successor
 from dbuffer.store.filesystem import Descriptor
-from dbuffer.store.hold import HeldInMemory
+from dbuffer.store.hold import HeldVersion
 from dbuffer.store.records import OwnRecord
 from dbuffer.store.watcher import wait_and_clear
 
 
-class HeldObjects(HeldInMemory):
+class HeldObjects(HeldVersion):
     """A version in a bucket; its methods bring deltas and weights of it into memory.
 
     Args:
@@ -63,12 +63,34 @@ class HeldObjects(HeldInMemory):
     ) -> None:
         self._bucket = bucket
         self.record = version
-        name = bucket.name_of(weights_directory(version.manifest.file_version))
-        if before is not None and before.record.weights_parts == version.weights_parts:
-            footer = before.footer
-        else:
-            footer = self._fetch_footer()
-        super().__init__(name, version.manifest, footer)
+        self.manifest = version.manifest
+        self.deltas: dict[VersionId, Descriptor] = {}
+        """Open files with deltas, by the versions that they lead to."""
+        has_footer = before is not None and before.record.weights_parts == version.weights_parts
+        self.footer: bytes = before.footer if before and has_footer else self._fetch_footer()
+
+    @property
+    def name(self) -> str:
+        return self._bucket.name_of(weights_directory(self.manifest.file_version))
+
+    def release(self) -> None:
+        for file in self.deltas.values():
+            file.close()
+        self.deltas.clear()
+
+    def is_unchanged(self) -> bool:
+        return True  # no other process writes this memory
+
+    def open_delta(self, version: VersionId) -> tuple[str, Descriptor]:
+        # Opened once more: the caller closes it.
+        path = f"/proc/self/fd/{self.deltas[version].number}"
+        name = f"{self.name}, delta to {version}"
+        with filesystem.os_errors("open a delta in memory", name):
+            return name, Descriptor.open(path, os.O_RDONLY)
+
+    def read_at(self, offset: int, num_bytes: int) -> bytes:
+        start = offset - self.manifest.checksums_offset
+        return self.footer[start : start + num_bytes]
 
     def is_still_named(self) -> bool:
         newest = newest_version(self._bucket)

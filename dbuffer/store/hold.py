@@ -180,49 +180,6 @@ class Held(HeldVersion):
             return filesystem.read_at(self.file.number, offset, num_bytes)
 
 
-class HeldInMemory(HeldVersion):
-    """A version from elsewhere, with its footer and some of its deltas in memory.
-
-    Args:
-        name: name of its weights file, for messages.
-        manifest: its manifest.
-        footer: the weights file from the table of checksums to the end of the layout.
-    """
-
-    def __init__(self, name: str, manifest: Manifest, footer: bytes) -> None:
-        self.manifest = manifest
-        self.footer = footer
-        self.deltas: dict[VersionId, Descriptor] = {}
-        """Open files with deltas, by the versions that they lead to."""
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def release(self) -> None:
-        for file in self.deltas.values():
-            file.close()
-        self.deltas.clear()
-
-    def is_unchanged(self) -> bool:
-        return True  # no other process writes this memory
-
-    def is_still_named(self) -> bool:
-        return True
-
-    def open_delta(self, version: VersionId) -> tuple[str, Descriptor]:
-        # Opened once more: the caller closes it.
-        path = f"/proc/self/fd/{self.deltas[version].number}"
-        name = f"{self._name}, delta to {version}"
-        with os_errors("open a delta in memory", name):
-            return name, Descriptor.open(path, os.O_RDONLY)
-
-    def read_at(self, offset: int, num_bytes: int) -> bytes:
-        start = offset - self.manifest.checksums_offset
-        return self.footer[start : start + num_bytes]
-
-
 def hold_newest(
     store: DoubleBuffer,
     *,
