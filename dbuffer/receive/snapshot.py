@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +15,8 @@ from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.ranges import Integers
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
-from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import (
     FileTensors,
-    MappedTensors,
-    as_bytes,
     copy_one,
     new_memory,
     view_tensor,
@@ -29,8 +24,6 @@ from dbuffer.io.tensors import (
 from dbuffer.receive.reader import wrong_tensors
 from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.messages import listed
-from dbuffer.store import filesystem
-from dbuffer.store.filesystem import os_errors
 from dbuffer.store.hold import Held
 from dbuffer.weights.targets import Match
 
@@ -110,8 +103,7 @@ class Snapshot(ProcessBound):
     def path(self) -> Path:
         """The weights file, which ``TensorDict.from_consolidated`` opens as well.
 
-        On a network mount it may hold an earlier version, and deltas lead from that to this one:
-        :meth:`as_file` gives a file of this version.
+        On a network mount it may hold an earlier version, and deltas lead from that to this one.
         """
         return self._held.path
 
@@ -182,29 +174,6 @@ class Snapshot(ProcessBound):
             logger.warning("%s: reading it whole: %s", self.path, str(error))
             return None
         return {layout.specs[index].name: positions for index, positions in changes.items()}
-
-    @contextlib.contextmanager
-    def as_file(self) -> Iterator[Path]:
-        """Provide a file that other processes of this host can open while the block lasts.
-
-        On a local mount it is the weights file itself, by way of its open descriptor: it stays even
-        if a sender has no patience and unlinks it. On a network mount, where a file goes without
-        asking and may be in parts, it is a copy in ``TMPDIR``.
-
-        Raises:
-            StoreFullError, StoreAccessError: there is no room for a copy, or it cannot be written.
-        """
-        if isinstance(self._contents, MappedTensors):
-            yield filesystem.path_of(self._held.file.number)
-            return
-        with contextlib.ExitStack() as stack:
-            action = "copy a version for others to read (TMPDIR is where there is room)"
-            with os_errors(action, Path(tempfile.gettempdir())):
-                file = stack.enter_context(tempfile.TemporaryFile())
-                footer = Footer.of(self._contents.layout.joined())
-                filesystem.write_at(file.fileno(), 0, as_bytes(self._contents.data))
-                footer.write(file.fileno())
-            yield filesystem.path_of(file.fileno())
 
     @property
     def layout(self) -> Layout:

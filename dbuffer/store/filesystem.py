@@ -607,11 +607,6 @@ def unlock(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def path_of(descriptor: int) -> Path:
-    """Return a path that other processes of this host can open, even if the file is unlinked."""
-    return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
-
-
 class Descriptor(Closing, ProcessBound):
     """An open file that is closed when dropped, and in every child that is forked.
 

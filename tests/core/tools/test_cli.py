@@ -19,8 +19,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tensordict import TensorDict
-from torch import distributed
 
 import dbuffer
 from dbuffer.__main__ import main
@@ -390,53 +388,6 @@ def test_a_port_for_metrics_that_is_taken_is_named(capsys, tmp_path, store):
     assert (code, out) == (1, "")
     assert f"dbuffer: cannot serve metrics on port {port} (Address already in use)" in err
     assert not (tmp_path / "y").exists()
-
-
-def values_in(file: Path) -> dict[str, list[float]]:
-    tensors = TensorDict.from_consolidated(file)
-    return {name: tensor.unique().tolist() for name, tensor in tensors.items()}
-
-
-@pytest.mark.usefixtures("mount")
-@pytest.mark.timing(keep_superseded_s=0.0)
-def test_a_file_of_a_version_stays_for_as_long_as_it_is_held(tmp_path):
-    """Others are published meanwhile, by a sender that waits for nobody."""
-    store = tmp_path / "store"
-    with dbuffer.WeightSender(store, reader_timeout_s=0.01) as sender:
-        sender.send({"a": torch.full((8,), 1.0), "b": torch.full((3,), 2.0)})
-        with (
-            dbuffer.WeightReceiver(store) as receiver,
-            contextlib.suppress(dbuffer.SnapshotEvictedError),  # it was held for too long
-            receiver.open(acknowledge=False) as snapshot,
-            snapshot.as_file() as file,
-        ):
-            for version in range(2, 7):
-                sender.send({"a": torch.full((8,), 10.0 * version), "b": torch.full((3,), 0.0)})
-            assert values_in(file) == {"a": [1.0], "b": [2.0]}
-
-
-@pytest.mark.usefixtures("network")
-def test_a_version_in_parts_is_one_file(tmp_path):
-    if not distributed.is_initialized():
-        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with dbuffer.ShardedWeightSender(tmp_path / "store") as sender:
-            sender.send({"a": torch.full((8,), 1.0), "b": torch.full((3,), 2.0)})
-    finally:
-        distributed.destroy_process_group()
-    with dbuffer.WeightReceiver(tmp_path / "store") as receiver, receiver.open() as snapshot:
-        assert snapshot.layout.is_in_parts
-        with snapshot.as_file() as path:
-            assert values_in(path) == {"a": [1.0], "b": [2.0]}
-        assert not path.exists()
-
-
-@pytest.mark.usefixtures("network")
-def test_no_room_for_a_copy_as_a_file(monkeypatch, tmp_path, store):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not there"))
-    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
-        with pytest.raises(dbuffer.StoreNotFoundError, match="not there"), snapshot.as_file():
-            pass
 
 
 def test_who_only_looks_is_no_receiver_that_a_sender_waits_for(tmp_path, store, checkpoint):
