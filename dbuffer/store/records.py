@@ -28,7 +28,6 @@ from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.messages import described
 from dbuffer.runtime.timing import TIMING
-from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
@@ -235,11 +234,7 @@ class RecordFile(OwnRecord):
         """Start the heartbeat, where a file must be touched, or could not be written."""
         needs_heartbeat = self._store.medium.reaches_other_hosts or not self._can_write
         if self._heartbeat is None and needs_heartbeat:
-            try:
-                self._heartbeat = _start_heartbeat(self._beat)
-            except RuntimeError as error:  # no more threads: each write shows life, and tries again
-                message = "no heartbeat of receiver %s (%s): taken for dead if it writes nothing"
-                log_once(logger, message, self._record.receiver, str(error))
+            self._heartbeat = _start_heartbeat(self._beat)
 
     def _beat(self) -> None:
         """Write what could not be written before, or else show life."""
