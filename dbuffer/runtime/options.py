@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from dbuffer.errors import OptionError
 
@@ -79,18 +79,13 @@ def path(name: str, value: str | os.PathLike[str]) -> Path:
 def directory(name: str, value: Any) -> Path:
     """A directory's path, made absolute: it stays where it is when the process changes its own.
 
-    Refused if empty, as the value of an unset variable is. A ``file://`` URL is a path, too.
+    Refused if empty, as the value of an unset variable is.
     """
     is_path = isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
     if not is_path or not os.fspath(value) or "\0" in os.fspath(value):
         refuse(name, value, "the path of a directory, not empty and without NUL")
     if is_url(os.fspath(value)):
         parts = urlsplit(os.fspath(value))
-        if parts.scheme == "file":
-            if parts.netloc not in ("", "localhost"):
-                refuse(name, value, f"a path of this host, as file:///{parts.netloc}{parts.path}")
-            _require_whole_path(name, value)
-            return directory(name, unquote(parts.path))
         is_bucket = parts.scheme in _BUCKETS and parts.scheme != "https"
         refuse(name, value, _mirror_between(parts) if is_bucket else _no_url("a directory", parts))
     return path(name, value).absolute()
@@ -101,8 +96,6 @@ def directory_or_bucket(name: str, value: Any) -> Path | str:
     if not isinstance(value, str) or not is_url(value):
         return directory(name, value)
     parts, rule = urlsplit(value), "a directory, or a URL such as s3://bucket/policy"
-    if parts.scheme == "file":
-        return directory(name, value)
     if parts.scheme not in _BUCKETS:
         refuse(name, value, _no_url(rule, parts))
     if parts.scheme == "memory":
@@ -112,15 +105,10 @@ def directory_or_bucket(name: str, value: Any) -> Path | str:
         refuse(name, value, f"{rule}; did you mean {mended}?")
     if not parts.netloc:
         refuse(name, value, rule)
-    _require_whole_path(name, value)
-    return value.rstrip("/")
-
-
-def _require_whole_path(name: str, url: Any) -> None:
-    """Refuse a URL with a query or fragment: without it, two stores would have one path."""
-    if set("?#") & set(os.fspath(url)):
+    if set("?#") & set(value):  # without them, two stores would have one path
         rule = "a URL without ? and # (%3F and %23 in a name; options are in the environment)"
-        refuse(name, url, rule)
+        refuse(name, value, rule)
+    return value.rstrip("/")
 
 
 def is_url(text: str) -> bool:

@@ -340,9 +340,8 @@ WITHOUT_EFFECT = {
         ),
         *(
             (url, TAKING, ("without ? and #",))
-            for url in ("s3://bucket/run#2", "s3://bucket/run?region=x", "file:///tmp/run#2")
+            for url in ("s3://bucket/run#2", "s3://bucket/run?region=x")
         ),
-        ("file://data/policy", TAKING, ("file:///data/policy",)),
         (
             "foo://bucket/policy",
             (*TAKING, *FOLLOWING, KEEPING[0]),
