@@ -667,7 +667,7 @@ def test_a_version_that_cannot_be_read_back_is_published(store, network, times, 
 
 
 @pytest.mark.parametrize(
-    "function", ["sync_directory", "unlock", "size_at", "identity_of", "list_matching"]
+    "function", ["sync_directory", "unlock", "touched_at", "identity_of", "list_matching"]
 )
 def test_errors_of_the_system_are_ours(store, function, monkeypatch):
     def fail(*_: object) -> None:

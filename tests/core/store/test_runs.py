@@ -415,14 +415,6 @@ def test_a_lag_in_steps_is_told_within_a_run(capsys, store, resumed):
         assert resumed.receiver_lags()["engine-2"] == dbuffer.Lag(1, 2)
 
 
-def test_the_status_tells_that_a_step_went_back(capsys, store, resumed):
-    """It does while both versions are in the buffers."""
-    assert re.search(r"step.* 100\b.* 81\b", call(capsys, "status", store)[1])
-    resumed.send(SMALL.weights(82), metadata={"step": 82})
-    resumed.send(SMALL.weights(83), metadata={"step": 83})
-    assert "step" not in call(capsys, "status", store)[1].partition("receiver")[0]
-
-
 # Status and lineages
 
 
