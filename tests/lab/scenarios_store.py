@@ -25,13 +25,12 @@ from dbuffer.receive import reader as reader_module
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.hold import Held
-from dbuffer.store.medium import medium_of
-from tests.lab.guest import EXPORT, Guest, times_to_look
+from tests.lab.guest import Guest, times_to_look
 from tests.lab.hosts import Looking, publish_when_told, published
 from tests.lab.lab import scenario
 from tests.support.children import Child
 from tests.support.moments import Step, at_step
-from tests.support.patterns import Pattern, newest
+from tests.support.patterns import Pattern
 from tests.support.soak import IN_SOAKS_ALONE, is_soak
 from tests.support.waiting import TIMEOUT_S, until
 
@@ -560,29 +559,3 @@ def test_the_server_restarts_before_it_has_answered(guest: Guest) -> None:
             trio.expect_published()
             assert trio.read("r", "r2") == {trio.version}
         trio.publish()
-
-
-@IN_SOAKS_ALONE
-@scenario(disruptive=True)
-def test_the_power_of_a_local_disk_is_cut(guest: Guest) -> None:
-    """The same without a network: two files, mapped and rewritten in place."""
-    directory = EXPORT / "local"
-    directory.mkdir()
-    last = 0
-    for num_publishes in (1, 2, 3):
-        with guest.on("w", publish_when_told, WEIGHTS, directory / "store", durable=True) as writer:
-            for version in range(last + 1, last + num_publishes + 1):
-                published(writer, version)
-            # Nothing goes on now whose flushes could bring along what this one has left out. From
-            # here on the disk confirms what it never writes.
-            guest.power_cut()
-            writer.signal(signal.SIGKILL)
-            writer.wait()
-        guest.power_restore()
-        assert medium_of(directory).maps_files
-        last = newest(directory / "store", WEIGHTS)
-        print(f"published {version}; after the cut {last} is read")
-        assert last == version
-    with dbuffer.WeightSender(directory / "store", durable=True) as sender:
-        assert sender.send(WEIGHTS.weights(last + 1)).version == last + 1
-    assert newest(directory / "store", WEIGHTS) == last + 1

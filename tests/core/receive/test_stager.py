@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import fcntl
 import gc
-import itertools
 import os
 import re
 import resource
@@ -28,7 +27,6 @@ import dbuffer
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.receive.stager import Staged, Stager, StagingMemory
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.writer import BufferWriter
@@ -471,17 +469,6 @@ def test_the_previous_version_is_refused_if_it_is_being_overwritten_or_damaged(s
             follower.take(1, timeout_s=IN_TIME_S)
 
 
-def test_a_manifest_damaged_while_its_version_is_taken_harms_nobody(store, sender):
-    publish(sender, 1)
-    with staging(store) as follower:
-        follower.take(timeout_s=IN_TIME_S)
-        time.sleep(NOT_IN_VAIN_S)  # until its thread waits for it to come back
-        file_of(store, 1).with_name("manifest.json").write_bytes(b"{")
-        release(follower, 1)
-        publish(sender, 2)
-        wait_until_staged(store, 2)
-
-
 @pytest.mark.timing(retry_min_s=0.01, retry_max_s=0.05)
 def test_a_store_that_is_removed_is_told(store, sender):
     publish(sender, 1, 2)
@@ -645,20 +632,6 @@ def test_a_record_that_cannot_be_written_keeps_nothing_mapped(store, caplog):
         until("it is unmapped", lambda: not mappings_of(store))
 
 
-@pytest.mark.usefixtures("no_collection")
-def test_what_is_taken_outlives_its_store_and_is_unmapped_when_it_is_given_back(store):
-    with staging(store) as follower:
-        with dbuffer.WeightSender(store) as sender:
-            publish(sender, 1)
-            taken = follower.take(timeout_s=IN_TIME_S)
-        assert mappings_of(store)
-        remove_store(store)
-        assert_whole(taken, 1)
-        del taken
-        release(follower, 1)
-        until("it is unmapped", lambda: not mappings_of(store))
-
-
 def test_damage_between_checking_and_copying_is_seen(store, sender):
     """What is handed out is what was checked, where it is a copy: not what it was copied from."""
     publish(sender, 1)
@@ -810,16 +783,6 @@ def test_a_program_that_ends_while_a_version_is_staged_is_not_aborted(store):
     done = run_program(ENDS_WHILE_IT_STAGES, store)
     assert (done.returncode, done.stderr) == (0, "")
     assert not list((store / "receivers").glob("*"))
-
-
-def test_close_does_not_wait_for_a_version_that_was_asked_for(store, sender):
-    publish(sender, 1)
-    with staging(store, poll_interval_s=60.0) as follower:
-        with pytest.raises(dbuffer.WaitTimeoutError):
-            follower.take(2, timeout_s=0.2)
-        started = time.monotonic()
-        follower.close()
-        assert time.monotonic() - started < SOON_S
 
 
 def mappings_of(path: Path) -> list[str]:
@@ -1035,28 +998,6 @@ def test_version_of_another_run_is_staged(store):
                 "it is staged", lambda: (r := record_in(store)) and r.staged not in (None, before)
             )
             assert_whole(stager.take(timeout_s=SOON_S), 2)
-
-
-@pytest.mark.timing(retry_min_s=0.1)
-def test_version_that_is_gone_is_tried_at_growing_intervals(store, sender, caplog, monkeypatch):
-    failed_at: list[float] = []
-    note_failure = FollowLoop._note_failure
-
-    def note(loop: FollowLoop, error: Exception) -> None:
-        failed_at.append(time.monotonic())
-        note_failure(loop, error)
-
-    monkeypatch.setattr(FollowLoop, "_note_failure", note)
-    publish(sender, 1, 2, 3, 4)
-    with staging(store, version=1):
-        wait_for_problem(store)
-        publish(sender, 5)
-        until("it is tried four times", lambda: len(failed_at) >= 4)
-    pauses_s = [after - before for before, after in itertools.pairwise(failed_at)]
-    for pause_s, least_s in zip(pauses_s, (0.1, 0.2, 0.4), strict=False):
-        assert pause_s >= least_s
-    [line] = [r.getMessage() for r in caplog.records if r.name == "dbuffer.receive.stager"]
-    assert "version 1" in line
 
 
 LARGE = Pattern(num_tensors=4, numel=1 << 21)
