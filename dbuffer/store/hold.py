@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Self
+from typing import NoReturn, Self
 
 from dbuffer import errors
 from dbuffer.format import places
@@ -37,6 +37,8 @@ from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import Descriptor, os_errors
 
 logger = logging.getLogger(__name__)
+
+_LOCKED = "a writer has locked its weights file"
 
 Announce = Callable[[VersionId], None]
 """Function that announces in the store which version is about to be read."""
@@ -218,7 +220,7 @@ def hold_newest(
         if not patience.wait(pointer):
             raise errors.StoreCorruptError(
                 f"{store.root}: {places.POINTER_FILE} names version {pointer.version} in buffer "
-                f"{pointer.buffer}, but {held.reason}; publish again to repair the store"
+                f"{pointer.buffer}, but {held}; publish again to repair the store"
             )
 
 
@@ -231,8 +233,8 @@ def hold_buffer(store: DoubleBuffer, buffer: str, announce: Announce | None = No
     if isinstance(held, Held):
         return held
     # A writer locks a file before it marks its buffer: locked is as good as being written.
-    if not held.is_locked and store.manifest(buffer) == manifest:
-        raise errors.StoreCorruptError(f"{store.root}: {held.reason}")
+    if held != _LOCKED and store.manifest(buffer) == manifest:
+        raise errors.StoreCorruptError(f"{store.root}: {held}")
     return None
 
 
@@ -269,10 +271,11 @@ def hold_version(
 
 def _try_hold(
     store: DoubleBuffer, buffer: str, named: Pointer | Manifest, announce: Announce | None
-) -> Held | _Hindrance:
+) -> Held | str:
+    """Hold a buffer for reading, or return the reason that it cannot be held just now."""
     manifest = store.manifest(buffer)
     if manifest is None or not _names(named, manifest):
-        return _Hindrance(f"buffer {buffer} does not hold version {named.version}")
+        return f"buffer {buffer} does not hold version {named.version}"
     _require_readable(store, manifest)
     if announce is not None:
         announce(named.id)
@@ -282,11 +285,11 @@ def _try_hold(
             filesystem.refresh(path.parent)
             file = filesystem.open_regular(path, os.O_RDONLY, owner_only=store.owner_only)
     except errors.StoreNotFoundError:
-        return _Hindrance(f"{path} is not there")
-    hindrance = _reason_not_to_read(store, file, path, buffer, manifest)
-    if hindrance is not None:
+        return f"{path} is not there"
+    reason = _reason_not_to_read(store, file, path, buffer, manifest)
+    if reason is not None:
         file.close()
-        return hindrance
+        return reason
     return Held(store, buffer, manifest, path, file)
 
 
@@ -304,30 +307,22 @@ def _require_readable(store: DoubleBuffer, manifest: Manifest) -> None:
 
 def _reason_not_to_read(
     store: DoubleBuffer, file: Descriptor, path: Path, buffer: str, manifest: Manifest
-) -> _Hindrance | None:
+) -> str | None:
     if not store.medium.lock_to_read(file):
-        return _Hindrance(f"{path} is locked by a writer", is_locked=True)
+        return _LOCKED
     # Read again, now that it is locked or announced: a writer marks the manifest only after
     # it has locked the file, and removes the file only after it has marked the manifest and
     # then read no record that announces it.
     if store.manifest(buffer) != manifest:
-        return _Hindrance(f"buffer {buffer} was rewritten")
+        return f"buffer {buffer} was rewritten"
     try:
         with os_errors("read", path):
             size = os.fstat(file.number).st_size
     except errors.StoreNotFoundError:
-        return _Hindrance(f"{path} is not there")
+        return f"{path} is not there"
     if size == manifest.file_bytes:
         return None
-    return _Hindrance(f"{path} has {size} bytes, and was published with {manifest.file_bytes}")
-
-
-class _Hindrance(NamedTuple):
-    """Reason that a buffer cannot be held just now."""
-
-    reason: str
-    is_locked: bool = False
-    """Whether a writer has locked the file."""
+    return f"{path} has {size} bytes, and was published with {manifest.file_bytes}"
 
 
 class Patience:
