@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -385,57 +385,6 @@ def test_an_error_in_another_thread_is_raised():
 
     with pytest.raises(OSError, match="here"):
         copier.in_parallel(work, [(0, 1), (1, 2)])
-    copier.close()
-
-
-class Streams:
-    """As CUDA keeps them: which is current is a thread's own affair. No GPU was there to ask."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._own = threading.local()
-        for name, stub in (
-            ("is_initialized", lambda: True),
-            ("device_count", lambda: 2),
-            ("current_stream", self.current),
-            ("default_stream", lambda device: Stream(device, "default")),
-            ("stream", self.switched),
-        ):
-            monkeypatch.setattr(torch.cuda, name, stub)
-
-    def current(self, device: int) -> Stream:
-        found: Stream = getattr(self._own, str(device), Stream(device, "default"))
-        return found
-
-    @contextlib.contextmanager
-    def switched(self, stream: Stream) -> Iterator[None]:
-        before = self.current(stream.device)
-        setattr(self._own, str(stream.device), stream)
-        yield
-        setattr(self._own, str(stream.device), before)
-
-
-class Stream(NamedTuple):
-    device: int
-    name: str
-
-
-def test_other_threads_copy_on_the_callers_streams(monkeypatch):
-    streams = Streams(monkeypatch)
-    copier, gate, seen = Copier(2), Gate(), set()
-
-    def work(_first: int, _end: int) -> None:
-        if threading.current_thread() is threading.main_thread():
-            assert gate.has_come.wait(TIMEOUT_S)
-            return
-        seen.add(tuple(streams.current(device).name for device in range(2)))
-        gate.has_come.set()
-
-    for name in ("side", "default"):
-        gate.has_come.clear()
-        seen.clear()
-        with streams.switched(Stream(1, name)):
-            copier.in_parallel(work, [(0, 1), (1, 2)])
-        assert seen == {("default", name)}
     copier.close()
 
 
