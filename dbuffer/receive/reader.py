@@ -239,7 +239,6 @@ class VersionReader(VersionVerifier):
         return self._mappings.of(held.path, held.file.number, lambda: _map(held, access))
 
     def _read_into_memory(self, held: Held) -> FileTensors:
-        """Read a version over the network."""
         before, self._in_memory = self._in_memory, None
         try:
             with self.reporting_unreadable(held):
@@ -264,7 +263,6 @@ class VersionReader(VersionVerifier):
         return None if checksums is None else tensors
 
     def _read_whole(self, held: Held, memory: torch.Tensor | None) -> FileTensors:
-        """Read a version from its file, and verify it."""
         hashed = self._must_verify(held)
         tensors, checksums = read_whole(held, self._copier, memory, hashed=hashed)
         self.verify(held, tensors.layout, checksums)

@@ -108,9 +108,8 @@ class _Wait:
     def look(self, writer: WriterRecord) -> int:
         """Read all records; return how many receivers, or names, have applied the version."""
         records = self._store.receivers()
-        pointer = (
-            self._store.newest_pointer()
-        )  # read last: versions that they have applied lead to it
+        # Read last: versions that they have applied lead to it.
+        pointer = self._store.newest_pointer()
         self._newest = None if pointer is None else pointer.lineage
         self._store.require_writer(writer)  # the records are of its versions, or of earlier ones
         # An engine has one acknowledgement; its ranks' records tell of staged versions.
@@ -127,13 +126,11 @@ class _Wait:
         return sum(map(sum, applied)) if self._names is None else sum(map(all, applied))
 
     def _has_applied(self, record: ReceiverRecord) -> bool:
-        """Whether a receiver has applied the version, or a later one."""
         if self._version == 0:
             return True
         return self._newest is not None and self._newest.has_since(self._version, record.applied)
 
     def _those_that_count(self, records: list[ReceiverRecord]) -> list[ReceiverRecord]:
-        """Return the records of one id that count."""
         if len(records) == 1:
             return records
 

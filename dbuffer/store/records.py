@@ -214,7 +214,6 @@ class RecordFile(OwnRecord):
                 self._file = None
 
     def remove(self) -> None:
-        """Remove the record."""
         with self._lock:
             self._stop_heartbeat()
             if self._file is not None:

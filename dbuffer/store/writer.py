@@ -486,7 +486,6 @@ class BufferWriter:
                     path.unlink(missing_ok=True)
 
     def _begin_run(self, name: str | None) -> None:
-        """Begin a run, which continues from the newest version."""
         mine = self.record
         newest = Contents(self.store).newest
         upon, before = (None, []) if newest is None else (newest.id.number, newest.runs)
