@@ -775,17 +775,12 @@ def test_a_url_is_for_mirrors(tmp_path, bucket_url):
             Mirror(source, target)
 
 
-def test_other_ways_to_a_mirror(remote, local, bucket_url):
-    """The URL of a directory; and receivers of a node, which start a mirror of a bucket."""
+def test_receivers_of_a_node_start_a_mirror_of_a_bucket(remote, local, bucket_url):
     with dbuffer.WeightSender(remote) as sender, mirror(remote, bucket_url) as up:
         send(sender, up, 1, pattern=SMALL)
-    with mirror(remote.as_uri(), local.as_uri()) as copying:
-        copying.wait_until_current(TIMEOUT_S)
-    assert newest(local) == 1
-    other = local.with_name("other")
-    with start_mirror(bucket_url, other, poll_interval_s=POLL_S) as down:
+    with start_mirror(bucket_url, local, poll_interval_s=POLL_S) as down:
         down.wait_until_current(TIMEOUT_S)
-    assert newest(other) == 1
+    assert newest(local) == 1
 
 
 def test_a_refusal_is_not_retried_and_its_reason_is_said(bucket_url, monkeypatch):

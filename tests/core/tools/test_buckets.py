@@ -370,11 +370,3 @@ def test_a_url_that_a_command_does_not_take(capsys, tmp_path, url, commands, tex
         code, _, err = call(capsys, *arguments)
         assert code == 2, command
         assert all(text in " ".join(err.split()) for text in texts), command
-
-
-def test_a_file_url_is_a_store(capsys, remote):
-    with dbuffer.WeightSender(remote, checksum=True) as sender:
-        sender.send({"a": torch.ones(3)})
-    for command in ("status", "ls", "verify", "doctor"):
-        code, out, err = call(capsys, command, remote.as_uri())
-        assert (code, err, "bucket" in out) == (0, "", False)

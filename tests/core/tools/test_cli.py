@@ -34,7 +34,7 @@ from tests.support.waiting import until
 
 FILE = "model.safetensors"
 TWO_FILES = "consolidated.safetensors and model.safetensors"
-NO_STORE = "there is no store at checkpoint, which holds a checkpoint (model.safetensors)"
+NO_STORE = "there is no store at checkpoint, which holds model.safetensors, and no store"
 EXAMPLE = """write it as '{"step": 80}'"""
 TENSORS = {f"layers.{i}.weight": torch.full((4, 8), float(i)) for i in range(3)}
 
@@ -124,7 +124,7 @@ def places(directory: Path) -> Path:
         (2, "status store --watch", "--watch needs a terminal"),
         # Arguments that are not what they should be.
         (2, "publish store checkpoint", "did you swap CHECKPOINT and STORE?"),
-        (2, "publish checkpoint checkpoint", "give the store another directory"),
+        (2, "publish checkpoint checkpoint", "name a directory of the store's own"),
         (1, "publish missing x", "there is no checkpoint at missing: "),
         (1, "publish missing store", "there is no checkpoint at missing: "),
         (2, "publish checkpoint x --metadata step=3", EXAMPLE),
