@@ -37,7 +37,6 @@ _MODULES = {
     "cpu": "cpu",
     "gpu": "gpu",
     "pause": "pause",
-    "ranks": "engine_ranks",
     "latency": "latency",
     "served": "served",
     "sharded": "sharded",
@@ -68,13 +67,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=_MODULES,
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
-        "weights (4 minutes, 10 GB), or what its four ranks read on a network mount (a minute, "
-        "6 GB), or the streams that it answers wait (3 minutes, 4 GB), or how soon it serves what "
-        "was published (6 minutes, 12 GB); or a trainer of four ranks (2 minutes, "
-        "6 GB); or TorchRL's double buffer next to ours: speed, torn reads and killed writers "
-        "(3 minutes, 14 GB); or how long a step of TRL's trainer waits for its engine (2 minutes, "
-        "8 GB); or what a delta takes (a minute, 6 GB); or versions through a "
-        "bucket (10 minutes, 6 GB, and 10 GB of disk); or how a publish reaches a fleet of nodes "
+        "weights (4 minutes, 10 GB), or the streams that it answers wait (3 minutes, 4 GB), or how "
+        "soon it serves what was published (6 minutes, 12 GB); or a trainer of four ranks "
+        "(2 minutes, 6 GB); or TorchRL's double buffer next to ours: speed, torn reads and killed "
+        "writers (3 minutes, 14 GB); or how long a step of TRL's trainer waits for its engine "
+        "(2 minutes, 8 GB); or what a delta takes (a minute, 6 GB); or versions through a bucket "
+        "(10 minutes, 6 GB, and 10 GB of disk); or how a publish reaches a fleet of nodes "
         "(fleet --help)",
     )
     parser.add_argument(
