@@ -57,7 +57,8 @@ class Footer:
                 table = pack_checksums(checksums)
                 filesystem.write_at(claim.weights.number, layout.checksums_offset, table)
                 table_xxh3 = digest(table)
-            self.write(claim.weights.number)
+            data = self.encoded + self.tail
+            filesystem.write_at(claim.weights.number, self.layout.layout_offset, data)
         return self.described(table_xxh3)
 
     def described(self, table_xxh3: str | None) -> dict[str, Any]:
@@ -76,9 +77,6 @@ class Footer:
             "checksums_offset": layout.checksums_offset,
             "checksums_xxh3": table_xxh3,
         }
-
-    def write(self, file: int) -> None:
-        filesystem.write_at(file, self.layout.layout_offset, self.encoded + self.tail)
 
 
 class KeptFooter:

@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import weakref
@@ -379,15 +378,6 @@ def test_a_mirror_that_stands_by_says_so(tmp_path, store):
         assert first.line(0)
         with Command(tmp_path, "mirror", store, local) as second:
             assert f"another mirror of {local} is at work" in second.line_of_errors(0)
-
-
-def test_a_port_for_metrics_that_is_taken_is_named(capsys, tmp_path, store):
-    with socket.create_server(("0.0.0.0", 0)) as taken:
-        port = taken.getsockname()[1]
-        code, out, err = call(capsys, "mirror", store, tmp_path / "y", "--metrics-port", port)
-    assert (code, out) == (1, "")
-    assert f"dbuffer: cannot serve metrics on port {port} (Address already in use)" in err
-    assert not (tmp_path / "y").exists()
 
 
 def test_who_only_looks_is_no_receiver_that_a_sender_waits_for(tmp_path, store, checkpoint):
