@@ -30,35 +30,20 @@ from dbuffer.tools.commands.shared import (
 )
 from dbuffer.tools.terminal import LogHandler, print_error, print_line
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "publish": publish.publish,
-    "follow": follow,
-    "mirror": mirror.mirror,
-    "status": show.status,
-    "verify": show.verify,
-    "ls": show.ls,
-    "export": export,
-    "pin": keep.pin,
-    "unpin": keep.unpin,
-    "rollback": keep.rollback,
-    "doctor": doctor,
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "publish": (publish.publish, "./checkpoint STORE --metadata '{\"step\": 80}'"),
+    "follow": (follow, "STORE --count 1 --timeout-s 60"),
+    "mirror": (mirror.mirror, "/mnt/shared/policy STORE"),
+    "status": (show.status, "STORE --watch"),
+    "verify": (show.verify, "STORE"),
+    "ls": (show.ls, "STORE"),
+    "export": (export, "STORE checkpoints/step-800 --model models/qwen3"),
+    "pin": (keep.pin, "STORE 120"),
+    "unpin": (keep.unpin, "STORE 120"),
+    "rollback": (keep.rollback, "STORE 120"),
+    "doctor": (doctor, "/mnt/shared/policy"),
 }
-"""Function of each command, in the order of the help."""
-
-EXAMPLES = {
-    "publish": "./checkpoint STORE --metadata '{\"step\": 80}'",
-    "follow": "STORE --count 1 --timeout-s 60",
-    "mirror": "/mnt/shared/policy STORE",
-    "status": "STORE --watch",
-    "verify": "STORE",
-    "ls": "STORE",
-    "export": "STORE checkpoints/step-800 --model models/qwen3",
-    "pin": "STORE 120",
-    "unpin": "STORE 120",
-    "rollback": "STORE 120",
-    "doctor": "/mnt/shared/policy",
-}
-"""Arguments of each command, for its help; STORE stands for a directory."""
+"""Function of each command, and arguments for its help; STORE stands for a directory."""
 
 _DESCRIPTION = """Move weights from a trainer to its inference workers through a directory.
 
@@ -89,10 +74,9 @@ app = typer.Typer(
     help=_DESCRIPTION,
     epilog=_EPILOG,
 )
-for _name, _command in COMMANDS.items():
-    _example = f"Example: dbuffer {_name} {EXAMPLES[_name]}"
-    _example = _example.replace("STORE", "/dev/shm/policy")  # noqa: S108
-    app.command(_name, epilog=_example)(_command)
+for _name, (_command, _arguments) in COMMANDS.items():
+    _arguments = _arguments.replace("STORE", "/dev/shm/policy")  # noqa: S108
+    app.command(_name, epilog=f"Example: dbuffer {_name} {_arguments}")(_command)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -40,7 +40,7 @@ def test_help_is_whole(command):
     lines = shown_by(command, "--help")
     assert "…" not in "".join(lines)
     text = " ".join(" ".join(lines).split())
-    assert " ".join(inspect.getdoc(COMMANDS[command]).split()) in text
+    assert " ".join(inspect.getdoc(COMMANDS[command][0]).split()) in text
     assert f"Example: dbuffer {command}" in text
 
 
