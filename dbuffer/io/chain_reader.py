@@ -23,7 +23,7 @@ from dbuffer.format.ranges import Integers
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import ReadChunk, apply_delta, changed_places, elements_at
 from dbuffer.io.tensors import FileTensors, unpack_checksums
-from dbuffer.io.transfer import OnBytes, read_tensors
+from dbuffer.io.transfer import read_tensors
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, os_errors
@@ -51,7 +51,6 @@ class ChainReader:
         copier: Copier,
         *,
         since: VersionId | None = None,
-        on_bytes: OnBytes | None = None,
         hashed: bool = False,
     ) -> list[int] | None:
         """Bring memory, which holds the version ``since``, to the one that is held.
@@ -61,7 +60,6 @@ class ChainReader:
             copier: its threads do it.
             since: a version of the chain or of the weights file. If any other, or None, the file is
                 read first; the held version is in a store then.
-            on_bytes: called with the bytes that were read, from several threads.
             hashed: whether to hash what is in memory then.
 
         Returns:
@@ -72,18 +70,12 @@ class ChainReader:
             assert isinstance(held, Held)  # noqa: S101 - a mirror fetches objects first
             file, path = held.file.number, held.path
             at_once = hashed and manifest.anchor is None
-            checksums = read_tensors(
-                file, path, self._layout, memory, copier, hashed=at_once, on_bytes=on_bytes
-            )
+            checksums = read_tensors(file, path, self._layout, memory, copier, hashed=at_once)
             if manifest.anchor is None:
                 return checksums
             since = manifest.file_version
         for later in manifest.deltas_after(since):
-            self._use(
-                later,
-                lambda header, read: apply_delta(header, read, memory.data, copier),
-                on_bytes,
-            )
+            self._use(later, lambda header, read: apply_delta(header, read, memory.data, copier))
         return copier.checksums(memory) if hashed else None
 
     def changed_since(self, version: VersionId, copier: Copier) -> dict[int, Integers]:
@@ -137,7 +129,6 @@ class ChainReader:
         self,
         version: VersionId,
         action: Callable[[DeltaHeader, ReadChunk], T],
-        on_bytes: OnBytes | None = None,
     ) -> T:
         """Return the result of an action on the header and the chunks of a delta.
 
@@ -151,10 +142,7 @@ class ChainReader:
 
             def read_chunk(number: int) -> bytes:
                 start, end = header.places[number : number + 2]
-                data = _read_at(path, file, start, end - start)
-                if on_bytes is not None:
-                    on_bytes(len(data))
-                return data
+                return _read_at(path, file, start, end - start)
 
             return action(header, read_chunk)
 

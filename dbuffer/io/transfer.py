@@ -54,13 +54,11 @@ def read_tensors(
     copier: Copier,
     *,
     hashed: bool,
-    on_bytes: OnBytes | None = None,
 ) -> list[int] | None:
     """Read all tensors of an open weights file; their checksums, if ``hashed``.
 
     They go into memory, or into another open file, which holds all data itself. The file's parts,
-    if its layout has some, are beside ``path``. ``on_bytes`` is called with the bytes of each span
-    that was read, from several threads.
+    if its layout has some, are beside ``path``.
 
     Raises:
         StoreCorruptError: a file is shorter than its layout, or a part longer.
@@ -79,8 +77,6 @@ def read_tensors(
                     data = _read_span(own.number, span, into, path)
                     if hashed:
                         _hash_span(layout, span, data, digests)
-                    if on_bytes is not None:
-                        on_bytes(data.nbytes)
 
     with contextlib.ExitStack() as stack, filesystem.os_errors("read the weights", path):
         files = _open_parts(stack, file, path, layout)

@@ -201,12 +201,6 @@ class Bucket(Closing):
         self, kind: type[RecordT], name: str, tag: Tag | None = None
     ) -> tuple[RecordT, Tag] | None:
         """Read a record; None: its content is still that of ``tag``."""
-        try:
-            return self._read(kind, name, tag)
-        except UNDECODABLE:  # the network may have damaged it
-            return self._read(kind, name, tag)
-
-    def _read(self, kind: type[RecordT], name: str, tag: Tag | None) -> tuple[RecordT, Tag] | None:
         options: Any = None if tag is None else {"if_none_match": tag["e_tag"]}
 
         def request() -> tuple[bytes, Tag] | None:

@@ -1,4 +1,4 @@
-"""A bucket as a mirror's source: `BucketSource`, its receiver, and a version that is held there."""
+"""A bucket as a mirror's source: `BucketSource`, and a version that is held there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -30,13 +31,10 @@ from dbuffer.format.objects import (
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors
-from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
-from dbuffer.mirror.options import MirrorOptions
 from dbuffer.mirror.records import BucketRecords
 from dbuffer.receive.follow_loop import wait_until_newer
 from dbuffer.receive.reader import VersionVerifier
-from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import require_successor
 from dbuffer.store.filesystem import Descriptor
@@ -46,7 +44,7 @@ from dbuffer.store.watcher import wait_and_clear
 
 
 class HeldObjects(HeldVersion):
-    """A version in a bucket; its methods bring deltas and weights of it into memory.
+    """A version in a bucket, with its footer and some of its deltas in memory.
 
     Args:
         bucket: where it is.
@@ -68,6 +66,7 @@ class HeldObjects(HeldVersion):
         """Open files with deltas, by the versions that they lead to."""
         has_footer = before is not None and before.record.weights_parts == version.weights_parts
         self.footer: bytes = before.footer if before and has_footer else self._fetch_footer()
+        """The weights file from the table of checksums to the end of the layout."""
 
     @property
     def name(self) -> str:
@@ -116,9 +115,7 @@ class HeldObjects(HeldVersion):
             self._fetch(items)
         self.deltas |= files
 
-    def read_into(
-        self, memory: FileTensors, copier: Copier, *, hashed: bool, on_bytes: OnBytes | None
-    ) -> list[int] | None:
+    def read_into(self, memory: FileTensors, copier: Copier, *, hashed: bool) -> list[int] | None:
         """Fetch it whole into memory; return the checksums of its tensors, if ``hashed``."""
         manifest = self.manifest
         self.fetch_deltas(manifest.since_anchor)
@@ -129,17 +126,12 @@ class HeldObjects(HeldVersion):
             some = target[offset : offset + data.nbytes]
             some[:] = np.frombuffer(data, np.uint8)[: len(some)]  # without the footer
 
-        def count(part: Part) -> None:
-            if on_bytes is not None:
-                on_bytes(len(target[part.offset : part.offset + part.num_bytes]))
-
-        self._fetch([(part, place) for part in self.record.weights_parts], count)
+        self._fetch([(part, place) for part in self.record.weights_parts])
         chain = ChainReader(self, memory.layout)
-        since = manifest.file_version
-        return chain.read(memory, copier, since=since, on_bytes=on_bytes, hashed=hashed)
+        return chain.read(memory, copier, since=manifest.file_version, hashed=hashed)
 
-    def _fetch(self, items: list[_Item], on_part: Callable[[Part], None] = lambda _: None) -> None:
-        """Fetch parts side by side, and call ``on_part`` with each."""
+    def _fetch(self, items: list[_Item]) -> None:
+        """Fetch parts side by side."""
 
         def fetch(item: _Item) -> None:
             part, place = item
@@ -150,12 +142,8 @@ class HeldObjects(HeldVersion):
                     lambda offset, data: place(part.offset + offset, data),
                 )
                 if xxh3 == part.xxh3:
-                    break
-            else:
-                raise StoreCorruptError(
-                    f"{self._bucket.name_of(part.name)} is not what was published"
-                )
-            on_part(part)
+                    return
+            raise StoreCorruptError(f"{self._bucket.name_of(part.name)} is not what was published")
 
         self._bucket.in_parallel(fetch, items)
 
@@ -163,22 +151,17 @@ class HeldObjects(HeldVersion):
         """Fetch the end of the weights file, which is compared with its digests."""
         manifest = self.record.manifest
         start, end = manifest.checksums_offset, manifest.layout_offset + manifest.layout_bytes
-        table_bytes = 8 * manifest.num_tensors
-        for _ in range(2):  # the network may have damaged it
-            data = b"".join(
-                self._bucket.get_range(
-                    part.name,
-                    max(0, start - part.offset),
-                    min(part.num_bytes, end - part.offset),
-                )
-                for part in self.record.weights_parts
-                if part.offset < end and start < part.offset + part.num_bytes
+        data = b"".join(
+            self._bucket.get_range(
+                part.name, max(0, start - part.offset), min(part.num_bytes, end - part.offset)
             )
-            has_table = manifest.checksums_xxh3 in (None, digest(data[:table_bytes]))
-            if has_table and digest(data[manifest.layout_offset - start :]) == manifest.layout_xxh3:
-                return data
-        weights = self._bucket.name_of(weights_directory(manifest.file_version))
-        raise StoreCorruptError(f"{weights}: its footer is not what was published")
+            for part in self.record.weights_parts
+            if part.offset < end and start < part.offset + part.num_bytes
+        )
+        has_table = manifest.checksums_xxh3 in (None, digest(data[: 8 * manifest.num_tensors]))
+        if has_table and digest(data[manifest.layout_offset - start :]) == manifest.layout_xxh3:
+            return data
+        raise StoreCorruptError(f"{self.name}: its footer is not what was published")
 
 
 _Item = tuple[Part, Callable[[int, memoryview], None]]
@@ -215,23 +198,45 @@ def newest_version(bucket: Bucket) -> BucketVersion | None:
     return None if read is None else read[0]
 
 
-class BucketReceiver:
-    """Receiver of a mirror that follows a bucket. Its record is relayed with others'."""
+class BucketSource:
+    """A bucket that a mirror follows; once it is opened, with the methods of a `WeightReceiver`.
 
-    def __init__(self, bucket: Bucket, receiver_id: str, options: MirrorOptions) -> None:
+    The mirror's own record is relayed with those of its receivers.
+    """
+
+    def __init__(self, bucket: Bucket, poll_interval_s: float, copier: Copier) -> None:
         self._bucket = bucket
-        self._poll_interval_s = options.poll_interval_s
-        self.record = OwnRecord(receiver_id)
-        self.reader = VersionVerifier(bucket.url, self.record, options.copier)
+        self._poll_interval_s = poll_interval_s
+        self._copier = copier
         self._held: HeldObjects | None = None
         """Version that was held last."""
         self._seen: BucketVersion | None = None
         self._tag: Tag | None = None
         self._is_woken = threading.Event()
+        self.record: OwnRecord
+        self.reader: VersionVerifier
+
+    @property
+    def name(self) -> str:
+        return self._bucket.url
 
     @property
     def store(self) -> str:
         return self._bucket.url
+
+    def newest(self) -> Versioned | None:
+        version = newest_version(self._bucket)
+        return None if version is None else version.manifest
+
+    def open_receiver(self, name: str) -> Self:
+        """Begin to follow, as a receiver of this name."""
+        self.record = OwnRecord(name)
+        self.reader = VersionVerifier(self.store, self.record, self._copier)
+        self._held = self._seen = self._tag = None
+        return self
+
+    def records(self) -> BucketRecords:
+        return BucketRecords(self._bucket, self.record)
 
     @property
     def seen(self) -> Lineage | None:
@@ -254,27 +259,24 @@ class BucketReceiver:
 
     @contextlib.contextmanager
     def hold_seen(self, newer_than: int | None = None) -> Iterator[HeldObjects | None]:
-        seen = self._seen
-        if seen is None or (newer_than is not None and seen.id.number <= newer_than):
-            yield None
-            return
-        self._held = self._hold(seen)
-        with self._held:
-            yield self._held
-
-    def _hold(self, version: BucketVersion) -> HeldObjects:
-        """Hold a version that was the newest just now.
+        """Hold the version that was seen last.
 
         Raises:
             SnapshotEvictedError: it has gone since, as newer ones came.
             StoreCorruptError: its footer is damaged, or missing.
         """
+        seen = self._seen
+        if seen is None or (newer_than is not None and seen.id.number <= newer_than):
+            yield None
+            return
         try:
-            return HeldObjects(self._bucket, version, self._held)
+            self._held = HeldObjects(self._bucket, seen, self._held)
         except StoreNotFoundError as error:
-            if newest_version(self._bucket) == version:
+            if newest_version(self._bucket) == seen:
                 raise StoreCorruptError(f"{error}, which {POINTER_OBJECT} names") from error
             raise SnapshotEvictedError(f"{error}: newer versions have come") from error
+        with self._held:
+            yield self._held
 
     def follow_fork(self) -> None:
         self._seen = self._tag = None
@@ -299,25 +301,3 @@ class BucketReceiver:
                 require_successor(self.store, self._seen.manifest, read[0].manifest)
             self._seen, self._tag = read
         return None if self._seen is None else self._seen.id.number
-
-
-class BucketSource:
-    """A bucket that a mirror follows."""
-
-    def __init__(self, bucket: Bucket, options: MirrorOptions) -> None:
-        self._bucket = bucket
-        self._options = options
-
-    @property
-    def name(self) -> str:
-        return self._bucket.url
-
-    def newest(self) -> Versioned | None:
-        version = newest_version(self._bucket)
-        return None if version is None else version.manifest
-
-    def open_receiver(self, name: str) -> BucketReceiver:
-        return BucketReceiver(self._bucket, name, self._options)
-
-    def records(self, receiver: WeightReceiver | BucketReceiver) -> BucketRecords:
-        return BucketRecords(self._bucket, receiver.record)

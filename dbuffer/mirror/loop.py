@@ -11,7 +11,6 @@ meanwhile.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -26,9 +25,14 @@ from dbuffer.errors import (
     WriterSupersededError,
 )
 from dbuffer.format.lineage import Lineage, Relation, relation
-from dbuffer.format.manifest import ReceiverRecord, Versioned
-from dbuffer.mirror.options import mirror_id
-from dbuffer.mirror.records import ReceiverKey, ReceiversOfBucket, RecordWriter, key_of
+from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.mirror.records import (
+    ReceiverKey,
+    ReceiversOfBucket,
+    RecordWriter,
+    key_of,
+    mirror_id,
+)
 from dbuffer.mirror.sources import Source, SourceReceiver
 from dbuffer.mirror.stores import StoreTarget
 from dbuffer.mirror.upload import BucketTarget
@@ -81,9 +85,8 @@ class MirrorLoop:
         self.is_fit = threading.Event()
         """Set once readers of the target find nothing of an earlier run."""
         self.published: int | None = None
-        """Number of the newest version of the source that need not be copied."""
-        self.announced: int | None = None
-        """Newest version for which ``on_copied`` has returned."""
+        """Number of the newest version of the source that need not be copied; ``on_copied`` has
+        returned then."""
 
     def run(self, stop: threading.Event) -> None:
         """Take step after step until ``stop`` is set; an error of `FINAL` ends it as well."""
@@ -101,15 +104,17 @@ class MirrorLoop:
                         copied = self._copy_newest()
                         retry.used()
                 if copied is not None:
-                    self._announce(copied)
+                    if self._on_copied is not None:
+                        self._on_copied(copied)
+                    self.published = copied.version
                 elif retry.has_forked:
                     self._close_target()
-                    self.published = self.announced = None
+                    self.published = None
                 elif self._target.is_removed():
                     logger.warning("%s was removed: it is made anew", self._target.name)
                     self._close()
                     self._target.resign()
-                    self.published = self.announced = None
+                    self.published = None
         finally:
             self._close()
 
@@ -177,8 +182,7 @@ class MirrorLoop:
         assert receiver is not None  # noqa: S101 - it has seen a version
         if self._relay is None:
             self._target.open(self._source)
-            records = self._source.records(receiver)
-            self._relay = AcknowledgementRelay(self._target.receivers, records)
+            self._relay = AcknowledgementRelay(self._target.receivers, self._source.records())
         self._note_published(receiver)
         with receiver.hold_seen(self.published) as held:
             if held is None:
@@ -187,19 +191,18 @@ class MirrorLoop:
                 copied = self._target.copy(held, receiver)
             except OvertakenError:
                 return None
-        self.published = copied.version
         receiver.record.count(copied=1, copied_bytes=copied.num_bytes, copy_s=copied.duration_s)
         receiver.record.write(staged=copied.id, problem=None, problem_version=None)
         return copied
 
     def _note_published(self, receiver: SourceReceiver) -> None:
         """Note which of the source's versions the target has: of a commit that failed, too."""
-        there, seen = self._newest_in_target(), receiver.seen
+        there, seen = self._target.newest(), receiver.seen
         if there is None or seen is None or there.version == self.published:
             return
         match relation(there.lineage, seen):
             case Relation.SAME | Relation.BEHIND:
-                self.published = self.announced = there.version
+                self.published = there.version
                 receiver.record.write(staged=there.id)
             case Relation.AHEAD:  # which the source may have lost; what comes next is copied
                 log_once(
@@ -208,17 +211,7 @@ class MirrorLoop:
                     "published",
                     *(self._source.name, seen.id.number, self._target.name, there.version),
                 )
-                self.published = self.announced = seen.id.number
-
-    def _newest_in_target(self) -> Versioned | None:
-        with contextlib.suppress(StoreCorruptError):  # the next commit replaces a damaged pointer
-            return self._target.newest()
-        return None
-
-    def _announce(self, copied: Publication) -> None:
-        if self._on_copied is not None:
-            self._on_copied(copied)
-        self.announced = copied.version
+                self.published = seen.id.number
 
     def _check(self) -> None:
         """Compare the target with the copied version; if they differ, it is copied again.

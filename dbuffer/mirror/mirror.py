@@ -11,7 +11,6 @@ versions into it, and one on each node copies them out of it.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
@@ -30,11 +29,9 @@ from dbuffer.io.copier import Copier
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import BucketSource
 from dbuffer.mirror.loop import NO_STATS, MirrorLoop
-from dbuffer.mirror.options import MirrorOptions
 from dbuffer.mirror.sources import Source, StoreSource
 from dbuffer.mirror.stores import OneStoreError, StoreTarget, state_of_senders
 from dbuffer.mirror.upload import BucketTarget
-from dbuffer.publish.draft import Progress
 from dbuffer.publish.publication import Publication
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
@@ -70,11 +67,9 @@ class Mirror(Closing, ProcessBound):
         allow_shared_store: accept directories that belong to someone else, or that others can
             write to.
         on_copied: called with each version that was published, in the mirror's thread: readers may
-            have it already, :attr:`version` and :attr:`stats` say so, and
-            :meth:`wait_until_current` waits until the call has returned. Its ``duration_s`` is from
+            have it already; :attr:`version` and :meth:`wait_until_current` wait until the call has
+            returned. Its ``duration_s`` is from
             finding the version to having published it. An error from it ends the mirror.
-        progress: called with the bytes read so far, and in all, from several threads. An error from
-            it fails the copy, which is tried again.
 
     Raises:
         OptionError: an option is invalid.
@@ -90,34 +85,31 @@ class Mirror(Closing, ProcessBound):
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
         on_copied: Callable[[Publication], None] | None = None,
-        progress: Progress | None = None,
     ) -> None:
         super().__init__()
-        chosen = MirrorOptions(
-            poll_interval_s=options.positive_seconds("poll_interval_s", poll_interval_s),
-            reader_timeout_s=options.seconds("reader_timeout_s", reader_timeout_s),
-            allow_shared_store=options.flag("allow_shared_store", allow_shared_store),
-            copier=Copier(num_threads),
-            progress=progress,
-        )
-        self._copier = chosen.copier
-        source, target = _end("remote", remote), _end("local", local)
+        poll_s = options.positive_seconds("poll_interval_s", poll_interval_s)
+        timeout_s = options.seconds("reader_timeout_s", reader_timeout_s)
+        shared = options.flag("allow_shared_store", allow_shared_store)
+        self._copier = copier = Copier(num_threads)
+        source, target = _open_end("remote", remote), _open_end("local", local)
         _require_two_ends(source, target)
         self._buckets = [end for end in (source, target) if isinstance(end, Bucket)]
         self._source: Source = (
-            BucketSource(source, chosen)
+            BucketSource(source, poll_s, copier)
             if isinstance(source, Bucket)
-            else StoreSource(source, chosen)
+            else StoreSource(source, poll_s, copier.num_threads, allow_shared_store=shared)
         )
         self._target = (
-            BucketTarget(target, chosen)
+            BucketTarget(target, copier)
             if isinstance(target, Bucket)
-            else StoreTarget(target, chosen)
+            else StoreTarget(target, copier, reader_timeout_s=timeout_s, allow_shared_store=shared)
         )
         self._loop = MirrorLoop(self._source, self._target, on_copied)
         self._stop = threading.Event()
-        self._running = threading.Lock()
-        """Held while it runs, in whichever thread."""
+        self._closing = threading.Lock()
+        """Held while ``_stop`` and ``_has_begun`` change."""
+        self._has_begun = False
+        self._has_ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._runs_in: int | None = None
         """Identifier of the thread in which it runs."""
@@ -163,10 +155,8 @@ class Mirror(Closing, ProcessBound):
             ClosedError: it was closed.
         """
         self._begin()
+        thread = threading.Thread(target=self._run_in_thread, name="dbuffer-mirror", daemon=True)
         try:
-            thread = threading.Thread(
-                target=self._run_in_thread, name="dbuffer-mirror", daemon=True
-            )
             thread.start()
         except BaseException:
             self._end()
@@ -180,7 +170,10 @@ class Mirror(Closing, ProcessBound):
         return self
 
     def run(self, stop_event: threading.Event | None = None) -> None:
-        """Mirror in this thread, until ``stop_event`` is set, or :meth:`close` is called.
+        """Mirror in this thread, once, until :meth:`close` is called.
+
+        Args:
+            stop_event: closes it when it is set; :meth:`close` sets it.
 
         Errors that may pass (a network that is cut, a full disk, a damaged version, an emptied
         store) are logged, noted in the remote store, and retried with backoff.
@@ -191,28 +184,35 @@ class Mirror(Closing, ProcessBound):
             ClosedError: it was closed before.
             NotReadyError: it runs already.
         """
-        self._begin()
+        self._begin(stop_event)
+        self._run()
+
+    def _begin(self, stop_event: threading.Event | None = None) -> None:
+        name = self._target.name
+        with self._closing:
+            if self._stop.is_set() or self._has_ended.is_set() or self._is_inherited:
+                raise ClosedError(
+                    f"this mirror to {name} is closed, or was made before a fork; make a new one"
+                )
+            if self._has_begun:
+                raise NotReadyError(f"this mirror to {name} runs already: close it first")
+            self._has_begun = True
+            self._stop = stop_event or self._stop
+
+    def _run(self) -> None:
+        self._runs_in = threading.get_ident()
         try:
-            self._runs_in = threading.get_ident()
-            self._loop.run(self._stop if stop_event is None else _AnyEvent(self._stop, stop_event))
+            self._loop.run(self._stop)
         finally:
+            self._runs_in = None
             self._end()
 
-    def _begin(self) -> None:
-        name = self._target.name
-        if self._stop.is_set() or self._is_inherited:
-            raise ClosedError(
-                f"this mirror to {name} is closed, or was made before a fork; make a new one"
-            )
-        if not self._running.acquire(blocking=False):
-            raise NotReadyError(f"this mirror to {name} runs already: close it first")
-        self._loop.is_fit.clear()
-
     def _end(self) -> None:
-        self._runs_in = None
-        if self._stop.is_set():
-            self._release()
-        self._running.release()
+        self._copier.close()
+        self._target.resign()
+        for bucket in self._buckets:
+            bucket.close()
+        self._has_ended.set()
 
     def wait_until_current(self, timeout_s: float = 60.0) -> None:
         """Wait until the local store holds what was the newest version when this was called.
@@ -247,35 +247,32 @@ class Mirror(Closing, ProcessBound):
         """
         if self._is_inherited:
             return  # in a fork, what it has is its parent's
-        self._stop.set()
+        with self._closing:
+            self._stop.set()
+            has_begun = self._has_begun
         for bucket in self._buckets:
             bucket.end_retries()
         if self._runs_in == threading.get_ident():
             return
-        with self._running:
-            self._release()
+        if has_begun:
+            self._has_ended.wait()
+        else:
+            self._end()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    def _release(self) -> None:
-        self._copier.close()
-        self._target.resign()
-        for bucket in self._buckets:
-            bucket.close()
 
     def _has(self, newest: Versioned) -> bool:
         pointer = self._target.newest()
         if pointer is None or not pointer.lineage.reaches(newest.id):
             return False
-        is_announced_here = self.is_elected or self._error is not None
-        return not is_announced_here or (self._loop.announced or 0) >= newest.version
+        is_copied_here = self.is_elected or self._error is not None
+        return not is_copied_here or (self._loop.published or 0) >= newest.version
 
     def _run_in_thread(self) -> None:
         leave_core()
         try:
-            self._runs_in = threading.get_ident()
-            self._loop.run(self._stop)
+            self._run()
         except OneStoreError as error:
             logger.info("%s", str(error))
         # `start` or `wait_until_current` raises it; the log has it for whom neither is called.
@@ -283,9 +280,6 @@ class Mirror(Closing, ProcessBound):
             self._error = error
             if self._loop.is_fit.is_set():
                 logger.exception("the mirror of %s has ended", self._source.name)
-        finally:
-            self._target.resign()
-            self._end()
 
     def _wait_until_fit(self, thread: threading.Thread) -> None:
         deadline = time.monotonic() + _FIT_S
@@ -299,24 +293,7 @@ class Mirror(Closing, ProcessBound):
                 raise problem
 
 
-class _AnyEvent(threading.Event):
-    """Event that is set as soon as one of others is."""
-
-    def __init__(self, *events: threading.Event) -> None:
-        super().__init__()
-        self._events = events
-
-    def is_set(self) -> bool:
-        return any(event.is_set() for event in self._events)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while not self.is_set() and (left_s := deadline - time.monotonic()) > 0:
-            self._events[0].wait(min(left_s, TIMING.stop_check_s))
-        return self.is_set()
-
-
-def _end(name: str, place: str | os.PathLike[str]) -> Path | Bucket:
+def _open_end(name: str, place: str | os.PathLike[str]) -> Path | Bucket:
     """Open an end of a mirror: a bucket for its URL, else a directory."""
     checked = options.directory_or_bucket(name, place)
     if isinstance(checked, Path):

@@ -13,12 +13,14 @@ import math
 import os
 import time
 from collections.abc import Collection
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
 from dbuffer.errors import StoreAccessError, StoreNotFoundError
-from dbuffer.format.manifest import UNDECODABLE, ReceiverRecord, encode
+from dbuffer.format.layout import digest
+from dbuffer.format.manifest import UNDECODABLE, ReceiverRecord, encode, host_in_id
 from dbuffer.format.objects import (
     RECEIVERS_PREFIX,
     BucketReceivers,
@@ -30,9 +32,23 @@ from dbuffer.mirror.bucket import Bucket
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.liveness import Process
 from dbuffer.store.records import OwnRecord, PublishedRecord
 
 logger = logging.getLogger(__name__)
+
+
+def mirror_id(target: str) -> str:
+    """Return the id of a target's mirrors: one for all that are started for it on one machine.
+
+    A directory is told by its device and inode: containers may have different ones at one path.
+    """
+    where = f"{Process.here().machine} {target}"
+    with contextlib.suppress(OSError):
+        directory = Path(target).stat()
+        where = f"{Process.here().machine} {directory.st_dev} {directory.st_ino}"
+    return f"mirror-{host_in_id()}-{digest(os.fsencode(where))}"
+
 
 ReceiverKey: TypeAlias = tuple[str, str]
 """Id and token of a receiver."""

@@ -8,20 +8,25 @@ from typing import TypeAlias
 
 from dbuffer.format.manifest import Pointer
 from dbuffer.format.places import MIRROR_LOCK_FILE
-from dbuffer.mirror.download import BucketReceiver, BucketSource, HeldObjects
-from dbuffer.mirror.options import MirrorOptions
+from dbuffer.mirror.download import BucketSource, HeldObjects
 from dbuffer.mirror.records import StoreRecords
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import Held
 
+SWAPPED = "did you swap source and target? If not, name another target"
+
 
 class StoreSource:
     """A store that a mirror follows."""
 
-    def __init__(self, root: Path, options: MirrorOptions) -> None:
-        self.store = DoubleBuffer(root, allow_shared_store=options.allow_shared_store)
-        self._options = options
+    def __init__(
+        self, root: Path, poll_interval_s: float, num_threads: int, *, allow_shared_store: bool
+    ) -> None:
+        self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
+        self._poll_interval_s = poll_interval_s
+        self._num_threads = num_threads
+        self._allow_shared_store = allow_shared_store
 
     @property
     def name(self) -> str:
@@ -45,17 +50,17 @@ class StoreSource:
         return WeightReceiver(
             self.store.root,
             receiver_id=name,
-            poll_interval_s=self._options.poll_interval_s,
-            num_threads=self._options.copier.num_threads,
-            allow_shared_store=self._options.allow_shared_store,
+            poll_interval_s=self._poll_interval_s,
+            num_threads=self._num_threads,
+            allow_shared_store=self._allow_shared_store,
         )
 
-    def records(self, receiver: WeightReceiver | BucketReceiver) -> StoreRecords:  # noqa: ARG002
+    def records(self) -> StoreRecords:
         return StoreRecords(self.store)
 
 
 Source: TypeAlias = StoreSource | BucketSource
-SourceReceiver: TypeAlias = WeightReceiver | BucketReceiver
+SourceReceiver: TypeAlias = WeightReceiver | BucketSource
 """Receiver that a mirror follows its source with."""
 HeldOf: TypeAlias = Held | HeldObjects
 """Version of a source that is held for reading."""

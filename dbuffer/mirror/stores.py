@@ -22,13 +22,13 @@ from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import Relation, VersionId, relation
 from dbuffer.format.manifest import UNDECODABLE, Pointer
 from dbuffer.io.chain_reader import ChainReader
+from dbuffer.io.copier import Copier
 from dbuffer.io.footer import KeptFooter
 from dbuffer.io.tensors import KeptMappings
-from dbuffer.io.transfer import OnBytes, chunks_of
+from dbuffer.io.transfer import chunks_of
 from dbuffer.mirror.download import HeldObjects
-from dbuffer.mirror.options import SWAPPED, MirrorOptions
-from dbuffer.mirror.sources import HeldOf, Source, SourceReceiver, StoreSource
-from dbuffer.publish.draft import Draft, counter
+from dbuffer.mirror.sources import SWAPPED, HeldOf, Source, SourceReceiver, StoreSource
+from dbuffer.publish.draft import Draft
 from dbuffer.publish.publication import Publication
 from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer
@@ -51,11 +51,18 @@ class StoreTarget:
     Of several mirrors one is elected, by a lock that the kernel drops when its process ends.
     """
 
-    def __init__(self, root: Path, options: MirrorOptions) -> None:
-        self._store = DoubleBuffer(root, allow_shared_store=options.allow_shared_store)
-        self._options = options
-        self._copier = options.copier
-        self._progress = options.progress
+    def __init__(
+        self,
+        root: Path,
+        copier: Copier,
+        *,
+        reader_timeout_s: float,
+        allow_shared_store: bool,
+    ) -> None:
+        self._store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
+        self._copier = copier
+        self._reader_timeout_s = reader_timeout_s
+        self._allow_shared_store = allow_shared_store
         self._lock: Descriptor | None = None
         """Held by the elected mirror."""
         self._writer: BufferWriter | None = None
@@ -80,7 +87,10 @@ class StoreTarget:
         return self._store
 
     def newest(self) -> Pointer | None:
-        return self._store.newest_pointer() if self._store.exists() else None
+        """Return the version that readers find; the next commit replaces a damaged pointer."""
+        with contextlib.suppress(StoreCorruptError):
+            return self._store.newest_pointer() if self._store.exists() else None
+        return None
 
     def elect(self, source: Source) -> bool:
         """Become the mirror of the target, if no other is.
@@ -101,8 +111,8 @@ class StoreTarget:
         if lock is None:
             return False
         try:
-            _require_source(source, self._store)
-            if _has_forked(source, self._store):
+            self._require_source(source)
+            if self._has_forked(source):
                 # Before a reader takes the last run's version for the newest.
                 logger.warning("%s: withdrawing what does not lead to %s", root, source.name)
                 with contextlib.closing(self._open_writer()) as writer:
@@ -134,7 +144,7 @@ class StoreTarget:
             WaitTimeoutError: it does not, and the mirror that is at work copies no other.
         """
         is_prepared = self._is_prepared(source)  # asked first: it may end then
-        if not _has_forked(source, self._store):
+        if not self._has_forked(source):
             return True
         if is_prepared:
             return False
@@ -201,28 +211,19 @@ class StoreTarget:
         Raises:
             StoreNotFoundError: the version's files are gone.
         """
-        total = draft.footer.layout.checksums_offset
         if draft.is_mapped and held.manifest.checksums_xxh3 is not None:
-            on_bytes = counter(self._progress, total)
-            checksums = self._apply_changes(draft, held, receiver, on_bytes)
+            checksums = self._apply_changes(draft, held, receiver)
             if checksums is not None:
                 return checksums
-        on_bytes = counter(self._progress, total)
         if isinstance(held, Held):
-            return draft.fill_from(held, remote, self._copier, on_bytes)
+            return draft.fill_from(held, remote, self._copier)
         return draft.fill_in_memory(
-            lambda memory, hashed: held.read_into(
-                memory, self._copier, hashed=hashed, on_bytes=on_bytes
-            ),
+            lambda memory, hashed: held.read_into(memory, self._copier, hashed=hashed),
             self._copier,
         )
 
     def _apply_changes(
-        self,
-        draft: Draft,
-        held: HeldOf,
-        receiver: SourceReceiver,
-        on_bytes: OnBytes | None,
+        self, draft: Draft, held: HeldOf, receiver: SourceReceiver
     ) -> list[int] | None:
         """Apply deltas to the version in a draft's file; return None if it must be read whole."""
         since = self._put_earlier(draft, held)
@@ -233,7 +234,7 @@ class StoreTarget:
         except (*UNDECODABLE, StoreNotFoundError) as error:
             logger.warning("copying version %d whole: %s", held.manifest.version, str(error))
             return None
-        return receiver.reader.apply_changes(draft.mapped, since, held, on_bytes)
+        return receiver.reader.apply_changes(draft.mapped, since, held)
 
     def _fetch(self, held: HeldOf, versions: list[VersionId]) -> None:
         """Bring deltas that lead to versions into memory, if they are not in a store.
@@ -291,8 +292,36 @@ class StoreTarget:
         return BufferWriter(
             self._store.root,
             durable=False,
-            reader_timeout_s=self._options.reader_timeout_s,
-            allow_shared_store=self._options.allow_shared_store,
+            reader_timeout_s=self._reader_timeout_s,
+            allow_shared_store=self._allow_shared_store,
+        )
+
+    def _has_forked(self, source: Source) -> bool:
+        """Whether the version that readers find does not lead to the source's."""
+        pointer, newest = self.newest(), source.newest()
+        if pointer is None or newest is None:
+            return False
+        return relation(pointer.lineage, newest.lineage) is Relation.FORKED
+
+    def _require_source(self, source: Source) -> None:
+        """Refuse versions here while the source has none, if no process reads them.
+
+        If one does, the network may be away.
+
+        Raises:
+            WaitTimeoutError: the source holds no version, and this store does.
+        """
+        store = self._store
+        if self.newest() is None or source.newest() is not None:
+            return
+        if any(store.may_live(record) for record in store.receivers()):
+            return
+        remedy = "name another target"
+        if not any(kept.is_pinned(store, buffer) for buffer in store.kept()):
+            remedy = f"remove it (rm -r {shlex.quote(self.name)}), or {remedy}"
+        raise WaitTimeoutError(
+            f"{self.name} holds versions of an earlier run, and {source.name} holds none yet (is "
+            f"it the right one?): {remedy}"
         )
 
     def _is_prepared(self, source: Source) -> bool:
@@ -343,39 +372,3 @@ def _has_sender(local: DoubleBuffer) -> bool:
     mirrors = local.root / places.MIRROR_LOCK_FILE
     # Looked at once more, because a mirror may have ended between the first two looks.
     return is_locked(writers) and not is_locked(mirrors) and is_locked(writers)
-
-
-def _has_forked(source: Source, local: DoubleBuffer) -> bool:
-    """Whether the version that a mirror left in the local store does not lead to the source's."""
-    pointer, newest = _newest(local), source.newest()
-    if pointer is None or newest is None:
-        return False
-    return relation(pointer.lineage, newest.lineage) is Relation.FORKED
-
-
-def _newest(local: DoubleBuffer) -> Pointer | None:
-    """Return the version that a local store's readers find, or None if its pointer is damaged."""
-    with contextlib.suppress(StoreCorruptError):
-        return local.newest_pointer()
-    return None
-
-
-def _require_source(source: Source, local: DoubleBuffer) -> None:
-    """Refuse a local store with versions while the source has none, if no process reads it.
-
-    If one does, the network may be away.
-
-    Raises:
-        WaitTimeoutError: the source holds no version, and the local store does.
-    """
-    if _newest(local) is None or source.newest() is not None:
-        return
-    if any(local.may_live(record) for record in local.receivers()):
-        return
-    remedy = "name another target"
-    if not any(kept.is_pinned(local, buffer) for buffer in local.kept()):
-        remedy = f"remove it (rm -r {shlex.quote(str(local.root))}), or {remedy}"
-    raise WaitTimeoutError(
-        f"{local.root} holds versions of an earlier run, and {source.name} holds none yet (is it "
-        f"the right one?): {remedy}"
-    )

@@ -41,15 +41,13 @@ from dbuffer.format.objects import (
     version_of,
     weights_directory,
 )
+from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer, KeptFooter
 from dbuffer.io.tensors import as_bytes, new_memory, pack_checksums
-from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
-from dbuffer.mirror.options import SWAPPED, MirrorOptions
 from dbuffer.mirror.records import ReceiversOfBucket
 from dbuffer.mirror.retention import missing_objects, unneeded_objects
-from dbuffer.mirror.sources import HeldOf, Source, SourceReceiver, StoreSource
-from dbuffer.publish.draft import counter
+from dbuffer.mirror.sources import SWAPPED, HeldOf, Source, SourceReceiver, StoreSource
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.reader import read_whole
 from dbuffer.runtime.trouble import log_once
@@ -69,10 +67,9 @@ class BucketTarget:
     do, or if late readers are better off with a new anchor.
     """
 
-    def __init__(self, bucket: Bucket, options: MirrorOptions) -> None:
+    def __init__(self, bucket: Bucket, copier: Copier) -> None:
         self._bucket = bucket
-        self._copier = options.copier
-        self._progress = options.progress
+        self._copier = copier
         self._writer = secrets.token_hex(8)
         self._epoch = 0
         """Number of this mirror among the writers of the bucket; 0 before it takes it over."""
@@ -138,9 +135,9 @@ class BucketTarget:
             # It is in memory, or in open files, and no sender need wait for the network.
             held.release()
             receiver.record.write(held=None)
-            version = self._put_files(manifest, deltas or {}, weights, footer)
+            version = self._put_files(manifest, deltas, weights, footer)
         self._publish(version)
-        delta_bytes = sum(delta.num_bytes for delta in (deltas or {}).values())
+        delta_bytes = sum(delta.num_bytes for delta in deltas.values())
         return Publication.of(manifest.id, footer.layout, started, delta_bytes or None)
 
     def check(self) -> None:
@@ -265,16 +262,13 @@ class BucketTarget:
             map(is_of_receivers, self._bucket.list(RECEIVERS_PREFIX))
         )
 
-    def _open_deltas(
-        self, held: HeldOf, opened: contextlib.ExitStack
-    ) -> dict[VersionId, _Content] | None:
-        """Open the deltas that lead from the version put last; None: none do, or not readable."""
-        manifest, last = held.manifest, self._last
+    def _open_deltas(self, held: HeldOf, opened: contextlib.ExitStack) -> dict[VersionId, _Content]:
+        """Open the deltas that lead from the version put last, if some do and can be read."""
+        manifest, last, deltas = held.manifest, self._last, dict[VersionId, _Content]()
         if last is None or last.part_bytes != PART_BYTES:  # of another release
-            return None
+            return deltas
         if last.manifest.layout_xxh3 != manifest.layout_xxh3 or last.id not in manifest.chain:
-            return None
-        deltas = {}
+            return deltas
         try:
             for version in manifest.deltas_after(last.id):
                 name, file = held.open_delta(version)
@@ -287,13 +281,13 @@ class BucketTarget:
             logger.warning(
                 "copying version %d without its deltas: %s", manifest.version, str(error)
             )
-            return None
+            return {}
         return deltas
 
-    def _needs_weights(self, deltas: dict[VersionId, _Content] | None, layout: Layout) -> bool:
+    def _needs_weights(self, deltas: dict[VersionId, _Content], layout: Layout) -> bool:
         """Whether no deltas lead to a version, or readers are better off with a new anchor."""
         last = self._last
-        if last is None or deltas is None:
+        if last is None or not deltas:
             return True
         since = last.manifest.since_anchor
         sizes = [last.delta(version).num_bytes for version in since]
@@ -336,8 +330,6 @@ class BucketTarget:
     ) -> BucketVersion:
         """Put the files of a version, and return its record."""
         last = self._last
-        contents = [*deltas.values(), *([] if weights is None else [weights])]
-        on_bytes = counter(self._progress, sum(content.num_bytes for content in contents))
         files: dict[VersionId, Parts] = {}
         sizes = {manifest.id: 0}
         if last is not None and deltas:
@@ -345,10 +337,10 @@ class BucketTarget:
             files = {each: last.delta(each) for each in later}
             sizes = {first: 0, **{each: file.num_bytes for each, file in files.items()}}
         for version, delta in deltas.items():
-            files[version] = self._put_parts(delta_directory(version), delta, on_bytes)
+            files[version] = self._put_parts(delta_directory(version), delta)
             sizes[version] = delta.num_bytes
         if weights is not None:
-            digests = self._put_parts(weights_directory(manifest.id), weights, on_bytes).digests
+            digests = self._put_parts(weights_directory(manifest.id), weights).digests
             anchor = None
             of_file = weights.fields | {"file": f"weights-{manifest.id}.td"}
         else:
@@ -373,7 +365,7 @@ class BucketTarget:
             deltas=[files[version] for version in chain[1:]],
         )
 
-    def _put_parts(self, directory: str, content: _Content, on_bytes: OnBytes | None) -> Parts:
+    def _put_parts(self, directory: str, content: _Content) -> Parts:
         """Put a file in parts, except those that are there."""
         digests = [""] * -(-content.num_bytes // PART_BYTES)
         # Parts of a delta are few: to put them again costs less than to look.
@@ -386,8 +378,6 @@ class BucketTarget:
             name = part_object(directory, index, digests[index])
             if name not in there or there[name].num_bytes != len(data):
                 self._bucket.put(name, data)
-            if on_bytes is not None:
-                on_bytes(len(data))
 
         self._bucket.in_parallel(put, range(len(digests)))
         return Parts(content.num_bytes, digests)

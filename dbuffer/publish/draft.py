@@ -191,18 +191,14 @@ class Draft:
         self._footer = Footer.of(Layout.of(specs))
         return checksums if self._hashed else None
 
-    def fill_from(
-        self, held: Held, layout: Layout, copier: Copier, on_bytes: OnBytes | None
-    ) -> list[int] | None:
+    def fill_from(self, held: Held, layout: Layout, copier: Copier) -> list[int] | None:
         """Copy a version of another store, which has this layout there; return its checksums."""
         if not self.is_mapped and held.manifest.anchor is None:
             file, own, hashed = held.file.number, self.claim.weights, self._hashed
-            return read_tensors(
-                file, held.path, layout, own, copier, hashed=hashed, on_bytes=on_bytes
-            )
+            return read_tensors(file, held.path, layout, own, copier, hashed=hashed)
         reader = ChainReader(held, layout)
         return self.fill_in_memory(
-            lambda memory, hashed: reader.read(memory, copier, on_bytes=on_bytes, hashed=hashed),
+            lambda memory, hashed: reader.read(memory, copier, hashed=hashed),
             copier,
         )
 

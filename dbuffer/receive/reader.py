@@ -17,7 +17,6 @@ from dbuffer.format.manifest import UNDECODABLE, Manifest
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, new_memory
-from dbuffer.io.transfer import OnBytes
 from dbuffer.runtime.messages import listed
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import Held, HeldVersion, OvertakenError, Patience
@@ -93,7 +92,6 @@ class VersionVerifier:
         tensors: FileTensors,
         since: VersionId | None,
         held: HeldVersion,
-        on_bytes: OnBytes | None = None,
     ) -> list[int] | None:
         """Turn the version ``since`` in memory into a held one by its deltas, and verify it.
 
@@ -106,7 +104,7 @@ class VersionVerifier:
             return None
         try:
             chain = ChainReader(held, tensors.layout)
-            chain.read(tensors, self._copier, since=since, on_bytes=on_bytes)
+            chain.read(tensors, self._copier, since=since)
             checksums = self._copier.checksums(tensors)
             wrong = wrong_tensors(held, tensors.layout, checksums, self._known_checksums)
         except (*UNDECODABLE, StoreNotFoundError) as error:
@@ -290,12 +288,10 @@ def read_whole(
     memory: torch.Tensor | None = None,
     *,
     hashed: bool,
-    on_bytes: OnBytes | None = None,
 ) -> tuple[FileTensors, list[int] | None]:
     """Read a version, into ``memory`` if that has the right size; ``hashed``: with checksums.
 
-    ``on_bytes`` is called with numbers of bytes that were read, from several threads. It raises the
-    errors of :class:`ChainReader`.
+    It raises the errors of :class:`ChainReader`.
     """
     layout = held.read_layout()
     num_bytes = layout.checksums_offset
@@ -303,7 +299,7 @@ def read_whole(
         memory = new_memory(num_bytes)
     tensors = FileTensors(memory, layout)
     chain = ChainReader(held, layout)
-    return tensors, chain.read(tensors, copier, on_bytes=on_bytes, hashed=hashed)
+    return tensors, chain.read(tensors, copier, hashed=hashed)
 
 
 def wrong_tensors(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from tests.lab.guest import Guest
 from tests.lab.lab import scenario
-from tests.support.soak import IN_SOAKS_ALONE
 
 MB = 1 << 20
 
@@ -40,20 +39,3 @@ def test_a_pointer_polled_by_its_name_alone_is_stale(guest: Guest) -> None:
     assert stale["after the directory"] == 0
     if guest.version == "4.2":
         assert stale["alone"] > 0
-
-
-@IN_SOAKS_ALONE
-@scenario(disruptive=True)
-def test_a_power_cut_loses_what_was_not_synced_and_nothing_else(guest: Guest) -> None:
-    write_synced(guest.path("w") / "from-client", b"1" * MB)
-    write_synced(guest.server_path / "synced", b"2" * MB)
-    # Of a client, none is lost: it keeps what the server has not confirmed, and sends it again.
-    (guest.server_path / "not-synced").write_bytes(b"3" * MB)
-    guest.power_cut()
-    write_synced(guest.server_path / "after", b"4" * MB)
-    guest.power_restore()
-    assert (guest.path("r") / "from-client").read_bytes() == b"1" * MB
-    assert (guest.path("r") / "synced").read_bytes() == b"2" * MB
-    assert not (guest.path("r") / "after").exists()
-    lost = guest.path("r") / "not-synced"
-    assert not lost.exists() or lost.read_bytes() != b"3" * MB

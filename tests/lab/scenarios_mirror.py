@@ -11,10 +11,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import dbuffer
 from dbuffer.mirror import sources as mirror_sources
 from dbuffer.mirror.mirror import Mirror
-from dbuffer.receive.stager import Stager
 from tests.lab.guest import Guest
 from tests.lab.hosts import Looking, applied, load_each, publish_when_told, published
 from tests.lab.lab import scenario
@@ -97,38 +95,6 @@ def test_a_version_is_read_once_a_node(guest: Guest) -> None:
 def test_without_a_mirror_a_node_reads_a_version_once_too(guest: Guest) -> None:
     """Its kernel keeps what one rank has read for the others, where there is memory for that."""
     require_each_version_read_once(guest, {c: guest.path(c) / "store" for c in ("r", "r2")})
-
-
-def stage_each(connection: Connection, path: Path) -> None:
-    """Stage every version as a rank of an engine does, and no mix; send it."""
-    receiver = dbuffer.WeightReceiver(path / "store", poll_interval_s=0.05, num_threads=1)
-    stager = Stager(receiver)
-    connection.send("ready")
-    while True:
-        staged = stager.take(version := connection.recv(), timeout_s=TIMEOUT_S)
-        assert staged.tensors is not None
-        assert WEIGHTS.version_of(dict(staged.tensors)) == version
-        stager.release(applied=version)
-        connection.send(version)
-
-
-@IN_SOAKS_ALONE
-@scenario()
-def test_ranks_of_engines_read_a_version_once_between_them(guest: Guest) -> None:
-    with contextlib.ExitStack() as stack:
-        writer = stack.enter_context(guest.on("w", publish_when_told, WEIGHTS))
-        ranks = [stack.enter_context(guest.on("r", stage_each)) for _ in range(4)]
-        for rank in ranks:
-            assert rank.receive() == "ready"
-        before = guest.nfs_read_bytes("r")
-        for version in range(1, NUM_VERSIONS + 1):
-            published(writer, version)
-            for rank in ranks:
-                rank.send(version)
-            assert [rank.receive() for rank in ranks] == [version] * len(ranks)
-        read = (guest.nfs_read_bytes("r") - before) / NUM_VERSIONS
-        print(f"four ranks fetched {read / WEIGHTS_BYTES:.3f} of each version over the wire")
-        assert WEIGHTS_BYTES <= read <= 1.15 * WEIGHTS_BYTES
 
 
 def mirror_looking(connection: Connection, path: Path, local: Path) -> None:

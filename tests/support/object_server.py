@@ -117,12 +117,6 @@ class ObjectServer(RunningServer):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def pids(self) -> list[int]:
-        """Processes of the server: its keeper, and SeaweedFS."""
-        keeper = self._keeper.pid
-        children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text()
-        return [keeper, *map(int, children.split())]
-
     def close(self) -> None:
         """Kill the server and remove its files."""
         self._keeper.communicate(timeout=TIMEOUT_S)  # ends its standard input

@@ -58,17 +58,13 @@ def mirror(
         if num_copied == count:
             stop.set()
 
-    with (
-        shared.stopped_by_signals() as stop,
-        progress(f"mirroring {remote}", in_bytes=True) as on_bytes,
-    ):
+    with shared.stopped_by_signals() as stop, progress(f"mirroring {remote}"):
         copying = dbuffer.Mirror(
             remote,
             local,
             poll_interval_s=poll_interval_s,
             allow_shared_store=allow_shared_store,
             on_copied=report,
-            progress=on_bytes,
         )
         with copying:
             if metrics_port is not None:

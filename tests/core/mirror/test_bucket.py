@@ -163,8 +163,8 @@ def test_a_version_is_the_same_at_the_far_end(remote, local, bucket, mount, chec
     assert len(anchors) == (1 if delta else 4)
 
 
-def test_an_anchor_is_the_weights_file_in_parts(remote, local, bucket):
-    """With its gaps and its footer; and progress has all bytes of its tensors."""
+def test_an_anchor_is_the_weights_file_in_parts(remote, bucket):
+    """With its gaps and its footer."""
     weights = {f"odd {index}": torch.arange(100_001) * index for index in range(3)}
     with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
         sender.send(weights)
@@ -175,11 +175,6 @@ def test_an_anchor_is_the_weights_file_in_parts(remote, local, bucket):
     assert len(parts) == len(record.weights) > 1
     contents = [bucket.get_range(name, 0, parts[name].num_bytes) for name in sorted(parts)]
     assert b"".join(contents) == weights_file.read_bytes()
-    seen: list[tuple[int, int]] = []
-    with mirror(bucket.url, local, progress=lambda *at: seen.append(at)) as down:
-        down.wait_until_current(TIMEOUT_S)
-    total = manifest.checksums_offset
-    assert max(seen) == (total, total)
 
 
 def test_only_the_deltas_go_through_the_bucket(remote, local, proxy, bucket_url):
@@ -508,17 +503,6 @@ def test_what_the_network_damages_is_fetched_again(remote, local, proxy, bucket_
     with Way(remote, bucket_url, local, checksum=False) as way:
         way.carry(1, LONG)
     assert any(each.is_faulty for each in proxy.requests)
-
-
-def test_a_server_that_is_away_is_waited_for(remote, local, proxy, bucket_url, caplog):
-    with Way(remote, bucket_url, local) as way:
-        way.carry(1)
-        proxy.inject(FAULTS["503"], times=1 << 30)
-        way.sender.send(SMALL.weights(2))
-        until("both have failed", lambda: all(way.failures))
-        proxy.heal()
-        assert_copied(local, SMALL, 2)
-    assert "503" in caplog.text
 
 
 # Slow and broken links

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import obstore
 import pytest
 from obstore.exceptions import (
@@ -13,10 +9,7 @@ from obstore.exceptions import (
     BaseError,
 )
 
-from tests.support import ROOT
-from tests.support.children import is_running
-from tests.support.object_store import FAULTS, Exchange, FaultyProxy
-from tests.support.waiting import until
+from tests.support.object_store import FAULTS
 
 BODY = bytes(range(256)) * 4096
 WITHOUT_RETRIES = {"max_retries": 0}
@@ -65,43 +58,3 @@ def test_a_fault_is_of_one_request(store, proxy, bucket_url, name):
     assert ("new" in names_in(store)) == is_put_done
     if is_put_done:
         assert bytes(store.get("new").bytes()) == BODY
-
-
-def test_a_failure_of_the_proxy_is_not_silent(object_server):
-    def fail(exchange: Exchange) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ExceptionGroup, match="the proxy failed"):
-        with FaultyProxy(object_server) as proxy:
-            proxy.inject(fail)
-            options = {"client_options": {"allow_http": True}, "skip_signature": True}
-            through = spoiled("s3://weights", endpoint=proxy.url, **options)
-            with pytest.raises(BaseError):
-                through.get("any")
-
-
-START = """
-import os, sys
-from tests.support.object_server import ObjectServer
-server = ObjectServer()
-print(server.directory, *server.pids(), flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.usefixtures("object_server")  # skips the test without the program
-def test_a_server_ends_with_its_run():
-    """The run is killed: no process and no file of the server stays."""
-    with subprocess.Popen(
-        [sys.executable, "-c", START],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as run:
-        directory, *pids = run.stdout.readline().split()
-        assert len(pids) == 2
-        assert all(is_running(int(pid)) for pid in pids)
-        run.kill()
-        until("both have ended", lambda: not any(is_running(int(pid)) for pid in pids))
-    assert not Path(directory).exists()
