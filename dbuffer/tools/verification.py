@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import Any
 
 from dbuffer.errors import StoreNotFoundError, WaitTimeoutError
 from dbuffer.format.manifest import UNDECODABLE
@@ -14,22 +14,11 @@ from dbuffer.store.contents import Contents
 from dbuffer.store.hold import Held, OvertakenError, Patience, hold_buffer, hold_newest
 
 
-@dataclass(slots=True)
-class BufferCheck:
-    """Result of checking a buffer."""
+def verify_store(store: DoubleBuffer) -> list[dict[str, Any]]:
+    """Read and check all versions of a store, the newest first, as `dbuffer verify --json` does.
 
-    buffer: str
-    version: int | None
-    is_newest: bool
-    has_checksums: bool = False
-    problems: list[str] = field(default_factory=list)
-    """Names of damaged tensors, or descriptions of other damage; empty if there is none."""
-
-
-def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
-    """Read and check the newest version, and the one before it if the store still has it.
-
-    Both are held while they are read: a publish may wait for that.
+    ``problems`` has names of damaged tensors, or descriptions of other damage. Each version is held
+    while it is read: a publish may wait for that.
     """
     store.check()
     pointer = store.newest_pointer()
@@ -37,7 +26,7 @@ def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
         raise WaitTimeoutError(f"nothing was published in {store.root} yet")
 
     newest = _verify_buffer(store, pointer.buffer, pointer.version)
-    others = [name for name in BUFFERS if name != newest.buffer and _has_version(store, name)]
+    others = [name for name in BUFFERS if name != newest["buffer"] and _has_version(store, name)]
     return [newest, *(_verify_buffer(store, name, None) for name in (*others, *store.kept()))]
 
 
@@ -49,26 +38,33 @@ def _has_version(store: DoubleBuffer, buffer: str) -> bool:
     return manifest is not None and Contents(store).has_published(manifest)
 
 
-def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> BufferCheck:
+def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> dict[str, Any]:
     """Check a buffer; ``newest`` is the version that it must hold, None for the other buffer."""
-    check, patience = BufferCheck(buffer, newest, is_newest=newest is not None), Patience()
+    check: dict[str, Any] = {
+        "buffer": buffer,
+        "version": newest,
+        "is_newest": newest is not None,
+        "has_checksums": False,
+        "problems": [],
+    }
+    patience = Patience()
     while True:
         try:
             held = hold_newest(store, newer_than=None) if newest else hold_buffer(store, buffer)
             if held is None:
                 return check
-            check.buffer, check.version = held.buffer, held.manifest.version  # or a newer one
-            check.has_checksums = held.manifest.checksums_xxh3 is not None
+            check["buffer"], check["version"] = held.buffer, held.manifest.version  # or a newer one
+            check["has_checksums"] = held.manifest.checksums_xxh3 is not None
             try:
                 with held:
-                    check.problems = _find_damage(held)
+                    check["problems"] = _find_damage(held)
             except StoreNotFoundError as error:
                 held.wait_after_loss(error, patience)
         except OvertakenError:  # its file was removed, for a newer version on a network
             store.check()
             continue
         except UNDECODABLE as error:
-            check.problems = [str(error)]
+            check["problems"] = [str(error)]
         return check
 
 

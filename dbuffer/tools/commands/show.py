@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import sys
 import time
@@ -91,7 +90,7 @@ def verify(
     from dbuffer.tools.verification import verify_store
 
     with progress(f"verifying {store}"):
-        checks = list(map(dataclasses.asdict, verify_store(view)))
+        checks = verify_store(view)
     shared.show(checks, tables.verification_parts, as_json=as_json)
     if any(check["problems"] for check in checks):
         raise typer.Exit(shared.EXIT_FAILED)

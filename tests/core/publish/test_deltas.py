@@ -440,15 +440,18 @@ def test_a_version_that_is_a_delta_alone_is_not_published_without_it(tmp_path):
 def test_a_store_is_verified(store, mount, sender):
     publish(sender, 1, 2, 3, 4)
     double = DoubleBuffer(store)
-    assert [(check.version, check.problems) for check in verify_store(double)] == [(4, []), (3, [])]
+    assert [(check["version"], check["problems"]) for check in verify_store(double)] == [
+        (4, []),
+        (3, []),
+    ]
     if mount == "network":
         path = store / "deltas" / f"{manifest_of(store).id}.delta"
         flip_bit(path, 8 * path.stat().st_size - 20)
         newest_check, other = verify_store(double)
-        assert path.name in str(newest_check.problems)
-        assert not other.problems
+        assert path.name in str(newest_check["problems"])
+        assert not other["problems"]
         path.unlink()
-        assert path.name in str(verify_store(double)[0].problems)
+        assert path.name in str(verify_store(double)[0]["problems"])
 
 
 # Memory that is used again

@@ -184,9 +184,9 @@ def assert_in_parts(store: Path, num_bytes: int, num_parts: int | None) -> None:
     if data_bytes > 1e6:
         assert main.stat().st_blocks * 512 < data_bytes / 10
     with mounted("network"):
-        [check] = [one for one in verify_store(DoubleBuffer(store)) if one.is_newest]
-    assert check.has_checksums
-    assert not check.problems
+        [check] = [one for one in verify_store(DoubleBuffer(store)) if one["is_newest"]]
+    assert check["has_checksums"]
+    assert not check["problems"]
 
 
 def parts_of(store: Path, buffer: str) -> list[Path]:
@@ -312,8 +312,8 @@ def test_a_damaged_part_is_refused(in_parts):
                 pass
         assert all(not tensor.any() for tensor in target.values())
         if kind is CORRUPT:
-            [check] = [one for one in verify_store(DoubleBuffer(store)) if one.is_newest]
-            assert check.problems, name
+            [check] = [one for one in verify_store(DoubleBuffer(store)) if one["is_newest"]]
+            assert check["problems"], name
 
 
 def send_odd_sizes(rank: int, store: Path) -> None:

@@ -448,8 +448,8 @@ def test_verify_names_what_it_has_read_where_a_version_is_published_meanwhile(
 
         monkeypatch.setattr("dbuffer.tools.verification.hold_newest", hold)
         checks = verify_store(DoubleBuffer(store))
-    assert [check.version for check in checks] == [3, 2]
-    assert len({check.buffer for check in checks}) == 2
+    assert [check["version"] for check in checks] == [3, 2]
+    assert len({check["buffer"] for check in checks}) == 2
 
 
 ODD = "[/red]\x1b]0;title\x07\x9b2J\x7f\u202e\u00fc.weight"
