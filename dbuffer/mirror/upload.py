@@ -6,14 +6,11 @@ version's record, on condition that no other mirror has put it meanwhile.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
@@ -123,21 +120,21 @@ class BucketTarget:
         if not self._is_writer:
             self._take_over()
         started, manifest = time.monotonic(), held.manifest
-        with receiver.reader.reporting_unreadable(held), contextlib.ExitStack() as opened:
+        with receiver.reader.reporting_unreadable(held):
             try:
                 _, footer = self._footer.of_copy(held)
-                deltas, weights = self._open_deltas(held, opened), None
+                deltas, weights = self._read_deltas(held), None
                 if self._needs_weights(deltas, footer.layout):
                     weights = self._read_weights(held, receiver, footer)
             except StoreNotFoundError as error:
                 held.raise_for_loss(error)
             held.require_unchanged()
-            # It is in memory, or in open files, and no sender need wait for the network.
+            # It is in memory, and no sender need wait for the network.
             held.release()
             receiver.record.write(held=None)
             version = self._put_files(manifest, deltas, weights, footer)
         self._publish(version)
-        delta_bytes = sum(delta.num_bytes for delta in deltas.values())
+        delta_bytes = sum(map(len, deltas.values()))
         return Publication.of(manifest.id, footer.layout, started, delta_bytes or None)
 
     def check(self) -> None:
@@ -262,9 +259,9 @@ class BucketTarget:
             map(is_of_receivers, self._bucket.list(RECEIVERS_PREFIX))
         )
 
-    def _open_deltas(self, held: HeldOf, opened: contextlib.ExitStack) -> dict[VersionId, _Content]:
-        """Open the deltas that lead from the version put last, if some do and can be read."""
-        manifest, last, deltas = held.manifest, self._last, dict[VersionId, _Content]()
+    def _read_deltas(self, held: HeldOf) -> dict[VersionId, bytes]:
+        """Read the deltas that lead from the version put last, if some do and can be read."""
+        manifest, last, deltas = held.manifest, self._last, dict[VersionId, bytes]()
         if last is None or last.part_bytes != PART_BYTES:  # of another release
             return deltas
         if last.manifest.layout_xxh3 != manifest.layout_xxh3 or last.id not in manifest.chain:
@@ -272,11 +269,9 @@ class BucketTarget:
         try:
             for version in manifest.deltas_after(last.id):
                 name, file = held.open_delta(version)
-                opened.enter_context(file)
-                with filesystem.os_errors("read a delta", name):
+                with file, filesystem.os_errors("read a delta", name):
                     num_bytes = os.fstat(file.number).st_size
-                read = functools.partial(filesystem.read_at, file.number)
-                deltas[version] = _Content(num_bytes, read)
+                    deltas[version] = filesystem.read_at(file.number, 0, num_bytes)
         except (*UNDECODABLE, StoreNotFoundError) as error:
             logger.warning(
                 "copying version %d without its deltas: %s", manifest.version, str(error)
@@ -284,19 +279,21 @@ class BucketTarget:
             return {}
         return deltas
 
-    def _needs_weights(self, deltas: dict[VersionId, _Content], layout: Layout) -> bool:
+    def _needs_weights(self, deltas: dict[VersionId, bytes], layout: Layout) -> bool:
         """Whether no deltas lead to a version, or readers are better off with a new anchor."""
         last = self._last
         if last is None or not deltas:
             return True
         since = last.manifest.since_anchor
         sizes = [last.delta(version).num_bytes for version in since]
-        if is_long([*sizes, *(delta.num_bytes for delta in deltas.values())], layout.num_bytes):
+        if is_long([*sizes, *map(len, deltas.values())], layout.num_bytes):
             return True
         return any(record.unreadable in since for record in self.receivers.known())
 
-    def _read_weights(self, held: HeldOf, receiver: SourceReceiver, footer: Footer) -> _Content:
-        """Read a version into memory, whole, as a weights file.
+    def _read_weights(
+        self, held: HeldOf, receiver: SourceReceiver, footer: Footer
+    ) -> tuple[memoryview, dict[str, Any]]:
+        """Read a version into memory, whole, as a weights file; return it, and fields about it.
 
         Not while it is put: a buffer that is held for so long would hold up the sender.
         """
@@ -315,17 +312,13 @@ class BucketTarget:
         table_end = table.ljust(layout.layout_offset - layout.checksums_offset, b"\0")
         raw[layout.checksums_offset :] = table_end + footer.encoded + footer.tail
         table_xxh3 = None if checksums is None else digest(table)
-        return _Content(
-            footer.file_bytes,
-            lambda offset, num_bytes: raw[offset : offset + num_bytes],
-            footer.described(table_xxh3),
-        )
+        return raw, footer.described(table_xxh3)
 
     def _put_files(
         self,
         manifest: Manifest,
-        deltas: dict[VersionId, _Content],
-        weights: _Content | None,
+        deltas: dict[VersionId, bytes],
+        weights: tuple[memoryview, dict[str, Any]] | None,
         footer: Footer,
     ) -> BucketVersion:
         """Put the files of a version, and return its record."""
@@ -337,12 +330,12 @@ class BucketTarget:
             files = {each: last.delta(each) for each in later}
             sizes = {first: 0, **{each: file.num_bytes for each, file in files.items()}}
         for version, delta in deltas.items():
-            files[version] = self._put_parts(delta_directory(version), delta)
-            sizes[version] = delta.num_bytes
+            digests = self._put_parts(delta_directory(version), memoryview(delta))
+            files[version], sizes[version] = Parts(len(delta), digests), len(delta)
         if weights is not None:
-            digests = self._put_parts(weights_directory(manifest.id), weights).digests
-            anchor = None
-            of_file = weights.fields | {"file": f"weights-{manifest.id}.td"}
+            data, fields = weights
+            digests, anchor = self._put_parts(weights_directory(manifest.id), data), None
+            of_file = fields | {"file": f"weights-{manifest.id}.td"}
         else:
             assert last is not None  # noqa: S101 - deltas lead from it
             digests, anchor = last.weights, last.manifest.file_version
@@ -365,29 +358,18 @@ class BucketTarget:
             deltas=[files[version] for version in chain[1:]],
         )
 
-    def _put_parts(self, directory: str, content: _Content) -> Parts:
-        """Put a file in parts, except those that are there."""
-        digests = [""] * -(-content.num_bytes // PART_BYTES)
+    def _put_parts(self, directory: str, data: memoryview) -> list[str]:
+        """Put a file in parts, except those that are there; return the digests of all."""
+        digests = [""] * -(-len(data) // PART_BYTES)
         # Parts of a delta are few: to put them again costs less than to look.
         there = self._bucket.list(directory) if len(digests) > 1 else {}
 
         def put(index: int) -> None:
-            offset = index * PART_BYTES
-            data = content.read(offset, min(PART_BYTES, content.num_bytes - offset))
-            digests[index] = digest(data)
+            part = data[index * PART_BYTES : (index + 1) * PART_BYTES]
+            digests[index] = digest(part)
             name = part_object(directory, index, digests[index])
-            if name not in there or there[name].num_bytes != len(data):
-                self._bucket.put(name, data)
+            if name not in there or there[name].num_bytes != len(part):
+                self._bucket.put(name, part)
 
         self._bucket.in_parallel(put, range(len(digests)))
-        return Parts(content.num_bytes, digests)
-
-
-class _Content(NamedTuple):
-    """A file that is to be put."""
-
-    num_bytes: int
-    read: Callable[[int, int], bytes | memoryview]
-    """Function that returns its bytes: as many, from an offset on."""
-    fields: dict[str, Any] = {}  # noqa: RUF012 - read only
-    """Fields of a manifest that describe it, if it has weights."""
+        return digests
