@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import Collection
@@ -180,8 +179,8 @@ class ReceiversOfBucket:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._seen: dict[str, _Seen] = {}
-        self._records: dict[ReceiverKey, tuple[float, float, ReceiverRecord]] = {}
-        """Latest record of each receiver: its time, when its object was seen changed, and it."""
+        self._records: dict[ReceiverKey, tuple[_Seen, ReceiverRecord]] = {}
+        """Latest record of each receiver, and the object that it is in."""
 
     def receivers(self) -> list[ReceiverRecord]:
         """Return all records; only objects that have changed are read again.
@@ -205,30 +204,22 @@ class ReceiversOfBucket:
         ]
         self._seen = {name: seen for name, seen in self._seen.items() if name in listed}
         self._bucket.in_parallel(lambda name: self._read(name, listed[name].e_tag), changed)
-        # A receiver whose mirror has changed its id has a record in two objects.
-        self._records = {
-            key_of(record): (at, changed_at, record)
-            for at, changed_at, record in sorted(
-                (
-                    (record.updated_at, seen.changed_at, record)
-                    for seen in self._seen.values()
-                    for record in seen.records
-                ),
-                key=lambda each: each[:2],
-            )
-        }
+        found = [(seen, record) for seen in self._seen.values() for record in seen.records]
+        # A receiver whose mirror has changed its id has a record in two objects: the later counts.
+        found.sort(key=lambda each: (each[1].updated_at, each[0].changed_at))
+        self._records = {key_of(record): (seen, record) for seen, record in found}
         return self.known()
 
     def known(self) -> list[ReceiverRecord]:
         """Return the records that were read last."""
-        return [record for _, _, record in self._records.values()]
+        return [record for _, record in self._records.values()]
 
     def may_live(self, record: ReceiverRecord) -> bool:
         """Whether a record's receiver may be alive: its mirror is, and does not say otherwise."""
-        _, changed_at, _ = self._records.get(key_of(record), (0, -math.inf, None))
-        if record.has_ended:
+        found = self._records.get(key_of(record))
+        if found is None or record.has_ended:
             return False
-        return time.monotonic() - changed_at < TIMING.bucket_presumed_dead_after_s
+        return time.monotonic() - found[0].changed_at < TIMING.bucket_presumed_dead_after_s
 
     def _read(self, name: str, e_tag: str | None) -> None:
         try:

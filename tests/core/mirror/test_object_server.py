@@ -12,18 +12,12 @@ from obstore.exceptions import (
 from tests.support.object_store import FAULTS
 
 BODY = bytes(range(256)) * 4096
-WITHOUT_RETRIES = {"max_retries": 0}
 
 
 @pytest.fixture
 def store(bucket_url: str):
     """The server, without a proxy."""
     return obstore.store.from_url(bucket_url)
-
-
-def spoiled(bucket_url: str, **options: object):
-    """The server behind the proxy, which the environment names by now."""
-    return obstore.store.from_url(bucket_url, retry_config=WITHOUT_RETRIES, **options)
 
 
 def names_in(store: obstore.store.ObjectStore) -> set[str]:
@@ -33,7 +27,8 @@ def names_in(store: obstore.store.ObjectStore) -> set[str]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_of_one_request(store, proxy, bucket_url, name):
     """The client does not retry. What it is told, and what the server has."""
-    through = spoiled(bucket_url)
+    # The environment names the proxy by now.
+    through = obstore.store.from_url(bucket_url, retry_config={"max_retries": 0})
     store.put("old", BODY)
     is_put_done = name in ("lose_answer", "truncate_answer", "corrupt_answer", "repeat")
     proxy.inject(FAULTS[name], nth=2)
