@@ -1,6 +1,6 @@
 """Length of a chain of deltas: when a full version serves readers better than one more delta.
 
-Senders and mirrors share the rule.
+Senders and mirrors share the rule, and `dbuffer status` shows when the next anchor comes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,18 @@ MAX_CHAIN_SHARE = 0.5
 smaller."""
 
 
+def until_anchor(num_deltas: int, delta_bytes: int, version_bytes: int) -> tuple[int, int]:
+    """Return how many deltas, and how many bytes of them, a chain still has room for.
+
+    Without room for a delta, or with fewer than 0 bytes, the next version is an anchor.
+    """
+    return MAX_CHAIN - num_deltas, int(MAX_CHAIN_SHARE * version_bytes) - delta_bytes
+
+
 def is_long(delta_bytes: Sequence[int], version_bytes: int) -> bool:
     """Whether deltas of these sizes are a worse way to a version than a new anchor."""
-    return len(delta_bytes) >= MAX_CHAIN or sum(delta_bytes) > int(MAX_CHAIN_SHARE * version_bytes)
+    num_deltas, num_bytes = until_anchor(len(delta_bytes), sum(delta_bytes), version_bytes)
+    return num_deltas <= 0 or num_bytes < 0
 
 
 def trimmed(

@@ -30,6 +30,7 @@ from dbuffer.runtime.messages import listed as in_words
 from dbuffer.runtime.timing import TIMING
 from dbuffer.tools.status import (
     EMPTY_BUFFER,
+    anchor_status,
     in_order,
     make_status,
     receiver_status,
@@ -120,6 +121,7 @@ def _version_status(version: BucketVersion) -> dict[str, Any]:
     return {
         **EMPTY_BUFFER,
         **version_status(manifest),
+        **anchor_status(manifest, sum(version.delta(it).num_bytes for it in manifest.since_anchor)),
         "state": "newest",
         "delta_bytes": sum(version.delta(each).num_bytes for each in manifest.chain[1:]),
     }

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import dbuffer
 from dbuffer.errors import DBufferError, OptionError, WaitTimeoutError, WriterSupersededError
@@ -52,7 +54,8 @@ checkpoint into it, `follow` prints each new version, and `status` shows the sen
 receivers. Inference servers follow a store by themselves.
 """
 
-_EPILOG = """`dbuffer COMMAND --help` shows a command's options.
+_EPILOG = """`dbuffer COMMAND --help` shows a command's options. The variable DBUFFER_STORE stands
+for a STORE that is left out.
 
 Exit codes: 0 success; 1 a failure, or damage in a store; 2 wrong usage; 3 a time-out, or nothing
 was published yet; 4 another process took over as the writer; 130 stopped by Ctrl-C; 141 the reader
@@ -66,6 +69,20 @@ _TELLING = (
 """Loggers that say at the level INFO for whom a command waits."""
 
 
+class StoreCommand(TyperCommand):
+    """Command whose argument STORE may be left out if the variable DBUFFER_STORE names a store."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Add the store to the arguments if one argument is missing."""
+        store = os.environ.get("DBUFFER_STORE")
+        names = [str(it.name) for it in self.params if it.param_type_name == "argument"]
+        if store and "store" in names:
+            given, _, _ = self.make_parser(ctx).parse_args(list(args))
+            if sum(not isinstance(given.get(name), str) for name in names) == 1:
+                args = [*args, store] if names[-1] == "store" else [store, *args]
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -76,7 +93,7 @@ app = typer.Typer(
 )
 for _name, (_command, _arguments) in COMMANDS.items():
     _arguments = _arguments.replace("STORE", "/dev/shm/policy")  # noqa: S108
-    app.command(_name, epilog=f"Example: dbuffer {_name} {_arguments}")(_command)
+    app.command(_name, cls=StoreCommand, epilog=f"Example: dbuffer {_name} {_arguments}")(_command)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from dbuffer.format.chain import until_anchor
 from dbuffer.format.lineage import Relation, relation
 from dbuffer.format.manifest import (
     UNDECODABLE,
@@ -160,6 +161,8 @@ EMPTY_BUFFER: dict[str, Any] = {
     "num_deltas": 0,
     "delta_bytes": 0,
     "is_whole": True,
+    "deltas_until_anchor": None,
+    "bytes_until_anchor": None,
     "held_by": [],
 }
 
@@ -179,6 +182,15 @@ def version_status(manifest: Manifest) -> dict[str, Any]:
     }
 
 
+def anchor_status(manifest: Manifest, delta_bytes: int) -> dict[str, Any]:
+    """Return when the next anchor comes; ``delta_bytes``: size of the deltas since the last."""
+    if manifest.anchor is None:
+        return {}
+    until = until_anchor(len(manifest.since_anchor), delta_bytes, manifest.num_bytes)
+    left = (max(0, number) for number in until)
+    return dict(zip(("deltas_until_anchor", "bytes_until_anchor"), left, strict=True))
+
+
 def _buffer_status(
     store: DoubleBuffer,
     contents: Contents,
@@ -196,6 +208,7 @@ def _buffer_status(
     return (
         empty
         | version_status(manifest)
+        | anchor_status(manifest, store.delta_bytes(manifest.since_anchor))
         | {
             "state": _state_of(store, contents, name, manifest, newest),
             "delta_bytes": store.delta_bytes(manifest.chain[1:]),

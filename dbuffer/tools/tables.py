@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dbuffer.runtime.messages import format_bytes
+from dbuffer.runtime.messages import counted, format_bytes
 from dbuffer.tools.terminal import printable
 
 
@@ -89,6 +89,11 @@ def status_parts(status: dict[str, Any]) -> list[RenderableType]:
     parts = list(map(line, [title, *status["problems"]]))
     if status["buffers"]:
         parts.append(table(status["buffers"], *_BUFFER))
+    for buffer in status["buffers"]:
+        if buffer["state"] == "newest" and buffer["deltas_until_anchor"] is not None:
+            versions = counted(buffer["deltas_until_anchor"], "version")
+            left = format_bytes(buffer["bytes_until_anchor"])
+            parts.append(line(f"next anchor after {versions} or {left} of deltas"))
     receivers = [
         {**each, "has_ended": not each["is_alive"], "step": each["metadata"].get("step")}
         for each in status["receivers"]

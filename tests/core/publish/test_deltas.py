@@ -32,6 +32,7 @@ from dbuffer.receive import reader as reader_module
 from dbuffer.store import network_files
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.writer import BufferWriter
+from dbuffer.tools.status import read_status
 from dbuffer.tools.verification import verify_store
 from tests.support.children import Child
 from tests.support.damage import flip_bit
@@ -165,6 +166,20 @@ def test_a_reader_that_follows_reads_no_file_again(store, sender, monkeypatch):
                 assert SPARSE.version_of(target) == version
     assert anchors == [5, 9, 13]
     assert [held.manifest.version for (held, *_), _ in read_whole.call_args_list] == [2, 2]
+
+
+@pytest.mark.usefixtures("network", "short_chains")
+def test_status_says_when_the_next_anchor_comes(store, sender):
+    half = sum(tensor.nbytes for tensor in SPARSE.weights(1).values()) // 2
+    left, room = [], half
+    for version in range(1, 7):
+        [delta_bytes] = publish(sender, version)
+        buffers = read_status(DoubleBuffer(store))["buffers"]
+        [newest] = [buffer for buffer in buffers if buffer["state"] == "newest"]
+        left.append(newest["deltas_until_anchor"])
+        room = half if left[-1] is None else room - delta_bytes
+        assert newest["bytes_until_anchor"] == (None if left[-1] is None else room)
+    assert left == [None, 2, 1, 0, None, 2]
 
 
 def test_too_many_changes_or_another_layout_begin_a_new_chain(store, mount, sender, reader):

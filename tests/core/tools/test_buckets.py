@@ -123,6 +123,9 @@ def test_status_of_a_bucket(capsys, remote, local, bucket_url):
     [version] = seen["buffers"]
     assert (version["version"], version["num_tensors"], version["has_checksums"]) == (5, 9, True)
     assert (version["num_deltas"], version["is_whole"]) == (3, False)
+    assert version["deltas_until_anchor"] == 61
+    assert 0 < version["bytes_until_anchor"] < version["file_bytes"] // 2
+    assert re.search(r"^next anchor after 61 versions or [\d.]+ kB of deltas$", out, re.MULTILINE)
     assert out.startswith(f"{bucket_url} (bucket): version 5\n")
     assert re.search(r"newest +5 +9 .* 3 ", out)
 

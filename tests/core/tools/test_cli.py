@@ -167,6 +167,17 @@ def test_what_is_wrong_is_said_and_nothing_touched(
     assert contents(places) == before
 
 
+def test_a_variable_names_the_store(monkeypatch, capsys, store, checkpoint):
+    monkeypatch.setenv("DBUFFER_STORE", str(store))
+    for command in ("status", "ls --json", "pin 2", "follow --count 1", "rollback 1", "doctor"):
+        code, _, err = call(capsys, *shlex.split(command))
+        assert code == 0, err
+    assert "version 4" in published(capsys, checkpoint)
+    assert "version 1:" in published(capsys, checkpoint, store.parent / "other")
+    assert "Missing argument 'STORE'" in call(capsys, "pin")[2]
+    assert call(capsys, "status", store.parent / "nowhere")[0] == 1
+
+
 def test_completion(monkeypatch, capsys):
     """The shell asks for it in this way after `--install-completion`."""
     monkeypatch.setenv("_DBUFFER_COMPLETE", "complete_bash")
