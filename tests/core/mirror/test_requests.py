@@ -126,6 +126,7 @@ def test_a_delta(remote, local, proxy, bucket_url, monkeypatch):
     assert 2 * delta_bytes < num_bytes < 2 * delta_bytes + 3 * RECORD_BYTES
 
 
+@pytest.mark.timing(bucket_records_s=0.1)
 def test_idle_mirrors(remote, local, proxy, bucket_url):
     """A poll an interval at one end, a list at the other; each of a few hundred bytes at most."""
     with Way(remote, bucket_url, local, proxy, delta=False) as way:
