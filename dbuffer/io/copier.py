@@ -166,19 +166,24 @@ class Copier(ProcessBound):
     def checksums(self, contents: FileTensors, tensors: Collection[int] | None = None) -> list[int]:
         """Return the checksums of all tensors, or of those with these indices, in their order."""
         blocks: Sequence[Block] = contents.layout.blocks
-        if tensors is None:
-            slices = contents.cut_blocks(self.num_threads)
-        else:
+        if tensors is not None:
             chosen = set(tensors)
             blocks = [block for block in blocks if block.tensor in chosen]
-            slices = split_evenly([block.num_bytes for block in blocks], self.num_threads)
+        return join_blocks(blocks, self.digests(contents, blocks))
+
+    def digests(self, contents: FileTensors, blocks: Sequence[Block]) -> list[int]:
+        """Return the digests of some blocks."""
         digests = [0] * len(blocks)
 
         def work(first: int, end: int) -> None:
             digests[first:end] = map(contents.hash_block, blocks[first:end])
 
+        if blocks is contents.layout.blocks:
+            slices = contents.cut_blocks(self.num_threads)
+        else:
+            slices = split_evenly([block.num_bytes for block in blocks], self.num_threads)
         self.in_parallel(work, slices)
-        return join_blocks(blocks, digests)
+        return digests
 
     def copy_tensors(
         self,

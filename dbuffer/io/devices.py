@@ -13,10 +13,10 @@ The device works on the current stream, behind what the caller has queued there.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -84,7 +84,7 @@ def to_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
     with _Transfer(pairs) as transfer:
         for piece in transfer.pieces():
             piece.upload(copy_in_memory)
-            torch._foreach_copy_([part.device for part in piece.parts], piece.device_views())
+            torch._foreach_copy_([target for _, target in piece.pairs], piece.device_views())
             piece.slot.record()
         for host, target in transfer.direct:
             target.copy_(host, non_blocking=True)
@@ -102,19 +102,11 @@ def from_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
         for piece in transfer.pieces():
             if len(under_way) == _NUM_SLOTS:
                 under_way.pop(0).take(copy_in_memory)
-            torch._foreach_copy_(piece.device_views(), [part.device for part in piece.parts])
+            torch._foreach_copy_(piece.device_views(), [source for _, source in piece.pairs])
             piece.download()
             under_way.append(piece)
         for piece in under_way:
             piece.take(copy_in_memory)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A pair, or a part of one that is too long for a piece."""
-
-    host: torch.Tensor
-    device: torch.Tensor
 
 
 class _Slot:
@@ -137,20 +129,20 @@ class _Slot:
 
 
 class _Piece:
-    """Parts of tensors that lie one behind the other in a slot."""
+    """Tensors, or parts of long ones, that lie one behind the other in a slot."""
 
-    def __init__(self, slot: _Slot, parts: list[Part]) -> None:
+    def __init__(self, slot: _Slot, pairs: list[Pair]) -> None:
         self.slot = slot
-        self.parts = parts
+        self.pairs = pairs
         ends = [0]
-        for part in parts:
-            ends.append(align(ends[-1] + part.host.nbytes))
+        for host, _ in pairs:
+            ends.append(align(ends[-1] + host.nbytes))
         self._starts, self._num_bytes = ends[:-1], ends[-1]
 
     def upload(self, copy_in_memory: CopyInMemory) -> None:
-        """Queue the copy of the parts to the device, gathered in main memory where that must be."""
+        """Queue the copy to the device, gathered in main memory where that must be."""
         self.slot.wait()
-        hosts = [part.host for part in self.parts]
+        hosts = [host for host, _ in self.pairs]
         if all(host.is_contiguous() and host.is_pinned() for host in hosts):
             torch._foreach_copy_(self.device_views(), hosts, non_blocking=True)
         else:
@@ -160,7 +152,7 @@ class _Piece:
         self.slot.record()
 
     def download(self) -> None:
-        """Queue the copy of the parts, which the device has gathered, to main memory."""
+        """Queue the copy of all, which the device has gathered, to main memory."""
         some = slice(0, self._num_bytes)
         self.slot.host[some].copy_(self.slot.device[some], non_blocking=True)
         self.slot.record()
@@ -168,15 +160,15 @@ class _Piece:
     def take(self, copy_in_memory: CopyInMemory) -> None:
         """Wait for what was downloaded, and bring it to its places."""
         self.slot.wait()
-        copy_in_memory([part.host for part in self.parts], self._views(self.slot.host))
+        copy_in_memory([host for host, _ in self.pairs], self._views(self.slot.host))
 
     def device_views(self) -> list[torch.Tensor]:
         return self._views(self.slot.device)
 
     def _views(self, memory: torch.Tensor) -> list[torch.Tensor]:
         return [
-            memory[start : start + part.host.nbytes].view(part.host.dtype).view(part.host.shape)
-            for start, part in zip(self._starts, self.parts, strict=True)
+            memory[start : start + host.nbytes].view(host.dtype).view(host.shape)
+            for start, (host, _) in zip(self._starts, self.pairs, strict=True)
         ]
 
 
@@ -192,12 +184,12 @@ class _Transfer(Closing):
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._device = pairs[0][1].device
         self.direct: list[Pair] = []
-        self._others: list[Part] = []
+        self._others: list[Pair] = []
         for host, on_device in pairs:
             if _can_be_direct(host, on_device):
                 self.direct.append((host, on_device))
             elif host.nbytes:
-                self._others.append(Part(host, on_device))
+                self._others.append((host, on_device))
 
     def close(self) -> None:
         if self._device.type == "cuda":
@@ -207,18 +199,18 @@ class _Transfer(Closing):
     def pieces(self) -> Iterator[_Piece]:
         if not self._others:
             return
-        slots = _make_slots(self._device, sum(align(part.host.nbytes) for part in self._others))
+        slots = _make_slots(self._device, sum(align(host.nbytes) for host, _ in self._others))
         limit = slots[0].host.numel()
         number, num_bytes = 0, 0
-        parts: list[Part] = []
-        for part in (part for other in self._others for part in _cut(other, limit)):
-            part_bytes = align(part.host.nbytes)
-            if parts and num_bytes + part_bytes > limit:
-                yield _Piece(slots[number % _NUM_SLOTS], parts)
-                number, parts, num_bytes = number + 1, [], 0
-            parts.append(part)
-            num_bytes += part_bytes
-        yield _Piece(slots[number % _NUM_SLOTS], parts)
+        pairs: list[Pair] = []
+        for pair in itertools.chain.from_iterable(_cut(other, limit) for other in self._others):
+            pair_bytes = align(pair[0].nbytes)
+            if pairs and num_bytes + pair_bytes > limit:
+                yield _Piece(slots[number % _NUM_SLOTS], pairs)
+                number, pairs, num_bytes = number + 1, [], 0
+            pairs.append(pair)
+            num_bytes += pair_bytes
+        yield _Piece(slots[number % _NUM_SLOTS], pairs)
 
 
 def _make_slots(device: torch.device, num_bytes: int) -> list[_Slot]:
@@ -244,23 +236,23 @@ def _is_flat(host: torch.Tensor, on_device: torch.Tensor) -> bool:
     )
 
 
-def _cut(part: Part, limit: int) -> Iterator[Part]:
+def _cut(pair: Pair, limit: int) -> Iterator[Pair]:
     """Cut a pair into parts of at most so many bytes, or of a single element."""
-    host, on_device = part.host, part.device
+    host, on_device = pair
     if host.nbytes <= limit or host.numel() == 1:
-        yield part
+        yield pair
     elif _is_flat(host, on_device):
         step = max(1, limit // host.itemsize)
         flat = host.reshape(-1), on_device.reshape(-1)
         for first in range(0, host.numel(), step):
             some = slice(first, first + step)
-            yield Part(flat[0][some], flat[1][some])
+            yield flat[0][some], flat[1][some]
     else:
         dimension = next(d for d, n in enumerate(host.shape) if n > 1)
         rows = max(1, limit // (host.nbytes // host.shape[dimension]))
         for first in range(0, host.shape[dimension], rows):
             place = dimension, first, min(rows, host.shape[dimension] - first)
-            yield from _cut(Part(host.narrow(*place), on_device.narrow(*place)), limit)
+            yield from _cut((host.narrow(*place), on_device.narrow(*place)), limit)
 
 
 class PageLock(ProcessBound):

@@ -100,9 +100,7 @@ def write_tensors(
     digests = [0] * len(layout.blocks)
 
     def work(first: int, end: int) -> None:
-        gathered = _SpanMemory(layout, sources)
-        for span in layout.spans[first:end]:
-            data = gathered.fill(span)
+        for span, data in _fill_spans(layout, sources, layout.spans[first:end]):
             filesystem.write_at(file.number, span.start, data)
             if hashed:
                 _hash_span(layout, span, data, digests)
@@ -203,39 +201,29 @@ def _cut_spans(layout: Layout, num_slices: int) -> list[tuple[int, int]]:
     return split_evenly([span.end - span.start for span in layout.spans], num_slices)
 
 
-class _SpanMemory:
-    """Brings the blocks of a span together, just as the file holds them."""
-
-    def __init__(self, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
-        self._layout = layout
-        self._sources = sources
-        self._memory = torch.empty(2 * SPAN_BYTES, dtype=torch.uint8)
-        self._flat: tuple[int, torch.Tensor] | None = None
-
-    def fill(self, span: Span) -> memoryview:
-        """The bytes of a span; valid until the next call."""
-        layout = self._layout
-        memory = self._memory[: span.end - span.start].zero_()  # gaps are written too
+def _fill_spans(
+    layout: Layout, sources: Sequence[torch.Tensor], spans: Sequence[Span]
+) -> Iterator[tuple[Span, memoryview]]:
+    """Yield spans with their bytes, just as the file holds them, valid until the next one."""
+    room = torch.empty(2 * SPAN_BYTES, dtype=torch.uint8)
+    flat_of, flat = -1, torch.empty(0)
+    for span in spans:
+        memory = room[: span.end - span.start].zero_()  # gaps are written too
         for block in layout.blocks[span.first_block : span.end_block]:
             if not block.num_bytes:
                 continue
             start = layout.offsets[block.tensor] + block.offset - span.start
             dtype = DTYPES[layout.specs[block.tensor].dtype]
-            source = self._sources[block.tensor]
+            source = sources[block.tensor]
             place = memory[start : start + block.num_bytes]
             if is_plain(source, dtype):
                 address = source.data_ptr() + block.offset
                 ctypes.memmove(place.data_ptr(), address, block.num_bytes)
-            else:
-                elements = self._contiguous(block.tensor)
-                first = block.offset // dtype.itemsize
-                typed = place.view(dtype)
-                typed.copy_(elements[first : first + typed.numel()])
-        return as_bytes(memory)
-
-    def _contiguous(self, index: int) -> torch.Tensor:
-        """A tensor's elements in a row; one that lies otherwise is copied once, not per block."""
-        if self._flat is None or self._flat[0] != index:
-            self._flat = None  # before the next is made
-            self._flat = index, self._sources[index].detach().reshape(-1)
-        return self._flat[1]
+                continue
+            if flat_of != block.tensor:  # copied once, not per block
+                flat = torch.empty(0)  # before the next is made
+                flat_of, flat = block.tensor, source.detach().reshape(-1)
+            first = block.offset // dtype.itemsize
+            typed = place.view(dtype)
+            typed.copy_(flat[first : first + typed.numel()])
+        yield span, as_bytes(memory)

@@ -25,11 +25,13 @@ from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import KeptFooter
 from dbuffer.io.tensors import KeptMappings
-from dbuffer.io.transfer import chunks_of
+from dbuffer.io.transfer import chunks_of, read_tensors
 from dbuffer.mirror.download import HeldObjects
 from dbuffer.mirror.sources import SWAPPED, HeldOf, Source, SourceReceiver, StoreSource
 from dbuffer.publish.draft import Draft
+from dbuffer.publish.part import Part
 from dbuffer.publish.publication import Publication
+from dbuffer.ranks.world import World
 from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
@@ -179,7 +181,14 @@ class StoreTarget:
         hashed = manifest.checksums_xxh3 is not None
         with (
             receiver.reader.reporting_unreadable(held),
-            Draft(self._writer, self._mappings, manifest.lineage, footer, hashed=hashed) as draft,
+            Draft.claimed(
+                self._writer,
+                self._mappings,
+                self._copier,
+                manifest.lineage,
+                Part(footer),
+                hashed=hashed,
+            ) as draft,
         ):
             try:
                 checksums = self._fill(draft, held, receiver, remote)
@@ -215,12 +224,22 @@ class StoreTarget:
             checksums = self._apply_changes(draft, held, receiver)
             if checksums is not None:
                 return checksums
+        copier, hashed = self._copier, draft.hashed
+        if isinstance(held, Held) and held.manifest.anchor is None and not draft.is_mapped:
+            file, path = held.file.number, held.path
+            own = draft.claim.weights
+            return read_tensors(file, path, remote, own, copier, hashed=hashed)
+        memory = draft.memory()
+        hashed_here = hashed and draft.is_mapped
         if isinstance(held, Held):
-            return draft.fill_from(held, remote, self._copier)
-        return draft.fill_in_memory(
-            lambda memory, hashed: held.read_into(memory, self._copier, hashed=hashed),
-            self._copier,
-        )
+            reader = ChainReader(held, remote)
+            checksums = reader.read(memory, copier, hashed=hashed_here)
+        else:
+            checksums = held.read_into(memory, copier, hashed=hashed_here)
+        if draft.is_mapped:
+            return checksums
+        draft.write(range(len(memory.views)), memory.views)
+        return draft.finish(World())
 
     def _apply_changes(
         self, draft: Draft, held: HeldOf, receiver: SourceReceiver

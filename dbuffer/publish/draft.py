@@ -1,12 +1,14 @@
-"""`Draft`: a version in the making: begun, filled, committed or abandoned."""
+"""`Draft`: a version being written: claimed, written, committed or abandoned."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import mmap
+import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,23 +16,26 @@ import torch
 
 from dbuffer.errors import ClosedError, InvalidWeightsError, StoreAccessError
 from dbuffer.format.layout import Layout, TensorSpec, align
-from dbuffer.format.lineage import Lineage
+from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import MAX_RECORD_BYTES, Manifest
-from dbuffer.io.chain_reader import ChainReader
+from dbuffer.io.changes import cut_work
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import any_on_gpu
 from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import (
-    DTYPES,
-    FileTensors,
-    KeptMappings,
-    MappedTensors,
-    join_digests,
+from dbuffer.io.tensors import DTYPES, FileTensors, KeptMappings, MappedTensors, join_blocks
+from dbuffer.io.transfer import (
+    DIGEST_OF_NOTHING,
+    OnBytes,
+    part_path,
+    write_tensor,
+    write_tensors,
 )
-from dbuffer.io.transfer import OnBytes, part_path, read_tensors, write_tensor, write_tensors
+from dbuffer.publish.part import Part
+from dbuffer.ranks.world import World
 from dbuffer.store import filesystem
-from dbuffer.store.hold import Held
-from dbuffer.store.writer import BufferWriter
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.filesystem import Descriptor
+from dbuffer.store.writer import BufferWriter, Claim
 
 Progress = Callable[[int, int], None]
 """Called with the bytes copied so far and in all; 0: the total is not known."""
@@ -42,56 +47,85 @@ MAX_METADATA_DEPTH = 100
 """Nesting that any reader can parse, however deep its stack is already."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimInfo:
-    """Description of the buffer that rank 0 has claimed, for all ranks."""
-
-    version: str
-    """Id of the version."""
-    buffer: str
-    file: str
-    inode: list[int] | None
-    """Device and inode of the file on rank 0's host, or None if the version has no file."""
-
-    @classmethod
-    def of(cls, draft: Draft) -> ClaimInfo:
-        claim = draft.claim
-        inode = None if claim.file is None else [*filesystem.identity_of(claim.file.number)]
-        return cls(str(draft.id), claim.buffer, claim.path.name, inode)
-
-    def path_in(self, store: Path) -> Path:
-        return store / self.buffer / self.file
-
-
 class Draft:
-    """A version in the making. Leaving its ``with`` block without a commit abandons it.
+    """A version being written, by one rank: its boxes. Rank 0 claims and commits the version.
 
-    Making one claims the idle buffer, which may wait for readers, and removes files that need not
-    stay (`BufferWriter.claim`).
+    Leaving its ``with`` block without a commit abandons it.
 
     Args:
-        writer: writes the store.
+        store: the store.
         mappings: mappings of the store's files, kept from one draft to the next.
-        version: the version, and what leads to it.
-        footer: footer of its tensors, or None for a stream until its last tensor has come.
-        hashed: whether its checksums are computed as it is filled.
-        with_file: whether it has a weights file. Otherwise it has an anchor.
+        copier: its threads do the work.
+        path: the weights file.
+        inode: device and inode of the file that rank 0 has claimed, or None if the version has no
+            file.
+        part: boxes that are written here, or None for a stream.
+        is_mapped: whether the file is mapped, as on a local mount.
+        hashed: whether its checksums are computed.
     """
 
     def __init__(
         self,
+        store: DoubleBuffer,
+        mappings: KeptMappings,
+        copier: Copier,
+        path: Path,
+        inode: tuple[int, int] | None,
+        part: Part | None,
+        *,
+        is_mapped: bool,
+        hashed: bool,
+    ) -> None:
+        self.path = path
+        self.inode = inode
+        self.is_mapped = is_mapped
+        self._store = store
+        self._mappings = mappings
+        self._copier = copier
+        self._part = part
+        self._footer = None if part is None else part.footer
+        self.hashed = hashed
+        self._writer: BufferWriter | None = None
+        self._claim: Claim | None = None
+        self._mapped: MappedTensors | None = None
+        self._own_file: Descriptor | None = None
+        """This rank's part of a version in parts, which it writes on a network mount."""
+        self._digests: dict[int, list[int]] = {}
+        """Digests of the blocks of each box that was hashed in passing, unless it is empty."""
+        self._checksums: list[int] | None = None
+        """Checksums of all tensors, if they were written in one step."""
+        self._is_done = False
+
+    @classmethod
+    def claimed(
+        cls,
         writer: BufferWriter,
         mappings: KeptMappings,
+        copier: Copier,
         version: Lineage,
-        footer: Footer | None,
+        part: Part | None,
         *,
         hashed: bool,
         with_file: bool = True,
-    ) -> None:
+    ) -> Self:
+        """Claim the idle buffer for a version: on rank 0, for all ranks.
+
+        This may wait for readers, and removes files that need not stay (`BufferWriter.claim`).
+
+        Args:
+            writer: writes the store.
+            mappings: mappings of the store's files.
+            copier: its threads do the work.
+            version: the version, and what leads to it.
+            part: boxes that are written here, or None for a stream.
+            hashed: whether its checksums are computed.
+            with_file: whether it has a weights file. Otherwise it has an anchor.
+        """
+        footer = None if part is None else part.footer
         # A mapping keeps an unlinked file's room, which the next version may need.
         mappings.keep_only(footer.layout if footer and writer.rewrites_files else None)
         try:
-            self.claim = writer.claim(
+            claim = writer.claim(
                 version,
                 layout_xxh3=None if footer is None else footer.layout_xxh3,
                 file_bytes=0 if footer is None else footer.file_bytes,
@@ -100,17 +134,29 @@ class Draft:
         except BaseException:
             mappings.clear()
             raise
-        self._writer = writer
-        self._mappings = mappings
-        self.id = version.id
-        self._footer = footer
-        self._hashed = hashed
-        self._is_done = False
+        inode = None if claim.file is None else filesystem.identity_of(claim.file.number)
+        is_mapped, store = writer.medium.maps_files, writer.store
+        draft = cls(
+            store, mappings, copier, claim.path, inode, part, is_mapped=is_mapped, hashed=hashed
+        )
+        draft._writer, draft._claim = writer, claim
+        return draft
 
     @property
-    def has_file(self) -> bool:
-        """Whether it has a weights file to fill. Otherwise it has an anchor."""
-        return self.claim.file is not None
+    def claim(self) -> Claim:
+        """Claim of the writer, on rank 0."""
+        assert self._claim is not None  # noqa: S101
+        return self._claim
+
+    @property
+    def id(self) -> VersionId:
+        """Id of the version, on rank 0."""
+        return self.claim.marked.id
+
+    @property
+    def part(self) -> Part:
+        assert self._part is not None  # noqa: S101 - it is no stream
+        return self._part
 
     @property
     def footer(self) -> Footer:
@@ -118,68 +164,89 @@ class Draft:
         return self._footer
 
     @property
-    def is_mapped(self) -> bool:
-        return self._writer.medium.maps_files
+    def has_file(self) -> bool:
+        """Whether it has a weights file to write. Otherwise it has an anchor."""
+        return self.inode is not None
 
     @property
     def mapped(self) -> MappedTensors:
-        """Its weights file in memory, on a local mount."""
-        file = self.claim.weights.number
-        return map_shared(self._mappings, self.claim.path, file, self.footer)
+        """Its weights file in memory, shared with all processes that map it.
 
-    def fill(self, tensors: list[torch.Tensor], copier: Copier) -> list[int] | None:
-        """Write all tensors, cast where dtypes differ; return their checksums, if ``hashed``."""
-        hashed = self._hashed
-        if self.is_mapped:
-            mapped = self.mapped
-            if self._writer.medium.is_in_memory and any_on_gpu(tensors):
-                mapped.expect_device()
-            return copier.write(mapped, tensors, hashed=hashed)
-        file, path, layout = self.claim.weights, self.claim.path, self.footer.layout
-        return write_tensors(file, path, layout, tensors, copier, hashed=hashed)
-
-    def fill_one_by_one(
-        self, tensors: Iterable[torch.Tensor], copier: Copier, progress: Progress | None
-    ) -> list[int] | None:
-        """Write tensors that are made one at a time and dropped when written.
-
-        Returns their checksums, if ``hashed``.
+        Raises:
+            StoreAccessError: this rank sees another file than rank 0.
         """
-        layout = self.footer.layout
-        on_bytes = counter(progress, layout.num_bytes)
-        mapped = self.mapped if self.is_mapped else None
-        checksums = []
-        for index, (spec, tensor) in enumerate(zip(layout.specs, tensors, strict=True)):
-            if mapped is not None:
-                copier.copy_tensors([mapped.views[index]], [tensor])
-            else:
-                checksums += self._write(spec, layout.offsets[index], tensor)
-            if on_bytes is not None:
-                on_bytes(spec.num_bytes)
-        if not self._hashed:
-            return None
-        return checksums if mapped is None else copier.checksums(mapped)
+        if self._mapped is None:
+            with contextlib.ExitStack() as stack:
+                file = self._claim.weights if self._claim else stack.enter_context(self._opened())
+                self._mapped = self._mappings.of(
+                    self.path,
+                    file.number,
+                    lambda: MappedTensors(
+                        file.number,
+                        self.footer.file_bytes,
+                        self.footer.layout,
+                        access=mmap.ACCESS_WRITE,
+                    ),
+                )
+        return self._mapped
 
-    def fill_from_stream(
+    def _opened(self) -> Descriptor:
+        """Open the file that rank 0 has claimed, without a lock: rank 0 holds it for all."""
+        with filesystem.os_errors("open the buffer that rank 0 has claimed", self.path):
+            owner_only = self._store.owner_only
+            file = filesystem.open_regular(self.path, os.O_RDWR, owner_only=owner_only)
+        if filesystem.identity_of(file.number) != self.inode:
+            file.close()
+            raise StoreAccessError(
+                f"{self.path} is another file than rank 0's: is {self._store.root} the same "
+                "directory for all ranks?"
+            )
+        return file
+
+    def memory(self) -> FileTensors:
+        """Return memory for all tensors: the mapped file, or new memory, to be written."""
+        return self.mapped if self.is_mapped else FileTensors.in_memory(self.footer.layout)
+
+    def write(self, numbers: Sequence[int], elements: list[torch.Tensor]) -> None:
+        """Write the elements of some boxes, cast where dtypes differ."""
+        part, layout, copier = self.part, self.part.layout, self._copier
+        if part.boxes is None and len(numbers) == len(layout.specs):
+            if self.is_mapped:
+                if self._store.medium.is_in_memory and any_on_gpu(elements):
+                    self.mapped.expect_device()
+                self._checksums = copier.write(self.mapped, elements, hashed=self.hashed)
+            else:
+                self._checksums = write_tensors(
+                    self.claim.weights, self.path, layout, elements, copier, hashed=self.hashed
+                )
+        elif self.is_mapped:
+            copier.copy_tensors(part.views_in(self.mapped.views, numbers), elements)
+        elif numbers:
+            file = self._file_to_write()
+
+            def write_some(first: int, end: int) -> None:
+                for number, tensor in zip(numbers[first:end], elements[first:end], strict=True):
+                    spec = layout.specs[number]
+                    self._write_tensor(file, number, spec, layout.offsets[number], tensor)
+
+            copier.in_parallel(write_some, cut_work([layout.sizes[n] for n in numbers], copier))
+
+    def write_stream(
         self,
         stream: Iterable[tuple[TensorSpec, torch.Tensor]],
         new_names: Callable[[list[str]], list[str]],
-        progress: Progress | None,
-    ) -> list[int] | None:
+        on_bytes: OnBytes | None,
+    ) -> None:
         """Write tensors one behind the other; their layout is known when the last has come.
 
         Args:
             stream: tensors, under their given names.
             new_names: function that returns the names to publish, for all given names.
-            progress: called with the bytes written so far.
-
-        Returns:
-            Their checksums, if ``hashed``.
+            on_bytes: called with the bytes of each tensor.
         """
-        on_bytes = counter(progress, 0)
-        specs, end, checksums = [], 0, []
+        specs, end = list[TensorSpec](), 0
         for spec, tensor in stream:
-            checksums += self._write(spec, end, tensor)
+            self._write_tensor(self.claim.weights, len(specs), spec, end, tensor)
             specs.append(spec)
             end = align(end + spec.num_bytes)
             if on_bytes is not None:
@@ -189,39 +256,57 @@ class Draft:
         names = new_names([spec.name for spec in specs])
         specs = [spec._replace(name=name) for spec, name in zip(specs, names, strict=True)]
         self._footer = Footer.of(Layout.of(specs))
-        return checksums if self._hashed else None
 
-    def fill_from(self, held: Held, layout: Layout, copier: Copier) -> list[int] | None:
-        """Copy a version of another store, which has this layout there; return its checksums."""
-        if not self.is_mapped and held.manifest.anchor is None:
-            file, own, hashed = held.file.number, self.claim.weights, self._hashed
-            return read_tensors(file, held.path, layout, own, copier, hashed=hashed)
-        reader = ChainReader(held, layout)
-        return self.fill_in_memory(
-            lambda memory, hashed: reader.read(memory, copier, hashed=hashed),
-            copier,
-        )
+    def _write_tensor(
+        self, file: Descriptor, number: int, spec: TensorSpec, offset: int, tensor: torch.Tensor
+    ) -> None:
+        dtype = DTYPES[spec.dtype]
+        digests = write_tensor(file, self.path, offset, tensor, dtype, hashed=self.hashed)
+        if spec.num_bytes:
+            self._digests[number] = digests
 
-    def fill_in_memory(
-        self, read: Callable[[FileTensors, bool], list[int] | None], copier: Copier
-    ) -> list[int] | None:
-        """Fill it by a function of memory, and of whether it is to hash the tensors."""
-        if self.is_mapped:
-            return read(self.mapped, self._hashed)
-        tensors = FileTensors.in_memory(self.footer.layout)
-        read(tensors, False)
-        return self.fill(tensors.views, copier)
+    def _file_to_write(self) -> Descriptor:
+        """Return the weights file of a sender alone, or the part that this rank makes."""
+        if self.part.boxes is None:
+            return self.claim.weights
+        if self._own_file is None:
+            path = part_path(self.path, self.part.rank)
+            self._own_file = filesystem.make_file(path, os.O_WRONLY)
+        return self._own_file
 
-    def _write(self, spec: TensorSpec, offset: int, tensor: torch.Tensor) -> list[int]:
-        """Write one tensor; return its checksum in a list, which is empty unless ``hashed``."""
-        file, dtype, hashed = self.claim.weights, DTYPES[spec.dtype], self._hashed
-        digests = write_tensor(file, self.claim.path, offset, tensor, dtype, hashed=hashed)
-        return [join_digests(digests)] if hashed else []
+    def finish(self, world: World) -> list[int] | None:
+        """Wait until all ranks have all bytes in their files; return the checksums, if ``hashed``.
+
+        Collective. Of a mapped file nobody flushes but rank 0, when it commits: what any process of
+        the machine has written into a mapping is in the file.
+        """
+        layout = self.footer.layout
+        if self._checksums is not None or (self.is_mapped and not self.hashed):
+            return self._checksums
+        if self.is_mapped and self._part is not None:
+            slices = self.mapped.cut_blocks(world.size)
+
+            def hash_slice() -> list[int]:
+                first, end = slices[world.rank] if world.rank < len(slices) else (0, 0)
+                return self._copier.digests(self.mapped, layout.blocks[first:end])
+
+            by_rank = world.each("hash its slice", hash_slice)
+            return join_blocks(layout.blocks, list(itertools.chain(*by_rank)))
+        by_rank = world.each("flush its part", self._flush)
+        return join_digests_of_parts(layout, by_rank) if self.hashed else None
+
+    def _flush(self) -> list[int]:
+        """Flush this rank's part; return the digests of its boxes' blocks."""
+        if self._own_file is not None:
+            filesystem.sync_file(self._own_file.number, part_path(self.path, self.part.rank))
+            self._own_file.close()
+            self._own_file = None  # rank 0 abandons all parts, from here on
+        return [digest for _, digests in sorted(self._digests.items()) for digest in digests]
 
     def commit(
         self, metadata: dict[str, Any], checksums: list[int] | None, **described: Any
     ) -> Manifest:
-        """Publish it, with the checksums of its tensors, or without any.
+        """Publish it on rank 0, with the checksums of its tensors, or without any.
 
         ``described``: further fields of the manifest.
 
@@ -229,6 +314,7 @@ class Draft:
             WriterSupersededError, StoreFullError, StoreAccessError, ClosedError: as
                 `BufferWriter.commit`.
         """
+        assert self._writer is not None  # noqa: S101 - on rank 0
         if self._is_done:
             raise ClosedError("this draft was committed, or abandoned")
         if self.has_file:
@@ -240,7 +326,7 @@ class Draft:
 
     def _check_parts(self) -> None:
         """Require every part that ranks have written to be there, whole, on this host too."""
-        path, layout = self.claim.path, self.footer.layout
+        path, layout = self.path, self.footer.layout
         if not layout.is_in_parts:
             return
         with filesystem.os_errors("look at the parts", path):
@@ -260,11 +346,17 @@ class Draft:
 
     def abandon(self) -> None:
         """Give it up, unless it was committed: its buffer is begun anew the next time."""
-        if not self._is_done:
-            self._is_done = True
+        if self._is_done:
+            return
+        self._is_done = True
+        if self._own_file is not None:
+            self._own_file.close()
+            with contextlib.suppress(OSError):  # the next claim removes it
+                part_path(self.path, self.part.rank).unlink()
+        if self._writer is not None:
             self._writer.abandon(self.claim)
-            # A mapping keeps an unlinked file's room, which the next version needs.
-            self._mappings.clear()
+        self._mapped = None
+        self._mappings.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -273,13 +365,18 @@ class Draft:
         self.abandon()
 
 
-def map_shared(mappings: KeptMappings, path: Path, file: int, footer: Footer) -> MappedTensors:
-    """Map an open weights file with these tensors, shared with all processes that map it."""
-    return mappings.of(
-        path,
-        file,
-        lambda: MappedTensors(file, footer.file_bytes, footer.layout, access=mmap.ACCESS_WRITE),
-    )
+def join_digests_of_parts(layout: Layout, by_rank: Sequence[list[int]]) -> list[int]:
+    """Return the checksum of each tensor by the digests of the blocks that each rank has written.
+
+    A rank's digests are in the order of the tensors, without those of empty ones.
+    """
+    queues = [iter(digests) for digests in by_rank]
+    part_at = {(piece.tensor, piece.offset): piece.part for piece in layout.pieces}
+    digests, part = [], 0
+    for block in layout.blocks:
+        part = part_at.get((block.tensor, block.offset), part)  # or that of the block before
+        digests.append(next(queues[part]) if block.num_bytes else DIGEST_OF_NOTHING)
+    return join_blocks(layout.blocks, digests)
 
 
 def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`Inventory`: the tensors that a rank describes; `join`: all ranks' tensors and their writers.
+"""`Inventory`: the tensors that a rank describes; `join`: the `Assignment` of all ranks' tensors.
 
 Each rank takes an inventory: the tensors that it describes, and which box of each it holds. Ranks
 of different pipeline stages or experts describe different tensors, and all inventories are joined.
@@ -17,15 +17,14 @@ import torch
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.format.layout import TensorSpec, digest
 from dbuffer.io.tensors import as_bytes
-from dbuffer.publish.shards import (
+from dbuffer.publish.assignment import (
     SPREAD_FROM_BYTES,
+    Assignment,
     Box,
     Boxes,
-    HeldParts,
-    WriteAssignment,
     assign_writes,
-    sharded_in,
 )
+from dbuffer.publish.part import HeldParts, sharded_in
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.checkpoint import HeldRows
@@ -142,17 +141,7 @@ def _holders(sharded: DTensor | HeldRows) -> tuple[list[int], bool]:
     return mesh.mesh[index].flatten().tolist(), here is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """Tensors of all ranks, the same on all of them."""
-
-    specs: tuple[TensorSpec, ...] = ()
-    aliases: dict[str, str] = field(default_factory=dict)
-    assignment: WriteAssignment = field(default_factory=WriteAssignment)
-    """Ranks that write them."""
-
-
-def join(ranks: Agreement, source: Source, mine: Inventory, *, rows_only: bool) -> Joined:
+def join(ranks: Agreement, source: Source, mine: Inventory, *, rows_only: bool) -> Assignment:
     """Join the inventories of all ranks, and assign the writing to them. Collective.
 
     Args:
@@ -177,15 +166,15 @@ def join(ranks: Agreement, source: Source, mine: Inventory, *, rows_only: bool) 
             if one not in described:
                 described[one] = Inventory.decode_description(encoded)
     boxes = ranks.each("say what it holds", mine.encode_boxes)
-    joined = Joined()
+    assignment = Assignment()
 
     def join_all() -> None:
-        nonlocal joined
-        joined = _join(digests, described, boxes, rows_only=rows_only)
+        nonlocal assignment
+        assignment = _join(digests, described, boxes, rows_only=rows_only)
 
     ranks.each("join what the ranks hold", join_all)
     _compare_replicas(ranks, source, mine)
-    return joined
+    return assignment
 
 
 def _join(
@@ -194,7 +183,7 @@ def _join(
     boxes: Sequence[list[Any]],
     *,
     rows_only: bool,
-) -> Joined:
+) -> Assignment:
     """Join the tensors that all ranks have ``described``, by digest, and their encoded boxes."""
     describing: dict[str, list[int]] = defaultdict(list)
     for rank, xxh3 in enumerate(digests):
@@ -230,7 +219,7 @@ def _join(
         if tensor.index not in everywhere:
             raise InvalidWeightsError(f"no rank holds {tensor.spec}")
     specs = tuple(tensor.spec for tensor in tensors.values())
-    return Joined(specs, aliases, assign_writes(specs, held, rows_only=rows_only))
+    return assign_writes(specs, aliases, held, rows_only=rows_only)
 
 
 def _decode_boxes(encoded: list[Any], index_of: Sequence[int]) -> Boxes:

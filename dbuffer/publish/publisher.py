@@ -1,16 +1,21 @@
-"""`Publisher`: the path of every version, with the functions that do each step.
+"""`Publisher`: the path of every version, in `Publisher._publish`.
 
-1. Check: the sender's `send`, before anything is touched.
-2. Find the base of a delta, if there is to be one: `_take_base`. It also says why there is none.
-3. On a network mount, with deltas: bring the copy in memory to the next version, and learn what
-   changed (`Share.update`).
-4. Claim the idle buffer: `_claim`, `DeltaChain.begin`, `Draft`, `BufferWriter.claim`.
-5. Write: `Share.write`.
-6. On a local mount, with deltas: compare the file with the last version's (`Share.compare`).
-7. Commit: `_commit`, `DeltaChain.add_delta` and `commit`, `Draft.commit`, `BufferWriter.commit`,
-   which replaces the pointer: from then on receivers see the version.
+1. Describe: the sender's `send` makes a `Source`, and checks all that can be checked before
+   anything is touched. The layout, and the `Part` of it that this rank writes, are known then; of a
+   stream they are known at its end.
+2. Compare, on a network mount with deltas: bring the `KeptCopy` of the last version to the next.
+3. Claim the idle buffer: `_claim`, `Draft.claimed`, `BufferWriter.claim`.
+4. Write: each rank its boxes, from the weights or the copy.
+5. Compare, on a local mount with deltas: each version is written whole; then its file is compared
+   with the published one.
+6. Commit: `_commit`, `DeltaBase.commit`, `Draft.commit`, `BufferWriter.commit`, which replaces the
+   pointer: from then on receivers see the version.
 
-A sharded trainer does each step on all ranks, 2, 4 and 7 on rank 0 for all.
+A sender alone is a world of one rank. Several ranks do each step together, 3 and 6 on rank 0 for
+all.
+
+The trainer may write to its memory at any time. So the delta, the checksums, and the bytes that the
+next version is compared with all come from the file, or from the copy.
 
 One thread at a time publishes or closes, and no forked child does. A writer that was closed in the
 middle of a publish would write into another file that has its descriptor's number since; a lock
@@ -20,42 +25,82 @@ that was held during a fork is never released in the child.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dbuffer.errors import ClosedError, StoreBusyError
+from dbuffer.errors import (
+    ClosedError,
+    StoreAccessError,
+    StoreBusyError,
+    StoreCorruptError,
+    StoreNotFoundError,
+)
 from dbuffer.format.lineage import VersionId
-from dbuffer.format.manifest import Lag
-from dbuffer.io.changes import Changes
+from dbuffer.format.manifest import UNDECODABLE, Lag
+from dbuffer.io.chain_reader import ChainReader
+from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.publish.delta_chain import DeltaChain
-from dbuffer.publish.draft import ClaimInfo
+from dbuffer.io.tensors import KeptMappings, MappedTensors
+from dbuffer.publish.delta_base import DeltaBase, explain_full, is_worth, max_changed
+from dbuffer.publish.draft import (
+    Draft,
+    Progress,
+    counter,
+    join_digests_of_parts,
+)
+from dbuffer.publish.kept_copy import KeptCopy
+from dbuffer.publish.part import Part
 from dbuffer.publish.publication import Publication
-from dbuffer.publish.shares import PublishRequest, Share
 from dbuffer.ranks.world import World
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.store.acknowledgements import receiver_lags
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.hold import hold_newest
+from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.sources import Source
+
+logger = logging.getLogger(__name__)
+
+UNREADABLE = (*UNDECODABLE, StoreAccessError, StoreNotFoundError)
+"""Errors of a version that cannot be read back, or is not what was published."""
 
 _FIRST = "this sender has published no version yet"
 _FAILED = "the last publish failed"
 
 
-class Publisher(Closing, ProcessBound, ABC):
+@dataclass(frozen=True, slots=True, eq=False)
+class PublishRequest:
+    """Weights to publish, with their version and metadata."""
+
+    started: float
+    """Time of the call, by `time.monotonic`."""
+    source: Source
+    footer: Footer | None
+    """Footer of their file; None for a stream."""
+    version: int
+    """Number of the version, above the last one; on rank 0."""
+    metadata: dict[str, Any]
+    """Checked metadata; on rank 0."""
+    progress: Progress | None = None
+    patch: Patch | None = None
+    """In place of a source: new words for the last version."""
+
+
+class Publisher(Closing, ProcessBound):
     """A store's writer, closed for good when its ``with`` block is left.
 
     Args:
         store: the store.
         world: the ranks that publish together.
         copier: its threads do the work.
-        chain: rank 0's; None on all others.
+        writer: rank 0's; None on all others.
         maps_files: whether the store is on a local mount, where each version has a file.
+        rewrites_files: whether a buffer's file is written again and again.
         hashed: whether versions have checksums.
         has_deltas: whether versions with few changes are published as deltas.
     """
@@ -68,9 +113,10 @@ class Publisher(Closing, ProcessBound, ABC):
         store: DoubleBuffer,
         world: World,
         copier: Copier,
-        chain: DeltaChain | None,
+        writer: BufferWriter | None,
         *,
         maps_files: bool,
+        rewrites_files: bool,
         hashed: bool,
         has_deltas: bool,
     ) -> None:
@@ -84,14 +130,20 @@ class Publisher(Closing, ProcessBound, ABC):
         self._buffers = store
         self._world = world
         self._copier = copier
-        self._chain = chain
+        self._writer_on_0 = writer
+        self._mappings = KeptMappings()
         self._maps_files = maps_files
+        self._rewrites_files = rewrites_files
         self._hashed = hashed
         self._has_deltas = has_deltas
-        self._last_share: Share | None = None
-        """This rank's part of the last version, if the next version may come with a delta."""
-        self._why_no_base = _FIRST
-        """Why there is none, if there is none."""
+        self._memory: KeptCopy | MappedTensors | None = None
+        """Copy or file of the last version, if the next version may come with a delta from it."""
+        self._why_full = _FIRST
+        """Reason that there is none, if there is none."""
+        self._base: DeltaBase | None = None
+        """That version, on rank 0; during a publish, if it comes with a delta."""
+        self._part: Part | None = None
+        self._draft: Draft | None = None
         self._footer: Footer | None = None
 
     @property
@@ -102,7 +154,7 @@ class Publisher(Closing, ProcessBound, ABC):
     @property
     def run(self) -> str:
         """Id of its run; on rank 0."""
-        return self._lead().writer.record.token
+        return self._writer.record.token
 
     @property
     def stats(self) -> dict[str, float]:
@@ -132,7 +184,7 @@ class Publisher(Closing, ProcessBound, ABC):
         self._check_open()
         self._world.first(
             "wait for receivers",
-            lambda: self._lead().writer.wait_applied(version, receivers, timeout_s),
+            lambda: self._writer.wait_applied(version, receivers, timeout_s),
         )
 
     def receiver_lags(self) -> dict[str, Lag]:
@@ -161,9 +213,10 @@ class Publisher(Closing, ProcessBound, ABC):
         """Close it, for good; called once at least."""
         self._world.close()
         self._copier.close()
-        if self._chain is not None:
-            self._chain.close()
-        self._last_share = None  # a mapped file, or a copy of the model
+        self._mappings.clear()
+        if self._writer_on_0 is not None:
+            self._writer_on_0.close()
+        self._memory = self._base = None  # a mapped file, or a copy of the model
 
     def _check_open(self) -> None:
         """Raise a `ClosedError` where it is closed, or this is a forked child."""
@@ -206,13 +259,15 @@ class Publisher(Closing, ProcessBound, ABC):
         self._footer = Footer.like(self._footer, source.specs, source.aliases)
         return self._footer
 
-    @abstractmethod
-    def _make_share(self, footer: Footer | None) -> Share:
-        """Return this rank's part of versions with this footer; it holds no version yet."""
+    @property
+    def _writer(self) -> BufferWriter:
+        """The store's writer, on rank 0."""
+        assert self._writer_on_0 is not None  # noqa: S101
+        return self._writer_on_0
 
-    def _lead(self) -> DeltaChain:
-        assert self._chain is not None  # noqa: S101 - on rank 0
-        return self._chain
+    def _make_part(self, footer: Footer) -> Part:
+        """Return this rank's part of versions with this footer."""
+        return Part(footer)
 
     def _publish(self, request: PublishRequest) -> Publication:
         """Publish weights, with a delta if there is a base and few words changed. Collective.
@@ -224,88 +279,281 @@ class Publisher(Closing, ProcessBound, ABC):
             DBufferError: nothing was published, on any rank, unless the message says so; and the
                 next version is a full one.
         """
-        return self._publish_upon(self._take_base(request.footer), request)
+        world, copy, changes = self._world, None, None
+        before = self._take_memory(request.footer)
+        part, has_base = self._part, before is not None
+        try:
+            # Compare weights with a copy
+            if part is not None and self._has_deltas and not self._maps_files:
+                copy = before if isinstance(before, KeptCopy) else KeptCopy(part, self._copier)
+                changes = self._update(copy, request, is_compared=has_base)
 
-    def _take_base(self, footer: Footer | None) -> Share | None:
-        """Take the last version, if the next may come with a delta from it. Collective.
+            # Claim. A mapping keeps an unlinked file's room, which the new version may need.
+            kept = part.footer.layout if part is not None and self._rewrites_files else None
+            self._mappings.keep_only(kept)
+            version, file, inode = world.first(
+                "claim a buffer", lambda: self._claim(request, changes, has_base=has_base)
+            )
+            if self._draft is None:
+                self._draft = Draft(
+                    self._buffers,
+                    self._mappings,
+                    self._copier,
+                    self.store / file,
+                    None if inode is None else (inode[0], inode[1]),
+                    part,
+                    is_mapped=self._maps_files,
+                    hashed=self._hashed,
+                )
+            draft = self._draft
+
+            # Write, and compare files
+            if request.patch is not None and isinstance(before, MappedTensors):
+                changes, checksums = self._write_patch(draft, before, request.patch)
+            else:
+                checksums = self._write(draft, copy, request)
+                if isinstance(before, MappedTensors):
+                    changes = self._compare(before, draft.mapped)
+
+            # Commit
+            delta_bytes = world.first(
+                "commit the version", lambda: self._commit(draft, request, changes, checksums)
+            )
+            if self._has_deltas:
+                self._memory = draft.mapped if copy is None else copy
+            layout = draft.footer.layout
+        except BaseException:
+            before = copy = self._base = None
+            if self._draft is not None:
+                self._draft.abandon()
+            self._mappings.clear()
+            raise
+        finally:
+            self._draft = None
+        return Publication.of(VersionId.parse(version), layout, request.started, delta_bytes)
+
+    def _take_memory(self, footer: Footer | None) -> KeptCopy | MappedTensors | None:
+        """Take the last version, if the next may come with a delta from it.
 
         Until the next version is committed there is none: after an error, the one after the error
         comes without a delta.
+        """
+        memory, self._memory = self._memory, None
+        if memory is not None and (part := self._part) is not None and footer is not None:
+            # By content: a rank may have one object for both footers, and another rank two.
+            if part.footer.layout_xxh3 == footer.layout_xxh3:
+                return memory
+            self._why_full = "the last version has other tensors"
+        if self._has_deltas and self._writer_on_0 is not None:
+            explain_full(self.store, self._why_full)
+        self._why_full = _FAILED
+        if footer is None:
+            self._part = None
+        elif self._part is None or self._part.footer is not footer:
+            self._part = self._make_part(footer)
+        return None
+
+    def _update(
+        self, copy: KeptCopy, request: PublishRequest, *, is_compared: bool
+    ) -> Changes | None:
+        """Bring a copy to the next version. Collective.
+
+        Returns:
+            On rank 0, what that changed; elsewhere, and unless it ``is_compared``, None.
+        """
+        if request.patch is not None:
+            return copy.patch(request.patch)
+        if not is_compared:
+            self._fill("copy", copy, request)
+            return None
+        copy.begin_comparing()
+        self._fill("compare", copy, request)
+        return self._collect(copy.take_changes)
+
+    def _fill(self, what: str, target: KeptCopy | Draft, request: PublishRequest) -> None:
+        """Write the elements of all ranks' boxes into a copy, or a draft's file. Collective.
+
+        The boxes that ranks hold are one step, and the gathered tensors another: a rank that fails
+        with a box that it holds must not leave others waiting in a gather.
 
         Args:
-            footer: footer of the new version's tensors. Default: any tensors.
+            what: the step, as in "rank 1 could not {what} what it holds".
+            target: what is written to.
+            request: the weights.
         """
-        base, self._last_share = self._last_share, None
-        if base is None:
-            self._explain_full(self._why_no_base)
-            self._why_no_base = _FAILED
-        # By content: a rank may have one object for both footers, and another rank two.
-        elif footer is not None and base.footer.layout_xxh3 != footer.layout_xxh3:
-            self._explain_full("the last version has other tensors")
-            return None
-        return base
+        part, source, specs = target.part, request.source, target.part.layout.specs
 
-    def _drop_base(self, why: str) -> None:
-        """Publish the next version without a delta."""
-        self._last_share, self._why_no_base = None, why
+        def write_held() -> None:
+            on_bytes = counter(request.progress, part.layout.num_bytes) if source.is_lazy else None
+            for numbers, elements in part.held(source):
+                target.write(numbers, elements)
+                if on_bytes is not None:
+                    on_bytes(sum(specs[number].num_bytes for number in numbers))
+            if source.is_lazy and not part.gathered:
+                source.finish()
 
-    def _explain_full(self, reason: str) -> None:
-        if self._has_deltas and self._chain is not None:
-            self._chain.explain_full(reason)
+        def write_gathered() -> None:
+            problem: Exception | None = None
+            for number, whole in part.gather(source):
+                if problem is None:
+                    try:
+                        source.refuse_values([specs[number]], [whole])
+                        target.write([number], [whole])
+                    except Exception as error:  # noqa: BLE001 - the others wait in the next gather
+                        problem = error
+            if problem is not None:
+                raise problem
 
-    def _publish_upon(self, base: Share | None, request: PublishRequest) -> Publication:
-        """Publish a version, and a delta that leads to it from ``base`` if that is worth it."""
-        world = self._world
-        share = self._make_share(request.footer) if base is None else base
-        changes = None
-        try:
-            if self._has_deltas and not self._maps_files:
-                changes = share.update(request, is_compared=base is not None)
-            fields = world.first(
-                "claim a buffer", lambda: self._claim(request, base is not None, changes)
-            )
-            info = ClaimInfo(**fields)
-            checksums = share.write(request, info)
-            if base is not None and self._maps_files:
-                changes = share.compare()
-            delta_bytes = world.first(
-                "commit the version", lambda: self._commit(request, changes, checksums)
-            )
-        except BaseException:
-            share.unmap()
-            self._abandon()
-            raise
-        share.version = version = VersionId.parse(info.version)
-        if self._has_deltas:
-            self._last_share = share
-        footer = request.footer or self._lead().last.footer
-        return Publication.of(version, footer.layout, request.started, delta_bytes)
+        self._world.each(f"{what} what it holds", write_held)
+        if part.gathered:
+            self._world.each(f"gather and {what}", write_gathered)
 
     def _claim(
-        self, request: PublishRequest, has_base: bool, changes: Changes | None
-    ) -> dict[str, Any]:
-        """Begin a version on rank 0, for all ranks to fill: the fields of a `ClaimInfo`."""
-        chain, footer = self._lead(), request.footer
-        with_delta = has_base
-        if changes is not None and footer is not None:
-            with_delta = chain.is_worth(changes, footer.layout)
-        return asdict(ClaimInfo.of(chain.begin(request.version, footer, with_delta=with_delta)))
+        self, request: PublishRequest, changes: Changes | None, *, has_base: bool
+    ) -> list[Any]:
+        """Claim the idle buffer on rank 0, for all ranks to write.
+
+        On a network mount, a version with a delta gets a weights file only if its anchor is far, or
+        readers cannot have the last version.
+
+        Returns:
+            The version's id; path of its file in the store; its device and inode, or None if it
+            has no file.
+        """
+        writer, root = self._writer, self.store
+        base, with_file = self._base if has_base else None, True
+        if base is not None and changes is not None:
+            base = base if is_worth(changes, base.footer.layout, root) else None
+        if base is not None:
+            checked = base.checked(writer)
+            if checked is base and not self._maps_files:
+                with_file = base.is_far_from_anchor()
+                if with_file:
+                    logger.info(
+                        "%s: the next version gets a whole file: its anchor is many deltas, or "
+                        "bytes, back",
+                        root,
+                    )
+            base = checked
+        self._base = base
+        self._draft = draft = Draft.claimed(
+            writer,
+            self._mappings,
+            self._copier,
+            writer.version(request.version),
+            self._part,
+            hashed=self._hashed,
+            with_file=with_file,
+        )
+        file = str(draft.path.relative_to(root))
+        return [str(draft.id), file, None if draft.inode is None else [*draft.inode]]
+
+    def _write(
+        self, draft: Draft, copy: KeptCopy | None, request: PublishRequest
+    ) -> list[int] | None:
+        """Write all boxes into a draft's file, if it has one; return the checksums. Collective."""
+        world, source = self._world, request.source
+        if copy is None and source.stream is None:
+            self._fill("write", draft, request)
+        elif copy is None:
+            assert source.stream is not None  # noqa: S101 - see above
+            draft.write_stream(source.stream, source.new_names, counter(request.progress, 0))
+        elif draft.has_file:
+            views = copy.contents.views
+            world.each("write what it holds", lambda: draft.write(range(len(views)), views))
+        elif self._hashed:
+            by_rank = world.each("hash its boxes", copy.digests)
+            return join_digests_of_parts(draft.footer.layout, by_rank)
+        else:
+            return None
+        return draft.finish(world)
+
+    def _compare(self, before: MappedTensors, after: MappedTensors) -> Changes | None:
+        """Compare a draft's file with the one before it: return what differs on rank 0."""
+        world, layout = self._world, after.layout
+        return self._collect(
+            lambda: find_changes(
+                before.data,
+                after.data,
+                layout,
+                self._copier,
+                share=(world.rank, world.size),
+                max_changed=max_changed(layout),
+            )
+        )
+
+    def _collect(self, find: Callable[[], Changes]) -> Changes | None:
+        """Return the changes of all ranks on rank 0, None elsewhere. Collective."""
+        by_rank = self._world.collect("send what changed", find, Changes.encode, Changes.decode)
+        return Changes.joined(by_rank) if by_rank else None
+
+    def _write_patch(
+        self, draft: Draft, before: MappedTensors, patch: Patch
+    ) -> tuple[Changes, list[int] | None]:
+        """Bring a draft's file to the last version, and write a patch into it.
+
+        Returns:
+            What that changed, and the checksums of all tensors, if versions have any.
+
+        Raises:
+            StoreCorruptError: the published buffer was damaged.
+        """
+        mapped, copier, base = draft.mapped, self._copier, self._base
+        assert base is not None  # noqa: S101 - patches follow a version
+        if not self._apply_deltas(draft, base):
+            copier.write(mapped, before.views)
+            if damaged := _damaged(mapped, base, copier):
+                raise StoreCorruptError(
+                    f"{self.store}: {damaged} was damaged after it was published, so what changed "
+                    "since cannot be published upon it; send all weights"
+                )
+        changes = apply_patch(patch, mapped.data, mapped.layout, copier)
+        if base.checksums is None:
+            return changes, None
+        changed = sorted(changes.tensors)
+        new = zip(changed, copier.checksums(mapped, changed), strict=True)
+        return changes, list((dict(enumerate(base.checksums)) | dict(new)).values())
+
+    def _apply_deltas(self, draft: Draft, base: DeltaBase) -> bool:
+        """Bring the version in a draft's file to the last one by its deltas, if they lead there.
+
+        Return whether the file holds the last version now, undamaged if that has checksums.
+        """
+        mapped, since = draft.mapped, draft.claim.held_before
+        held = hold_newest(self._buffers, newer_than=None)
+        if held is None:
+            return False
+        with held, contextlib.suppress(*UNREADABLE):
+            if since is not None and since in held.manifest.chain:
+                ChainReader(held, mapped.layout).read(mapped, self._copier, since=since)
+                if not _damaged(mapped, base, self._copier):
+                    return True
+                logger.warning("%s was damaged since it was written: writing it anew", draft.path)
+        return False
 
     def _commit(
-        self, request: PublishRequest, changes: Changes | None, checksums: list[int] | None
+        self,
+        draft: Draft,
+        request: PublishRequest,
+        changes: Changes | None,
+        checksums: list[int] | None,
     ) -> int | None:
         """Publish on rank 0 the ranks' writes; return the bytes of the delta to it.
 
         In a store that is flushed, rank 0's flush is enough: pages that other processes of this
         machine have written are pages of the same file.
         """
-        chain = self._lead()
-        if changes is not None:
-            chain.add_delta(changes, checksums)
+        base, num_bytes, layout = self._base, None, draft.footer.layout
+        if base is not None and changes is not None and is_worth(changes, layout, self.store):
+            num_bytes = base.write_delta(self._writer, draft, changes, checksums)
         request.source.check()
-        return chain.commit(request.metadata, checksums)
+        self._base = DeltaBase.commit(draft, request.metadata, checksums, base, num_bytes)
+        return num_bytes
 
-    def _abandon(self) -> None:
-        """Abandon the version that was begun, if one was."""
-        if self._chain is not None:
-            self._chain.abandon()
+
+def _damaged(mapped: MappedTensors, base: DeltaBase, copier: Copier) -> str | None:
+    """Return the name of a tensor that is not as the base has it, or None without checksums."""
+    if base.checksums is None:
+        return None
+    checksums = zip(mapped.layout.specs, base.checksums, copier.checksums(mapped), strict=True)
+    return next((spec.name for spec, old, new in checksums if old != new), None)

@@ -20,9 +20,7 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import fork_streams
-from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors, file_under
-from dbuffer.publish.delta_chain import DeltaChain
 from dbuffer.publish.draft import Progress, checked_metadata
 from dbuffer.publish.patches import SparsePatch, patch_of
 from dbuffer.publish.publication import (
@@ -31,9 +29,8 @@ from dbuffer.publish.publication import (
     watch_writes,
     with_short_copied,
 )
-from dbuffer.publish.publisher import Publisher
+from dbuffer.publish.publisher import Publisher, PublishRequest
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
-from dbuffer.publish.shares import PublishRequest, WholeShare
 from dbuffer.ranks.world import World
 from dbuffer.runtime import options
 from dbuffer.store.hold import Held
@@ -65,15 +62,15 @@ class WeightSender(Publisher):
         chosen = SenderOptions.parse(options)
         self._describer = chosen.make_describer()
         copier = Copier(chosen.num_threads)
-        self._writer = chosen.open_writer(store)
-        hashed = chosen.has_checksums(self._writer.medium)
+        writer = chosen.open_writer(store)
         super().__init__(
-            self._writer.store,
+            writer.store,
             World(),
             copier,
-            DeltaChain(self._writer, hashed=hashed),
-            maps_files=self._writer.medium.maps_files,
-            hashed=hashed,
+            writer,
+            maps_files=writer.medium.maps_files,
+            rewrites_files=writer.rewrites_files,
+            hashed=chosen.has_checksums(writer.medium),
             has_deltas=chosen.delta,
         )
         self._pending: list[PendingPublication] = []
@@ -221,18 +218,16 @@ class WeightSender(Publisher):
                 )
             version = self._writer.next_version(version)
             checked = checked_metadata(metadata)
-            base = self._take_base(None)
-            if base is None:
+            if self._memory is None or self._part is None:
                 raise VersionError(
                     f"this sender has not published what patches in {self.store} could follow: "
                     "send all weights first, and after each error"
                 )
-            footer, self._last_share = base.footer, base  # patches that are refused spoil nothing
+            footer = self._part.footer
             patch = patch_of(patches, footer.layout)
-            self._last_share = None
             unread = Source((), [], {})
             request = PublishRequest(started, unread, footer, version, checked, patch=patch)
-            return self._count(self._publish_upon(base, request))
+            return self._count(self._publish(request))
 
     def republish(
         self, version: int | VersionId, *, metadata: Mapping[str, Any] | None = None
@@ -346,9 +341,6 @@ class WeightSender(Publisher):
                 "go back to another version"
             )
         return contents
-
-    def _make_share(self, footer: Footer | None) -> WholeShare:
-        return WholeShare(footer, self._world, self._lead(), self._copier, is_kept=self._has_deltas)
 
     def _refuse_idle_buffer(self, source: Source) -> None:
         """Refuse a snapshot's tensors that this version would overwrite while it reads them."""

@@ -1,8 +1,9 @@
 """`ShardedWeightSender`: all ranks of a trainer publish together, each its own part.
 
-Nothing is gathered, nothing is copied twice: `shard_writer` writes the files, `inventory` and
-`shards` assign boxes to ranks. Rank 0 is the store's writer; it commits when every rank has written
-its part, and on a network mount flushed it.
+Nothing is gathered that need not be, nothing is copied twice: `inventory` and `assignment` assign
+boxes of tensors to ranks, and each rank writes its own. On one machine all ranks map the weights
+file; on a network mount each writes a part, a new file, and flushes it. Rank 0 is the store's
+writer; it commits when every rank has written its part.
 """
 
 from __future__ import annotations
@@ -20,15 +21,13 @@ from torch import distributed
 from dbuffer.errors import DBufferError, InvalidWeightsError, OptionError, StoreAccessError
 from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
 from dbuffer.io.footer import Footer
-from dbuffer.publish.box_share import BoxShare
-from dbuffer.publish.delta_chain import DeltaChain
+from dbuffer.publish.assignment import Assignment, layout_in_parts
 from dbuffer.publish.draft import checked_metadata
-from dbuffer.publish.inventory import Inventory, Joined, join, take_inventory
+from dbuffer.publish.inventory import Inventory, join, take_inventory
+from dbuffer.publish.part import Part
 from dbuffer.publish.publication import Publication
-from dbuffer.publish.publisher import Publisher
+from dbuffer.publish.publisher import Publisher, PublishRequest
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
-from dbuffer.publish.shard_writer import PartFileWriter, ShardWriter, SharedFileWriter
-from dbuffer.publish.shares import PublishRequest
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.cores import num_cores
@@ -95,24 +94,23 @@ class ShardedWeightSender(Publisher):
                 opened.callback(self._copier.close)
 
             def open_store() -> list[bool]:
-                writer = self._options.open_writer(store)
+                self._writer_on_0 = writer = self._options.open_writer(store)
                 opened.callback(writer.close)
                 medium = writer.medium
                 _check_reach(medium, ranks.peers)
                 hashed = self._options.has_checksums(medium)
-                self._chain = DeltaChain(writer, hashed=hashed)
                 return [medium.maps_files, writer.rewrites_files, hashed]
 
-            self._chain = None
+            self._writer_on_0 = None
             ranks.each("take its options", take_options)
-            is_shared, is_rewritten, hashed = ranks.first("open the store", open_store)
-            buffers, copier, chain = self._buffers, self._copier, self._chain
+            maps_files, rewrites_files, hashed = ranks.first("open the store", open_store)
             super().__init__(
-                buffers,
+                self._buffers,
                 ranks,
-                copier,
-                chain,
-                maps_files=is_shared,
+                self._copier,
+                self._writer_on_0,
+                maps_files=maps_files,
+                rewrites_files=rewrites_files,
                 hashed=hashed,
                 has_deltas=self._options.delta,
             )
@@ -122,12 +120,9 @@ class ShardedWeightSender(Publisher):
         """Rank in the group, by rank in the job."""
         self._inventory: Inventory | None = None
         """Inventory of this rank at the last join, or None before a join."""
-        self._joined = Joined()
-        self._shard_writer: ShardWriter = PartFileWriter(self.store, rank=ranks.rank)
-        if is_shared:
-            self._shard_writer = SharedFileWriter(
-                self.store, owner_only=self._buffers.owner_only, is_rewritten=is_rewritten
-            )
+        self._assignment = Assignment()
+        self._footer_in_parts: tuple[Footer, Footer] | None = None
+        """On a network mount: footer of plain tensors, and of the same tensors in parts."""
 
     def send(
         self,
@@ -207,25 +202,8 @@ class ShardedWeightSender(Publisher):
 
         return TranslatedErrors(lose)
 
-    def _close(self) -> None:
-        self._shard_writer.close()
-        super()._close()
-
-    def _abandon(self) -> None:
-        self._shard_writer.drop()
-        super()._abandon()
-
-    def _make_share(self, footer: Footer | None) -> BoxShare:
-        assert footer is not None  # noqa: S101 - ranks publish no streams
-        return BoxShare(
-            footer,
-            self._world,
-            self._shard_writer,
-            self._copier,
-            self._joined.assignment,
-            hashed=self._hashed,
-            is_kept=self._has_deltas,
-        )
+    def _make_part(self, footer: Footer) -> Part:
+        return Part(footer, self._assignment, self._world.rank)
 
     def _describe(
         self,
@@ -250,36 +228,39 @@ class ShardedWeightSender(Publisher):
             inventory = take_inventory(source, ranks.rank, self._group_rank)
             described.append((source, inventory))
             if ranks.rank == 0:
-                on_rank_0["version"] = self._lead().writer.next_version(version)
+                on_rank_0["version"] = self._writer.next_version(version)
                 on_rank_0["metadata"] = checked_metadata(metadata)
-            is_known = self._inventory == inventory
-            base = None if self._last_share is None else str(self._last_share.version)
-            return {"version": version, "is_known": is_known, "base": base}
+            return {"version": version, "is_known": self._inventory == inventory}
 
         steps = ranks.each("describe its weights", describe)
         [(source, inventory)] = described
-        # All ranks decide about a base together, never one rank alone.
-        if len({one["base"] for one in steps}) > 1:
-            self._drop_base("ranks are at different versions")
         versions = [one["version"] for one in steps]
         if len(set(versions)) > 1:
             ranks.each("compare the versions", lambda: _refuse_versions(versions))
         if not all(one["is_known"] for one in steps):
-            rows_only = self._shard_writer.rows_only
-            self._joined = join(ranks, source, inventory, rows_only=rows_only)
+            # Across a network each rank writes a file of its own, of rows.
+            self._assignment = join(ranks, source, inventory, rows_only=not self._maps_files)
             # Not before all of it is right: the next publish of these tensors relies on it.
             self._inventory = inventory
-            if self._last_share is not None:
-                self._drop_base("ranks hold other tensors than in the last version")
+            if self._memory is not None:
+                self._why_full = "ranks hold other tensors than in the last version"
+            self._memory = self._part = self._footer_in_parts = None
         source = self._placed(source)
-        plain = self._footer_of(source)
-        self._shard_writer.keep_only(plain.layout)
-        footer = self._shard_writer.footer_of(plain, self._joined.assignment)
-        return PublishRequest(started, source, footer, **on_rank_0)
+        return PublishRequest(started, source, self._footer_of(source), **on_rank_0)
+
+    def _footer_of(self, source: Source) -> Footer:
+        plain = super()._footer_of(source)
+        if self._maps_files:
+            return plain
+        known = self._footer_in_parts
+        if known is None or known[0] is not plain:
+            known = plain, Footer.of(layout_in_parts(plain.layout, self._assignment))
+            self._footer_in_parts = known
+        return known[1]
 
     def _placed(self, source: Source) -> Source:
         """Return the source with its tensors at their places in the joined layout."""
-        joined = self._joined
+        joined = self._assignment
         if source.specs == joined.specs:
             return replace(source, specs=joined.specs, aliases=joined.aliases)
         held = {spec.name: i for i, spec in enumerate(source.specs)}

@@ -95,7 +95,7 @@ def test_sender_superseded_while_it_waits_for_readers_touches_nothing(store):
 
 BEFORE_THE_FLIP = {
     "in the copy": Step("call", "Copier.write"),
-    "after the copy": Step("return", "Draft.fill"),
+    "after the copy": Step("return", "Draft.write"),
     "before the commit": Step("call", "BufferWriter.commit"),
     "between manifest and pointer": Step("return", "BufferWriter._put", nth=2),
 }
@@ -106,7 +106,7 @@ def publish_and_stop(connection: Connection, store: Path, step: Step) -> None:
         publish(sender, 1, 2, 3)
         at_step(step, stop)
         try:
-            sender.send((OTHER if step.function == "Draft.fill" else SMALL).weights(4))
+            sender.send((OTHER if step.function == "Draft.write" else SMALL).weights(4))
         except dbuffer.DBufferError as error:
             connection.send(type(error).__name__)
         else:
@@ -163,7 +163,7 @@ def fork_with_a_sender(connection: Connection, store: Path, in_a_publish: bool) 
         publish(sender, 1, 2, 3)
         fork_and_use(connection, lambda: sender.send(SMALL.weights(4)))
         if in_a_publish:
-            at_step(Step("return", "Draft.fill"), stop)
+            at_step(Step("return", "Draft.write"), stop)
             sender.send(SMALL.weights(4))
         stop()
 

@@ -185,15 +185,15 @@ class Program:
 
 @contextmanager
 def failing_write(*, enabled: bool) -> Iterator[None]:
-    write = dbuffer.publish.shard_writer.SharedFileWriter.write
+    write = dbuffer.publish.draft.Draft.write
 
     def fail(*_: Any) -> None:
         raise OSError(WRITE_ERROR)
 
     if enabled:
-        dbuffer.publish.shard_writer.SharedFileWriter.write = fail
+        dbuffer.publish.draft.Draft.write = fail
     yield
-    dbuffer.publish.shard_writer.SharedFileWriter.write = write
+    dbuffer.publish.draft.Draft.write = write
 
 
 @contextmanager

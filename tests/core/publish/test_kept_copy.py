@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -11,10 +9,12 @@ from dbuffer.format.layout import Layout, TensorSpec, digest
 from dbuffer.io.changes import Changes, find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import apply_delta, encode_delta
+from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import DTYPE_NAMES, FileTensors, join_blocks
-from dbuffer.publish import kept_copy
+from dbuffer.publish import delta_base, kept_copy
+from dbuffer.publish.assignment import Assignment, Box
 from dbuffer.publish.kept_copy import KeptCopy
-from dbuffer.publish.shards import Box
+from dbuffer.publish.part import Part
 from tests.support.deltas import BASE, ID, Step
 from tests.support.patterns import odd_tensors
 
@@ -31,6 +31,13 @@ def copier():
 @pytest.fixture(params=[1000, 10_000, kept_copy._BATCH_BYTES])
 def batches(request, monkeypatch):
     monkeypatch.setattr(kept_copy, "_BATCH_BYTES", request.param)
+    monkeypatch.setattr(delta_base, "MAX_CHANGED_SHARE", 9.0)
+
+
+def update(copy: KeptCopy, tensors: list[torch.Tensor]) -> Changes:
+    copy.begin_comparing()
+    copy.write(range(len(tensors)), tensors)
+    return copy.take_changes()
 
 
 def contents_of(layout: Layout, tensors: list[torch.Tensor], copier: Copier) -> FileTensors:
@@ -49,11 +56,10 @@ def test_odd_tensors_are_cast_as_a_publish_would_and_found_where_they_changed(co
     after = [tensor for tensor, _ in tensors.values()]
     before = [torch.zeros_like(tensor) for tensor in after]
     expected = contents_of(layout, after, copier)
-    copy = KeptCopy(None, layout, copier)
-    numbers = range(len(after))
-    copy.fill(numbers, before.__getitem__)
+    copy = KeptCopy(Part(Footer.of(layout)), copier)
+    copy.write(range(len(before)), before)
     assert all(not view.any() for view in copy.contents.views if view.numel())
-    changes = copy.update(numbers, after.__getitem__, math.inf)
+    changes = update(copy, after)
     wanted = find_changes(contents_of(layout, before, copier).data, expected.data, layout, copier)
     assert changes.num_changed
     assert changes.tensors == wanted.tensors
@@ -67,8 +73,8 @@ def test_what_did_not_change_is_not_hashed_again(copier, monkeypatch):
     layout = Layout.of([*specs, TensorSpec("empty", "bfloat16", (0,))])
     weights = [torch.randn(700).bfloat16() for _ in specs]
     weights.append(torch.empty(0).bfloat16())
-    copy = KeptCopy(None, layout, copier)
-    copy.fill(range(10), weights.__getitem__)
+    copy = KeptCopy(Part(Footer.of(layout)), copier)
+    copy.write(range(10), weights)
     hashed: list[int] = []
     hash_block = FileTensors.hash_block
     monkeypatch.setattr(
@@ -79,7 +85,7 @@ def test_what_did_not_change_is_not_hashed_again(copier, monkeypatch):
     for changed in ([*range(9)], [2, 7], []):
         for index in changed:
             weights[index][5] += 1
-        copy.update(range(10), weights.__getitem__, math.inf)
+        update(copy, weights)
         hashed.clear()
         digests = copy.digests()
         assert sorted(hashed) == changed
@@ -99,12 +105,15 @@ def test_rows_of_tensors_are_changes_of_the_whole_tensors(copier):
     for index, tensor in enumerate(after):
         tensor[index::4, 3] += 1
     rows = [slice(0, 16), slice(16, 31)]
-    found = []
-    for part in rows:
-        boxes = [Box(index, (part.start, 0), (part.stop - part.start, 7)) for index in range(9)]
-        copy = KeptCopy(boxes, layout, copier)
-        copy.fill(range(9), lambda number, part=part: before[number][part])
-        found.append(copy.update(range(9), lambda n, part=part: after[n][part], math.inf))
+    boxes = [
+        tuple(Box(index, (part.start, 0), (part.stop - part.start, 7)) for index in range(9))
+        for part in rows
+    ]
+    assignment, found = Assignment(layout.specs, {}, tuple(boxes)), []
+    for rank, part in enumerate(rows):
+        copy = KeptCopy(Part(Footer.of(layout), assignment, rank), copier)
+        copy.write(range(9), [tensor[part] for tensor in before])
+        found.append(update(copy, [tensor[part] for tensor in after]))
     sides = [contents_of(layout, side, copier) for side in (before, after)]
     layout_xxh3 = digest(layout.encode())
     encoded, *chunks = encode_delta(
@@ -116,12 +125,13 @@ def test_rows_of_tensors_are_changes_of_the_whole_tensors(copier):
 
 
 @pytest.mark.usefixtures("batches")
-def test_too_many_changes_are_kept_and_not_encoded(copier):
+def test_too_many_changes_are_kept_and_not_encoded(copier, monkeypatch):
+    monkeypatch.setattr(delta_base, "MAX_CHANGED_SHARE", 0.1)
     layout = Layout.of([TensorSpec(f"{index}", "int8", (3000,)) for index in range(20)])
-    copy = KeptCopy(None, layout, copier)
-    copy.fill(range(20), lambda _: torch.zeros(3000, dtype=torch.int8))
+    copy = KeptCopy(Part(Footer.of(layout)), copier)
+    copy.write(range(20), [torch.zeros(3000, dtype=torch.int8)] * 20)
     copy.digests()
-    changes = copy.update(range(20), lambda _: torch.ones(3000, dtype=torch.int8), 5000)
-    assert changes.num_changed > 5000
+    changes = update(copy, [torch.ones(3000, dtype=torch.int8)] * 20)
+    assert changes.num_changed > 6000
     assert all((view == 1).all() for view in copy.contents.views)
     assert join_blocks(layout.blocks, copy.digests()) == copier.checksums(copy.contents)

@@ -40,7 +40,7 @@ class PublishGate(Gate):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.error: Exception | None = None
-        fill = Draft.fill
+        fill = Draft.write
 
         def filled(draft: Draft, *args: Any) -> None:
             fill(draft, *args)
@@ -48,7 +48,7 @@ class PublishGate(Gate):
             if self.error is not None:
                 raise self.error
 
-        monkeypatch.setattr(Draft, "fill", filled)
+        monkeypatch.setattr(Draft, "write", filled)
 
     def open_in(self, delay_s: float) -> None:
         threading.Timer(delay_s, self.may_go_on.set).start()
@@ -290,7 +290,7 @@ def test_a_handler_on_top_of_a_publish_waits_for_nothing_that_waits_for_it(gate,
     """Another thread's version is next, for which the handler's thread holds the lock."""
     sender = dbuffer.WeightSender(store)
     pending = dbuffer.PendingPublication()
-    filled = Draft.fill
+    filled = Draft.write
 
     def publish() -> dbuffer.Publication:
         with sender._publishing():
@@ -306,7 +306,7 @@ def test_a_handler_on_top_of_a_publish_waits_for_nothing_that_waits_for_it(gate,
 
     gate.may_go_on.set()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Draft, "fill", fill)
+        patch.setattr(Draft, "write", fill)
         assert sender.send(WEIGHTS).version == 1
     with pytest.raises(dbuffer.ClosedError):
         pending.wait(60)
@@ -400,13 +400,13 @@ ENDS_WITHOUT_WAITING = """
 import sys, threading, torch, dbuffer
 from dbuffer.publish.draft import Draft
 
-fill, have_changed = Draft.fill, threading.Event()
+fill, have_changed = Draft.write, threading.Event()
 
 def filled(draft, *args):
     fill(draft, *args)
     have_changed.wait()
 
-Draft.fill = filled
+Draft.write = filled
 weights = {"a": torch.ones(1 << 20)}
 sender = dbuffer.WeightSender(sys.argv[1])
 sender.send(weights, wait=False)

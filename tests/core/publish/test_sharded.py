@@ -29,13 +29,14 @@ from torch.distributed.tensor import DTensor
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
 from dbuffer.format.layout import ALIGNMENT_BYTES, Layout, TensorSpec
+from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
+from dbuffer.io.tensors import KeptMappings
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
-from dbuffer.publish import box_share
-from dbuffer.publish.draft import ClaimInfo
-from dbuffer.publish.shard_writer import SharedFileWriter
-from dbuffer.publish.shards import HeldParts, assign_writes, whole_box
+from dbuffer.publish.assignment import assign_writes, whole_box
+from dbuffer.publish.draft import Draft
+from dbuffer.publish.part import HeldParts, Part
 from dbuffer.ranks import agreement
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
@@ -260,7 +261,7 @@ def test_large_plain_tensors_are_spread_over_the_ranks():
     specs = [TensorSpec(f"{index}", "float32", (1024, 1024)) for index in range(8)]
     specs += [TensorSpec(name, "float32", (8,)) for name in ("mean", "variance")]
     boxes = {index: whole_box(index, spec.shape) for index, spec in enumerate(specs)}
-    plan = assign_writes(specs, [boxes] * 4, rows_only=False)
+    plan = assign_writes(tuple(specs), {}, [boxes] * 4, rows_only=False)
     assert [len(written) for written in plan.boxes] == [4, 2, 2, 2]
     assert {box.tensor for box in plan.boxes[0]} > {8, 9}
     assert not plan.gathered
@@ -458,8 +459,8 @@ PROBLEMS: list[tuple[int, Callable[[Any, pytest.MonkeyPatch], dict[str, Any]], s
         "rank 1 .* 'm' .* meta",
     ),
     (BAD, lambda *_: {"version": np.int64(9)}, "rank 1 .* a version is an integer"),
-    (0, failing(SharedFileWriter, "write"), f"rank 0 {SMOKE}"),
-    (1, failing(SharedFileWriter, "write"), f"rank 1 {SMOKE}"),
+    (0, failing(Draft, "write"), f"rank 0 {SMOKE}"),
+    (1, failing(Draft, "write"), f"rank 1 {SMOKE}"),
     (1, failing(HeldParts, "box"), f"rank 1 {SMOKE}"),
     (0, failing(BufferWriter, "commit"), f"rank 0 {SMOKE}"),
     (0, failing(BufferWriter, "claim"), f"rank 0 {SMOKE}"),
@@ -516,8 +517,7 @@ def send_lazy(rank: int, store: Path) -> int:
     weights = [
         (str(number), dbuffer.LazyTensor(torch.float32, (1000,), make)) for number in range(50)
     ]
-    with pytest.MonkeyPatch.context() as patch, ShardedWeightSender(store) as sender:
-        patch.setattr(box_share, "_WRITTEN_BYTES", 4000)
+    with ShardedWeightSender(store) as sender:
         sender.send(weights)
     return most
 
@@ -550,11 +550,19 @@ def test_a_rank_that_sees_another_file_than_rank_0_writes_nothing(store):
     path.parent.mkdir(parents=True)
     path.write_bytes(bytes(4096))
     path.chmod(0o600)
-    writer = SharedFileWriter(store, owner_only=True, is_rewritten=True)
-    info = ClaimInfo(f"{'0' * 16}-1", "A", path.name, [0, 0])
-    footer = Footer.of(Layout.of([TensorSpec("a", "float32", (3,))]))
+    part = Part(Footer.of(Layout.of([TensorSpec("a", "float32", (3,))])))
+    draft = Draft(
+        DoubleBuffer(store),
+        KeptMappings(),
+        Copier(1),
+        path,
+        (0, 0),
+        part,
+        is_mapped=True,
+        hashed=False,
+    )
     with pytest.raises(dbuffer.StoreAccessError, match="the same directory for all ranks"):
-        writer.begin(info, footer)
+        draft.write([0], [torch.ones(3)])
 
 
 def test_a_failed_publish_takes_no_room(four, store):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver
 from dbuffer.format import chain
-from dbuffer.publish import delta_chain
+from dbuffer.publish.draft import Draft
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.patterns import SPARSE, bits, newest, received
 from tests.support.sharded import (
@@ -247,7 +247,7 @@ def fail_in_between(rank: int, store: Path, mount: str, why: str) -> list[Any]:
             metadata = {"not for JSON": object()} if fails and why == "metadata" else {}
             with pytest.MonkeyPatch.context() as patch:
                 if fails and why == "no room":
-                    patch.setattr(delta_chain.DeltaChain, "begin", no_room)
+                    patch.setattr(Draft, "claimed", no_room)
                 try:
                     told.append(sender.send(weights, metadata=metadata).delta_bytes is not None)
                 except dbuffer.DBufferError as error:

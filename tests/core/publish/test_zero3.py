@@ -16,7 +16,7 @@ from torch import distributed, nn
 
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightSender
-from dbuffer.publish.shard_writer import SharedFileWriter
+from dbuffer.publish.draft import Draft
 from tests.support.patterns import assert_same, received
 from tests.support.sharded import mixtral, mounted
 from tests.support.soak import in_turn
@@ -151,7 +151,7 @@ def test_fused_experts_are_gathered_once_and_published_one_by_one(world, store, 
 def publish_with_a_full_disk(rank: int, store: Path) -> str:
     """A write that fails on one rank in the middle of the gathers, once."""
     engine = make_engine(0)
-    write, left = SharedFileWriter.write, 2
+    write, left = Draft.write, 2
 
     def fail(self: Any, *arguments: Any) -> None:
         nonlocal left
@@ -164,7 +164,7 @@ def publish_with_a_full_disk(rank: int, store: Path) -> str:
         sender.send(engine)
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(SharedFileWriter, "write", fail)
+                patch.setattr(Draft, "write", fail)
             with pytest.raises(dbuffer.RankFailedError) as caught:
                 sender.send(engine)
         assert sender.send(engine).version == 2

@@ -233,7 +233,7 @@ def fork_during_a_send(connection: Connection, store: Path) -> None:
 
 
 def fork_while_one_is_pending(connection: Connection, store: Path) -> None:
-    gate = hold_up(pytest.MonkeyPatch(), Draft, "fill")
+    gate = hold_up(pytest.MonkeyPatch(), Draft, "write")
     optimizer = torch.optim.SGD([torch.zeros(1)])
     with WeightSender(store) as sender:
         sender.guard(optimizer)

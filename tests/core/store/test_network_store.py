@@ -578,7 +578,7 @@ def test_what_does_not_come_back_as_it_was_written_is_an_error(store, sender, fi
     "step",
     [
         Step("call", "BufferWriter.claim"),
-        Step("call", "Draft.fill"),
+        Step("call", "Draft.write"),
         Step("call", "BufferWriter.commit"),
         Step("c_return", "replace", "manifest.json", nth=2),
         Step("c_return", "replace", "CURRENT"),

@@ -1,0 +1,184 @@
+"""`Assignment`: the boxes of tensors that each rank of a sharded trainer writes.
+
+A box has a first index and an extent in every dimension. Where the boxes of all ranks cover a
+tensor, one of the ranks that hold a box writes it. Otherwise the ranks that hold parts of a tensor
+gather it, and one of them writes and drops it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from dbuffer.format.layout import ITEM_BYTES, Layout, Piece, TensorSpec, align
+
+SPREAD_FROM_BYTES = 1 << 20
+"""If several ranks hold a box of this size or larger, the least busy of them writes it; below, the
+first. Tensors that drift apart between ranks are small (the statistics of a batch norm), and must
+all come from one rank."""
+
+
+class Box(NamedTuple):
+    """A region of a tensor."""
+
+    tensor: int
+    """Index of the tensor in the layout."""
+    start: tuple[int, ...]
+    """First index in each dimension."""
+    shape: tuple[int, ...]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        for dimension, (start, extent) in enumerate(zip(self.start, self.shape, strict=True)):
+            tensor = tensor.narrow(dimension, start, extent)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Assignment of the tensors of all ranks to the ranks that write them, the same on all."""
+
+    specs: tuple[TensorSpec, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)
+    boxes: tuple[tuple[Box, ...], ...] = ()
+    """Boxes that each rank holds and writes, by rank."""
+    gathered: tuple[tuple[int, int], ...] = ()
+    """Tensors that are gathered, in this order, each with the rank that writes it."""
+
+    def boxes_of(self, rank: int) -> list[Box]:
+        """Return all boxes that a rank writes, in the order of the tensors."""
+        to_gather = [index for index, writer in self.gathered if writer == rank]
+        whole = [whole_box(index, self.specs[index].shape) for index in to_gather]
+        return sorted((*self.boxes[rank], *whole))
+
+
+Boxes: TypeAlias = dict[int, Box | None]
+"""Boxes that a rank holds, by the tensor's index; None without a box, or for a partial sum."""
+
+
+def assign_writes(
+    specs: tuple[TensorSpec, ...],
+    aliases: dict[str, str],
+    held: Sequence[Boxes],
+    *,
+    rows_only: bool,
+) -> Assignment:
+    """Assign a writer to each box that ranks have ``held``.
+
+    ``rows_only``: gather boxes that are not one row of bytes in the whole tensor.
+    """
+    written: list[list[Box]] = [[] for _ in held]
+    gathered: list[int] = []
+    busy_bytes = [0] * len(held)
+    shared: list[tuple[int, Box, list[int]]] = []
+    for index, spec in enumerate(specs):
+        if not spec.num_bytes:  # also of what would be gathered: a piece of a part has bytes
+            continue
+        owners = _owners(index, held)
+        if (
+            owners is None
+            or not _covers(list(owners), spec.shape)
+            or (rows_only and not all(_is_contiguous(box, spec.shape) for box in owners))
+        ):
+            gathered.append(index)
+            continue
+        for box, ranks in owners.items():
+            num_bytes = _num_bytes(box, spec)
+            if len(ranks) > 1 and num_bytes >= SPREAD_FROM_BYTES:
+                shared.append((num_bytes, box, ranks))
+                continue
+            written[ranks[0]].append(box)
+            busy_bytes[ranks[0]] += num_bytes
+    # Large ones first: the small ones even out what those leave.
+    for num_bytes, box, ranks in sorted(shared, key=lambda row: -row[0]):
+        writer = min(ranks, key=busy_bytes.__getitem__)
+        written[writer].append(box)
+        busy_bytes[writer] += num_bytes
+    spread = []
+    for index in gathered:
+        holders = [rank for rank, boxes in enumerate(held) if index in boxes]
+        writer = min(holders, key=busy_bytes.__getitem__)
+        busy_bytes[writer] += specs[index].num_bytes
+        spread.append((index, writer))
+    return Assignment(
+        specs,
+        aliases,
+        boxes=tuple(tuple(sorted(of_rank)) for of_rank in written),
+        gathered=tuple(spread),
+    )
+
+
+def _num_bytes(box: Box, spec: TensorSpec) -> int:
+    return math.prod(box.shape) * ITEM_BYTES[spec.dtype]
+
+
+def _is_contiguous(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether the elements of a box lie one behind the other in the whole: as rows do."""
+    pairs = itertools.dropwhile(lambda pair: pair[0] == 1, zip(box.shape, shape, strict=True))
+    return all(extent == full for extent, full in itertools.islice(pairs, 1, None))
+
+
+def layout_in_parts(layout: Layout, assignment: Assignment) -> Layout:
+    """Return a layout of the same tensors with a part for each rank."""
+    part_bytes, pieces = [], []
+    for rank in range(len(assignment.boxes)):
+        end = 0
+        for box in assignment.boxes_of(rank):
+            spec, place = layout.specs[box.tensor], align(end)
+            num_bytes = _num_bytes(box, spec)
+            pieces.append(Piece(box.tensor, file_offset(box, spec), num_bytes, rank, place))
+            end = place + num_bytes
+        part_bytes.append(end)
+    return replace(layout, part_bytes=tuple(part_bytes), pieces=tuple(sorted(pieces)))
+
+
+def whole_box(index: int, shape: tuple[int, ...]) -> Box:
+    """All of a tensor."""
+    return Box(index, (0,) * len(shape), tuple(shape))
+
+
+def file_offset(box: Box, spec: TensorSpec) -> int:
+    """Return the first byte of a box in its tensor, which is ``spec``."""
+    flat = 0
+    for position, extent in zip(box.start, spec.shape, strict=True):
+        flat = flat * extent + position
+    return flat * ITEM_BYTES[spec.dtype]
+
+
+def _owners(index: int, held: Sequence[Boxes]) -> dict[Box, list[int]] | None:
+    """The ranks that hold each box of a tensor; None if one of them holds no box."""
+    owners: dict[Box, list[int]] = defaultdict(list)
+    for rank, boxes in enumerate(held):
+        if index not in boxes:
+            continue
+        if (box := boxes[index]) is None:
+            return None
+        if math.prod(box.shape):
+            owners[box].append(rank)
+    return owners
+
+
+def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether boxes cover a tensor, and none lies on another.
+
+    torch gives each shard of a dimension as its first index and its length. A strided shard is not
+    contiguous; but if the ranges so given tile the dimension, each is the shard's real range: from
+    the front, indices before the next shard's first one can belong to this shard only.
+    """
+    num_boxes = 1
+    for dimension, extent in enumerate(shape):
+        runs = sorted({(box.start[dimension], box.shape[dimension]) for box in boxes})
+        end = 0
+        for start, length in runs:
+            if start != end:
+                return False
+            end += length
+        if end != extent:
+            return False
+        num_boxes *= len(runs)
+    return len(boxes) == num_boxes
