@@ -111,15 +111,7 @@ class Draft:
         """Claim the idle buffer for a version: on rank 0, for all ranks.
 
         This may wait for readers, and removes files that need not stay (`BufferWriter.claim`).
-
-        Args:
-            writer: writes the store.
-            mappings: mappings of the store's files.
-            copier: its threads do the work.
-            version: the version, and what leads to it.
-            part: boxes that are written here, or None for a stream.
-            hashed: whether its checksums are computed.
-            with_file: whether it has a weights file. Otherwise it has an anchor.
+        Without a file, the version has an anchor.
         """
         footer = None if part is None else part.footer
         # A mapping keeps an unlinked file's room, which the next version may need.

@@ -141,7 +141,7 @@ class Publisher(Closing, ProcessBound):
         self._why_full = _FIRST
         """Reason that there is none, if there is none."""
         self._base: DeltaBase | None = None
-        """That version, on rank 0; during a publish, if it comes with a delta."""
+        """Base of the next version's delta, on rank 0; None during a publish without a delta."""
         self._part: Part | None = None
         self._draft: Draft | None = None
         self._footer: Footer | None = None
