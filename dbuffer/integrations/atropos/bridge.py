@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeAlias, Unpack
 from urllib.parse import urlsplit
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
-from dbuffer.errors import NotReadyError, OptionError, WaitTimeoutError
+from dbuffer.errors import NotReadyError, OptionError, RankFailedError, WaitTimeoutError
 from dbuffer.integrations.atropos.config import BridgeConfig
 from dbuffer.integrations.atropos.mapping import (
     ParameterMapping,
@@ -25,24 +26,32 @@ from dbuffer.integrations.default_store import default_store
 from dbuffer.integrations.vllm.vllm_engine import VllmServer
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
+from dbuffer.publish.sharded import ShardedWeightSender
+from dbuffer.ranks.agreement import Agreement
+from dbuffer.ranks.world import T, World
 from dbuffer.runtime import options as checks
-from dbuffer.runtime.messages import listed
+from dbuffer.runtime.messages import first_line, listed
 from dbuffer.weights.names import clean_names
 from dbuffer.weights.sources import Describer, is_same_memory, module_tensors
 from dbuffer.weights.transformers_modules import as_checkpoint
 
 logger = logging.getLogger(__name__)
 
+Sender: TypeAlias = WeightSender | ShardedWeightSender
 Weights: TypeAlias = nn.Module | Mapping[str, torch.Tensor]
 
 
 class VLLMWeightBridge:
     """Brings a trainer's weights to inference servers through a store.
 
+    With a ``world_size`` above 1, every rank makes a bridge, and makes all its calls.
+
     Args:
         config: see :class:`BridgeConfig`.
         store: the store's directory. Default: with several nodes, ``dbuffer-atropos`` in
             ``log_dir`` or ``LOGDIR``; with one server, a directory in shared memory.
+        rank_timeout_s: how long processes wait for a missing or hung one, after the
+            ``timeout_seconds`` that an update may take.
         **sender: fields of :class:`dbuffer.SenderOptions`. ``rename`` is the parameter mapping by
             default.
 
@@ -55,11 +64,13 @@ class VLLMWeightBridge:
         config: BridgeConfig,
         *,
         store: str | os.PathLike[str] | None = None,
+        rank_timeout_s: float = 300.0,
         **sender: Unpack[SenderKeywords],
     ) -> None:
         self.config = config
         SenderOptions.parse(sender)
         self._sender_options = sender
+        self._rank_timeout_s = checks.positive_seconds("rank_timeout_s", rank_timeout_s)
         self.store = _default_store(config) if store is None else checks.directory("store", store)
         """The store's directory, for servers that follow by themselves."""
         self.device = torch.device(config.device)
@@ -69,10 +80,14 @@ class VLLMWeightBridge:
         self.nccl_group: None = None
         """Always None, as is ``gloo_group``: no process group is joined with engines."""
         self.gloo_group: None = None
+        self._ranks = World()
+        """The trainer's processes."""
+        self._owns_group = False
+        """Whether this bridge has initialized ``torch.distributed``."""
         self._server: VllmServer | None = None
-        """The server of local mode."""
+        """The server of local mode, on rank 0."""
         self._mapping = ParameterMapping(mapping_path(config.directory))
-        self._sender: WeightSender | None = None
+        self._sender: Sender | None = None
         """Sender while the bridge is open."""
         self._model: nn.Module | None = None
         """Model of :meth:`get_trainable_model`."""
@@ -96,22 +111,27 @@ class VLLMWeightBridge:
         Raises:
             NotReadyError: (a ``RuntimeError``) the mapping did not come.
             OptionError: (a ``ValueError``) a mapping that cannot be read, or is not for what was
-                attached.
+                attached, or an ``init_method`` that ranks cannot meet at.
+            RankFailedError: (a ``RuntimeError``) the trainer's ranks did not meet in time.
             StoreBusyError: another sender has the store.
             StoreAccessError: the store cannot be used.
         """
         if self._sender is not None:
             return
         try:
-            if self.config.is_local_mode:
+            self._join_ranks()
+            if self.config.is_local_mode and self.config.trainer_rank == 0:
                 self._server = VllmServer(self.config.vllm_api_url)
-            self._mapping = ParameterMapping.wait(
-                self.config, lambda: self._server is not None and is_stock(self._server)
+            mapping = self._on_first_rank(
+                "read the parameter mapping",
+                lambda: ParameterMapping.wait(
+                    self.config, lambda: self._server is not None and is_stock(self._server)
+                ).as_json(),
             )
+            self._mapping = ParameterMapping(Path(mapping["path"]), mapping["content"])
             if self._weights is not None:
                 self._mapping.check(_named(self._weights))
-            options = SenderKeywords(rename=self._mapping.names) | self._sender_options
-            self._sender = WeightSender(self.store, **options)
+            self._sender = self._make_sender()
         except BaseException:
             self.cleanup()
             raise
@@ -129,7 +149,7 @@ class VLLMWeightBridge:
         """
         if self._model is not None:
             raise OptionError("this bridge publishes the model of get_trainable_model() already")
-        Describer().describe(vllm_state_dict)
+        Describer(sharded=self.config.world_size > 1).describe(vllm_state_dict)
         self._mapping.check(vllm_state_dict)
         self.shared_state_dict = vllm_state_dict
 
@@ -175,6 +195,7 @@ class VLLMWeightBridge:
             InvalidWeightsError: something in them cannot be published.
             StoreFullError, StoreAccessError: the filesystem refused.
             WriterSupersededError: another sender has taken the store over.
+            RankFailedError: a rank was lost.
         """
         sender, weights = self._require_sender(), self._weights
         if weights is None:
@@ -202,8 +223,8 @@ class VLLMWeightBridge:
         if version is None:
             return
         deadline = time.monotonic() + self.config.timeout_seconds
-        if self._server is not None:
-            self._notify(self._server)
+        if self.config.is_local_mode:
+            self._on_first_rank("notify the server", self._notify)
         try:
             sender.wait_applied(
                 version,
@@ -211,20 +232,23 @@ class VLLMWeightBridge:
                 timeout_s=max(0.0, deadline - time.monotonic()),
             )
         except WaitTimeoutError as error:
-            where = "each node" if self._server is None else self._server.url
+            where = self.config.vllm_api_url if self.config.is_local_mode else "each node"
             raise WaitTimeoutError(
                 f"{error}. The server at {where} must follow {self.store} by itself, with the "
                 "middleware dbuffer.integrations.vllm.FollowStore"
             ) from None
-        if self._server is not None:
+        if self.config.is_local_mode:
             self._version = None
 
     def cleanup(self) -> None:
         """Close the store and the server. The last version stays; the model keeps its values."""
-        for part in (self._server, self._sender):
+        for part in (self._server, self._sender, self._ranks):
             if part is not None:
                 part.close()
-        self._server = self._sender = None
+        self._server, self._sender, self._ranks = None, None, World()
+        if self._owns_group:
+            distributed.destroy_process_group()
+            self._owns_group = False
 
     def __enter__(self) -> Self:
         self.initialize()
@@ -233,16 +257,63 @@ class VLLMWeightBridge:
     def __exit__(self, *exception: object) -> None:
         self.cleanup()
 
-    def _require_sender(self) -> WeightSender:
+    def _require_sender(self) -> Sender:
         if self._sender is None:
             raise NotReadyError("this bridge is not open: call initialize()")
         return self._sender
+
+    # The trainer's processes
+
+    @property
+    def _rank_patience_s(self) -> float:
+        """Seconds that ranks wait for one that waits for the servers."""
+        return self.config.timeout_seconds + self._rank_timeout_s
+
+    def _join_ranks(self) -> None:
+        if self.config.world_size == 1:
+            return
+        if not distributed.is_initialized():
+            self._make_group()
+            self._owns_group = True
+        self._ranks = Agreement(None, timeout_s=self._rank_patience_s)
+
+    def _make_group(self) -> None:
+        rank, size, where = (
+            self.config.trainer_rank,
+            self.config.world_size,
+            self.config.init_method,
+        )
+        timeout = datetime.timedelta(seconds=self._rank_patience_s)
+        try:
+            distributed.init_process_group(
+                "gloo", init_method=where, rank=rank, world_size=size, timeout=timeout
+            )
+        except ValueError as error:
+            raise OptionError(f"invalid init_method {where!r}: {first_line(error)}") from error
+        except RuntimeError as error:
+            raise RankFailedError(
+                f"rank {rank} of {size} could not meet the others at {where} within "
+                f"{self._rank_patience_s:g} s: {first_line(error)}; check that each of them runs, "
+                "and has the same init_method and world_size"
+            ) from error
+
+    def _on_first_rank(self, what: str, action: Callable[[], T]) -> T:
+        """Run ``action`` on rank 0; return or raise its outcome on all ranks."""
+        if not self._ranks.is_open:
+            raise RankFailedError("a rank of the trainer was lost; start the trainer again")
+        return self._ranks.first(what, action)
 
     # Weights to publish
 
     @property
     def _weights(self) -> Weights | None:
         return self._model if self._model is not None else self.shared_state_dict or None
+
+    def _make_sender(self) -> Sender:
+        options = SenderKeywords(rename=self._mapping.names) | self._sender_options
+        if self.config.world_size == 1:
+            return WeightSender(self.store, **options)
+        return ShardedWeightSender(self.store, rank_timeout_s=self._rank_patience_s, **options)
 
     def _permuted(self, weights: Weights) -> Weights:
         """Return the weights in the servers' layout."""
@@ -254,13 +325,15 @@ class VLLMWeightBridge:
         heads = shape.num_attention_heads, shape.num_key_value_heads
         return self._mapping.permute(_named(weights), *heads)
 
-    def _notify(self, server: VllmServer) -> None:
+    def _notify(self) -> None:
+        """Notify the server of local mode, on rank 0."""
+        assert self._server is not None  # noqa: S101 - this is its rank
         notification = {
             "update_count": self._update_count,
             "trainer_rank": self.config.trainer_rank,
             "timestamp": time.time(),
         }
-        notify(server, notification, self.config.timeout_seconds)
+        notify(self._server, notification, self.config.timeout_seconds)
 
 
 def _default_store(config: BridgeConfig) -> Path:

@@ -8,26 +8,25 @@ from typing import Any, Self
 
 import torch
 
-from dbuffer.errors import UnsupportedError
+from dbuffer.errors import OptionError, UnsupportedError
 from dbuffer.runtime import options as checks
 
 
 @dataclass
 class BridgeConfig:
-    """Settings of the bridge: the trainer, and the inference servers.
+    """Settings of the bridge: the trainer's processes, and the inference servers.
 
     Raises:
-        UnsupportedError: (a ``NotImplementedError``) ``use_cuda_ipc`` is set, or the trainer has
-            several processes.
+        UnsupportedError: (a ``NotImplementedError``) ``use_cuda_ipc`` is set.
         OptionError: (a ``ValueError``) a value is not what it may be.
     """
 
     trainer_rank: int = 0
-    """Rank of this process in the trainer: 0."""
+    """Rank of this process in the trainer."""
     world_size: int = 1
-    """Processes of the trainer that make a bridge: 1."""
+    """Processes of the trainer. Above 1, all of them make a bridge, and all its calls."""
     init_method: str = "env://"
-    """Accepted because Atropos has it; unused, since there is no process group."""
+    """Meeting point of the processes, if the bridge must initialize ``torch.distributed``."""
     num_inference_nodes: int = 0
     """Nodes of a SLURM job that run engines, one engine a node; 0: one server on this machine."""
     model_name: str = ""
@@ -43,7 +42,7 @@ class BridgeConfig:
     use_cuda_ipc: bool = False
     """Must stay False: GPU memory is not shared through files."""
     num_gpus_per_node: int = field(default_factory=torch.cuda.device_count)
-    """Accepted because Atropos has it; unused."""
+    """Accepted because Atropos has it; unused, since there is no process group."""
 
     def __post_init__(self) -> None:
         if self.use_cuda_ipc:
@@ -52,16 +51,17 @@ class BridgeConfig:
                 "notify_update() then publishes into a store in shared memory, from which the "
                 "server loads. To share one copy on one GPU, keep Atropos' own single_copy mode"
             )
-        if self.world_size != 1 or self.trainer_rank:
-            raise UnsupportedError(
-                f"trainer_rank {self.trainer_rank} of world_size {self.world_size}: one process "
-                "makes the bridge. Ranks that hold parts of the weights publish them together, by "
-                "dbuffer.ShardedWeightSender; servers follow its store by themselves"
-            )
+        checks.whole_number("world_size", self.world_size)
+        checks.whole_number("trainer_rank", self.trainer_rank, at_least=0)
         checks.whole_number("num_inference_nodes", self.num_inference_nodes, at_least=0)
         checks.positive_seconds("timeout_seconds", self.timeout_seconds)
         if self.is_local_mode:
             checks.server_url("vllm_api_url", self.vllm_api_url)
+        if self.trainer_rank >= self.world_size:
+            raise OptionError(
+                f"invalid trainer_rank {self.trainer_rank}: use one below world_size, which is "
+                f"{self.world_size}"
+            )
 
     @property
     def is_local_mode(self) -> bool:

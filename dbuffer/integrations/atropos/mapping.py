@@ -130,6 +130,10 @@ class ParameterMapping:
                     raise
             time.sleep(_RETRY_S)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the arguments that make this mapping, as JSON values for another rank."""
+        return {"path": str(self.path), "content": self._content}
+
     def check(self, names: Iterable[str]) -> None:
         """Refuse a mapping that is not for these tensors of the trainer's."""
         names = list(names)

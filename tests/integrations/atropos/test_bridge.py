@@ -41,7 +41,7 @@ from dbuffer.integrations.atropos.mapping import (
 from tests.support.children import Child
 from tests.support.patterns import received as stored
 from tests.support.ports import free_port
-from tests.support.waiting import TIMEOUT_S, meanwhile
+from tests.support.waiting import TIMEOUT_S, meanwhile, until
 
 SOON_S = 0.5
 
@@ -177,6 +177,8 @@ def test_settings_come_from_a_training_config(monkeypatch):
     shared = {
         "model_name": "m",
         "device": "cpu",
+        "trainer_rank": 1,
+        "world_size": 2,
         "init_method": "tcp://a:1",
         "num_inference_nodes": 3,
     }
@@ -198,10 +200,9 @@ def test_shared_gpu_memory_is_refused_with_what_to_do(name):
         BridgeConfig.from_training_config(given)
 
 
-@pytest.mark.parametrize("given", [{"world_size": 2}, {"trainer_rank": 1}])
-def test_trainer_of_several_processes_is_refused(given):
-    with pytest.raises(dbuffer.UnsupportedError, match="ShardedWeightSender"):
-        BridgeConfig(**given)
+def test_rank_outside_of_the_world_is_refused():
+    with pytest.raises(dbuffer.OptionError, match="trainer_rank"):
+        BridgeConfig(trainer_rank=1)
 
 
 def test_default_stores(monkeypatch):
@@ -492,6 +493,87 @@ def test_engines_of_all_inference_nodes_are_waited_for(tmp_path, network):
         assert trainer.receive() == value + 1
         trainer.send(None)
         assert trainer.wait() == 0
+
+
+# A trainer of several processes
+
+
+def rank(
+    connection: Connection,
+    number: int,
+    meeting: Path,
+    store: Path,
+    url: str,
+    timeout_s: float,
+    delta: bool = False,
+) -> None:
+    config = BridgeConfig(
+        trainer_rank=number,
+        world_size=2,
+        init_method=f"file://{meeting}",
+        device="cpu",
+        vllm_api_url=url,
+        timeout_seconds=TIMEOUT_S,
+    )
+    with VLLMWeightBridge(config, store=store, delta=delta) as bridge:
+        model = attached(bridge, nn.Sequential(nn.Linear(100, 100)))
+        config.timeout_seconds = timeout_s
+        for value in (1, 2):
+            with torch.no_grad():
+                model[0].weight[0].fill_(value)
+            try:
+                bridge.notify_update()
+            except dbuffer.DBufferError as error:
+                connection.send(type(error).__name__)
+            else:
+                connection.send(value)
+    connection.send(torch.distributed.is_initialized())
+
+
+@pytest.mark.parametrize(("follows", "delta"), [(True, False), (True, True), (False, False)])
+def test_all_ranks_publish_and_hear_of_it_together(store, tmp_path, follows, delta):
+    with running(store, WITH_ROUTES, follows=follows) as server, contextlib.ExitStack() as stack:
+        timeout_s = TIMEOUT_S if follows else SOON_S
+        told = tmp_path / "meeting", store, server.url, timeout_s, delta
+        ranks = [stack.enter_context(Child(rank, number, *told)) for number in (0, 1)]
+        for value in (1, 2):
+            expected = value if follows else "WaitTimeoutError"
+            assert [child.receive() for child in ranks] == [expected] * 2
+        assert [child.receive() for child in ranks] == [False, False]
+        assert [child.wait() for child in ranks] == [0, 0]
+        assert [body["update_count"] for _, _, body in server.calls] == [1, 2]
+    assert len(list(store.glob("deltas/*"))) == delta
+
+
+def make_bridge(connection: Connection, place: str, store: Path) -> None:
+    config = BridgeConfig(
+        trainer_rank=1, world_size=2, init_method=place, device="cpu", timeout_seconds=SOON_S
+    )
+    with pytest.raises(dbuffer.DBufferError) as caught:
+        VLLMWeightBridge(config, store=store, rank_timeout_s=SOON_S).initialize()
+    error, is_initialized = caught.value, torch.distributed.is_initialized()
+    connection.send([type(error).__name__, str(error), is_initialized, store.exists()])
+
+
+@pytest.mark.parametrize(
+    ("place", "error"), [("file://{}/meeting", "RankFailedError"), ("env://", "OptionError")]
+)
+def test_bridge_that_one_rank_makes_alone(store, tmp_path, place, error):
+    place = place.format(tmp_path)
+    with Child(make_bridge, place, store) as child:
+        kind, message, *left = child.receive()
+    assert kind == error
+    assert place in message
+    assert left == [False, False]
+
+
+def test_rank_that_is_lost_while_it_tells_the_server(store, tmp_path):
+    with running(store, WITH_ROUTES, follows=False) as server, contextlib.ExitStack() as stack:
+        told = tmp_path / "meeting", store, server.url, TIMEOUT_S
+        first, second = (stack.enter_context(Child(rank, number, *told)) for number in (0, 1))
+        until("the server is notified", lambda: server.calls, TIMEOUT_S)
+        first.signal(signal.SIGKILL)
+        assert [second.receive(), second.receive()] == ["RankFailedError", "RankFailedError"]
 
 
 # The parameter mapping
