@@ -74,7 +74,7 @@ def publish(
     rename: Annotated[
         Path | None,
         typer.Option(
-            help="Rename tensors by the rules in this JSON or TOML file, such as "
+            help="Rename tensors by the rules in this JSON file, such as "
             '{"rules": [{"prefix": "actor.", "to": ""}]}.',
             metavar="FILE",
             parser=shared.parse_path,
