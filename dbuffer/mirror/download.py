@@ -269,14 +269,17 @@ class BucketSource:
         if seen is None or (newer_than is not None and seen.id.number <= newer_than):
             yield None
             return
-        try:
-            self._held = HeldObjects(self._bucket, seen, self._held)
-        except StoreNotFoundError as error:
-            if newest_version(self._bucket) == seen:
-                raise StoreCorruptError(f"{error}, which {POINTER_OBJECT} names") from error
-            raise SnapshotEvictedError(f"{error}: newer versions have come") from error
+        self._held = self._hold(seen)
         with self._held:
             yield self._held
+
+    def _hold(self, version: BucketVersion) -> HeldObjects:
+        try:
+            return HeldObjects(self._bucket, version, self._held)
+        except StoreNotFoundError as error:
+            if newest_version(self._bucket) == version:
+                raise StoreCorruptError(f"{error}, which {POINTER_OBJECT} names") from error
+            raise SnapshotEvictedError(f"{error}: newer versions have come") from error
 
     def follow_fork(self) -> None:
         self._seen = self._tag = None
