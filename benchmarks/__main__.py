@@ -68,10 +68,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
         "weights (4 minutes, 10 GB), or the streams that it answers wait (3 minutes, 4 GB), or how "
-        "soon it serves what was published (6 minutes, 12 GB); or a trainer of four ranks "
+        "soon it serves a published version (6 minutes, 12 GB); or a trainer of four ranks "
         "(2 minutes, 6 GB); or TorchRL's double buffer next to ours: speed, torn reads and killed "
         "writers (3 minutes, 14 GB); or how long a step of TRL's trainer waits for its engine "
-        "(2 minutes, 8 GB); or what a delta takes (a minute, 6 GB); or versions through a bucket "
+        "(2 minutes, 8 GB); or the time of a delta (a minute, 6 GB); or versions through a bucket "
         "(10 minutes, 6 GB, and 10 GB of disk); or how a publish reaches a fleet of nodes "
         "(fleet --help)",
     )

@@ -686,6 +686,6 @@ class Follower(Closing):
         self._engine.close()
 
     def _forget(self) -> None:
-        """Let the engine have another follower."""
+        """Allow another follower of the engine."""
         for key in [key for key, follower in _followers.items() if follower is self]:
             del _followers[key]

@@ -201,7 +201,7 @@ def newest_version(bucket: Bucket) -> BucketVersion | None:
 class BucketSource:
     """A bucket that a mirror follows; once it is opened, with the methods of a `WeightReceiver`.
 
-    The mirror's own record is relayed with those of its receivers.
+    The mirror relays its own record together with its receivers' records.
     """
 
     def __init__(self, bucket: Bucket, poll_interval_s: float, copier: Copier) -> None:

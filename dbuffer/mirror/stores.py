@@ -179,6 +179,7 @@ class StoreTarget:
         started = time.monotonic()
         (remote, footer), manifest = self._footer.of_copy(held), held.manifest
         hashed = manifest.checksums_xxh3 is not None
+        self._mappings.keep_only(footer.layout if self._writer.rewrites_files else None)
         with (
             receiver.reader.reporting_unreadable(held),
             Draft.claimed(

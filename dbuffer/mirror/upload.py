@@ -359,7 +359,7 @@ class BucketTarget:
         )
 
     def _put_parts(self, directory: str, data: memoryview) -> list[str]:
-        """Put a file in parts, except those that are there; return the digests of all."""
+        """Put the missing parts of a file; return the digests of all parts."""
         digests = [""] * -(-len(data) // PART_BYTES)
         # Parts of a delta are few: to put them again costs less than to look.
         there = self._bucket.list(directory) if len(digests) > 1 else {}

@@ -1,4 +1,4 @@
-"""`DeltaBase`: the last version, from which a delta may lead to the next one."""
+"""`DeltaBase`: the last version, as the base of a delta to the next version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_CHANGED_SHARE = 0.5
 
 
 def max_changed(layout: Layout) -> float:
-    """Return the number of changed words up to which a delta is worth it."""
+    """Return the largest number of changed words that a delta is worth."""
     return MAX_CHANGED_SHARE * layout.num_elements
 
 

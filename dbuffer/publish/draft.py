@@ -111,11 +111,10 @@ class Draft:
         """Claim the idle buffer for a version: on rank 0, for all ranks.
 
         This may wait for readers, and removes files that need not stay (`BufferWriter.claim`).
+        Before, all ranks drop mappings of files that may go (`KeptMappings.keep_only`).
         Without a file, the version has an anchor.
         """
         footer = None if part is None else part.footer
-        # A mapping keeps an unlinked file's room, which the next version may need.
-        mappings.keep_only(footer.layout if footer and writer.rewrites_files else None)
         try:
             claim = writer.claim(
                 version,
@@ -269,8 +268,8 @@ class Draft:
     def finish(self, world: World) -> list[int] | None:
         """Wait until all ranks have all bytes in their files; return the checksums, if ``hashed``.
 
-        Collective. Of a mapped file nobody flushes but rank 0, when it commits: what any process of
-        the machine has written into a mapping is in the file.
+        Collective. Only rank 0 flushes a mapped file, when it commits: the file has all bytes that
+        processes of this machine have written into mappings of it.
         """
         layout = self.footer.layout
         if self._checksums is not None or (self.is_mapped and not self.hashed):
@@ -360,7 +359,7 @@ class Draft:
 def join_digests_of_parts(layout: Layout, by_rank: Sequence[list[int]]) -> list[int]:
     """Return the checksum of each tensor by the digests of the blocks that each rank has written.
 
-    A rank's digests are in the order of the tensors, without those of empty ones.
+    A rank's digests are in the order of the tensors; empty tensors have none.
     """
     queues = [iter(digests) for digests in by_rank]
     part_at = {(piece.tensor, piece.offset): piece.part for piece in layout.pieces}

@@ -65,7 +65,7 @@ class Part:
     def held(self, source: Source) -> Iterator[tuple[Sequence[int], list[torch.Tensor]]]:
         """Yield the numbers of boxes that this rank holds, with their elements.
 
-        All boxes in memory come together, then each of those that are made when they are read.
+        All boxes in memory come together, then each lazy tensor's box by itself.
 
         Raises:
             InvalidWeightsError: a tensor is not what was declared, or has values that are refused.
@@ -97,7 +97,7 @@ class Part:
             del fetched  # before the next is made
 
     def gather(self, source: Source) -> Iterator[tuple[int, torch.Tensor]]:
-        """Gather tensors one after another; yield those that this rank writes, by box.
+        """Gather tensors one after another; yield the tensors that this rank writes, by box.
 
         All ranks go through all tensors, to the end: the others wait in the next gather.
         """

@@ -38,7 +38,7 @@ WRAPPER_PREFIX = "module."
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 _Step: TypeAlias = tuple[Rule, Change | None]
-"""First of the rules that apply at once, and how they change names; None: it changes tensors."""
+"""First rule of a step, and the change of names, or None if the rule changes tensors."""
 
 
 class NameMap:

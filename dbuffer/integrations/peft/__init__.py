@@ -2,7 +2,7 @@
 
 * :func:`merged_weights` publishes a peft model as the model that it acts as (:mod:`.merged`);
 * :func:`send_adapter` publishes an adapter alone (:mod:`.adapter`);
-* :func:`save_adapter` saves what was published where engines and peft look for adapters
+* :func:`save_adapter` saves a published adapter as a directory that engines and peft read
   (:mod:`.saved`); it needs no peft.
 """
 

@@ -41,7 +41,7 @@ def over_store(
             ``args`` must have ``use_vllm=True, vllm_mode="server"``.
         store: the store's directory, the same on all ranks, and as the servers see it.
         receivers: how many engines must have a version before TRL generates with it; or their ids
-            (``engine_id``), so that one that cannot apply it is learned at once.
+            (``engine_id``), so that an engine which cannot apply it raises an error at once.
         timeout_s: for how long they are waited for.
         **sender: fields of :class:`dbuffer.SenderOptions`. Mirrors into a
             bucket need ``checksum=True`` to copy no more than what changed.

@@ -66,7 +66,7 @@ class CallbackLoader:
 
         Raises:
             UnsupportedError: no store was named.
-            VersionError: there is no such version, or the last one that was loaded is later.
+            VersionError: there is no such version, or a later version was loaded before.
             VersionRegressedError: the store forked from the version that was loaded last.
             SnapshotEvictedError: loading took longer than the sender waits; what was loaded must
                 not be used.

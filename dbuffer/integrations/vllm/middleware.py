@@ -8,8 +8,8 @@ An ASGI middleware, which vLLM puts into its server with::
 
 The server is not reported ready before it serves the newest version that is there. With
 ``--load-format dummy`` there must be one, or come in time. A server that cannot follow does not
-start. Of several API servers with one engine, the first follows, and all are ready when the engine
-is. (If one of them dies, vLLM ends them all.)
+start. If an engine has several API servers, the first follows, and the others wait until the engine
+is ready. (If one of them dies, vLLM ends them all.)
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MAX_API_SERVERS = 4096
 class FollowStore:
     """Follows from the server's start to its end, and tells requests which weights they get.
 
-    See :mod:`.requests` and :mod:`.responses` for what it adds to them.
+    :mod:`.requests` and :mod:`.responses` describe its headers and fields.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -21,7 +21,7 @@ def register() -> None:
     try:
         _extend()
     except (ImportError, AttributeError, TypeError) as error:
-        # An old vLLM, or another's fork, or one that moved what dbuffer uses: it must start as it
+        # An old vLLM, a fork, or a release that moved names which dbuffer uses: it must start as it
         # would without dbuffer. It then knows no such backend.
         logger.warning("dbuffer does not work with this vLLM (%s)", str(error))
         return

@@ -150,9 +150,9 @@ class Outlook:
     async def refusal(
         self, min_version: int, wait_s: float = 0.0
     ) -> tuple[str | None, list[WeightLabel]]:
-        """Wait for the version on all replicas, to each of which the request may come.
+        """Wait until every replica has the version: vLLM may send the request to any of them.
 
-        Return the reason that one has none such in time, or None; and the label of each.
+        Return the reason that a replica did not have it in time, or None; and each replica's label.
 
         Raises:
             EngineEndedError: the engine has ended, by itself or with its server.

@@ -58,7 +58,7 @@ WITHOUT_CHOICES = frozenset(
 """Routes that generate, and answer without choices. Some begin a stream before the engine does."""
 _OK, _BAD_REQUEST = 200, 400
 _UNKNOWN = {"weight_versions": None}
-"""Fields of a choice of which the engine does not tell the spans."""
+"""Fields of a choice whose spans are unknown."""
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ def observe(engine: Any) -> None:
 
 @functools.cache
 def has_spans() -> bool:
-    """Whether this vLLM's outputs tell which tokens came from which version."""
+    """Whether this vLLM tracks the version of each token."""
     from vllm.v1.engine.output_processor import RequestState
 
     return hasattr(getattr(RequestState, "_new_completion_output", None), ADMITTED)

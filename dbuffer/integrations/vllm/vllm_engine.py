@@ -128,7 +128,7 @@ def _ending_calls(resources: Any, pending: dict[Any, Any]) -> Iterator[None]:
 
 
 class AsyncVllm(Engine):
-    """An ``AsyncLLM``, called from any thread but that of its event loop.
+    """An ``AsyncLLM``, called from any thread but its event loop's.
 
     Args:
         engine: the ``AsyncLLM``.
