@@ -50,6 +50,9 @@ _STALE_RETRIES = 4
 """A file that is replaced between lookup and read is a stale handle; the next lookup finds the
 new one."""
 
+_FORK_RETRIES = 100
+"""A fork is over after a few openings, unless it waits for a lock that the opening thread has."""
+
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.[0-9a-f]{16}\.tmp")
 """Names of :func:`replace_file`'s temporary files: the file's name, a random number."""
 _STALE_TEMPORARY_S = 60.0
@@ -635,8 +638,16 @@ class Descriptor(Closing, ProcessBound):
 
         A new file is for its owner alone; ``flags`` as for `os.open`.
         """
-        with _opening:
-            return cls(os.open(path, flags | os.O_CLOEXEC, 0o600))
+        for num_retries in itertools.count():
+            before = _forks.moment
+            file = cls(os.open(path, flags | os.O_CLOEXEC, 0o600))
+            is_alone = _forks.moment == before and not _forks.under_way
+            if is_alone or num_retries == _FORK_RETRIES:
+                break
+            # A child that another thread forked just now may have the file without knowing it.
+            file.close()
+            flags &= ~os.O_EXCL
+        return file
 
     @property
     def number(self) -> int:
@@ -661,17 +672,32 @@ def _close_quietly(file: io.FileIO) -> None:
 
 
 _open_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()
-_opening = threading.RLock()
-"""Held while a file is opened and while this process forks: a child has no file that is not among
-the open descriptors."""
 
 
-def _close_inherited() -> None:
-    for descriptor in list(_open_descriptors):
-        descriptor.close()
-    _opening.release()
+class _Forks:
+    """Forks of this process; closes the files that a child inherits."""
+
+    def __init__(self) -> None:
+        self.under_way: set[int] = set()
+        """Threads that fork."""
+        self.moment = 0
+        """Number of beginnings and ends of forks."""
+
+    def begin(self) -> None:
+        self.under_way.add(threading.get_ident())
+        self.moment += 1
+
+    def end(self) -> None:
+        self.under_way.discard(threading.get_ident())
+        self.moment += 1
+
+    def end_in_child(self) -> None:
+        self.under_way.clear()  # other threads' forks end in the parent alone
+        for descriptor in list(_open_descriptors):
+            descriptor.close()
 
 
+_forks = _Forks()
 os.register_at_fork(
-    before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_close_inherited
+    before=_forks.begin, after_in_parent=_forks.end, after_in_child=_forks.end_in_child
 )

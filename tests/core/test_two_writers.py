@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -182,28 +181,19 @@ def test_forked_child_cannot_publish_and_keeps_no_lock(store, in_a_publish):
 
 
 def fork_at_each_opening(connection: Connection, store: Path) -> None:
-    """Fork in another thread before a child could know that a file is open."""
+    """Fork as another thread may, before a child can know that a file is open."""
     patch, open_file = pytest.MonkeyPatch(), os.open
-    threads: dict[str, threading.Thread] = {}
-    children: list[int] = []
-    ready, has_forked = os.pipe()
-
-    def fork() -> None:
-        if child := os.fork():
-            children.append(child)
-        else:
-            signal.alarm(60)
-            os.write(has_forked, b".")
-            signal.pause()
+    children: dict[str, int] = {}
 
     def open_and_fork(path: Any, *arguments: Any) -> int:
         number = open_file(path, *arguments)
         name = Path(path).name
         is_to_lock = "receiver-" in name or name == places.WRITER_LOCK_FILE
-        if is_to_lock and name not in threads:
-            threads[name] = threading.Thread(target=fork)
-            threads[name].start()
-            threads[name].join(0.2)  # it forks now, or waits until the file is open
+        if is_to_lock and name not in children:
+            children[name] = os.fork()
+            if children[name] == 0:
+                signal.alarm(60)
+                signal.pause()
         return number
 
     with patch.context() as patched:
@@ -211,14 +201,10 @@ def fork_at_each_opening(connection: Connection, store: Path) -> None:
         with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
             publish(sender, 1)
             load(receiver)
-        for thread in threads.values():
-            thread.join()
-    for _ in children:
-        os.read(ready, 1)
     connection.send(len(children))
     with contextlib.suppress(dbuffer.StoreBusyError), dbuffer.WeightSender(store):
         connection.send(filesystem.is_locked(receiver.record.path))
-    for child in children:
+    for child in children.values():
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 

@@ -8,6 +8,7 @@ import functools
 import os
 import stat
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from dbuffer.store.medium import medium_of
 from dbuffer.store.mounts import Mount
 from tests.support.children import in_a_fork
 from tests.support.stores import open_below, small_disk
+from tests.support.waiting import TIMEOUT_S
 
 
 @pytest.fixture
@@ -229,6 +231,38 @@ def test_descriptor_is_closed_once_when_dropped_and_in_a_fork(tmp_path):
     assert open_below(tmp_path)
     del dropped
     assert not open_below(tmp_path)
+
+
+def test_an_opening_that_hangs_keeps_neither_forks_nor_other_files_waiting(tmp_path, monkeypatch):
+    """As on a mount whose server is gone: trainers fork for their data all the time."""
+    hanging, other = tmp_path / "hanging", tmp_path / "other"
+    has_begun, may_end, open_file = threading.Event(), threading.Event(), os.open
+
+    def open_late(path: Path, *arguments: int) -> int:
+        if path == hanging:
+            has_begun.set()
+            may_end.wait(TIMEOUT_S)
+        return open_file(path, *arguments)
+
+    def open_and_close(path: Path) -> None:
+        filesystem.Descriptor.open(path, os.O_CREAT | os.O_RDWR).close()
+
+    def fork_and_open() -> None:
+        assert in_a_fork(lambda: None) == 0
+        open_and_close(other)
+
+    monkeypatch.setattr(os, "open", open_late)
+    first = threading.Thread(target=open_and_close, args=(hanging,), daemon=True)
+    second = threading.Thread(target=fork_and_open, daemon=True)
+    first.start()
+    assert has_begun.wait(TIMEOUT_S)
+    second.start()
+    second.join(10)
+    has_ended = not second.is_alive()
+    may_end.set()
+    first.join(TIMEOUT_S)
+    assert has_ended
+    assert other.exists()
 
 
 # Trust
