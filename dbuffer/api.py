@@ -13,5 +13,5 @@ from dbuffer.publish.sender_options import SenderOptions as SenderOptions
 from dbuffer.publish.sharded import ShardedWeightSender as ShardedWeightSender
 from dbuffer.receive.receiver import WeightReceiver as WeightReceiver
 from dbuffer.receive.snapshot import Snapshot as Snapshot
-from dbuffer.weights.checkpoint import LazyTensor as LazyTensor
+from dbuffer.weights.lazy_tensor import LazyTensor as LazyTensor
 from dbuffer.weights.names import NameMap as NameMap

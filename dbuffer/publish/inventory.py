@@ -27,7 +27,7 @@ from dbuffer.publish.assignment import (
 from dbuffer.publish.part import HeldParts, sharded_in
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime.messages import listed
-from dbuffer.weights.checkpoint import HeldRows
+from dbuffer.weights.lazy_tensor import HeldRows
 from dbuffer.weights.sources import Source
 
 if TYPE_CHECKING:  # its import takes half as long as torch's

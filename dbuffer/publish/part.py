@@ -17,7 +17,8 @@ from dbuffer.errors import InvalidWeightsError
 from dbuffer.format.layout import Layout
 from dbuffer.io.footer import Footer
 from dbuffer.publish.assignment import Assignment, Box, file_offset, whole_box
-from dbuffer.weights.checkpoint import HeldRows, LazyTensor, View
+from dbuffer.weights.conversion import View
+from dbuffer.weights.lazy_tensor import HeldRows, LazyTensor
 from dbuffer.weights.sources import Source, fetch
 
 if TYPE_CHECKING:  # its import takes half as long as torch's

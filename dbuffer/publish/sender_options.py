@@ -15,8 +15,7 @@ from dbuffer.io.tensors import can_cast_to
 from dbuffer.runtime import options as checks
 from dbuffer.store.medium import Medium
 from dbuffer.store.writer import BufferWriter
-from dbuffer.weights.names import Rename
-from dbuffer.weights.sources import Describer
+from dbuffer.weights.sources import Describer, Rename
 
 
 class SenderKeywords(TypedDict, total=False):

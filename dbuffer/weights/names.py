@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from dbuffer.errors import InvalidWeightsError, OptionError, UnsupportedError
@@ -25,17 +24,6 @@ from dbuffer.weights.rules import (
 
 if TYPE_CHECKING:
     import torch
-
-WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Parts that torch.compile, FSDP and activation checkpointing insert into names."""
-
-_wrapper_parts = re.compile(rf"(?:(?<=\.)|^)(?:{'|'.join(WRAPPER_PARTS)})\.")
-
-WRAPPER_PREFIX = "module."
-"""The prefix that DDP, DataParallel and DeepSpeed add to every name."""
-
-
-Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 _Step: TypeAlias = tuple[Rule, Change | None]
 """First rule of a step, and the change of names, or None if the rule changes tensors."""
@@ -230,31 +218,6 @@ def read_mapping_file(path: str | os.PathLike[str]) -> Any:
         return json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise OptionError(f"cannot read names from {file}: {error}") from None
-
-
-def without_wrappers(name: str) -> str:
-    """Return a tensor's name without the parts that wrappers insert."""
-    return _wrapper_parts.sub("", name)
-
-
-def clean_names(names: Iterable[str]) -> list[str]:
-    """Return names without wrappers' parts, and without a ``module.`` that all of them have."""
-    names = [without_wrappers(name) for name in names]
-    while names and all(name.startswith(WRAPPER_PREFIX) for name in names):
-        names = [name.removeprefix(WRAPPER_PREFIX) for name in names]
-    return names
-
-
-def renamed(name: str, rename: Rename | None) -> str:
-    """Return a tensor's new name."""
-    if rename is None:
-        return name
-    new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
-    if not isinstance(new, str):
-        raise InvalidWeightsError(
-            f"rename returned {new!r:.80} for {name!r}, which is not a string"
-        )
-    return new
 
 
 def _parse_mapping(name: str, entry: Any, source: str) -> Rule:

@@ -28,19 +28,14 @@ from dbuffer.format.layout import TensorSpec
 from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to, refuse_not_finite, refuse_overflow
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
-from dbuffer.weights.checkpoint import LazyTensor, read_checkpoint
-from dbuffer.weights.conversion import Conversion, Tensors, shapes_of
-from dbuffer.weights.names import NameMap, Rename, clean_names, renamed
-from dbuffer.weights.transformers_modules import as_checkpoint, has_model
-from dbuffer.weights.weight_source import (
-    SourceReader,
-    WeightSource,
-    is_weight_source,
-    parameters_of,
-)
+from dbuffer.weights.lazy_tensor import LazyTensor
+from dbuffer.weights.wrappers import clean_names
 
-if TYPE_CHECKING:  # its import takes as long as torch's
-    from tensordict import TensorDictBase
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase  # its import takes as long as torch's
+
+    from dbuffer.weights.conversion import Conversion
+    from dbuffer.weights.weight_source import SourceReader, WeightSource
 
 TORCH_EXTRA_STATE = "_extra_state"
 """Last part of a state dict's key for a module's extra state."""
@@ -56,6 +51,10 @@ Weights: TypeAlias = (
     " | str"
     " | os.PathLike[str]"
 )
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor | LazyTensor]
+
+Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +177,15 @@ class Describer:
     """Take a transformers module for what its checkpoint would be."""
     require_finite: bool = False
     """Refuse weights with a NaN or an infinity."""
-    _renaming: Conversion | None = field(default=None, init=False)
+    _conversion: Conversion | None = field(default=None, init=False)
     """Conversion of the last weights by a map that changes tensors."""
     _known: tuple[WeightsSpec, tuple[TensorSpec, ...]] | None = field(default=None, init=False)
     """Spec of one version's weights, to check the next version's faster."""
 
-    def __post_init__(self) -> None:
-        is_map = isinstance(self.rename, NameMap) and self.rename.changes_tensors
-        self._map = cast("NameMap", self.rename) if is_map else None
-        """``rename``, if it changes tensors and not names alone."""
+    @property
+    def _changes_tensors(self) -> bool:
+        """Whether ``rename`` is a `NameMap` that changes tensors, and not names alone."""
+        return getattr(self.rename, "changes_tensors", False)
 
     def describe(self, weights: Weights) -> Source:
         """Return specs and tensors of weights of any kind; an iterator is not begun yet."""
@@ -196,41 +195,73 @@ class Describer:
         if is_stream(weights):
             self._require_whole_tensors("an iterator")
             return Source((), [], {}, stream=self._stream(weights), new_names=self._new_names)
-        checked: Tensors
-        named, reader, check = _as_mapping(weights), None, _check_nothing
-        if named is None and self.sharded:
-            named = parameters_of(weights)
-        if named is not None:
-            if self.as_checkpoint and is_module(weights) and has_model(weights):
-                named = as_checkpoint(weights, self._checked(named.items()))
-            if (source := self._like_before(named)) is not None:
-                return source
-            checked = self._checked(named.items())
-        elif isinstance(weights, str | os.PathLike):
-            checked, check = read_checkpoint(options.path("weights", weights))
-        elif is_weight_source(weights):
-            self._require_whole_tensors("a weight source")
-            reader = SourceReader(weights)
-            if not self.sharded:
-                reader.require_all()
-            checked = reader.tensors
-        elif isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor | bytes):
-            checked = self._checked(weights)
-        else:
-            raise InvalidWeightsError(
-                f"cannot publish a {type(weights).__name__}: give a module, a state dict, a "
-                "TensorDict, (name, tensor) pairs, the path of a checkpoint directory or one of "
-                "vLLM's weight sources"
-            )
+        named = self._named_in(weights)
+        if named is None:
+            return self._describe_tensors(*self._open(weights))
+        if (source := self._like_before(named)) is not None:
+            return source
+        source = self._describe_tensors(self._checked(named.items()))
+        is_plain = not (source.aliases or source.is_lazy or self._changes_tensors)
+        self._known = (WeightsSpec.of(named), source.specs) if is_plain else None
+        return source
+
+    def _describe_tensors(
+        self,
+        checked: Tensors,
+        reader: SourceReader | None = None,
+        check: Callable[[], None] = _check_nothing,
+    ) -> Source:
+        """Return the source with these tensors, under the names to publish."""
         tensors, aliases = _without_ties(self._published(checked))
         if not tensors and not self.sharded:  # other ranks may hold some
             raise InvalidWeightsError("the weights hold no tensor to publish")
         specs = tuple(spec_of(name, tensor, self.dtype) for name, tensor in tensors.items())
         is_lazy = any(isinstance(tensor, LazyTensor) for tensor in tensors.values())
-        if named is not None:
-            is_plain = not (aliases or is_lazy or self._map)
-            self._known = (WeightsSpec.of(named), specs) if is_plain else None
         return Source(specs, list(tensors.values()), aliases, is_lazy, reader=reader, check=check)
+
+    # The next two import modules for one kind of weights each, which most senders never publish.
+
+    def _named_in(self, weights: Any) -> Mapping[str, Any] | None:
+        """Return the tensors of a module, a TensorDict or a mapping by name; else None."""
+        if is_tensordict(weights):
+            return tensordict_tensors(weights)
+        if not isinstance(weights, nn.Module):
+            return weights if isinstance(weights, Mapping) else None
+        named = module_tensors(weights)
+        if self.as_checkpoint and may_have_model(weights):
+            from dbuffer.weights.transformers_modules import as_checkpoint, has_model
+
+            if has_model(weights):
+                return as_checkpoint(weights, self._checked(named.items()))
+        return named
+
+    def _open(self, weights: Any) -> tuple[Tensors, SourceReader | None, Callable[[], None]]:
+        """Return the tensors of a checkpoint, a weight source or a list of pairs.
+
+        With them come the source's reader, and the check of `Source`.
+        """
+        if isinstance(weights, str | os.PathLike):
+            from dbuffer.weights.checkpoint import read_checkpoint
+
+            tensors, check = read_checkpoint(options.path("weights", weights))
+            return tensors, None, check
+        from dbuffer.weights.weight_source import SourceReader, is_weight_source, parameters_of
+
+        if self.sharded and (parameters := parameters_of(weights)) is not None:
+            return self._checked(parameters.items()), None, _check_nothing
+        if is_weight_source(weights):
+            self._require_whole_tensors("a weight source")
+            reader = SourceReader(weights)
+            if not self.sharded:
+                reader.require_all()
+            return reader.tensors, reader, _check_nothing
+        if isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor | bytes):
+            return self._checked(weights), None, _check_nothing
+        raise InvalidWeightsError(
+            f"cannot publish a {type(weights).__name__}: give a module, a state dict, a "
+            "TensorDict, (name, tensor) pairs, the path of a checkpoint directory or one of "
+            "vLLM's weight sources"
+        )
 
     def _like_before(self, named: Mapping[str, Any]) -> Source | None:
         """Return plain tensors with the last version's specs, or None if they differ from these."""
@@ -269,23 +300,28 @@ class Describer:
 
     def _published(self, tensors: Tensors) -> Tensors:
         """Return tensors under the names to publish, and cut and joined by ``rename``."""
-        if self._map is None:
+        if not self._changes_tensors:
             return dict(zip(self._new_names(list(tensors)), tensors.values(), strict=True))
+        from dbuffer.weights.conversion import Conversion, shapes_of  # for this rename alone
+
+        names: Any = self.rename
         named = _by_name(clean_names(tensors), tensors.values())
         shapes = shapes_of(named)
-        if self._renaming is None or self._renaming.shapes != shapes:
-            self._renaming = Conversion.trace(self._map.convert, shapes)
-        converted = self._renaming.apply(self._map.convert, named)
+        if self._conversion is None or self._conversion.shapes != shapes:
+            self._conversion = Conversion.trace(names.convert, shapes)
+        converted = self._conversion.apply(names.convert, named)
         return _by_name(converted, converted.values())
 
     def _new_names(self, names: list[str]) -> list[str]:
         """Return the names to publish: without wrappers' prefixes, and renamed."""
-        names = [renamed(name, self.rename) for name in clean_names(names)]
+        names = clean_names(names)
+        if self.rename is not None:
+            names = [_renamed(name, self.rename) for name in names]
         _check_names(names)
         return names
 
     def _require_whole_tensors(self, weights: str) -> None:
-        if self._map is not None:
+        if self._changes_tensors:
             raise UnsupportedError(
                 f"the tensors of {weights} come one by one, and this rename cuts, joins or "
                 "transposes tensors: do that before, and rename whole tensors"
@@ -341,6 +377,14 @@ def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def is_module(weights: object) -> TypeGuard[nn.Module]:
     """Whether weights are a module; a TensorDictParams is a TensorDict first."""
     return isinstance(weights, nn.Module) and not is_tensordict(weights)
+
+
+def may_have_model(module: object) -> bool:
+    """Whether a module may be a transformers model, or have one in it: none is before its import.
+
+    What brings such a module into the form of its checkpoint is imported for no other.
+    """
+    return "transformers.modeling_utils" in sys.modules and is_module(module)
 
 
 def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -414,13 +458,14 @@ def _check_names(names: Collection[str]) -> None:
             raise InvalidWeightsError(f"the name {name!r:.80} has an invalid character in it")
 
 
-def _as_mapping(weights: Any) -> Mapping[str, Any] | None:
-    # A TensorDictParams is both, and a TensorDict first.
-    if is_tensordict(weights):
-        return tensordict_tensors(weights)
-    if isinstance(weights, nn.Module):
-        return module_tensors(weights)
-    return weights if isinstance(weights, Mapping) else None
+def _renamed(name: str, rename: Rename) -> str:
+    """Return a tensor's new name."""
+    new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
+    if not isinstance(new, str):
+        raise InvalidWeightsError(
+            f"rename returned {new!r:.80} for {name!r}, which is not a string"
+        )
+    return new
 
 
 def _checked_pair(pair: Any, position: int) -> tuple[str, torch.Tensor | LazyTensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -20,14 +20,10 @@ from dbuffer.errors import InvalidWeightsError, OptionError, WeightsMismatchErro
 from dbuffer.format.layout import Layout
 from dbuffer.runtime.messages import listed
 from dbuffer.weights import sources
-from dbuffer.weights.checkpoint import LazyTensor
 from dbuffer.weights.comparison import Comparison, compare
-from dbuffer.weights.names import clean_names
+from dbuffer.weights.lazy_tensor import LazyTensor
 from dbuffer.weights.suggestions import suggest
-from dbuffer.weights.transformers_modules import as_checkpoint, has_model
-
-if TYPE_CHECKING:
-    pass
+from dbuffer.weights.wrappers import clean_names
 
 ADAPTER_KEY = "adapter_config"
 """Metadata entry of a version that holds an adapter: its configuration, as peft saves it."""
@@ -101,7 +97,7 @@ class Matcher:
                 differences are listed.
         """
         named = dict(_named_in(target))
-        if sources.is_module(target):
+        if sources.may_have_model(target):
             named = _as_published(target, named, layout)
         if (targets := self._match_like_before(target, named, layout, partial)) is not None:
             return Match(targets, [])
@@ -282,6 +278,8 @@ def _as_published(
     target: nn.Module, named: dict[str, torch.Tensor], layout: Layout
 ) -> dict[str, torch.Tensor]:
     """Return a module's tensors by its own names or its checkpoint's, whichever fit better."""
+    from dbuffer.weights.transformers_modules import as_checkpoint, has_model
+
     if layout.all_names <= named.keys() or not has_model(target):
         return named
     if any(not isinstance(one, torch.Tensor) or has_no_shape(one) for one in named.values()):

@@ -26,7 +26,7 @@ from torch import distributed, nn
 
 from dbuffer.errors import InvalidWeightsError, UnsupportedError
 from dbuffer.runtime.messages import described, listed
-from dbuffer.weights.checkpoint import LazyTensor
+from dbuffer.weights.lazy_tensor import LazyTensor
 
 
 class WeightSource(Protocol):

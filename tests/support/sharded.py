@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from dbuffer import LazyTensor, ShardedWeightSender
 from dbuffer.store import filesystem
-from dbuffer.weights.checkpoint import HeldRows
+from dbuffer.weights.lazy_tensor import HeldRows
 from tests.support.patterns import SMALL, SPARSE, Pattern
 
 _spec = importlib.util.find_spec("transformers")

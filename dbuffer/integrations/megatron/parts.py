@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dbuffer.errors import UnsupportedError
 from dbuffer.io.tensors import flat_view
-from dbuffer.weights.checkpoint import HeldRows, LazyTensor
+from dbuffer.weights.lazy_tensor import HeldRows, LazyTensor
 
 OWNERS_PER_RANK = 1 << 16
 """Number by which those of two ranks' parameters, as owners of elements, are apart. 31 bits are

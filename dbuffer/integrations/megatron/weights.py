@@ -18,8 +18,8 @@ from dbuffer.errors import InvalidWeightsError, UnsupportedError
 from dbuffer.integrations.megatron.parts import Part
 from dbuffer.integrations.megatron.tracing import Tracer, held_by
 from dbuffer.runtime.messages import listed
-from dbuffer.weights.checkpoint import LazyTensor
 from dbuffer.weights.conversion import Shapes, shapes_of
+from dbuffer.weights.lazy_tensor import LazyTensor
 
 
 class MegatronWeights:

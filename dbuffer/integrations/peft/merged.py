@@ -21,7 +21,7 @@ from torch import nn
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.runtime.messages import described
 from dbuffer.weights import transformers_modules
-from dbuffer.weights.checkpoint import LazyTensor
+from dbuffer.weights.lazy_tensor import LazyTensor
 from dbuffer.weights.sources import only_tensors, own_tensors
 
 

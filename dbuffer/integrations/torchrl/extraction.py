@@ -19,8 +19,7 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 from dbuffer.errors import InvalidWeightsError, StoreCorruptError
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime.messages import listed
-from dbuffer.weights.checkpoint import LazyTensor
-from dbuffer.weights.names import without_wrappers
+from dbuffer.weights.lazy_tensor import LazyTensor
 from dbuffer.weights.sources import (
     is_extra_state,
     is_module,
@@ -28,6 +27,7 @@ from dbuffer.weights.sources import (
     tensordict_tensors,
 )
 from dbuffer.weights.transformers_modules import as_checkpoint
+from dbuffer.weights.wrappers import without_wrappers
 
 EXTRA_STATE = "__extra_state__"
 """Name of the tensor, and TorchRL's key for extra state in a TensorDict of weights."""
