@@ -19,7 +19,7 @@ from benchmarks.models import Shapes
 from benchmarks.targets import Check
 from benchmarks.transfers import Times
 from dbuffer.format import delta
-from dbuffer.format.layout import Layout, TensorSpec, digest
+from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.format.lineage import VersionId
 from dbuffer.io.changes import Changes, cut_work, find_changes
 from dbuffer.io.copier import Copier
@@ -197,7 +197,7 @@ def _versions(before: list[torch.Tensor], after: list[torch.Tensor]) -> _Version
     for side, tensors in zip(sides, (before, after), strict=True):
         for view, tensor in zip(side.views, tensors, strict=True):
             view.copy_(tensor)
-    return _Versions(*sides, digest(layout.encode()))
+    return _Versions(*sides, layout.xxh3)
 
 
 def _contents(layout: Layout) -> FileTensors:

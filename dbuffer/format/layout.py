@@ -24,7 +24,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import xxhash
 from msgspec import Meta
@@ -201,8 +201,9 @@ class Layout:
     def is_in_parts(self) -> bool:
         return bool(self.part_bytes)
 
+    @cached_property
     def joined(self) -> Layout:
-        """Return the layout of the same tensors and checksums with all data in the weights file."""
+        """Layout of the same tensors and checksums with all data in the weights file."""
         if not self.is_in_parts:
             return self
         pieces = tuple(piece._replace(part=0, place=0) for piece in self.pieces)
@@ -273,7 +274,35 @@ class Layout:
     def layout_offset(self) -> int:
         return align(self.checksums_offset + 8 * len(self.specs))
 
-    def encode(self) -> bytes:
+    @property
+    def file_bytes(self) -> int:
+        """Size of the weights file."""
+        return self.layout_offset + len(self.encoded) + len(self.tail)
+
+    def describe_file(self, table_xxh3: str | None) -> dict[str, Any]:
+        """Return the fields of a manifest that describe a file with this layout.
+
+        ``table_xxh3``: digest of the table of checksums in the file, or None without one.
+        """
+        return {
+            "file_bytes": self.file_bytes,
+            "num_tensors": len(self.specs),
+            "num_bytes": self.num_bytes,
+            "layout_offset": self.layout_offset,
+            "layout_bytes": len(self.encoded),
+            "layout_xxh3": self.xxh3,
+            "checksums_offset": self.checksums_offset,
+            "checksums_xxh3": table_xxh3,
+        }
+
+    @cached_property
+    def xxh3(self) -> str:
+        """Digest of the encoded layout."""
+        return digest(self.encoded)
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The layout as the file has it."""
         tensors = [
             [spec.name, spec.dtype, spec.shape, offset]
             for spec, offset in zip(self.specs, self.offsets, strict=True)
@@ -290,7 +319,7 @@ class Layout:
     @classmethod
     @functools.lru_cache(maxsize=4)
     def decode(cls, data: bytes, end: int) -> Layout:
-        """Read :meth:`encode`'s bytes, strictly; every tensor must lie below ``end``.
+        """Read an encoded layout, strictly; every tensor must lie below ``end``.
 
         The last ones are kept: to decode the layout of 100,000 tensors takes a second, and its
         bytes stay the same until the weights' names, dtypes or shapes change.
@@ -313,12 +342,15 @@ class Layout:
         _check_pieces(record.parts, record.pieces, specs)
         return cls(tuple(specs), tuple(offsets), aliases, record.parts, record.pieces)
 
-    def encode_for_tensordict(self) -> bytes:
-        """The end of the file as ``TensorDict.from_consolidated`` wants it.
+    @cached_property
+    def tail(self) -> bytes:
+        """End of the file as ``TensorDict.from_consolidated`` wants it; empty if data is in parts.
 
         The form was read off tensordict 0.10 to 0.15: nested metadata, then its length. It leaves
         out tensors that tensordict cannot hold: float8, float4, and reserved names.
         """
+        if self.is_in_parts:  # tensordict would find no data: without an end it refuses the file
+            return b""
         padding = 0
         leaves = {
             spec.name: [f"torch.{spec.dtype}", spec.shape, at, at + spec.num_bytes, padding]

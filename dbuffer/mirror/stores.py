@@ -23,7 +23,6 @@ from dbuffer.format.lineage import Relation, VersionId, relation
 from dbuffer.format.manifest import UNDECODABLE, Pointer
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
-from dbuffer.io.footer import KeptFooter
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of, read_tensors
 from dbuffer.mirror.download import HeldObjects
@@ -70,7 +69,8 @@ class StoreTarget:
         self._writer: BufferWriter | None = None
         """Open from the first version on."""
         self._mappings = KeptMappings()
-        self._footer = KeptFooter()
+        self._layout: Layout | None = None
+        """Layout of the version copied last, which the next version mostly shares."""
         self._chain: dict[VersionId, int] = {}
         """Deltas up to the version copied last."""
 
@@ -177,9 +177,12 @@ class StoreTarget:
         """Publish a held version once more; raise `OvertakenError` if it was overwritten."""
         assert self._writer is not None  # noqa: S101 - it is open
         started = time.monotonic()
-        (remote, footer), manifest = self._footer.of_copy(held), held.manifest
+        manifest = held.manifest
+        if self._layout is None or self._layout.xxh3 != manifest.layout_xxh3:
+            self._layout = held.read_layout()
+        remote, layout = self._layout, self._layout.joined
         hashed = manifest.checksums_xxh3 is not None
-        self._mappings.keep_only(footer.layout if self._writer.rewrites_files else None)
+        self._mappings.keep_only(layout if self._writer.rewrites_files else None)
         with (
             receiver.reader.reporting_unreadable(held),
             Draft.claimed(
@@ -187,7 +190,7 @@ class StoreTarget:
                 self._mappings,
                 self._copier,
                 manifest.lineage,
-                Part(footer),
+                Part(layout),
                 hashed=hashed,
             ) as draft,
         ):
@@ -195,7 +198,7 @@ class StoreTarget:
                 checksums = self._fill(draft, held, receiver, remote)
             except StoreNotFoundError as error:
                 held.raise_for_loss(error)
-            receiver.reader.verify(held, footer.layout, checksums)
+            receiver.reader.verify(held, layout, checksums)
             held.require_unchanged()
             chain = self._copy_deltas(held, draft, self._writer)
             before, self._chain = self._chain, {}
@@ -208,7 +211,7 @@ class StoreTarget:
             copied = [chain[each] for each in chain_of(chain)[1:] if each not in before]
             self._chain = chain
         delta_bytes = sum(copied) if copied else None
-        return Publication.of(manifest.id, footer.layout, started, delta_bytes)
+        return Publication.of(manifest.id, layout, started, delta_bytes)
 
     def _fill(
         self, draft: Draft, held: HeldOf, receiver: SourceReceiver, remote: Layout
@@ -278,9 +281,9 @@ class StoreTarget:
         with contextlib.nullcontext() if newest is None else newest:
             if newest is None or newest.manifest.id not in chain:
                 return since
-            if newest.manifest.layout_xxh3 != draft.footer.layout_xxh3:
+            if newest.manifest.layout_xxh3 != draft.layout.xxh3:
                 return since
-            ChainReader(newest, draft.footer.layout).read(draft.mapped, self._copier)
+            ChainReader(newest, draft.layout).read(draft.mapped, self._copier)
             return newest.manifest.id
 
     def _copy_deltas(
@@ -289,7 +292,7 @@ class StoreTarget:
         """Copy the deltas that lead from the version copied last; return the chain they make."""
         manifest, chain = held.manifest, self._chain
         last = next(reversed(chain), manifest.id)
-        is_joined = manifest.layout_xxh3 != draft.footer.layout_xxh3  # and deltas are of its parts
+        is_joined = manifest.layout_xxh3 != draft.layout.xxh3  # and deltas are of its parts
         if last not in manifest.chain[:-1] or is_joined:
             return {manifest.id: 0}
         try:
@@ -306,7 +309,7 @@ class StoreTarget:
                 "copying version %d without its deltas: %s", manifest.version, str(error)
             )
             return {manifest.id: 0}
-        return trimmed(chain, draft.footer.layout.num_bytes, None)
+        return trimmed(chain, draft.layout.num_bytes, None)
 
     def _open_writer(self) -> BufferWriter:
         return BufferWriter(

@@ -39,7 +39,6 @@ from dbuffer.format.objects import (
     weights_directory,
 )
 from dbuffer.io.copier import Copier
-from dbuffer.io.footer import Footer, KeptFooter
 from dbuffer.io.tensors import as_bytes, new_memory, pack_checksums
 from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.records import ReceiversOfBucket
@@ -77,7 +76,8 @@ class BucketTarget:
         """Record in the bucket, if this mirror is the writer and the version lacks no object."""
         self._is_writer = False
         """False also if the bucket turned out to be not as this mirror had left it."""
-        self._footer = KeptFooter()
+        self._layout: Layout | None = None
+        """Layout of the version read last, which the next version mostly shares."""
         self.receivers = ReceiversOfBucket(bucket)
         """Reader of receivers' records."""
         self.is_elected = False
@@ -122,20 +122,22 @@ class BucketTarget:
         started, manifest = time.monotonic(), held.manifest
         with receiver.reader.reporting_unreadable(held):
             try:
-                _, footer = self._footer.of_copy(held)
+                if self._layout is None or self._layout.xxh3 != manifest.layout_xxh3:
+                    self._layout = held.read_layout()
+                layout = self._layout.joined
                 deltas, weights = self._read_deltas(held), None
-                if self._needs_weights(deltas, footer.layout):
-                    weights = self._read_weights(held, receiver, footer)
+                if self._needs_weights(deltas, layout):
+                    weights = self._read_weights(held, receiver, layout)
             except StoreNotFoundError as error:
                 held.raise_for_loss(error)
             held.require_unchanged()
             # It is in memory, and no sender need wait for the network.
             held.release()
             receiver.record.write(held=None)
-            version = self._put_files(manifest, deltas, weights, footer)
+            version = self._put_files(manifest, deltas, weights, layout)
         self._publish(version)
         delta_bytes = sum(map(len, deltas.values()))
-        return Publication.of(manifest.id, footer.layout, started, delta_bytes or None)
+        return Publication.of(manifest.id, layout, started, delta_bytes or None)
 
     def check(self) -> None:
         """Compare the record and the newest version's objects with the last publish.
@@ -291,15 +293,14 @@ class BucketTarget:
         return any(record.unreadable in since for record in self.receivers.known())
 
     def _read_weights(
-        self, held: HeldOf, receiver: SourceReceiver, footer: Footer
+        self, held: HeldOf, receiver: SourceReceiver, layout: Layout
     ) -> tuple[memoryview, dict[str, Any]]:
         """Read a version into memory, whole, as a weights file; return it, and fields about it.
 
         Not while it is put: a buffer that is held for so long would hold up the sender.
         """
         assert isinstance(held, Held)  # noqa: S101 - the other end is a store
-        layout = footer.layout
-        memory = new_memory(footer.file_bytes)
+        memory = new_memory(layout.file_bytes)
         data = memory[: layout.checksums_offset]
         hashed = held.manifest.checksums_xxh3 is not None
         _, checksums = read_whole(held, self._copier, data, hashed=hashed)
@@ -310,16 +311,16 @@ class BucketTarget:
         for offset, size, start in zip(layout.offsets, layout.sizes, starts, strict=True):
             raw[offset + size : start] = bytes(start - offset - size)  # gaps are put, too
         table_end = table.ljust(layout.layout_offset - layout.checksums_offset, b"\0")
-        raw[layout.checksums_offset :] = table_end + footer.encoded + footer.tail
+        raw[layout.checksums_offset :] = table_end + layout.encoded + layout.tail
         table_xxh3 = None if checksums is None else digest(table)
-        return raw, footer.described(table_xxh3)
+        return raw, layout.describe_file(table_xxh3)
 
     def _put_files(
         self,
         manifest: Manifest,
         deltas: dict[VersionId, bytes],
         weights: tuple[memoryview, dict[str, Any]] | None,
-        footer: Footer,
+        layout: Layout,
     ) -> BucketVersion:
         """Put the files of a version, and return its record."""
         last = self._last
@@ -340,7 +341,7 @@ class BucketTarget:
             assert last is not None  # noqa: S101 - deltas lead from it
             digests, anchor = last.weights, last.manifest.file_version
             of_file = last.manifest.of_file | {"file": last.manifest.file}
-        chain = chain_of(trimmed(sizes, footer.layout.num_bytes, anchor))
+        chain = chain_of(trimmed(sizes, layout.num_bytes, anchor))
         described = replace(
             manifest,
             **of_file,

@@ -15,7 +15,6 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Manifest
 from dbuffer.io.changes import Changes
 from dbuffer.io.delta import encode_delta
-from dbuffer.io.footer import Footer
 from dbuffer.publish.draft import Draft
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store.writer import BufferWriter
@@ -51,7 +50,7 @@ class DeltaBase:
     manifest: Manifest
     buffer: str
     """Buffer with its manifest."""
-    footer: Footer
+    layout: Layout
     checksums: Sequence[int] | None
     """Published checksums of its tensors, or None if it has none."""
     delta_bytes: dict[VersionId, int]
@@ -92,7 +91,7 @@ class DeltaBase:
     def is_far_from_anchor(self) -> bool:
         """Whether a new anchor serves late readers better than one more delta."""
         sizes = [self.delta_bytes[version] for version in self.manifest.since_anchor]
-        return is_long(sizes, self.footer.layout.num_bytes)
+        return is_long(sizes, self.layout.num_bytes)
 
     def write_delta(
         self, writer: BufferWriter, draft: Draft, changes: Changes, checksums: list[int] | None
@@ -108,14 +107,14 @@ class DeltaBase:
             changes: what differs from this version.
             checksums: checksums of all tensors of the draft, if it has any.
         """
-        layout = self.footer.layout
+        layout = self.layout
         before = self.checksums
         encoded = encode_delta(
             changes,
             None if before is None or checksums is None else (before, checksums),
             base=self.manifest.id,
             version=draft.id,
-            layout_xxh3=self.footer.layout_xxh3,
+            layout_xxh3=layout.xxh3,
         )
         num_bytes = sum(map(len, encoded))
         if draft.has_file and is_long([num_bytes], layout.num_bytes):
@@ -154,7 +153,7 @@ class DeltaBase:
             delta_bytes = {**base.delta_bytes, draft.id: num_bytes}
         if base is not None and not draft.has_file:
             anchor_fields = base.manifest.upon(base.buffer)
-        footer = draft.footer
-        delta_bytes = trimmed(delta_bytes, footer.layout.num_bytes, anchor_fields.get("anchor"))
+        layout = draft.layout
+        delta_bytes = trimmed(delta_bytes, layout.num_bytes, anchor_fields.get("anchor"))
         manifest = draft.commit(metadata, checksums, chain=chain_of(delta_bytes), **anchor_fields)
-        return cls(manifest, draft.claim.buffer, footer, checksums, delta_bytes)
+        return cls(manifest, draft.claim.buffer, layout, checksums, delta_bytes)

@@ -15,14 +15,20 @@ from typing import Any, Self
 import torch
 
 from dbuffer.errors import ClosedError, InvalidWeightsError, StoreAccessError
-from dbuffer.format.layout import Layout, TensorSpec, align
+from dbuffer.format.layout import Layout, TensorSpec, align, digest
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import MAX_RECORD_BYTES, Manifest
 from dbuffer.io.changes import cut_work
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import any_on_gpu
-from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import DTYPES, FileTensors, KeptMappings, MappedTensors, join_blocks
+from dbuffer.io.tensors import (
+    DTYPES,
+    FileTensors,
+    KeptMappings,
+    MappedTensors,
+    join_blocks,
+    pack_checksums,
+)
 from dbuffer.io.transfer import (
     DIGEST_OF_NOTHING,
     OnBytes,
@@ -83,7 +89,7 @@ class Draft:
         self._mappings = mappings
         self._copier = copier
         self._part = part
-        self._footer = None if part is None else part.footer
+        self._layout = None if part is None else part.whole
         self.hashed = hashed
         self._writer: BufferWriter | None = None
         self._claim: Claim | None = None
@@ -114,12 +120,12 @@ class Draft:
         Before, all ranks drop mappings of files that may go (`KeptMappings.keep_only`).
         Without a file, the version has an anchor.
         """
-        footer = None if part is None else part.footer
+        layout = None if part is None else part.whole
         try:
             claim = writer.claim(
                 version,
-                layout_xxh3=None if footer is None else footer.layout_xxh3,
-                file_bytes=0 if footer is None else footer.file_bytes,
+                layout_xxh3=None if layout is None else layout.xxh3,
+                file_bytes=0 if layout is None else layout.file_bytes,
                 with_file=with_file,
             )
         except BaseException:
@@ -150,9 +156,9 @@ class Draft:
         return self._part
 
     @property
-    def footer(self) -> Footer:
-        assert self._footer is not None  # noqa: S101 - given, or of a stream that has come
-        return self._footer
+    def layout(self) -> Layout:
+        assert self._layout is not None  # noqa: S101 - given, or of a stream that has come
+        return self._layout
 
     @property
     def has_file(self) -> bool:
@@ -174,8 +180,8 @@ class Draft:
                     file.number,
                     lambda: MappedTensors(
                         file.number,
-                        self.footer.file_bytes,
-                        self.footer.layout,
+                        self.layout.file_bytes,
+                        self.layout,
                         access=mmap.ACCESS_WRITE,
                     ),
                 )
@@ -196,7 +202,7 @@ class Draft:
 
     def memory(self) -> FileTensors:
         """Return memory for all tensors: the mapped file, or new memory, to be written."""
-        return self.mapped if self.is_mapped else FileTensors.in_memory(self.footer.layout)
+        return self.mapped if self.is_mapped else FileTensors.in_memory(self.layout)
 
     def write(self, numbers: Sequence[int], elements: list[torch.Tensor]) -> None:
         """Write the elements of some boxes, cast where dtypes differ."""
@@ -246,7 +252,7 @@ class Draft:
             raise InvalidWeightsError("there is no tensor in the weights to publish")
         names = new_names([spec.name for spec in specs])
         specs = [spec._replace(name=name) for spec, name in zip(specs, names, strict=True)]
-        self._footer = Footer.of(Layout.of(specs))
+        self._layout = Layout.of(specs)
 
     def _write_tensor(
         self, file: Descriptor, number: int, spec: TensorSpec, offset: int, tensor: torch.Tensor
@@ -271,7 +277,7 @@ class Draft:
         Collective. Only rank 0 flushes a mapped file, when it commits: the file has all bytes that
         processes of this machine have written into mappings of it.
         """
-        layout = self.footer.layout
+        layout = self.layout
         if self._checksums is not None or (self.is_mapped and not self.hashed):
             return self._checksums
         if self.is_mapped and self._part is not None:
@@ -310,14 +316,31 @@ class Draft:
             raise ClosedError("this draft was committed, or abandoned")
         if self.has_file:
             self._check_parts()
-            described |= self.footer.seal(self.claim, checksums)
+            described |= self._seal(checksums)
         manifest = self._writer.commit(self.claim, metadata=metadata, **described)
         self._is_done = True
         return manifest
 
+    def _seal(self, checksums: list[int] | None) -> dict[str, Any]:
+        """Write the layout, and checksums if there are any, behind the tensors in the file.
+
+        It is written into a file that had it already, too: that may be damaged since.
+
+        Returns:
+            The fields of the manifest that describe the file.
+        """
+        layout, file, table_xxh3 = self.layout, self.claim.weights.number, None
+        with filesystem.os_errors("write the layout", self.path):
+            if checksums is not None:
+                table = pack_checksums(checksums)
+                filesystem.write_at(file, layout.checksums_offset, table)
+                table_xxh3 = digest(table)
+            filesystem.write_at(file, layout.layout_offset, layout.encoded + layout.tail)
+        return layout.describe_file(table_xxh3)
+
     def _check_parts(self) -> None:
         """Require every part that ranks have written to be there, whole, on this host too."""
-        path, layout = self.path, self.footer.layout
+        path, layout = self.path, self.layout
         if not layout.is_in_parts:
             return
         with filesystem.os_errors("look at the parts", path):

@@ -32,7 +32,7 @@ class KeptCopy:
     def __init__(self, part: Part, copier: Copier) -> None:
         self.part = part
         self._copier = copier
-        self._max_changed = max_changed(part.footer.layout)
+        self._max_changed = max_changed(part.whole)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._digests: dict[int, list[int]] = {}
         """Digests of the blocks of each box that did not change since it was hashed, by number."""

@@ -15,10 +15,8 @@ import torch
 
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.format.layout import Layout
-from dbuffer.io.footer import Footer
 from dbuffer.publish.assignment import Assignment, Box, file_offset, whole_box
-from dbuffer.weights.conversion import View
-from dbuffer.weights.lazy_tensor import HeldRows, LazyTensor
+from dbuffer.weights.lazy_tensor import HeldRows, LazyTensor, View
 from dbuffer.weights.sources import Source, fetch
 
 if TYPE_CHECKING:  # its import takes half as long as torch's
@@ -29,23 +27,24 @@ class Part:
     """Boxes that one rank writes of each version of a layout, numbered in the tensors' order.
 
     Args:
-        footer: footer of the versions.
+        layout: layout of the versions.
         assignment: boxes of all ranks, or None: this rank writes all tensors, whole.
         rank: this rank.
     """
 
-    def __init__(self, footer: Footer, assignment: Assignment | None = None, rank: int = 0) -> None:
-        self.footer = footer
+    def __init__(self, layout: Layout, assignment: Assignment | None = None, rank: int = 0) -> None:
+        self.whole = layout
+        """Layout of the versions."""
         self.boxes: list[Box] | None = None
         self.gathered: tuple[tuple[int, int], ...] = ()
         """Tensors that all ranks gather, each with the rank that writes it."""
-        self.layout = footer.layout
+        self.layout = layout
         """Layout in which each box is a tensor: the layout of a rank's own file, or copy."""
-        self.file_starts: Sequence[int] = footer.layout.offsets
+        self.file_starts: Sequence[int] = layout.offsets
         """First byte of each box in the data of all ranks, if boxes are rows of their tensors."""
         self.rank = rank
         if assignment is not None:
-            specs, offsets = footer.layout.specs, footer.layout.offsets
+            specs, offsets = layout.specs, layout.offsets
             self.boxes, self.gathered = assignment.boxes_of(rank), assignment.gathered
             self.layout = Layout.of(
                 specs[box.tensor]._replace(shape=box.shape) for box in self.boxes

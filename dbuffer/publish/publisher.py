@@ -39,12 +39,12 @@ from dbuffer.errors import (
     StoreCorruptError,
     StoreNotFoundError,
 )
+from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE, Lag
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
 from dbuffer.io.copier import Copier
-from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import KeptMappings, MappedTensors
 from dbuffer.publish.delta_base import DeltaBase, explain_full, is_worth, max_changed
 from dbuffer.publish.draft import (
@@ -80,8 +80,8 @@ class PublishRequest:
     started: float
     """Time of the call, by `time.monotonic`."""
     source: Source
-    footer: Footer | None
-    """Footer of their file; None for a stream."""
+    layout: Layout | None
+    """Layout of their file; None for a stream."""
     version: int
     """Number of the version, above the last one; on rank 0."""
     metadata: dict[str, Any]
@@ -144,7 +144,7 @@ class Publisher(Closing, ProcessBound):
         """Base of the next version's delta, on rank 0; None during a publish without a delta."""
         self._part: Part | None = None
         self._draft: Draft | None = None
-        self._footer: Footer | None = None
+        self._layout: Layout | None = None
 
     @property
     def store(self) -> Path:
@@ -254,10 +254,12 @@ class Publisher(Closing, ProcessBound):
             self._stats["delta_bytes"] += publication.delta_bytes
         return publication
 
-    def _footer_of(self, source: Source) -> Footer:
-        """Return the footer of a source's file: the last one, if the tensors are the same."""
-        self._footer = Footer.like(self._footer, source.specs, source.aliases)
-        return self._footer
+    def _layout_of(self, source: Source) -> Layout:
+        """Return the layout of a source's file: the last one, if the tensors are the same."""
+        last = self._layout
+        if last is None or (last.specs, last.aliases) != (source.specs, source.aliases):
+            self._layout = last = Layout.of(source.specs, source.aliases)
+        return last
 
     @property
     def _writer(self) -> BufferWriter:
@@ -265,9 +267,9 @@ class Publisher(Closing, ProcessBound):
         assert self._writer_on_0 is not None  # noqa: S101
         return self._writer_on_0
 
-    def _make_part(self, footer: Footer) -> Part:
-        """Return this rank's part of versions with this footer."""
-        return Part(footer)
+    def _make_part(self, layout: Layout) -> Part:
+        """Return this rank's part of versions with this layout."""
+        return Part(layout)
 
     def _publish(self, request: PublishRequest) -> Publication:
         """Publish weights, with a delta if there is a base and few words changed. Collective.
@@ -280,7 +282,7 @@ class Publisher(Closing, ProcessBound):
                 next version is a full one.
         """
         world, copy, changes = self._world, None, None
-        before = self._take_memory(request.footer)
+        before = self._take_memory(request.layout)
         part, has_base = self._part, before is not None
         try:
             # Compare weights with a copy
@@ -289,7 +291,7 @@ class Publisher(Closing, ProcessBound):
                 changes = self._update(copy, request, is_compared=has_base)
 
             # Claim. A mapping keeps an unlinked file's room, which the new version may need.
-            kept = part.footer.layout if part is not None and self._rewrites_files else None
+            kept = part.whole if part is not None and self._rewrites_files else None
             self._mappings.keep_only(kept)
             version, file, inode = world.first(
                 "claim a buffer", lambda: self._claim(request, changes, has_base=has_base)
@@ -321,7 +323,7 @@ class Publisher(Closing, ProcessBound):
             )
             if self._has_deltas:
                 self._memory = draft.mapped if copy is None else copy
-            layout = draft.footer.layout
+            layout = draft.layout
         except BaseException:
             before = copy = self._base = None
             if self._draft is not None:
@@ -332,25 +334,25 @@ class Publisher(Closing, ProcessBound):
             self._draft = None
         return Publication.of(VersionId.parse(version), layout, request.started, delta_bytes)
 
-    def _take_memory(self, footer: Footer | None) -> KeptCopy | MappedTensors | None:
+    def _take_memory(self, layout: Layout | None) -> KeptCopy | MappedTensors | None:
         """Take the last version, if the next may come with a delta from it.
 
         Until the next version is committed there is none: after an error, the one after the error
         comes without a delta.
         """
         memory, self._memory = self._memory, None
-        if memory is not None and (part := self._part) is not None and footer is not None:
-            # By content: a rank may have one object for both footers, and another rank two.
-            if part.footer.layout_xxh3 == footer.layout_xxh3:
+        if memory is not None and (part := self._part) is not None and layout is not None:
+            # By content: a rank may have one object for both layouts, and another rank two.
+            if part.whole.xxh3 == layout.xxh3:
                 return memory
             self._why_full = "the last version has other tensors"
         if self._has_deltas and self._writer_on_0 is not None:
             explain_full(self.store, self._why_full)
         self._why_full = _FAILED
-        if footer is None:
+        if layout is None:
             self._part = None
-        elif self._part is None or self._part.footer is not footer:
-            self._part = self._make_part(footer)
+        elif self._part is None or self._part.whole is not layout:
+            self._part = self._make_part(layout)
         return None
 
     def _update(
@@ -423,7 +425,7 @@ class Publisher(Closing, ProcessBound):
         writer, root = self._writer, self.store
         base, with_file = self._base if has_base else None, True
         if base is not None and changes is not None:
-            base = base if is_worth(changes, base.footer.layout, root) else None
+            base = base if is_worth(changes, base.layout, root) else None
         if base is not None:
             checked = base.checked(writer)
             if checked is base and not self._maps_files:
@@ -463,7 +465,7 @@ class Publisher(Closing, ProcessBound):
             world.each("write what it holds", lambda: draft.write(range(len(views)), views))
         elif self._hashed:
             by_rank = world.each("hash its boxes", copy.digests)
-            return join_digests_of_parts(draft.footer.layout, by_rank)
+            return join_digests_of_parts(draft.layout, by_rank)
         else:
             return None
         return draft.finish(world)
@@ -543,7 +545,7 @@ class Publisher(Closing, ProcessBound):
         In a store that is flushed, rank 0's flush is enough: pages that other processes of this
         machine have written are pages of the same file.
         """
-        base, num_bytes, layout = self._base, None, draft.footer.layout
+        base, num_bytes, layout = self._base, None, draft.layout
         if base is not None and changes is not None and is_worth(changes, layout, self.store):
             num_bytes = base.write_delta(self._writer, draft, changes, checksums)
         request.source.check()

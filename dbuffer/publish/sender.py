@@ -223,10 +223,10 @@ class WeightSender(Publisher):
                     f"this sender has not published what patches in {self.store} could follow: "
                     "send all weights first, and after each error"
                 )
-            footer = self._part.footer
-            patch = patch_of(patches, footer.layout)
+            layout = self._part.whole
+            patch = patch_of(patches, layout)
             unread = Source((), [], {})
-            request = PublishRequest(started, unread, footer, version, checked, patch=patch)
+            request = PublishRequest(started, unread, layout, version, checked, patch=patch)
             return self._count(self._publish(request))
 
     def republish(
@@ -319,13 +319,13 @@ class WeightSender(Publisher):
         metadata: dict[str, Any],
         progress: Progress | None,
     ) -> Publication:
-        footer = None
+        layout = None
         if source.stream is None:
             self._refuse_idle_buffer(source)
-            footer = self._footer_of(source)
+            layout = self._layout_of(source)
             if not source.is_lazy:
                 source.refuse_values(source.specs, source.eager)
-        request = PublishRequest(started, source, footer, version, metadata, progress)
+        request = PublishRequest(started, source, layout, version, metadata, progress)
         publication = self._publish(request)
         self._is_behind = False
         return self._count(publication)

@@ -19,8 +19,8 @@ import torch
 from torch import distributed
 
 from dbuffer.errors import DBufferError, InvalidWeightsError, OptionError, StoreAccessError
+from dbuffer.format.layout import Layout
 from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
-from dbuffer.io.footer import Footer
 from dbuffer.publish.assignment import Assignment, layout_in_parts
 from dbuffer.publish.draft import checked_metadata
 from dbuffer.publish.inventory import Inventory, join, take_inventory
@@ -121,8 +121,8 @@ class ShardedWeightSender(Publisher):
         self._inventory: Inventory | None = None
         """Inventory of this rank at the last join, or None before a join."""
         self._assignment = Assignment()
-        self._footer_in_parts: tuple[Footer, Footer] | None = None
-        """On a network mount: footer of plain tensors, and of the same tensors in parts."""
+        self._layout_in_parts: tuple[Layout, Layout] | None = None
+        """On a network mount: layout of plain tensors, and of the same tensors in parts."""
 
     def send(
         self,
@@ -202,8 +202,8 @@ class ShardedWeightSender(Publisher):
 
         return TranslatedErrors(lose)
 
-    def _make_part(self, footer: Footer) -> Part:
-        return Part(footer, self._assignment, self._world.rank)
+    def _make_part(self, layout: Layout) -> Part:
+        return Part(layout, self._assignment, self._world.rank)
 
     def _describe(
         self,
@@ -244,18 +244,18 @@ class ShardedWeightSender(Publisher):
             self._inventory = inventory
             if self._memory is not None:
                 self._why_full = "ranks hold other tensors than in the last version"
-            self._memory = self._part = self._footer_in_parts = None
+            self._memory = self._part = self._layout_in_parts = None
         source = self._placed(source)
-        return PublishRequest(started, source, self._footer_of(source), **on_rank_0)
+        return PublishRequest(started, source, self._layout_of(source), **on_rank_0)
 
-    def _footer_of(self, source: Source) -> Footer:
-        plain = super()._footer_of(source)
+    def _layout_of(self, source: Source) -> Layout:
+        plain = super()._layout_of(source)
         if self._maps_files:
             return plain
-        known = self._footer_in_parts
+        known = self._layout_in_parts
         if known is None or known[0] is not plain:
-            known = plain, Footer.of(layout_in_parts(plain.layout, self._assignment))
-            self._footer_in_parts = known
+            known = plain, layout_in_parts(plain, self._assignment)
+            self._layout_in_parts = known
         return known[1]
 
     def _placed(self, source: Source) -> Source:

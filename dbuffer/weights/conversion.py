@@ -1,4 +1,4 @@
-"""`Conversion`: tensors made of others by cutting, joining and renaming, mostly as a `View`.
+"""`Conversion`: tensors made of others by cutting, joining and renaming, mostly as views.
 
 A function that converts tensors runs once, on tensors without data, and is traced. What turns out
 to be a view of a single tensor is made as one from then on: nothing is copied, and a delta sees
@@ -17,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from dbuffer.errors import UnsupportedError
 from dbuffer.runtime.messages import listed
-from dbuffer.weights.lazy_tensor import LazyTensor
-from dbuffer.weights.sources import Tensors
+from dbuffer.weights.lazy_tensor import LazyTensor, Tensors, View
 
 Shapes: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -29,61 +28,6 @@ Convert: TypeAlias = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]
 def shapes_of(tensors: Mapping[str, Any]) -> Shapes:
     """Return dtypes and shapes of tensors, lazy ones included."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """Place of a tensor in a larger one: a box of it, with dimensions reordered or left out."""
-
-    index: tuple[int | slice, ...]
-    """Index of the box in the whole; of a dimension that is left out, a number."""
-    order: tuple[int, ...]
-    """Dimensions of the box, in the view's order."""
-    shape: tuple[int, ...]
-    """Shape of the view, which may have more dimensions of size 1."""
-    is_whole: bool = False
-    """Whether the view is the whole tensor, unchanged."""
-
-    @classmethod
-    def of_all(cls, shape: tuple[int, ...]) -> Self:
-        index = tuple(slice(0, extent) for extent in shape)
-        return cls(index, tuple(range(len(shape))), shape, is_whole=True)
-
-    @classmethod
-    def find(cls, part: torch.Tensor, whole: torch.Tensor) -> Self | None:
-        """Return the place of ``part``, a view, in its contiguous tensor.
-
-        Return None if it is no box of the tensor, for instance because dimensions were joined.
-        """
-        shape, rest = tuple(part.shape), int(part.storage_offset())
-        if shape == whole.shape and part.stride() == whole.stride():
-            return cls.of_all(shape)
-        index: list[int | slice] = []
-        dimension_at = {}
-        for dimension, (stride, size) in enumerate(zip(whole.stride(), whole.shape, strict=True)):
-            start, rest = divmod(rest, stride) if size > 1 else (0, rest)
-            index.append(start)
-            if size > 1:
-                dimension_at[stride] = dimension
-        dimensions = []
-        for stride, size in zip(part.stride(), shape, strict=True):
-            if size == 1:
-                continue
-            dimension = dimension_at.pop(stride, -1)
-            first = index[dimension]
-            if dimension < 0 or isinstance(first, slice) or first + size > whole.shape[dimension]:
-                return None
-            index[dimension] = slice(first, first + size)
-            dimensions.append(dimension)
-        ascending = sorted(dimensions)
-        return cls(tuple(index), tuple(map(ascending.index, dimensions)), shape)
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the view of a tensor; nothing is copied."""
-        part = whole[self.index]
-        if self.order != tuple(range(part.ndim)):
-            part = part.permute(self.order)
-        return part if part.shape == self.shape else part.view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

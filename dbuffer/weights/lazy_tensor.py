@@ -2,14 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self, TypeAlias
 
 import torch
 
-if TYPE_CHECKING:
-    from dbuffer.weights.conversion import View
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Place of a tensor in a larger one: a box of it, with dimensions reordered or left out."""
+
+    index: tuple[int | slice, ...]
+    """Index of the box in the whole; of a dimension that is left out, a number."""
+    order: tuple[int, ...]
+    """Dimensions of the box, in the view's order."""
+    shape: tuple[int, ...]
+    """Shape of the view, which may have more dimensions of size 1."""
+    is_whole: bool = False
+    """Whether the view is the whole tensor, unchanged."""
+
+    @classmethod
+    def of_all(cls, shape: tuple[int, ...]) -> Self:
+        index = tuple(slice(0, extent) for extent in shape)
+        return cls(index, tuple(range(len(shape))), shape, is_whole=True)
+
+    @classmethod
+    def find(cls, part: torch.Tensor, whole: torch.Tensor) -> Self | None:
+        """Return the place of ``part``, a view, in its contiguous tensor.
+
+        Return None if it is no box of the tensor, for instance because dimensions were joined.
+        """
+        shape, rest = tuple(part.shape), int(part.storage_offset())
+        if shape == whole.shape and part.stride() == whole.stride():
+            return cls.of_all(shape)
+        index: list[int | slice] = []
+        dimension_at = {}
+        for dimension, (stride, size) in enumerate(zip(whole.stride(), whole.shape, strict=True)):
+            start, rest = divmod(rest, stride) if size > 1 else (0, rest)
+            index.append(start)
+            if size > 1:
+                dimension_at[stride] = dimension
+        dimensions = []
+        for stride, size in zip(part.stride(), shape, strict=True):
+            if size == 1:
+                continue
+            dimension = dimension_at.pop(stride, -1)
+            first = index[dimension]
+            if dimension < 0 or isinstance(first, slice) or first + size > whole.shape[dimension]:
+                return None
+            index[dimension] = slice(first, first + size)
+            dimensions.append(dimension)
+        ascending = sorted(dimensions)
+        return cls(tuple(index), tuple(map(ascending.index, dimensions)), shape)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the view of a tensor; nothing is copied."""
+        part = whole[self.index]
+        if self.order != tuple(range(part.ndim)):
+            part = part.permute(self.order)
+        return part if part.shape == self.shape else part.view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +96,6 @@ class HeldRows:
 
     def to_local(self) -> torch.Tensor:
         return self.local
+
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor | LazyTensor]

@@ -28,7 +28,7 @@ from dbuffer.format.layout import TensorSpec
 from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to, refuse_not_finite, refuse_overflow
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
-from dbuffer.weights.lazy_tensor import LazyTensor
+from dbuffer.weights.lazy_tensor import LazyTensor, Tensors
 from dbuffer.weights.wrappers import clean_names
 
 if TYPE_CHECKING:
@@ -51,8 +51,6 @@ Weights: TypeAlias = (
     " | str"
     " | os.PathLike[str]"
 )
-
-Tensors: TypeAlias = Mapping[str, torch.Tensor | LazyTensor]
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 

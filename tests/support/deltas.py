@@ -11,7 +11,7 @@ import torch
 from dbuffer.errors import StoreCorruptError
 from dbuffer.format import delta
 from dbuffer.format.delta import DeltaHeader
-from dbuffer.format.layout import Layout, TensorSpec, digest
+from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.format.lineage import VersionId
 from dbuffer.io.changes import find_changes
 from dbuffer.io.copier import Copier
@@ -120,7 +120,7 @@ def make_step(
     sides = Guarded(layout, before), Guarded(layout, after)
     found = find_changes(sides[0].data, sides[1].data, layout, copier)
     checksums = tuple(map(copier.checksums, sides)) if hashed else None
-    layout_xxh3 = digest(layout.encode())
+    layout_xxh3 = layout.xxh3
     encoded, *chunks = encode_delta(
         found, checksums, base=BASE, version=ID, layout_xxh3=layout_xxh3
     )

@@ -66,7 +66,7 @@ def test_every_dtype_that_a_checkpoint_can_hold_has_a_place():
 
 @given(layouts())
 def test_a_layout_comes_back_as_it_was(layout):
-    data = layout.encode()
+    data = layout.encoded
     assert data.isascii()
     again = Layout.decode(data, end=layout.checksums_offset)
     assert again == layout
@@ -113,15 +113,15 @@ def layouts_in_parts(draw) -> Layout:
 
 @given(layouts_in_parts())
 def test_a_layout_in_parts_comes_back_as_it_was(layout):
-    for one in (layout, layout.joined()):
-        assert Layout.decode(one.encode(), end=one.checksums_offset) == one
+    for one in (layout, layout.joined):
+        assert Layout.decode(one.encoded, end=one.checksums_offset) == one
         covered = [0] * len(layout.specs)
         for block in one.blocks:
             assert block.offset == covered[block.tensor]
             assert block.num_bytes <= BLOCK_BYTES
             covered[block.tensor] += block.num_bytes
         assert covered == layout.sizes
-    assert not layout.joined().is_in_parts
+    assert not layout.joined.is_in_parts
 
 
 GOOD_PIECES = [[0, 0, 8, 1, 0], [0, 8, 16, 0, 64], [1, 0, 2, 0, 0]]
@@ -196,7 +196,7 @@ def test_an_unknown_format_says_so():
 
 @given(layouts() | layouts_in_parts(), st.data())
 def test_damaged_bytes_are_refused_or_another_good_layout(layout, data):
-    text = bytearray(layout.encode())
+    text = bytearray(layout.encoded)
     text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
     end = layout.checksums_offset
     try:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dbuffer.format.layout import Layout, TensorSpec, digest
+from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io.changes import Changes, find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import apply_delta, encode_delta
-from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import DTYPE_NAMES, FileTensors, join_blocks
 from dbuffer.publish import delta_base, kept_copy
 from dbuffer.publish.assignment import Assignment, Box
@@ -56,7 +55,7 @@ def test_odd_tensors_are_cast_as_a_publish_would_and_found_where_they_changed(co
     after = [tensor for tensor, _ in tensors.values()]
     before = [torch.zeros_like(tensor) for tensor in after]
     expected = contents_of(layout, after, copier)
-    copy = KeptCopy(Part(Footer.of(layout)), copier)
+    copy = KeptCopy(Part(layout), copier)
     copy.write(range(len(before)), before)
     assert all(not view.any() for view in copy.contents.views if view.numel())
     changes = update(copy, after)
@@ -73,7 +72,7 @@ def test_what_did_not_change_is_not_hashed_again(copier, monkeypatch):
     layout = Layout.of([*specs, TensorSpec("empty", "bfloat16", (0,))])
     weights = [torch.randn(700).bfloat16() for _ in specs]
     weights.append(torch.empty(0).bfloat16())
-    copy = KeptCopy(Part(Footer.of(layout)), copier)
+    copy = KeptCopy(Part(layout), copier)
     copy.write(range(10), weights)
     hashed: list[int] = []
     hash_block = FileTensors.hash_block
@@ -111,11 +110,11 @@ def test_rows_of_tensors_are_changes_of_the_whole_tensors(copier):
     ]
     assignment, found = Assignment(layout.specs, {}, tuple(boxes)), []
     for rank, part in enumerate(rows):
-        copy = KeptCopy(Part(Footer.of(layout), assignment, rank), copier)
+        copy = KeptCopy(Part(layout, assignment, rank), copier)
         copy.write(range(9), [tensor[part] for tensor in before])
         found.append(update(copy, [tensor[part] for tensor in after]))
     sides = [contents_of(layout, side, copier) for side in (before, after)]
-    layout_xxh3 = digest(layout.encode())
+    layout_xxh3 = layout.xxh3
     encoded, *chunks = encode_delta(
         Changes.joined(found), None, base=BASE, version=ID, layout_xxh3=layout_xxh3
     )
@@ -128,7 +127,7 @@ def test_rows_of_tensors_are_changes_of_the_whole_tensors(copier):
 def test_too_many_changes_are_kept_and_not_encoded(copier, monkeypatch):
     monkeypatch.setattr(delta_base, "MAX_CHANGED_SHARE", 0.1)
     layout = Layout.of([TensorSpec(f"{index}", "int8", (3000,)) for index in range(20)])
-    copy = KeptCopy(Part(Footer.of(layout)), copier)
+    copy = KeptCopy(Part(layout), copier)
     copy.write(range(20), [torch.zeros(3000, dtype=torch.int8)] * 20)
     copy.digests()
     changes = update(copy, [torch.ones(3000, dtype=torch.int8)] * 20)

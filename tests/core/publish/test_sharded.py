@@ -30,7 +30,6 @@ import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
 from dbuffer.format.layout import ALIGNMENT_BYTES, Layout, TensorSpec
 from dbuffer.io.copier import Copier
-from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
@@ -550,7 +549,7 @@ def test_a_rank_that_sees_another_file_than_rank_0_writes_nothing(store):
     path.parent.mkdir(parents=True)
     path.write_bytes(bytes(4096))
     path.chmod(0o600)
-    part = Part(Footer.of(Layout.of([TensorSpec("a", "float32", (3,))])))
+    part = Part(Layout.of([TensorSpec("a", "float32", (3,))]))
     draft = Draft(
         DoubleBuffer(store),
         KeptMappings(),
