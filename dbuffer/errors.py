@@ -4,8 +4,8 @@ Catch :class:`DBufferError` to catch all of them, or the standard type (``Timeou
 ``ValueError``, ``OSError`` ...) if your code already catches that. Each takes one message, so that
 it can be pickled and cross process boundaries.
 
-The first paragraph of a docstring says what happened, the second what to do; a table in
-``docs/reference.md`` is generated from both.
+The first paragraph of a docstring says what happened, the second what to do; ``docs/reference.md``
+shows both.
 """
 
 

@@ -361,13 +361,6 @@ def publish_rows(rank: int, store: Path) -> None:
 # Names, figures and links.
 
 
-def test_the_table_of_errors_is_current():
-    made = runpy.run_path(str(DOCS / "make_errors.py"))["errors_table"]()
-    assert f"\n\n{made}\n" in (DOCS / "reference.md").read_text(encoding="utf-8"), (
-        "dbuffer/errors.py has changed: run python3 docs/make_errors.py"
-    )
-
-
 @pytest.fixture
 def metric_names(tmp_path: Path) -> dict[str, set[str]]:
     """Names of each metric of the exporters in a query, by its documented name."""
@@ -460,7 +453,7 @@ def test_the_lowest_versions_of_frameworks_are_those_of_the_extras():
 
 
 def public_names() -> list[str]:
-    """Names of `dbuffer` besides its errors, which have a table, and of the integrations."""
+    """Names of `dbuffer` besides its errors, which a module documents, and of integrations."""
     names = [f"dbuffer.{name}" for name in dbuffer.__all__ if not name.endswith("Error")]
     names.remove("dbuffer.__version__")
     for package in pkgutil.iter_modules(integrations.__path__, "dbuffer.integrations."):

@@ -21,7 +21,6 @@ def defined_errors() -> dict[str, type[Exception]]:
 
 @pytest.mark.parametrize("name", sorted(defined_errors()))
 def test_each_error_is_a_standard_one_too_and_pickles_with_its_message(name):
-    """`docs/reference.md` says which, and tests/core/test_docs.py compares."""
     kind = getattr(dbuffer, name)
     assert kind.__doc__
     assert issubclass(kind, dbuffer.DBufferError)
