@@ -497,7 +497,6 @@ def between(text: str, since: str, until: str | None = None) -> str:
     [
         ("benchmarks.md", "cpu.txt", "# Benchmarks", "## The pause"),
         ("benchmarks.md", "pause.txt", "## The pause", "| pause with packed layers"),
-        ("benchmarks.md", "latency.txt", "## Inter-token latency", "## From publish to served"),
         ("benchmarks.md", "served.txt", "## From publish to served", "## GPUs"),
         ("benchmarks.md", "gpu.txt", "## GPUs", "## An engine on a GPU"),
         ("benchmarks.md", "gpu-engine.txt", "## An engine on a GPU", "## Deltas"),
@@ -540,13 +539,6 @@ def test_figures_in_the_text_of_pages_are_those_of_the_results():
             figures += re.findall(r"\d+\.\d+", str(rows_of(text)))
         unknown = [figure for figure in figures if figure not in measured]
         assert not unknown, f"{relative(page)} has figures that no file of results has: {unknown}"
-
-
-def test_counts_of_soaks_are_those_of_the_results():
-    page = (DOCS / "guarantees.md").read_text(encoding="utf-8").partition("## Soak results")[2]
-    rows = " ".join(" ".join(row) for row in rows_of(page.partition("## ")[0]))
-    kept = re.findall(r"^([\d,]+) (?!passed)[a-z]", result("soak.txt"), re.MULTILINE)
-    assert sorted(re.findall(r"\d[\d,]*", rows)) == sorted(kept) != []
 
 
 def slug(heading: str) -> str:
