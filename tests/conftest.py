@@ -53,6 +53,7 @@ from tests.support.schedule import (  # noqa: E402
     durations,
     scope_of,
 )
+from tests.support.soak import ONLY_IN_SOAKS, is_soak  # noqa: E402
 from tests.support.stores import SHARED_MEMORY  # noqa: E402
 from tests.support.timings import set_timings, timings  # noqa: E402
 
@@ -159,15 +160,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort scopes, and the files of each, longest first.
 
-    Of scopes side by side, a long one must not begin last. A file that is not in the table is long
-    if a test in it is marked as slow.
+    Of scopes side by side, a long one must not begin last: a file that is not in the table is one.
     """
     table = durations()
-    marks = ("nfs", "slow")
-    slow = {item.path for item in items if any(map(item.get_closest_marker, marks))}
 
     def wall_s(path: Path) -> float:
-        return table.get(path.relative_to(ROOT).as_posix(), math.inf if path in slow else 0.0)
+        return table.get(path.relative_to(ROOT).as_posix(), math.inf)
 
     files = {item.path: wall_s(item.path) for item in items}
     scopes = {path: scope_of(path.relative_to(ROOT).as_posix()) for path in files}
@@ -181,13 +179,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the numbers that tests recorded: see ``soak.Record``."""
+    """Print the numbers that tests recorded, see ``soak.Record``, and what soaks alone do."""
     done: Counter[str] = Counter()
     for report in terminalreporter.getreports("passed"):
         for name, number in report.user_properties if report.when == "call" else ():
             done[name] += number
     for name, number in done.items():
         terminalreporter.write_line(f"{number:,} {name}")
+    if not is_soak():
+        skipped = terminalreporter.getreports("skipped")
+        num_left = sum(ONLY_IN_SOAKS in str(report.longrepr) for report in skipped)
+        terminalreporter.write_line(
+            f"left to `python3 dev.py soak`: {num_left} tests, which are named below, and most "
+            "random examples, moments of crashes and versions at full speed"
+        )
 
 
 def pytest_collection_finish() -> None:

@@ -21,7 +21,8 @@ def is_soak() -> bool:
     return "DBUFFER_SOAK" in os.environ
 
 
-IN_SOAKS_ALONE = pytest.mark.skipif(not is_soak(), reason="in a soak alone")
+ONLY_IN_SOAKS = "in a soak alone"
+IN_SOAKS_ALONE = pytest.mark.skipif(not is_soak(), reason=ONLY_IN_SOAKS)
 """Of what takes long, and shows what others show in another way."""
 
 
