@@ -15,16 +15,19 @@ import pytest
 
 import dbuffer
 from dbuffer.engine.engine_options import UpdateRequest
+from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.errors import EngineUpdateError, VersionRegressedError
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.light_engines import WAIT_S, LightEngine, Scene, options
 from tests.support.patterns import SMALL
-from tests.support.stores import remove_store
+from tests.support.stores import WAYS, back_up, remove_store
 from tests.support.waiting import until
 
 OLD, NEW = 5, 7
 """Values of the tensors of the run before and of the next one; versions have other numbers."""
+LOST = 100
+"""Added to a version's number: the value of its tensors in the run after one that is lost."""
 
 NUMBERS = pytest.mark.parametrize("version", [1, 5, 6], ids=["lower", "equal", "higher"])
 
@@ -192,26 +195,6 @@ def test_going_back_does_not_take_the_next_runs_version_of_that_number(scene):
     assert scene.engine.version == NEW + 1
 
 
-def test_records_of_a_backup_of_the_store_do_not_label_the_engine(scene, tmp_path):
-    """They say what the engine had when the store was copied."""
-    with scene.follower() as follower:
-        follower.sync()
-        shutil.copytree(scene.store, tmp_path / "before")
-        with dbuffer.WeightSender(scene.store) as sender:
-            sender.send(SMALL.weights(OLD + 1))
-        follower.sync()
-        remove_store(scene.store)
-        shutil.move(tmp_path / "before", scene.store)
-        for _ in range(2):
-            with pytest.raises(VersionRegressedError, match="from version 6 to 5"):
-                follower.sync()
-            assert scene.engine.serves == (OLD + 1, "6")
-            assert follower.applied == 6
-        with dbuffer.WeightSender(scene.store) as sender:
-            sender.send(SMALL.weights(NEW))
-        assert (follower.sync().version, scene.engine.serves) == (6, (NEW, "6"))
-
-
 def test_a_follower_that_begins_believes_no_record_of_a_backup(scene, tmp_path):
     """Ranks that follow already, as those of a configured engine do, write theirs again."""
     configured = options(scene.store, scene.engine_id)
@@ -247,3 +230,62 @@ def test_a_number_of_which_a_store_lost_the_version_is_another_versions(scene, t
             assert sender.send(SMALL.weights(NEW)).version == 6
             sender.wait_applied(6, receivers=[scene.engine_id], timeout_s=WAIT_S)
         assert scene.engine.serves == (NEW, "6")
+
+
+# Stores that are put back from a copy
+
+
+def send(store: Path, *versions: int, value: int = 0) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        for version in versions:
+            assert sender.send(SMALL.weights(version + value)).version == version
+
+
+@pytest.mark.parametrize("looks", [0, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_that_is_ahead_takes_the_versions_that_follow(scene, way, looks):
+    """Their numbers are below, equal to and above the number of its version."""
+    backup = scene.store.with_name("backup")
+    back_up(scene.store, backup)
+    with scene.follower() as follower:
+        follower.sync()
+        send(scene.store, 6, 7, 8)
+        follower.sync()
+        way(scene.store, backup)
+        for _ in range(looks):
+            with pytest.raises(VersionRegressedError):
+                follower.sync()
+            assert scene.engine.serves == (8, "8")
+            # A rank's thread writes the record into the store that was put back.
+            until("its record names its version", lambda: scene.recorded[0] == 8)
+        for version in range(6, 11):
+            send(scene.store, version, value=LOST)
+            assert follower.sync().version == version
+            assert scene.engine.serves == (version + LOST, str(version))
+            assert scene.recorded[0] == version
+
+
+# Labels
+
+
+def test_a_label_that_another_client_sets_is_corrected(scene):
+    """vLLM's ``POST /update_weight_version`` takes any text from any client."""
+    with scene.background() as follower:
+        follower.wait_applied(5, WAIT_S)
+        for label in ("7", "mine"):
+            scene.engine.label = label
+            until("it is corrected", lambda: scene.engine.label == "5", 10)
+        assert scene.engine.serves == (5, "5")
+
+
+def test_the_label_tells_of_a_run_that_the_engine_gets_ready(scene, monkeypatch):
+    labels: list[WeightLabel] = []
+    monkeypatch.setattr(scene.engine, "set_weight_version", labels.append)
+    with scene.follower() as follower:
+        follower.sync()
+        send(scene.store, 6)
+        follower.sync()
+    before, ready, after = labels
+    assert (before.newest_run, after.newest_run) == (None, None)
+    assert before.run != after.run
+    assert ready == dataclasses.replace(before, newest_run=after.run)
