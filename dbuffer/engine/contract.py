@@ -23,7 +23,6 @@ from dbuffer.format.lineage import Lineage
 from dbuffer.format.manifest import ReceiverRecord, metadata_for_record
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.messages import listed
-from dbuffer.weights.targets import LoadedNames
 
 if TYPE_CHECKING:
     from dbuffer.engine.plan.images import Packing
@@ -148,8 +147,8 @@ class ServingModel(Protocol):
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
         """Swap in the weights of one version. A failure leaves a mix, to be repaired at once.
 
-        They have passed the check of :meth:`EngineRank.make_check`. ``partial``: layers that get
-        nothing keep all that they have.
+        They have passed the check of :meth:`EngineRank.make_check`. ``partial``: these are for some
+        layers only, and the others keep all that they have.
         """
 
     def require_reloadable(self) -> None:
@@ -220,10 +219,10 @@ class EngineRank:
         """Return the model, to swap weights in; ``before``: the one of the receiver before."""
         raise NotImplementedError
 
-    def make_check(self, *, partial: bool) -> ShapeCheck:
+    def make_check(self) -> ShapeCheck:
         """Return a check of weights against the model, for use while the model serves.
 
-        It traces what the model's loaders do with them. ``partial``: a part of them will do.
+        It traces what the model's loaders do with them.
         """
         raise NotImplementedError
 
@@ -247,8 +246,6 @@ class ModelState:
     model: ServingModel | None = None
     broken: str | None = None
     """Why the model refuses to serve."""
-    loaded_names: LoadedNames = field(default_factory=LoadedNames)
-    """Names of tensors that versions contained, of whichever store."""
     is_asleep: bool = False
     """Whether the engine sleeps: the weights may be neither read nor written."""
     is_updating: bool = False

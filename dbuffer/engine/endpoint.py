@@ -290,6 +290,6 @@ def waking_up(model_of: Callable[[], Any]) -> Iterator[None]:
 
 
 def _check(rank: EngineRank, request: messages.RankRequest) -> None:
-    trace = rank.make_check(partial=False)(request.tensors)
+    trace = rank.make_check()(request.tensors)
     if trace.unused and not rank.is_pipeline_stage and not request.allows_unused:
         raise errors.WeightsMismatchError(no_places(trace.unused))

@@ -66,9 +66,6 @@ class EngineOptions:
     """Threads that copy and verify."""
     allow_shared_store: bool = False
     """Accept a directory that belongs to someone else, or that others can write to."""
-    partial: bool = False
-    """Accept versions that hold a part of the model, layer by layer: other layers keep what they
-    have. A version that lacks tensors that an earlier one contained is refused."""
     unused_tensors: Literal["refuse", "warn"] = "refuse"
     """Treatment of a version some of whose tensors the engine's model has no place for:
     ``"refuse"`` it by their names, or leave them out with one warning (``"warn"``). Buffers that
@@ -111,7 +108,6 @@ class EngineOptions:
         if self.num_threads is not None:
             checks.whole_number("num_threads", self.num_threads)
         checks.flag("allow_shared_store", self.allow_shared_store)
-        checks.flag("partial", self.partial)
         checks.choice("unused_tensors", self.unused_tensors, ("refuse", "warn"))
         checks.choice("forked", self.forked, FORKED)
         checks.flag("plan", self.plan)

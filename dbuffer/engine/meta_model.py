@@ -153,7 +153,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"only {loaded} of {num_elements} elements of {name} were published"
             )
 
-    def require_late_parameters(self, *, partial: bool = False) -> None:
+    def require_late_parameters(self) -> None:
         """Refuse other parameters than loaders registered when the engine was started."""
         for path, (module, name) in self._late.items():
             served = self._served_late.get(path)
@@ -167,7 +167,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise WeightsMismatchError(
                     f"{path} was published as {list(shape)}; the engine has {list(served)}"
                 )
-        if not partial and (missing := self._served_late.keys() - self._late.keys()):
+        if missing := self._served_late.keys() - self._late.keys():
             raise WeightsMismatchError(
                 f"{listed(sorted(missing))} of the engine's model was not published"
             )

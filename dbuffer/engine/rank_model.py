@@ -44,10 +44,9 @@ class RankModel:
         self._state = state
         self.serving = state.model = rank.make_model(state.model)
         """The model as it serves."""
-        self._partial = options.partial
         self.reading = threading.Lock()
         """Held while the stager's thread may read the model's weights."""
-        self._shape_check = rank.make_check(partial=options.partial)
+        self._shape_check = rank.make_check()
         self._traces: list[tuple[Layout, LoadTrace]] = []
         self.unused = UnusedTensors(
             options.store,
@@ -63,7 +62,6 @@ class RankModel:
             self._shape_check,
             plans=options.plan,
             patches=options.attests(on_device=rank.on_device) and rank.on_device,
-            partial=options.partial,
             not_weights=rank.not_weights,
             packing=rank.packing if options.images else None,
         )
@@ -77,13 +75,7 @@ class RankModel:
         """Refuse a version that cannot be loaded."""
         refuse_adapter(snapshot.metadata)
         layout = snapshot.layout
-        self.require_no_mix(layout, snapshot.version)
-        specs = list(layout.specs)
-        if self._partial:
-            # A layer that comes alone may be loaded by any of a tied tensor's names.
-            stored = {spec.name: spec for spec in specs}
-            specs += [stored[name]._replace(name=alias) for alias, name in layout.aliases.items()]
-        trace = self._shape_check(specs, layout.aliases)
+        trace = self._shape_check(layout.specs, layout.aliases)
         # A version is loaded as it was recorded, and the one before may be loaded again.
         self._traces = [(layout, trace), *self._traces][:_KEPT_TRACES]
         self.unused.check(trace)
@@ -155,14 +147,11 @@ class RankModel:
 
     def load(self, staged: Staged) -> None:
         """Load a version. A failure leaves a mix, to be repaired at once."""
-        self._state.loaded_names.add(staged.layout.all_names, staged.version)
         switch = self._switch_of(staged)
         if switch is not None and switch.is_enough:
             self._loader.apply(switch)
             return
         assert staged.tensors is not None  # noqa: S101 - or the switch were enough
-        if self._state.must_reload and self._partial:
-            self._loader.load_checkpoint()  # for the layers that are in no version
         trace = self._trace_of(staged.layout)
         tensors = dict(self._as_offered(staged.tensors, staged.layout))
         self._loader.reload(tensors, trace, switch)
@@ -170,7 +159,6 @@ class RankModel:
     def load_checkpoint(self) -> None:
         """Load the weights that the engine was started with."""
         self._loader.load_checkpoint()
-        self._state.loaded_names.forget()
 
     def refuse_to_serve(self, reason: str) -> None:
         """Let every step of the model fail, until :meth:`serve_again`."""
@@ -185,11 +173,6 @@ class RankModel:
         """Reload all weights with the next version: something else wrote them."""
         self._state.note_foreign_load()
         self._loader.forget()
-
-    def require_no_mix(self, layout: Layout, version: int) -> None:
-        """Refuse a partial version that lacks tensors which an earlier one contained."""
-        if self._partial:
-            self._state.loaded_names.require_all(layout.all_names, version)
 
     def unread(self, staged: Staged) -> Unread:
         """Return what this rank does not read of a version."""

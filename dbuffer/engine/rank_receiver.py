@@ -379,8 +379,6 @@ class RankReceiver:
                 version = staged.id
                 del staged  # never two versions in memory at once
                 staged = self._take_whole(version)
-            # Once more: it may have been checked before the version before it was loaded.
-            self._model.require_no_mix(staged.layout, staged.version)
         # All ranks must learn of it, whatever it is; else they would wait for this one.
         except Exception as error:  # noqa: BLE001
             return None, error
@@ -499,12 +497,10 @@ class RankReceiver:
 
     def _load_again(self, goal: VersionId | None) -> None:
         self._note_unattested()
-        if goal is None or self.options.partial:
-            # A partial version does not tell what a later one has overwritten in addition.
-            self._model.load_checkpoint()
         if goal is not None:
             self._model.load(self._take_whole(goal))
         else:
+            self._model.load_checkpoint()
             self._state.note_loaded(None, self.options.store, {})
 
     def _on_all_ranks(self, action: Callable[[], None]) -> list[str | None]:

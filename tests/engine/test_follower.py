@@ -503,15 +503,6 @@ def test_sleeping_server_is_neither_resumed_nor_paused_anew_when_following_begin
         assert engine.paused, "whoever wakes it resumes it"
 
 
-def test_lost_layers_that_no_version_has_come_from_the_checkpoint(scene):
-    with scene.serving(partial=True) as follower:
-        loaded = []
-        scene.engine.model.load_checkpoint = lambda: loaded.append("checkpoint")
-        reload_another_checkpoint(scene.engine)
-        assert follower.sync() is not None
-        assert (scene.engine.serves, loaded) == ((1, "1"), ["checkpoint"])
-
-
 def test_store_that_is_begun_anew_while_the_engine_sleeps_is_followed(scene, sender):
     scene.publish(1, 2, 3)
     follower = scene.follower()

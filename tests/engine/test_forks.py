@@ -144,28 +144,6 @@ def test_a_rank_refuses_by_itself(scene):
             assert scene.engine.version == OLD
 
 
-def test_a_partial_version_of_the_next_run_leaves_no_mix(scene):
-    """Tensors of the run before that this one lacks would stay."""
-    with scene.follower(partial=True) as follower:
-        follower.sync()
-        remove_store(scene.store)
-        with dbuffer.WeightSender(scene.store) as sender:
-            weights = SMALL.weights(NEW)
-            sender.send({name: weights[name] for name in SMALL.names[:3]})
-
-            def is_refused() -> bool:
-                """For what does not fit; at first perhaps for there being nothing, a moment ago."""
-                with pytest.raises(EngineUpdateError) as caught:
-                    follower.sync()
-                return "WeightsMismatchError" in str(caught.value)
-
-            until("it is refused", is_refused, WAIT_S)
-            assert scene.engine.version == OLD
-            sender.send(weights)
-            follower.sync()
-            assert scene.engine.version == NEW
-
-
 @NUMBERS
 def test_an_engine_behind_a_mirror_goes_on_with_it(scene, tmp_path, version):
     local = str(tmp_path / "local")

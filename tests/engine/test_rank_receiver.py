@@ -116,7 +116,7 @@ class PlannedRank(Rank):
         super().__init__(model, ranks)
         self.module = model
 
-    def make_check(self, *, partial: bool) -> ShapeCheck:
+    def make_check(self) -> ShapeCheck:
         with torch.device("meta"):
             return ShapeCheck(Watched(Model(self.ranks.rank)))
 

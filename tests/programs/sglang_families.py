@@ -29,8 +29,6 @@ class Case:
     family: str
     arguments: dict[str, Any] = field(default_factory=dict)
     """Of the engine."""
-    following: dict[str, Any] = field(default_factory=dict)
-    """Options of its follower."""
     models: tuple[str, ...] = ()
     """SGLang's modules that have its model; none: that of the family's name."""
     refused: str = ""
@@ -61,7 +59,6 @@ CASES = {
         "qwen3-moe", {"dtype": "bfloat16"}, models=("qwen3_moe", "qwen2_moe")
     ),
     "two replicas": Case("qwen3", {"dp_size": 2}, refused="dp_size above 1 cannot be followed"),
-    "a part of it": Case("qwen3", following={"partial": True}, refused="takes whole models"),
     # On a CPU it lacks the kernel to answer with, but is made and loaded as on a GPU.
     "quantised as it loads": Case(
         "qwen3",
@@ -80,7 +77,7 @@ def run(directory: Path, case: Case) -> None:
             sender.send(pair[1])
             engine = start_engine(pair[0], **arguments)
             with pytest.raises(dbuffer.UnsupportedError, match=re.escape(case.refused)):
-                follow(engine, store, **case.following).sync()
+                follow(engine, store).sync()
         return
     other = start_engine(pair[1], **arguments)
     fresh = [greedy(other)]

@@ -25,7 +25,6 @@ from tests.support.engines.tiny_models import (
     SPECIAL_TOKENS,
     compressed_tensors,
     make_model,
-    save_mixed,
     save_model,
     save_tokenizer,
     weights_in,
@@ -75,7 +74,6 @@ FUSED = ("tensor", True, "bfloat16")
 """The parts of a fused layer bring more scales than it holds: vLLM's reload miscounts them."""
 HAS_FP8_CACHES = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 
-SINKS = ("model.layers.0.self_attn.sinks", "model.norm.weight")
 MLP = "model.layers.0.mlp."
 
 COPIED: tuple[list[str], list[str]] = ["of all"] * 2, []
@@ -135,18 +133,18 @@ def run(directory: Path) -> None:
     # What a model writes past its loaders, vLLM's reload would leave as the version before has it.
     # In float32, vLLM's CPU builds before 0.31 have no attention with sinks.
     # Since 0.33, the sinks have a loader.
-    past, part = "attn.sinks", SINKS
+    past = "attn.sinks"
     if vllm_release() >= (0, 33):
-        past, part = "mlp.experts.routed_experts.w13_weight", ()
+        past = "mlp.experts.routed_experts.w13_weight"
     problem = f"GptOssForCausalLM writes model.layers.0.{past} past its loader"
-    refuse_whole_and_part(directory / "sinks", sinks, problem, part, dtype="bfloat16")
+    refuse(directory / "sinks", sinks, problem, dtype="bfloat16")
     refuse_packed_convolution(directory / "convolution", convolution)
     quantised = [switch_int8(directory / case, int8[case], INT8[case][2]) for case in INT8]
     llm, pair = quantised[0], int8[next(iter(INT8))]
     go_back_after_a_failed_load(directory / "failures", pair, llm)
     refuse_unquantised(directory / "unquantised", pairs["qwen3 live"][0], llm)
     problem = "takes model.layers.0.mlp.gate_up_proj for whole"
-    refuse_whole_and_part(directory / "fused", fused, problem, dtype=FUSED[2])
+    refuse(directory / "fused", fused, problem, dtype=FUSED[2])
     if HAS_FP8_CACHES:
         switch_scales(directory / "scales", scaled, plain)
 
@@ -278,19 +276,15 @@ def switch_there_and_back(
 
 
 def switch_int8(directory: Path, pair: list[Path], dtype: str) -> Any:
-    """Switch an engine to a part, and then to the whole; return it."""
-    part = part_of(pair[1])
-    mixed = save_mixed(pair[0], part, directory / "mixed")
-    engines = [start_llm(path, dtype=dtype) for path in (*pair, mixed)]
-    before, after, between = fresh = [greedy(llm) for llm in engines]
+    """Switch an engine to another checkpoint, and not to one without scales; return it."""
+    engines = [start_llm(path, dtype=dtype) for path in pair]
+    before, after = fresh = [greedy(llm) for llm in engines]
     require_different(before, after)
-    assert between not in (before, after)
-    with following(engines[0], directory / "parts", partial=True) as switch:
-        without = {n: t for n, t in part.items() if not n.endswith("weight_scale")}
-        error, tokens = switch(without)
-        assert "of model.layers.0.mlp.gate_up_proj came without its weight_scale" in error
+    with following(engines[0], directory / "unscaled") as switch:
+        weights = weights_in(pair[1])
+        error, tokens = switch({n: t for n, t in weights.items() if not is_scale_of_mlp(n)})
+        assert "elements of model.layers.0.mlp.gate_up_proj.weight_scale were published" in error
         assert tokens == before
-        assert switch(part) == [None, between]
     switch_there_and_back(engines[0], directory / "store", pair, fresh, RELOADED)
     return engines[0]
 
@@ -353,20 +347,14 @@ def refuse_unquantised(store: Path, checkpoint: Path, llm: Any) -> None:
     assert after == before
 
 
-def refuse_whole_and_part(
-    directory: Path, checkpoint: Path, problem: str, part: tuple[str, ...] = (), **more: Any
-) -> None:
-    """A version of a whole model and one of a part, each to a follower of its own."""
+def refuse(directory: Path, checkpoint: Path, problem: str, **more: Any) -> None:
     llm = start_llm(checkpoint, **more)
     before = greedy(llm)
-    weights = weights_in(checkpoint)
-    for partial in (False, True):
-        content = {name: weights[name] for name in part} if partial and part else checkpoint
-        with following(llm, directory / f"store-{partial}", partial=partial) as switch:
-            error, tokens = switch(content)
-        assert error.startswith("EngineUpdateError: ")
-        assert problem in error
-        assert tokens == before
+    with following(llm, directory / "store") as switch:
+        error, tokens = switch(checkpoint)
+    assert error.startswith("EngineUpdateError: ")
+    assert problem in error
+    assert tokens == before
 
 
 def require_refused_at_once(llm: Any, store: Path, problem: str | None) -> None:
@@ -401,7 +389,7 @@ def refuse_latent_attention(directory: Path, checkpoint: Path) -> None:
 def switch_scales(store: Path, scaled: Path, plain: Path) -> None:
     """Scales of caches that do not come are the defaults, as where an engine is started so.
 
-    They are not those of the version before. A part leaves them as they are.
+    They are not those of the version before.
     """
 
     def ask(llm: Any) -> list[list[int]]:
@@ -410,15 +398,13 @@ def switch_scales(store: Path, scaled: Path, plain: Path) -> None:
     llm, other = (start_llm(each, kv_cache_dtype="fp8") for each in (scaled, plain))
     with_scales, without = ask(llm), ask(other)
     require_different(with_scales, without)
-    with following(llm, store, ask, partial=True) as switch:
-        assert switch(part_of(plain)) == [None, with_scales]
     with following(llm, store, ask) as switch:
         assert switch(plain) == [None, without]
         assert switch(scaled) == [None, with_scales]
 
 
-def part_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return {n: tensor for n, tensor in weights_in(checkpoint).items() if n.startswith(MLP)}
+def is_scale_of_mlp(name: str) -> bool:
+    return name.startswith(MLP) and name.endswith("weight_scale")
 
 
 if __name__ == "__main__":

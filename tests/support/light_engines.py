@@ -111,7 +111,7 @@ class Rank:
     def make_model(self, before: Any) -> Any:
         return before or self.model
 
-    def make_check(self, *, partial: bool) -> Any:
+    def make_check(self) -> Any:
         def check(specs: Sequence[TensorSpec], aliases: Any = None) -> LoadTrace:
             self.require_fitting(names := [spec.name for spec in specs])
             return LoadTrace({}, frozenset(names))

@@ -125,7 +125,6 @@ def plan_copies(
     trace: LoadTrace,
     check: ShapeCheck,
     *,
-    partial: bool,
     packing: Packing | None,
     reloaded: Mapping[str, str],
 ) -> CopyPlan:
@@ -153,8 +152,7 @@ def plan_copies(
     parameters = {name: live[name] for name in traced if name not in in_images}
     plan = CopyPlan(traced, parameters, packed, reloaded, sources)
     plan.places = _places_of(model, plan.written)
-    if not partial:
-        _require_all_parameters(model, plan)
+    _require_all_parameters(model, plan)
     return plan
 
 

@@ -71,7 +71,6 @@ class WeightLoader:
         *,
         plans: bool = True,
         patches: bool = False,
-        partial: bool = False,
         not_weights: Collection[str] = (),
         packing: Packing | None = None,
     ) -> None:
@@ -81,7 +80,6 @@ class WeightLoader:
         self._check = check
         self._plans = plans
         self._may_patch = patches
-        self._partial = partial
         self._packing = packing
         # The engine's generators are seeded, and sample tokens.
         self._random = np.random.default_rng()
@@ -171,7 +169,6 @@ class WeightLoader:
                 self._model,
                 self._trace,
                 self._check,
-                partial=self._partial,
                 packing=self._packing,
                 reloaded=self._reloaded,
             )
@@ -275,7 +272,7 @@ class WeightLoader:
             self._load(reloaded, partial=True)
 
     def _reload(self, tensors: Tensors) -> None:
-        self._load(tensors, partial=self._partial)
+        self._load(tensors, partial=False)
 
     def _load(self, tensors: Tensors, *, partial: bool) -> None:
         self._serving.load(self._given(tensors), partial=partial)

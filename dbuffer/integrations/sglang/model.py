@@ -36,7 +36,7 @@ class SglangModel:
         self._device = next(model.parameters()).device
         self._forms = self._forms_now()
 
-    def load(self, tensors: Pairs, *, partial: bool) -> None:  # noqa: ARG002 - never, see the check
+    def load(self, tensors: Pairs, *, partial: bool) -> None:  # noqa: ARG002 - SGLang fills what comes
         self._load(tensors)
 
     def require_reloadable(self) -> None:

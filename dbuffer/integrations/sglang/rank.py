@@ -10,7 +10,6 @@ from dbuffer.engine.contract import EngineRank, ServingModel
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.shape_check import ShapeCheck
-from dbuffer.errors import UnsupportedError
 from dbuffer.integrations.sglang.model import SglangModel, sglang_shape_check
 
 
@@ -30,7 +29,5 @@ class SchedulerRank(EngineRank):
         """Return the model, to swap weights in."""
         return SglangModel(self.module)
 
-    def make_check(self, *, partial: bool) -> ShapeCheck:
-        if partial:
-            raise UnsupportedError("an SGLang engine takes whole models: partial=True")
+    def make_check(self) -> ShapeCheck:
         return sglang_shape_check(self.module, tp_size=self.ranks.size)

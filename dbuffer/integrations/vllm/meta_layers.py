@@ -32,9 +32,7 @@ _DEFERRING = "online_process_loader"
 """Name of the loaders that vLLM wraps others in."""
 
 
-def vllm_shape_check(
-    vllm_config: Any, serving: torch.nn.Module, *, partial: bool = False
-) -> ShapeCheck:
+def vllm_shape_check(vllm_config: Any, serving: torch.nn.Module) -> ShapeCheck:
     """Make a check with a copy of the model that serves, on the worker's main thread.
 
     Raises:
@@ -54,7 +52,7 @@ def vllm_shape_check(
     for tensor in (*model.parameters(), *model.buffers()):
         _unwrap_online_quantization(tensor)
     tp_size = vllm_config.parallel_config.tensor_parallel_size
-    meta = VllmMetaModel(model, serving, tp_size=tp_size, partial=partial)
+    meta = VllmMetaModel(model, serving, tp_size=tp_size)
     text_config = vllm_config.model_config.hf_text_config
 
     def is_spare(name: str) -> bool:
@@ -163,9 +161,7 @@ def _unwrap_online_quantization(tensor: Any) -> None:
 class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
     """Counts by layer too: a module's own parameters and buffers, which vLLM reloads as one."""
 
-    def __init__(
-        self, model: torch.nn.Module, serving: torch.nn.Module, *, tp_size: int, partial: bool
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, serving: torch.nn.Module, *, tp_size: int) -> None:
         super().__init__(
             model,
             embedding=VocabParallelEmbedding,
@@ -173,7 +169,6 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
             tp_size=tp_size,
             serving=serving,
         )
-        self._partial = partial
         # Layer of each tensor, and the elements at which vLLM takes that for whole.
         self._layers: dict[int, tuple[str, int]] = {}
         self._loaded_of_layer: dict[str, int] = {}
@@ -215,14 +210,19 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         self._loaded_of_layer[prefix] = counted + min(count, _count_loadable(tensor))
 
     def require_complete(self) -> None:
-        """Raise :class:`WeightsMismatchError` if a tensor, or part of a layer, is missing."""
-        self.require_late_parameters(partial=self._partial)
+        """Raise :class:`WeightsMismatchError` if a tensor, or a part of one, is missing.
+
+        vLLM's reload leaves the missing buffers of a layer that gets others uninitialized.
+        """
+        self.require_late_parameters()
         self._refuse_loads_past_loaders()
-        if not self._partial:
-            for name, parameter in self.model.named_parameters():
-                if id(parameter) not in self._optional:
-                    self.require_whole(name, parameter, _count_loadable(parameter))
-        self._require_whole_layers()
+        for prefix, module in self.model.named_modules():
+            parameters, buffers = tables_of(module)
+            is_reloaded = any(map(self.count_of, [*parameters.values(), *buffers.values()]))
+            for name, tensor in (parameters | buffers if is_reloaded else parameters).items():
+                is_optional = id(tensor) in self._optional and not self.count_of(tensor)
+                if tensor is not None and not is_optional:
+                    self.require_whole(f"{prefix}.{name}", tensor, _count_loadable(tensor))
 
     def _refuse_loads_past_loaders(self) -> None:
         """Refuse loads past a tensor's loader: reload has other tensors there, and misses them."""
@@ -242,29 +242,6 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
                     f"{type(self.model).__name__} writes {name} past its loader, where vLLM's "
                     "reload leaves the weights as they were: only an engine's start can load it"
                 )
-
-    def _require_whole_layers(self) -> None:
-        """Refuse a layer that was loaded in part: vLLM leaves its missing parts uninitialized."""
-        num_loaded = 0
-        for prefix, module in self.model.named_modules():
-            own = {name: tensor for table in tables_of(module) for name, tensor in table.items()}
-            missing = [
-                name
-                for name, tensor in own.items()
-                if tensor is not None and id(tensor) not in self._optional
-                if not self.count_of(tensor)
-            ]
-            loaded = [name for name, tensor in own.items() if self.count_of(tensor)]
-            num_loaded += len(loaded)
-            for name in loaded:
-                self.require_whole(f"{prefix}.{name}", own[name], _count_loadable(own[name]))
-            if loaded and missing:
-                raise WeightsMismatchError(
-                    f"{', '.join(loaded)} of {prefix} came without its {', '.join(missing)}: "
-                    "publish all of a layer, or nothing of it"
-                )
-        if not num_loaded:
-            raise WeightsMismatchError("nothing of the engine's model was published")
 
 
 def _shares_of_experts(model: torch.nn.Module) -> Iterator[tuple[int, int]]:

@@ -58,8 +58,8 @@ class WorkerRank(EngineRank):
         """Return the model to load into: the one before, which knows whether it may serve."""
         return before or VllmModel(self._vllm_config, self.module, self.device)
 
-    def make_check(self, *, partial: bool) -> ShapeCheck:
-        return vllm_shape_check(self._vllm_config, self.module, partial=partial)
+    def make_check(self) -> ShapeCheck:
+        return vllm_shape_check(self._vllm_config, self.module)
 
 
 @contextlib.contextmanager

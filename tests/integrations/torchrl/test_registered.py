@@ -275,7 +275,7 @@ class WithoutValueHead(LightEngine):
     def make_rank(self) -> Rank:
         rank = super().make_rank()
         unused = LoadTrace({}, frozenset(SMALL.names), unused=("value_head",))
-        rank.make_check = lambda *, partial: lambda *_: unused  # type: ignore[method-assign]
+        rank.make_check = lambda: lambda *_: unused  # type: ignore[method-assign]
         return rank
 
 
