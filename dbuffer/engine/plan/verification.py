@@ -55,7 +55,6 @@ class Verifier:
     """Its threads compare."""
     not_weights: Collection[str]
     """Attributes in the model that serving changes."""
-    random: np.random.Generator
 
     def verify(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
         """Load a version by a reload, and verify the plan of a switch to it.
@@ -69,7 +68,8 @@ class Verifier:
         """
         plan = switch.plan
         plan.verified_for = None
-        stand_ins = stand_ins_for(tensors, plan.reloaded_sources, self.random)
+        # The engine's generators are seeded, and sample tokens.
+        stand_ins = stand_ins_for(tensors, plan.reloaded_sources, np.random.default_rng())
         # Anything may be in a model, and a switch must not fail because it cannot be looked at.
         try:
             self.reload(stand_ins)
