@@ -23,7 +23,6 @@ from dbuffer.engine import messages
 from dbuffer.engine.contract import ENDPOINT_ATTR, EngineRank, ModelState
 from dbuffer.engine.engine_options import NO_STORE_YET, EngineOptions
 from dbuffer.engine.rank_receiver import RankReceiver, by_rank
-from dbuffer.engine.shape_check import no_places
 from dbuffer.runtime.messages import described
 
 logger = logging.getLogger(__name__)
@@ -130,8 +129,6 @@ class RankEndpoint:
                 # The engine generates, and must not wait for a disk.
                 threading.Thread(target=receiver.acknowledge, name="dbuffer-acknowledge").start()
                 return receiver.engine_record
-            case "check":
-                _check(make_rank(), request)
             case "forget":
                 self.following()
                 self.note_foreign_load("a request to load it again")
@@ -287,9 +284,3 @@ def waking_up(model_of: Callable[[], Any]) -> Iterator[None]:
     """Read and write a model's weights again, once they were woken."""
     yield
     RankEndpoint.of(model_of()).note_awake()
-
-
-def _check(rank: EngineRank, request: messages.RankRequest) -> None:
-    trace = rank.make_check()(request.tensors)
-    if trace.unused and not rank.is_pipeline_stage and not request.allows_unused:
-        raise errors.WeightsMismatchError(no_places(trace.unused))

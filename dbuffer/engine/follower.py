@@ -26,7 +26,7 @@ from typing import Any
 from dbuffer import errors
 from dbuffer.engine.contract import Engine, EngineFacts, PauseMode
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.engine.messages import RankRequest, specs_of, worst_of
+from dbuffer.engine.messages import RankRequest
 from dbuffer.engine.reporting import FollowerReport, Switch
 from dbuffer.engine.store_view import StoreView, engine_id_of
 from dbuffer.engine.weight_label import WeightLabel, describe_weights, served_by
@@ -584,22 +584,6 @@ class Follower(Closing):
                 ) from error
 
         return TranslatedErrors(translate)
-
-    def mismatches(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
-        """Return why such tensors do not fit, for each rank on which they do not.
-
-        Args:
-            tensors: name, dtype (``"bfloat16"``) and shape of each.
-        """
-        with self._translating("check the tensors"):
-            may_warn = self._options_for(self._engine.facts()).unused_tensors == "warn"
-            answers = self._engine.call(
-                RankRequest("check", tensors=specs_of(tensors), allows_unused=may_warn)
-            )
-            worst = worst_of(answers)
-        if worst is not None and not isinstance(worst, errors.WeightsMismatchError):
-            raise worst
-        return [str(answer) for answer in answers if answer is not None]
 
     def apply_once(self, store: str) -> None:
         """Load the newest version of another store, then follow this one again.

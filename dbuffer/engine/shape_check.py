@@ -193,7 +193,7 @@ class ShapeCheck:
         return tensors, None, None
 
 
-def no_places(unused: Sequence[str]) -> str:
+def _no_places(unused: Sequence[str]) -> str:
     """Return a message: these tensors were published for a model that has no places for them."""
     return (
         f"the engine's model has no place for {listed(unused)}, and would answer as a model "
@@ -317,7 +317,7 @@ class UnusedTensors:
 
     def _refuse_or_warn(self, unused: Sequence[str]) -> None:
         if unused and self._treatment == "refuse":
-            raise WeightsMismatchError(no_places(unused))
+            raise WeightsMismatchError(_no_places(unused))
         new = [each for each in unused if each not in self._warned]
         if new and self._is_first:
             logger.warning(
