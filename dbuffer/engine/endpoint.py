@@ -117,6 +117,9 @@ class RankEndpoint:
                     if_idle=request.if_idle,
                     takes_over=request.takes_over,
                 )
+            case "reserve":
+                assert request.update is not None  # noqa: S101 - parsed
+                self.following().reserve(request.update)
             case "update":
                 assert request.update is not None  # noqa: S101 - parsed
                 receiver = self.following()

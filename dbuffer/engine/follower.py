@@ -1,14 +1,17 @@
 """`Follower`: switches an engine to a store's newest version, call by call.
 
-One switch: wait until every rank has the version ready, which costs the engine nothing; pause,
-which drops all caches; let the ranks agree and load; read the outcome from the engine's record; set
-the engine's label, which it reports with its responses; resume; acknowledge, as senders wait for
-that. Caches go first, because that can fail, and a failure must come before the weights change;
-nothing fills them in a pause.
+One switch (`Follower.sync`, in its caller's thread; the ranks act in the engine's processes):
 
-The engine's record is the one statement about an attempt. Its first rank answers with it, and
-writes it into the store once it is acknowledged, or the attempt has failed. Any other answer only
-gives a failure its words.
+1. `_wait_ready`: each rank's stager has the version ready, and the ranks reserve it, so that none
+   replaces it by a newer one. The engine serves meanwhile.
+2. `_pause`, where the pause begins: the engine makes no step, and drops its caches, unless the mode
+   is ``in_place``. That can fail, and a failure must precede the change of the weights.
+3. `_load`: the ranks agree and load (`RankReceiver.update`, in each worker's main thread). The
+   engine's record, which its first rank answers with, is the one statement about the outcome; any
+   other answer only gives a failure its words. `_adopt_record` sets the engine's label.
+4. `_label_and_resume`, where the pause ends.
+5. `_acknowledge`: the record is written into the store, in a thread of the first rank's process.
+   Senders wait for it.
 """
 
 from __future__ import annotations
@@ -355,7 +358,7 @@ class Follower(Closing):
         switch: Switch | None = None
         try:
             view = self._start_and_resume()
-            if force and view.newer_than(None) is not None:  # which all weights can come from
+            if force and view.newer_than(None) is not None:
                 with self._translating("forget its weights"):
                     self._engine.do(RankRequest("forget"))
                 self._refresh_applied(view)
@@ -388,6 +391,8 @@ class Follower(Closing):
         record = self._record
         if record is None or not record.is_attestable or self._engine.is_idle():
             return
+        if self._view is not None and self._view.facts.begins_paused:
+            return  # its ranks, which tell each other, can do so in a pause alone
         with self._translating("compare its weights"):
             record = self._engine.do(RankRequest("attest"))
         if record is not None:
@@ -423,15 +428,30 @@ class Follower(Closing):
     ) -> float:
         """Wait until all ranks have the version ready; return the seconds that it took."""
         timeout_s = view.options.timeout_s if timeout_s is None else timeout_s
-        started = time.monotonic()
-        view.wait_ready(
-            goal, self._applied, timeout_s, stop_event, require_alive=self._engine.require_alive
-        )
-        # A background follower waits, without a failure, for the program to go on generating.
-        while stop_event is not None and self._engine.is_idle():
-            if stop_event.wait(TIMING.stop_check_s):
-                raise errors.ClosedError("following was stopped")
-        return time.monotonic() - started
+        started, left_s = time.monotonic(), timeout_s
+        while True:
+            require_alive = self._engine.require_alive
+            view.wait_ready(goal, self._applied, left_s, stop_event, require_alive=require_alive)
+            # A background follower waits, without a failure, for the program to go on generating.
+            while stop_event is not None and self._engine.is_idle():
+                if stop_event.wait(TIMING.stop_check_s):
+                    raise errors.ClosedError("following was stopped")
+            left_s = max(0.0, started + timeout_s - time.monotonic())
+            if self._reserve(goal) or not left_s:
+                return time.monotonic() - started
+            time.sleep(min(left_s, TIMING.look_s))
+
+    def _reserve(self, goal: int | VersionId) -> bool:
+        """Let each rank keep the version that it has ready; return whether all have one.
+
+        A newer one, which may come at any moment, would be staged while the engine is paused.
+        """
+        with self._translating("keep the version that is ready"):
+            try:
+                self._engine.do(RankRequest("reserve", update=_update_to(goal)))
+            except errors.EngineUpdateError:
+                return False
+        return True
 
     def _switch(self, view: StoreView, goal: int | VersionId, wait_s: float) -> Switch:
         started = time.monotonic()
@@ -489,8 +509,7 @@ class Follower(Closing):
                 this attempt, and it may have anything.
         """
         attempt = secrets.token_hex(8)
-        run = goal.run if isinstance(goal, VersionId) else None
-        update = UpdateRequest(at_least=number_of(goal), run=run, attempt=attempt)
+        update = _update_to(goal, attempt)
         self._note("lost")  # until the record says how the attempt ended
         started = time.monotonic()
         error: Exception | None = None
@@ -673,3 +692,8 @@ class Follower(Closing):
         """Allow another follower of the engine."""
         for key in [key for key, follower in _followers.items() if follower is self]:
             del _followers[key]
+
+
+def _update_to(goal: int | VersionId, attempt: str | None = None) -> UpdateRequest:
+    run = goal.run if isinstance(goal, VersionId) else None
+    return UpdateRequest(at_least=number_of(goal), run=run, attempt=attempt)

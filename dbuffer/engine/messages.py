@@ -1,7 +1,7 @@
 """Requests to an engine's ranks, and their answers; both travel as JSON.
 
-An answer is None, or an error whose class, never its wording, gives the engine's state. After an
-update, the engine's first rank answers with the engine's record, which tells the outcome.
+An answer is None, or an error, whose class tells what state the engine is in. After an update, the
+engine's first rank answers with the engine's record, which tells the outcome.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ class RankRequest:
     """Request to all ranks of an engine.
 
     * ``begin``: follow a store, in place of the one that was followed before;
+    * ``reserve``: keep the version that is ready for an update to come, or answer an error;
     * ``update``: switch to a version, and answer the engine's record;
-    * ``acknowledge``: write that record into the store, and answer it;
+    * ``acknowledge``: answer that record, and let a thread write it into the store;
     * ``attest``: collect the ranks' comparisons of their weights, and answer that record;
     * ``forget``: treat the model's weights as unknown, so that the next update reloads all of them;
     * ``awake``: answer whether the weights are awake;
     * ``end``: stop following; the model keeps its weights.
     """
 
-    call: Literal["begin", "update", "acknowledge", "attest", "forget", "awake", "end"]
+    call: Literal["begin", "reserve", "update", "acknowledge", "attest", "forget", "awake", "end"]
     _: KW_ONLY
     options: EngineOptions | None = None
     """Options to begin with."""
@@ -72,6 +73,7 @@ _ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "if_idle": partial(checks.flag, "if_idle"),
         "takes_over": partial(checks.flag, "takes_over"),
     },
+    "reserve": {"update": UpdateRequest.parse},
     "update": {"update": UpdateRequest.parse},
     "acknowledge": {},
     "attest": {},

@@ -38,7 +38,10 @@ _KEPT_TRACES = 4
 
 
 class RankModel:
-    """Checks versions against the model, prepares them for it, and loads them."""
+    """Checks versions against the model, prepares them for it, and loads them.
+
+    The stager and `RankReceiver` call it; it calls a `WeightLoader`, which knows no store.
+    """
 
     def __init__(self, rank: EngineRank, options: EngineOptions, state: ModelState) -> None:
         self._state = state

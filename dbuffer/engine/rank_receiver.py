@@ -1,8 +1,8 @@
 """`RankReceiver`: the receiver of one rank, which switches together with all others.
 
-A switch has two halves. *Prepare*: every rank takes the version from its stager, where it has been
-held, checked against its checksums and against the model's shapes while the engine served; then
-all ranks tell each other. If one cannot, none goes on, and the engine serves on as it was.
+A switch has two halves. *Prepare*: every rank takes the version from its stager, where it was
+checked against the model (and verified, on a network mount by default) while the engine served;
+then all ranks tell each other. If one cannot, none goes on, and the engine serves on as it was.
 *Commit*: every rank loads; then all tell each other again. If one failed there, all go back to the
 version before; if that fails too, all refuse to serve.
 """
@@ -65,7 +65,8 @@ class _Offer(NamedTuple):
 class RankReceiver:
     """Follows a store for one rank of an engine.
 
-    Its methods are called on all ranks, from the worker's main thread.
+    Its methods are called on all ranks, from the worker's main thread; but :meth:`acknowledge` from
+    any thread, and `_show_engine` from the stager's.
     """
 
     def __init__(self, rank: EngineRank, options: EngineOptions, state: ModelState) -> None:
@@ -220,6 +221,16 @@ class RankReceiver:
         if newest and newest >= version:
             self.update(UpdateRequest(at_least=version))
             self._stager.leave_device()  # the engine is about to allocate its caches there
+
+    def reserve(self, request: UpdateRequest) -> None:
+        """Keep the version that is ready until the update, which is made in a pause.
+
+        Raises:
+            EngineUpdateError: this rank is staging a newer version in its place.
+        """
+        request = self.options.admit(request)
+        if not self._has_already(request) and not self._stager.reserve(request.goal or 1):
+            raise EngineUpdateError(f"rank {self.ranks.rank} is staging a newer version")
 
     def update(self, request: UpdateRequest | OptionError) -> None:
         """Switch the engine to a version. Nothing may be generating.
@@ -541,7 +552,10 @@ class RankReceiver:
         self.acknowledge()
 
     def _set_record(self, stats: dict[str, float] | None = None) -> None:
-        """Set the fields of the engine's record, to be written later."""
+        """Set the fields of the engine's record, to be written later.
+
+        ``stats``: of an update, empty if it loaded nothing. Default: as they are.
+        """
         problem, version = self._problem
         applied = self._applied
         self._record.set_anew(
@@ -554,7 +568,7 @@ class RankReceiver:
             is_attestable=self._is_attestable,
             state="serving" if self._state.broken is None else "broken",
             attempt=self._attempt,
-            stats=stats or self._record.current.stats,
+            stats=self._record.current.stats if stats is None else stats,
         )
 
 

@@ -47,7 +47,7 @@ class Switch:
 
     version: int
     stage_s: float
-    """Seconds to make it ready on the slowest rank, while the engine served."""
+    """Seconds to make it ready on the engine's first rank, while the engine served."""
     wait_s: float
     """Seconds from seeing it in the store to its being ready on all ranks."""
     pause_s: float
@@ -203,7 +203,7 @@ def _registered() -> dict[str, Any]:
         **{name: gauge(name, text) for name, text in GAUGES.items()},
         RUN: gauge(RUN, "1 for the run of the version that the engine serves.", RUN),
         "bytes": counter("bytes", "Bytes of weights applied, per rank."),
-        "stage_seconds": seconds("stage_seconds", "Making a version ready on the slowest rank."),
+        "stage_seconds": seconds("stage_seconds", "Making a version ready on the first rank."),
         "pause_seconds": seconds("pause_seconds", "Engine paused for a switch."),
         "failures": counter("failures", "Attempts to keep it on the newest version that failed."),
     }

@@ -41,6 +41,9 @@ from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
 
+RESERVED_S = 10.0
+"""Longest time for which a version that is ready is kept for an engine that is about to pause."""
+
 DEVICE_RESERVE_BYTES = 1 << 30
 """Memory of a device that is left to others: a larger batch of the engine's, for instance."""
 
@@ -127,7 +130,8 @@ class State(enum.Enum):
     EMPTY = enum.auto()
     """No version is staged."""
     READY = enum.auto()
-    """A version is staged. A newer one may replace it, unless it answers a request."""
+    """A version is staged. A newer one may replace it, unless it answers a request, or is reserved.
+    """
     TAKEN = enum.auto()
     """A version is in use; no other is staged meanwhile."""
     APPLIED = enum.auto()
@@ -321,6 +325,8 @@ class Stager(ProcessBound):
         self._hold = contextlib.ExitStack()
         """Hold on the staged version, if it is mapped."""
         self._request: _Request | None = None
+        self._reserved_until_s = 0.0
+        """Time until which the version that is ready is not replaced."""
         self._applied = applied
         """Only versions after this one are staged."""
         receiver.record.count(staged=0, staged_bytes=0, stage_s=0.0, evictions=0, failures=0)
@@ -341,6 +347,20 @@ class Stager(ProcessBound):
     def stats(self) -> dict[str, float]:
         """Versions and bytes staged, seconds that took, evictions, failures."""
         return dict(self._receiver.record.current.stats)
+
+    def reserve(self, at_least: int | VersionId) -> bool:
+        """Keep the version that is ready for a call of :meth:`take` to come.
+
+        Return whether this one, or a later one, is ready.
+        """
+        with self._condition:
+            self._require_open()
+            request = self._request_for(None, at_least, is_whole=False)
+            staged = self._staged if self._state is State.READY else None
+            if staged is None or not request.is_met_by(staged):
+                return False
+            self._reserved_until_s = time.monotonic() + RESERVED_S
+            return True
 
     def take(
         self,
@@ -392,6 +412,7 @@ class Stager(ProcessBound):
                     raise request.error
                 assert self._staged is not None  # noqa: S101 - that was the answer
                 self._enter(State.TAKEN)
+                self._reserved_until_s = 0.0
                 return self._staged
             finally:
                 self._request = None
@@ -513,8 +534,16 @@ class Stager(ProcessBound):
         # A version that answers a request is about to be taken.
         if self._state in (State.CLOSED, State.TAKEN) or self._is_answered():
             return False
+        if self._request is None and self._reserved_s > 0:
+            return False
         is_done = self._applied is not None and self._applied.number == self._version
         return self._request is not None or not is_done
+
+    @property
+    def _reserved_s(self) -> float:
+        """Time for which the version that is ready is still reserved."""
+        left_s = self._reserved_until_s - time.monotonic()
+        return max(0.0, left_s) if self._state is State.READY else 0.0
 
     def _drop_unless_taken(self) -> Staged | None:
         """Let go of a version that is not in use; return it, for its memory to be freed later."""
@@ -524,6 +553,7 @@ class Stager(ProcessBound):
         if self._state is State.APPLIED and staged is not None:
             self.attestation = Attestation(staged.id, None)
         self._enter(State.EMPTY)
+        self._reserved_until_s = 0.0
         self._let_go()
         return staged
 
@@ -573,9 +603,12 @@ class Stager(ProcessBound):
         """Wait until a version may be staged; return False once the stager is closed."""
         while True:
             with self._condition:
-                self._condition.wait_for(
-                    lambda: self._state in (State.APPLIED, State.CLOSED) or self._may_stage()
+                is_free = self._condition.wait_for(
+                    lambda: self._state in (State.APPLIED, State.CLOSED) or self._may_stage(),
+                    self._reserved_s or None,
                 )
+                if not is_free:
+                    continue
                 if self._state is not State.APPLIED:
                     self._interrupt.clear()
                     return not self._is_closed

@@ -64,6 +64,9 @@ pytestmark = pytest.mark.timing(retry_min_s=0.05)
 
 until = functools.partial(waiting.until, timeout_s=WAIT_S)
 
+NOT_IN_VAIN_S = 0.3
+"""Wait for what must not come."""
+
 
 @pytest.fixture
 def scene(
@@ -463,6 +466,38 @@ def test_nothing_is_loaded_into_an_engine_that_others_resumed(scene):
         del engine.pause
         assert follower.sync().version == 2
         assert not engine.paused
+
+
+def test_version_that_comes_in_the_pause_does_not_take_the_place_of_the_one_that_is_ready(scene):
+    """Staging it would keep the engine paused."""
+    begun, may_end = threading.Event(), threading.Event()
+    with scene.about_to_switch() as follower:
+        stager, pause = scene.engine.receiver._stager, scene.engine.pause
+        stage = stager._stage
+
+        def stage_slowly(*arguments: Any) -> None:
+            begun.set()
+            assert may_end.wait(WAIT_S)
+            stage(*arguments)
+
+        def pause_and_publish(mode: str) -> None:
+            pause(mode)
+            stager._stage = stage_slowly
+            scene.publish(3)
+            begun.wait(NOT_IN_VAIN_S)
+
+        scene.engine.pause = pause_and_publish
+        try:
+            assert follower.sync(timeout_s=WAIT_S).version == 2
+        finally:
+            may_end.set()
+        del scene.engine.pause
+        assert follower.sync().version == 3
+
+
+def test_update_that_loads_nothing_has_no_figures_of_the_load_before(scene):
+    with scene.serving():
+        assert scene.engine.do(RankRequest("update", update=UpdateRequest())).stats == {}
 
 
 def test_pause_that_others_begin_in_a_switch_is_left_to_them(scene):

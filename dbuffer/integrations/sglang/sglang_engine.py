@@ -76,7 +76,8 @@ class _Sglang(Engine):
     pauses = tuple(_PAUSES)
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
-        if request.call == "acknowledge":  # an update has done it
+        # An update acknowledges; and no rank could answer that it has nothing ready.
+        if request.call in ("acknowledge", "reserve"):
             return [None]
         self._send(request)
         # The outcome of an update is read from the engine's record in any case, by the follower.

@@ -295,6 +295,22 @@ def test_what_is_taken_while_a_newer_version_is_found_is_kept(store, sender):
         wait_until_staged(store, 2)
 
 
+def test_what_is_reserved_stays_until_it_is_taken_or_for_a_while(store, sender, monkeypatch):
+    with contextlib.closing(stager_of(store)) as stager:
+        assert not stager.reserve(1)
+        publish(sender, 1)
+        until("it is ready", lambda: stager.reserve(1))
+        publish(sender, 2)
+        time.sleep(NOT_IN_VAIN_S)
+        assert stager.take(at_least=1, timeout_s=SOON_S).version == 1
+        stager.release()
+        until("the newer one is ready", lambda: stager.reserve(2))
+        monkeypatch.setattr("dbuffer.receive.stager.RESERVED_S", NOT_IN_VAIN_S)
+        assert stager.reserve(2)
+        publish(sender, 3)
+        until("it is reserved no longer", lambda: stager.stats["staged"] == 3)
+
+
 @both_modes
 def test_what_was_given_back_as_applied_holds_nothing(store, copy):
     with (
