@@ -46,8 +46,7 @@ PARTS = (
     "notice",
     "stage",
     "see that it is staged",
-    "wait for the step's end",
-    "drop caches",
+    "wait for the step's end, drop caches",
     "load",
     "label, resume",
     "first token",
@@ -231,15 +230,12 @@ class Followed:
         [rank] = await self.engine.collective_rpc("benchmark_marks")
         staging_at, staged_at = rank["_stage"]
         marks = self._marks.last
-        has_paused_at = marks["pause"][1]
-        drops_at, *_ = marks.get("_cache_resets", (has_paused_at,))  # in place, none is dropped
         ends = (
             sent.flipped_at,
             staging_at,
             staged_at,
             marks["pause"][0],
-            drops_at,
-            has_paused_at,
+            marks["pause"][1],
             marks["_load"][1],
             marks["resume"][1],
             first_token_at,
@@ -276,7 +272,7 @@ def _follower_marks() -> Marks:
     from dbuffer.integrations.vllm.vllm_engine import AsyncVllm
 
     marks = Marks()
-    for function in (AsyncVllm.pause, AsyncVllm._cache_resets, AsyncVllm.resume):  # noqa: SLF001
+    for function in (AsyncVllm.pause, AsyncVllm.resume):
         marks.watch(AsyncVllm, function)
     marks.watch(Follower, Follower._load)  # noqa: SLF001
     return marks

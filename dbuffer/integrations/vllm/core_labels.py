@@ -1,16 +1,29 @@
-"""Let vLLM's engine core tell with each token which weights it came from.
+"""Let vLLM's engine core tell with each token which weights it came from, and whether it knows.
 
 vLLM's core attaches its label to each step's outputs, and its front ends make spans of tokens from
 them. With dbuffer the label that travels is a whole :class:`WeightLabel`; front ends take it apart
 again, so that vLLM's own routes and fields show the version alone.
+
+The core drops its label before a call that writes or discards weights without dbuffer. It cannot
+tell what other calls do (methods of a worker extension): there the follower's next look drops it.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from dbuffer.engine.endpoint import watch
 from dbuffer.engine.weight_label import UNKNOWN_VERSION, WeightLabel
+from dbuffer.integrations.vllm.config import CALL, has_backend
+
+KEEPS_WEIGHTS = 1
+"""Highest level of sleep after which waking brings the weights back."""
+LOADS = ("reload_weights", "reset_weights")
+TRANSFERS = ("start_weight_update", "update_weights", "finish_weight_update")
+"""Loads too, unless they go through dbuffer's own backend or into a draft model."""
+_START_DRAFT = "start_draft_weight_update"
 
 LABEL = "dbuffer_label"
 """Method of the core that returns its label, encoded."""
@@ -64,15 +77,44 @@ def label_cores(core: Any) -> None:
         core._attach_weight_version = attach_label  # noqa: SLF001
 
 
-def drop_label(core: Any) -> None:
+def watch_core(core: type) -> None:
+    """Let vLLM's engine core drop the weight version of a followed engine."""
+    watch(core, "sleep", _sleeping)
+    watch(core, "collective_rpc", _calling)
+
+
+def _sleeping(core: Any, level: int = 1, *_: Any, **__: Any) -> AbstractContextManager[None]:
+    if level > KEEPS_WEIGHTS:
+        _drop_label(core)
+    return nullcontext()
+
+
+def _calling(core: Any, method: Any, *_: Any, **__: Any) -> AbstractContextManager[None]:
+    if method == CALL:  # the next label is of a follower that asks the workers now
+        core.dbuffer_follows = True
+        setattr(core, _IS_VOID, False)
+    elif method in LOADS:
+        _drop_label(core)
+    elif method in (*TRANSFERS, _START_DRAFT):
+        _note_transfer(core, method)
+    return nullcontext()
+
+
+def _note_transfer(core: Any, method: str) -> None:
+    if method in (TRANSFERS[0], _START_DRAFT):
+        core.dbuffer_is_draft = method == _START_DRAFT
+    # Through dbuffer's own backend, the weights change in update_weights. The label of the new ones
+    # comes with finish_weight_update.
+    is_load = method == "update_weights" or not has_backend(core.vllm_config)
+    if is_load and not getattr(core, "dbuffer_is_draft", False):
+        _drop_label(core)
+
+
+def _drop_label(core: Any) -> None:
     """Answer as of unknown weights, until a follower that asks the workers anew labels them."""
-    core.set_weight_version(UNKNOWN_VERSION)
-    setattr(core, _IS_VOID, True)
-
-
-def note_follower(core: Any) -> None:
-    """Believe the next label: it is of a follower that asks the workers now."""
-    setattr(core, _IS_VOID, False)
+    if getattr(core, "dbuffer_follows", False) or has_backend(core.vllm_config):
+        core.set_weight_version(UNKNOWN_VERSION)
+        setattr(core, _IS_VOID, True)
 
 
 def tell_labels(request_state: Any) -> None:

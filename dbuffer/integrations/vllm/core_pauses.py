@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dbuffer.engine.contract import ASLEEP
-from dbuffer.errors import EngineBusyError
+from dbuffer.errors import EngineBusyError, EngineUpdateError, UnsupportedError
 from dbuffer.runtime.messages import counted
 
 HOLD, RELEASE = "dbuffer_hold", "dbuffer_release"
@@ -24,6 +24,7 @@ HOLD, RELEASE = "dbuffer_hold", "dbuffer_release"
 _HOLD = "dbuffer_current_hold"
 _REFUSED = "the engine cannot be held: "
 """Beginning of a refusal; vLLM passes an error's words on to the caller, and not its type."""
+NOT_RESET = "the engine could not reset its prefix cache, or the cache of its KV connector"
 _UNTIL_THE_INPUT_ENDS = "with streamed input: the switch is made when the input has ended"
 
 
@@ -37,11 +38,15 @@ class _Hold:
     """Calls that pause the engine when the switch ends, and their results."""
 
 
-def holds_cores() -> bool:
-    """Whether cores of the engines that this process runs, or a child, have these methods."""
+def require_pauses() -> None:
+    """Raise :class:`UnsupportedError` if cores of engines of this process lack these methods."""
     # An engine's processes load the plugins that this one has.
     core = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCoreProc", None)
-    return hasattr(core, HOLD)
+    if not hasattr(core, HOLD):
+        raise UnsupportedError(
+            "vLLM has not loaded dbuffer's plugin, which pauses an AsyncLLM: install dbuffer in "
+            "vLLM's environment, and name it in VLLM_PLUGINS if you set that"
+        )
 
 
 def refusal_in(error: Exception) -> str | None:
@@ -50,7 +55,7 @@ def refusal_in(error: Exception) -> str | None:
     return refusal if mark else None
 
 
-def hold_cores(process: Any, in_step: Any) -> None:
+def add_pauses(process: Any, in_step: Any) -> None:
     """Add them to cores in processes of their own (``EngineCoreProc``, ``DPEngineCoreProc``)."""
     if hasattr(process, HOLD):
         return
@@ -63,7 +68,7 @@ def hold_cores(process: Any, in_step: Any) -> None:
 
 
 def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
-    """Pause a core for a switch, or return why it sleeps on.
+    """Pause a core for a switch, and drop its caches; or return why it sleeps on.
 
     Raises:
         EngineBusyError: it cannot be held now. It was not touched, unless it steps with others: it
@@ -89,9 +94,31 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
         mode = "keep"  # no request is in flight, and none may begin
     vars(core).pop(_HOLD, None)
     try:
-        return _pause(core, mode)
+        paused = _pause(core, mode)
     finally:
         setattr(core, _HOLD, hold)
+    if not drops_caches:
+        return paused
+    if paused is None:
+        return _drop_caches(core)
+    dropped: Future[Any] = Future()
+    paused.add_done_callback(
+        lambda done: _pass_on(functools.partial(_drop_caches, core, done), dropped)
+    )
+    return dropped
+
+
+def _drop_caches(core: Any, paused: Future[Any] | None = None) -> None:
+    """Drop what was computed with the present weights, once the core is paused.
+
+    Requests that are kept lose theirs too: it is recomputed, so that no token comes from two
+    versions.
+    """
+    if paused is not None:
+        paused.result()  # or raise what kept it from pausing
+    if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+        raise EngineUpdateError(NOT_RESET)
+    core.reset_encoder_cache()
 
 
 def _pause(core: Any, mode: str) -> Any:

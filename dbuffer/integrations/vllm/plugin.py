@@ -47,13 +47,13 @@ def _extend() -> None:
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    from dbuffer.integrations.vllm.core_labels import label_cores, tell_labels
-    from dbuffer.integrations.vllm.core_pauses import hold_cores
-    from dbuffer.integrations.vllm.weight_calls import watch_core, watch_workers
+    from dbuffer.integrations.vllm.core_labels import label_cores, tell_labels, watch_core
+    from dbuffer.integrations.vllm.core_pauses import add_pauses
+    from dbuffer.integrations.vllm.weight_calls import watch_workers
 
     watch_workers(WorkerWrapperBase)
     watch_core(EngineCore)
-    hold_cores(EngineCoreProc, DPEngineCoreProc)
+    add_pauses(EngineCoreProc, DPEngineCoreProc)
     label_cores(EngineCore)
     tell_labels(RequestState)
     _register(WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine")

@@ -37,7 +37,13 @@ from dbuffer.integrations.vllm.config import (
     shared_caches,
 )
 from dbuffer.integrations.vllm.core_labels import as_core_takes
-from dbuffer.integrations.vllm.core_pauses import HOLD, RELEASE, holds_cores, refusal_in
+from dbuffer.integrations.vllm.core_pauses import (
+    HOLD,
+    NOT_RESET,
+    RELEASE,
+    refusal_in,
+    require_pauses,
+)
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
 
@@ -47,8 +53,6 @@ IN_ITS_EVENT_LOOP = (
     "called in the engine's event loop, which this would wait for: call it in another thread, as "
     "with await asyncio.to_thread(...)"
 )
-
-NOT_RESET = "the engine could not reset its prefix cache, or the cache of its KV connector"
 
 
 class OfflineVllm(Engine):
@@ -93,7 +97,6 @@ class OfflineVllm(Engine):
                 raise EngineBusyError("the engine is generating: wait for its requests, then sync")
             if not self._llm.reset_prefix_cache(reset_connector=True):
                 raise EngineUpdateError(NOT_RESET)
-            self._engine.reset_mm_cache()
             self._engine.reset_encoder_cache()
 
     def weight_version(self) -> str:
@@ -137,6 +140,7 @@ class AsyncVllm(Engine):
             its own: the others serve on while it switches.
     """
 
+    has_own_pause = True
     pauses = (*PAUSE_MODES, "in_place")
 
     def __init__(
@@ -145,7 +149,6 @@ class AsyncVllm(Engine):
         self._engine = engine
         self._loop = loop
         self._replica = replica
-        self.has_own_pause = holds_cores()
 
     @staticmethod
     def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
@@ -187,7 +190,9 @@ class AsyncVllm(Engine):
             )
 
     def facts(self) -> EngineFacts:
-        return facts_here(self._engine.vllm_config, self._replica)
+        facts = facts_here(self._engine.vllm_config, self._replica)
+        require_pauses()
+        return facts
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
         arguments = {"request": request.as_json()}
@@ -208,42 +213,16 @@ class AsyncVllm(Engine):
 
     async def _pause(self, mode: PauseMode) -> None:
         drops_caches = mode != "in_place"
-        await self._pause_scheduler(mode if drops_caches else "keep", drops_caches=drops_caches)
-        if not drops_caches:
-            return
-        # Requests that are kept lose what was computed with the old weights too: it is
-        # recomputed, so that no token comes from two versions.
-        is_reset, *_ = await asyncio.gather(*self._cache_resets())
-        if not is_reset:
-            raise EngineUpdateError(NOT_RESET)
-
-    async def _pause_scheduler(self, mode: PauseMode, *, drops_caches: bool) -> None:
-        if not self.has_own_pause:
-            # Not pause_generation(): that sleeps for 20 ms after the engine has paused.
-            await self._ask_core("pause_scheduler", mode, False)
-            return
         try:
-            refusal = await self._ask_core(HOLD, mode, drops_caches)
+            refusal = await self._ask_core(HOLD, mode if drops_caches else "keep", drops_caches)
         except Exception as error:
             if (refusal := refusal_in(error)) is None:
                 raise
         if refusal is not None:
             raise EngineBusyError(refusal)
 
-    def _cache_resets(self) -> Iterator[Coroutine[Any, Any, Any]]:
-        """Yield the resets; the first returns whether it succeeded."""
-        if self._replica is not None:
-            # The front end keeps nothing of a core's caches where there are several cores.
-            yield self._ask_core("reset_prefix_cache", True, True)
-            yield self._ask_core("reset_mm_cache")
-            yield self._ask_core("reset_encoder_cache")
-            return
-        yield self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        yield self._engine.reset_mm_cache()
-        yield self._engine.reset_encoder_cache()
-
     def resume(self) -> None:
-        self._call(self._ask_core(RELEASE if self.has_own_pause else "resume_scheduler"))
+        self._call(self._ask_core(RELEASE))
 
     def weight_version(self) -> str:
         return str(self._call(self._ask_core("get_weight_version")))
@@ -336,7 +315,6 @@ class VllmServer(EngineServer):
         # Versions of vLLM that say whether it worked say so in a body.
         if response.content and self._body(response).get("success") is False:
             raise EngineUpdateError(f"{self.url} could not reset its prefix cache")
-        self.request("POST", "/reset_mm_cache")
         self.request("POST", "/reset_encoder_cache")
 
     def resume(self) -> None:

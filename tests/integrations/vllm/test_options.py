@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import importlib.metadata
 import itertools
@@ -19,10 +21,11 @@ from typing import Any
 import pytest
 
 import dbuffer
+from dbuffer.engine.contract import EngineFacts
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.errors import OptionError, UnsupportedError, VersionError, VersionRegressedError
 from dbuffer.format.manifest import MAX_INTEGER, is_receiver_id
-from dbuffer.integrations.vllm import plugin
+from dbuffer.integrations.vllm import plugin, vllm_engine
 from dbuffer.integrations.vllm.callback_loading import CallbackLoader
 from dbuffer.integrations.vllm.config import (
     BACKEND,
@@ -36,6 +39,7 @@ from dbuffer.integrations.vllm.config import (
     replicas_of,
     serves_every_worker,
 )
+from dbuffer.integrations.vllm.core_pauses import HOLD
 from tests.support.patterns import SMALL
 
 STORE = "/dev/shm/policy"
@@ -371,6 +375,26 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **factories: Any) -> None:
     for path, names in parts.items():
         sys.modules[path].__dict__.update(names)
     sys.modules["vllm"].__version__ = ".".join(map(str, plugin.NEWEST))
+
+
+@pytest.mark.parametrize("has_plugin", [True, False])
+def test_an_engine_whose_pause_is_not_dbuffers_own_is_refused(monkeypatch, has_plugin):
+    """A front end may load plugins late, or be kept from it."""
+    core = ModuleType("vllm.v1.engine.core")
+    core.EngineCoreProc = type("EngineCoreProc", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, core.__name__, core)
+
+    def load_plugins(config: Any, replica: int | None) -> EngineFacts:
+        if has_plugin:
+            setattr(core.EngineCoreProc, HOLD, None)
+        return EngineFacts(instance_id="one", name="engine", num_ranks=1)
+
+    monkeypatch.setattr(vllm_engine, "facts_here", load_plugins)
+    engine = vllm_engine.AsyncVllm(SimpleNamespace(vllm_config=None), asyncio.new_event_loop())
+    with (
+        contextlib.nullcontext() if has_plugin else pytest.raises(UnsupportedError, match="plugin")
+    ):
+        engine.facts()
 
 
 def test_register_makes_both_halves_known_and_may_be_called_again(monkeypatch, caplog):
