@@ -8,7 +8,7 @@ switch into copies.
 
 Where an engine is driven, `follower` switches it on demand, `background` until it is closed;
 `store_view` reads the store, `reporting` has metrics and log. Between the two:
-`messages` (requests and answers), `weight_label` (the version that an engine has),
+`messages` (requests and answers),
 `engine_options`; and `server` for calls over HTTP.
 
 A version's way, from the store to an answer under its label:

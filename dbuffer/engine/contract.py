@@ -3,24 +3,27 @@
 A follower calls `Engine`: `facts`; `call` with a `begin`; for each version `pause`, `call` with an
 `update`, `set_weight_version`, `resume`, `call` with an `acknowledge`; at the end `close`. Each
 call reaches the `RankEndpoint` of every rank, which makes an `EngineRank`, asks it for a
-`ShapeCheck` and a `ServingModel`, and in an update lets the model load. `ModelState` says which
-version its weights are.
+`ShapeCheck`, and in an update lets it load. `ModelState` says which version its weights are.
+
+`WeightLabel` is how the engine's responses tell its version. Without one, its weights did not come
+from its store: they are the checkpoint that it was started with, or what another load or sleep
+left. Its record then names no version, and its label is :data:`UNKNOWN_VERSION`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
 from dbuffer.engine import messages
 from dbuffer.engine.engine_options import EngineOptions
-from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.errors import EngineBusyError, UnsupportedError
-from dbuffer.format.lineage import Lineage
-from dbuffer.format.manifest import ReceiverRecord, metadata_for_record
+from dbuffer.format.lineage import Lineage, VersionId
+from dbuffer.format.manifest import ReceiverRecord, metadata_for_record, step_in
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.messages import listed
 
@@ -28,6 +31,101 @@ if TYPE_CHECKING:
     from dbuffer.engine.plan.images import Packing
     from dbuffer.engine.rank_channel import RankChannel
     from dbuffer.engine.shape_check import ShapeCheck
+
+UNKNOWN_VERSION = "unknown"
+"""Label of an engine without a version."""
+
+
+def served_by(record: ReceiverRecord | None) -> Lineage | None:
+    """Return the version that an engine serves by its record, or None if it is of no store."""
+    return None if record is None or record.is_broken else record.lineage
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLabel:
+    """Label under which an engine answers: a version, and what its publisher said of it."""
+
+    version: str = UNKNOWN_VERSION
+    """Number of the version; or another text, of weights that did not come from the store."""
+    run: str | None = None
+    """Run of the version."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Metadata that the version was published with, a trainer's ``step`` for instance."""
+    newest_run: str | None = None
+    """Run of the store's newest version while the engine gets it ready; None if it is ``run``."""
+    is_attested: bool = False
+    """Whether the weights were seen to be the version's, while the engine served."""
+
+    @classmethod
+    def of(
+        cls,
+        version: Lineage | None,
+        metadata: Mapping[str, Any],
+        newest: int | VersionId | None = None,
+        *,
+        is_attested: bool = False,
+    ) -> Self:
+        """Make the label of an engine that has this version, published with this metadata.
+
+        ``newest``: the version that it gets ready.
+        """
+        if version is None:
+            return cls()
+        run, number = version.id
+        newest_run = newest.run if isinstance(newest, VersionId) and newest.run != run else None
+        return cls(str(number), run, metadata, newest_run, is_attested)
+
+    @property
+    def number(self) -> int | None:
+        """The version's number; None: the weights did not come from a store."""
+        is_number = self.version.isascii() and self.version.isdecimal()
+        return int(self.version) if is_number else None
+
+    @property
+    def step(self) -> float | None:
+        """The number ``step`` of the metadata, if it has one."""
+        return step_in(self.metadata)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as responses have it, without what is not known."""
+        values = {
+            "version": self.version,
+            "run": self.run,
+            "metadata": self.metadata,
+            "newest_run": self.newest_run,
+            "attested": self.is_attested,
+        }
+        return {name: value for name, value in values.items() if value}
+
+    def encode(self) -> str:
+        """Return it as one text: the version, and JSON of the rest if there is any."""
+        rest = self.as_json()
+        del rest["version"]
+        return " ".join([self.version, *([json.dumps(rest)] if rest else [])])
+
+    @classmethod
+    def decode(cls, text: str) -> Self:
+        """Read what :meth:`encode` wrote; any other text is a version's label by itself."""
+        version, _, rest = text.partition(" ")
+        try:
+            values = json.loads(rest) if rest else {}
+            return cls(
+                version,
+                values.get("run"),
+                values.get("metadata", {}),
+                values.get("newest_run"),
+                values.get("attested", False),
+            )
+        except (ValueError, AttributeError):
+            return cls(text)
+
+
+def describe_weights(version: Lineage | None) -> str:
+    """Describe the weights of an engine that has this version of the store that it follows."""
+    if version is None:
+        return "weights from outside the store (its checkpoint, or another load)"
+    return f"version {version.id.number}"
+
 
 PauseMode = Literal["keep", "wait", "abort", "in_place"]
 """Treatment of requests in flight: they are kept and go on with the new weights, their caches
@@ -141,32 +239,6 @@ ASLEEP = (
 )
 
 
-class ServingModel(Protocol):
-    """The model of one rank, as it serves; called between two steps of the engine."""
-
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
-        """Swap in the weights of one version. A failure leaves a mix, to be repaired at once.
-
-        They have passed the check of :meth:`EngineRank.make_check`. ``partial``: these are for some
-        layers only, and the others keep all that they have.
-        """
-
-    def require_reloadable(self) -> None:
-        """Raise :class:`UnsupportedError` if :meth:`load` cannot fill all that computes.
-
-        Something may have replaced a layer or a parameter since following began.
-        """
-
-    def load_checkpoint(self) -> None:
-        """Swap in the weights that the engine was started with, from where it read them."""
-
-    def refuse_to_serve(self, reason: str) -> None:
-        """Let every step of this model fail, and say why, until :meth:`serve_again`."""
-
-    def serve_again(self) -> None:
-        """Take :meth:`refuse_to_serve` back, after whole weights were loaded."""
-
-
 def require_unchanged(before: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Raise :class:`UnsupportedError` if a model's layers and parameters are not as they were."""
     if replaced := [name for name, each in before.items() if now.get(name) != each]:
@@ -189,7 +261,10 @@ def tied_to(parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 class EngineRank:
-    """The rank that a receiver runs in; each engine subclasses it."""
+    """The rank that a receiver runs in, with its model; each engine subclasses it.
+
+    It lives as long as the model. Its methods are called between two steps of the engine.
+    """
 
     ranks: RankChannel
     """All ranks of the engine."""
@@ -215,16 +290,37 @@ class EngineRank:
         """Return the engine's name among the store's receivers; the same on all of its ranks."""
         raise NotImplementedError
 
-    def make_model(self, before: ServingModel | None) -> ServingModel:
-        """Return the model, to swap weights in; ``before``: the one of the receiver before."""
-        raise NotImplementedError
-
     def make_check(self) -> ShapeCheck:
         """Return a check of weights against the model, for use while the model serves.
 
         It traces what the model's loaders do with them.
         """
         raise NotImplementedError
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
+        """Swap in the weights of one version. A failure leaves a mix, to be repaired at once.
+
+        They have passed the check of :meth:`make_check`. ``partial``: these are for some layers
+        only, and the others keep all that they have.
+        """
+        raise NotImplementedError
+
+    def require_reloadable(self) -> None:
+        """Raise :class:`UnsupportedError` if :meth:`load` cannot fill all that computes.
+
+        Something may have replaced a layer or a parameter since following began.
+        """
+
+    def load_checkpoint(self) -> None:
+        """Swap in the weights that the engine was started with, from where it read them."""
+        raise NotImplementedError
+
+    def refuse_to_serve(self, reason: str) -> None:
+        """Let every step of the model fail, and say why, until :meth:`serve_again`."""
+        raise NotImplementedError
+
+    def serve_again(self) -> None:
+        """Take :meth:`refuse_to_serve` back, after whole weights were loaded."""
 
 
 @dataclass(slots=True)
@@ -243,7 +339,6 @@ class ModelState:
     must_reload: bool = False
     """Whether something else than dbuffer wrote the weights, so that the next update reloads all of
     them; False: they are `version`, or those that the engine was started with."""
-    model: ServingModel | None = None
     broken: str | None = None
     """Why the model refuses to serve."""
     is_asleep: bool = False

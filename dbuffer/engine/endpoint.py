@@ -50,6 +50,7 @@ class RankEndpoint:
         self.receiver: RankReceiver | None = None
         """Receiver that follows a store, or None if the rank follows none."""
         self.state = ModelState()
+        self._rank: EngineRank | None = None
 
     @classmethod
     def of(cls, model: Any) -> RankEndpoint:
@@ -107,7 +108,7 @@ class RankEndpoint:
     def do(
         self, request: messages.RankRequest, make_rank: Callable[[], EngineRank]
     ) -> messages.RankAnswer:
-        """Serve a request, or raise; ``make_rank`` is called where the request needs the rank."""
+        """Serve a request, or raise; ``make_rank`` makes this rank, when following first begins."""
         match request.call:
             case "begin":
                 assert request.options is not None  # noqa: S101 - parsed
@@ -152,7 +153,7 @@ class RankEndpoint:
         """Follow a store, on all ranks or on none.
 
         Args:
-            make_rank: makes this rank.
+            make_rank: makes this rank, the first time.
             options: the store, and how to follow it.
             if_idle: only write their records, if all ranks follow with these options already.
             takes_over: do it also if some rank follows with others.
@@ -161,7 +162,7 @@ class RankEndpoint:
             UnsupportedError: some rank cannot, whatever becomes of the store.
             EngineUpdateError: some rank cannot now, or follows with other options.
         """
-        rank = make_rank()
+        rank = self._rank = self._rank or make_rank()
         options = replace(
             options,
             engine_id=rank.engine_id(options),

@@ -27,12 +27,18 @@ from dataclasses import replace
 from typing import Any
 
 from dbuffer import errors
-from dbuffer.engine.contract import Engine, EngineFacts, PauseMode
+from dbuffer.engine.contract import (
+    Engine,
+    EngineFacts,
+    PauseMode,
+    WeightLabel,
+    describe_weights,
+    served_by,
+)
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.engine.messages import RankRequest
 from dbuffer.engine.reporting import FollowerReport, Switch
 from dbuffer.engine.store_view import StoreView, engine_id_of
-from dbuffer.engine.weight_label import WeightLabel, describe_weights, served_by
 from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.runtime import options as checks

@@ -16,12 +16,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from dbuffer.engine.contract import EngineRank, ModelState
+from dbuffer.engine.contract import EngineRank, ModelState, describe_weights
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest, rank_id
 from dbuffer.engine.rank_channel import RANK_TIMEOUT_S
-from dbuffer.engine.rank_model import RankModel
-from dbuffer.engine.shape_check import NOTHING_UNREAD, Unread
-from dbuffer.engine.weight_label import describe_weights
+from dbuffer.engine.rank_model import NOTHING_UNREAD, RankModel, Unread
 from dbuffer.errors import (
     DBufferError,
     EngineBrokenError,

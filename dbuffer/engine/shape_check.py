@@ -1,28 +1,24 @@
 """`ShapeCheck`: whether weights fit an engine's model, and how it loads them, without data.
 
 Shapes are loaded into a copy of the model (:class:`MetaModel`) while the engine serves. Tensors
-that no loader has read are reported, and judged by :class:`UnusedTensors`.
+that no loader has read are in the trace; `rank_model` judges them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 
 from dbuffer.engine.meta_model import MetaModel
-from dbuffer.engine.plan.attestation import same_bytes
 from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.errors import WeightsMismatchError
-from dbuffer.format.layout import Layout, TensorSpec
-from dbuffer.format.lineage import VersionId
+from dbuffer.format.layout import TensorSpec
 from dbuffer.io.tensors import DTYPES
-from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime.messages import described, listed
 from dbuffer.weights.names import NameMap
 from dbuffer.weights.suggestions import advice
@@ -193,15 +189,6 @@ class ShapeCheck:
         return tensors, None, None
 
 
-def _no_places(unused: Sequence[str]) -> str:
-    """Return a message: these tensors were published for a model that has no places for them."""
-    return (
-        f"the engine's model has no place for {listed(unused)}, and would answer as a model "
-        "without: publish what it has, or start the engine from a checkpoint of what is published. "
-        "With unused_tensors='warn' such tensors are left out"
-    )
-
-
 _COMPUTED = re.compile(r".*(inv_freq|\b(cos|sin)_cached|\bposition_ids)")
 _MASK = re.compile(r".*\battn\.(masked_)?bias|.*\battention\.(masked_)?bias")
 
@@ -226,103 +213,3 @@ def is_multi_token_prediction(name: str, config: Any) -> bool:
     num_layers = getattr(config, "num_hidden_layers", None) or 0
     layer = _LAYER.fullmatch(name)
     return layer is not None and num_layers <= int(layer[2]) < num_layers + num_drafting
-
-
-logger = logging.getLogger(__name__)
-
-
-class Unread(NamedTuple):
-    """Tensors of a version that one rank of a pipeline does not read; it travels as JSON."""
-
-    unused: dict[str, str]
-    """Tensors that it has no place for, and why."""
-    twins: list[str]
-    """Tensors that duplicate a tied tensor of the model."""
-    differing: dict[str, str]
-    """Differences of such tensors from their tied ones, by name."""
-
-
-NOTHING_UNREAD = Unread({}, [], {})
-
-
-class UnusedTensors:
-    """Refuses tensors that the model has no place for, or warns of them once.
-
-    A tensor that duplicates a tied tensor of the model counts only if the two differ. A rank of a
-    pipeline skips the layers of other ranks, so all ranks compare the tensors they skipped.
-    """
-
-    def __init__(
-        self, store: str, treatment: Literal["refuse", "warn"], *, is_pipeline: bool, is_first: bool
-    ) -> None:
-        self._store = store
-        self._treatment = treatment
-        self._is_pipeline = is_pipeline
-        self._is_first = is_first
-        self._warned: set[str] = set()
-        self._agreed: Layout | None = None
-        """Last layout that the ranks of a pipeline agreed on."""
-        self._redundant: set[str] = set()
-        """Tensors of that layout that no rank reads, and that duplicate a tensor that is read."""
-        self._differing: tuple[VersionId | None, dict[str, str]] = None, {}
-        """Identity of the version compared last, and its tensors that differ from their twins."""
-
-    def check(self, trace: LoadTrace) -> None:
-        """Refuse a layout, as far as this rank alone can tell."""
-        if not self._is_pipeline:
-            self._refuse_or_warn(trace.unused)
-
-    def compare(self, trace: LoadTrace, snapshot: Snapshot) -> None:
-        """Refuse a version whose tied tensors differ, as far as this rank alone can tell."""
-        tensors, aliases = snapshot.tensors, snapshot.layout.aliases
-        stored = {name: aliases.get(name, name) for pair in trace.twins.items() for name in pair}
-        differing = {
-            name: f"{name} (it differs from {twin}, which the engine has in its place)"
-            for name, twin in trace.twins.items()
-            if stored[name] != stored[twin]
-            and not same_bytes(tensors[stored[name]], tensors[stored[twin]])
-        }
-        if self._is_pipeline:
-            self._differing = snapshot.id, differing
-        else:
-            self._refuse_or_warn([*differing.values()])
-
-    def unread(self, layout: Layout, version: VersionId, trace: LoadTrace | None) -> Unread:
-        """Return what this rank of a pipeline does not read, for the other ranks."""
-        if not self._is_pipeline:
-            return NOTHING_UNREAD
-        differing = self._differing[1] if self._differing[0] == version else {}
-        if layout == self._agreed or trace is None:
-            return Unread({}, [], differing)
-        unused = {text.partition(" ")[0]: text for text in trace.unused}
-        return Unread(unused, [*trace.twins], differing)
-
-    def check_pipeline(self, layout: Layout, of_ranks: Sequence[Unread]) -> None:
-        """Refuse a version with tensors that no rank of a pipeline reads, on all ranks alike."""
-        if not self._is_pipeline:
-            return
-        nowhere: list[str] = []
-        if layout != self._agreed:
-            unread = set.intersection(*({*each.unused, *each.twins} for each in of_ranks))
-            self._redundant = unread & {name for each in of_ranks for name in each.twins}
-            nowhere = [of_ranks[0].unused[name] for name in sorted(unread - self._redundant)]
-        differing = {
-            name: why
-            for each in of_ranks
-            for name, why in each.differing.items()
-            if name in self._redundant
-        }
-        self._refuse_or_warn([*nowhere, *differing.values()])
-        self._agreed = layout
-
-    def _refuse_or_warn(self, unused: Sequence[str]) -> None:
-        if unused and self._treatment == "refuse":
-            raise WeightsMismatchError(_no_places(unused))
-        new = [each for each in unused if each not in self._warned]
-        if new and self._is_first:
-            logger.warning(
-                "versions of %s are served without %s, for which the engine's model has no place",
-                self._store,
-                listed(new),
-            )
-        self._warned.update(unused)

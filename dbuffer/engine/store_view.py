@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from dbuffer import errors
-from dbuffer.engine.contract import EngineFacts
+from dbuffer.engine.contract import EngineFacts, describe_weights, served_by
 from dbuffer.engine.engine_options import EngineOptions, rank_id
-from dbuffer.engine.weight_label import describe_weights, served_by
 from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, number_of, relation
 from dbuffer.format.manifest import Manifest, ReceiverRecord
 from dbuffer.receive.receiver import WeightReceiver

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dbuffer.engine.weight_label import WeightLabel
+from dbuffer.engine.contract import WeightLabel
 from dbuffer.errors import OptionError
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import dbuffer
+from dbuffer.engine.contract import WeightLabel
 from dbuffer.engine.engine_options import UpdateRequest
-from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.errors import EngineUpdateError, VersionRegressedError
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.store.buffer import DoubleBuffer

@@ -19,8 +19,9 @@ from dbuffer.engine.meta_model import MetaModel
 from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.engine.plan.prepared_switch import PreparedSwitch
 from dbuffer.engine.rank_channel import RankChannel
+from dbuffer.engine.rank_model import UnusedTensors
 from dbuffer.engine.rank_receiver import RankReceiver
-from dbuffer.engine.shape_check import ShapeCheck, UnusedTensors
+from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.receive.stager import DeviceMemory
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.light_engines import Rank

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import dbuffer
+from dbuffer.engine.contract import WeightLabel
 from dbuffer.engine.engine_options import UpdateRequest
 from dbuffer.engine.messages import RankRequest
-from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.integrations.vllm import follow
 from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 from tests.support.engines.tiny_models import revealing_weights, save_revealing, token_of

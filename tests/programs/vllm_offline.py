@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dbuffer
-from dbuffer.engine.weight_label import UNKNOWN_VERSION
+from dbuffer.engine.contract import UNKNOWN_VERSION
 from dbuffer.integrations.vllm import follow, versions_of
 from dbuffer.integrations.vllm.launched import LaunchedFollower
 from tests.support.engines.misfits import (

@@ -17,7 +17,7 @@ import torch
 
 import dbuffer
 from dbuffer.engine.background import BackgroundFollower
-from dbuffer.engine.contract import Engine, EngineFacts
+from dbuffer.engine.contract import Engine, EngineFacts, WeightLabel
 from dbuffer.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.follower import Follower
@@ -30,7 +30,6 @@ from dbuffer.engine.messages import (
 from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.rank_receiver import RankReceiver
-from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.errors import EngineUpdateError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.store.buffer import DoubleBuffer
@@ -108,8 +107,9 @@ class Rank:
     def engine_id(self, options: EngineOptions) -> str:
         return (options.engine_id or "engine") + self.replica
 
-    def make_model(self, before: Any) -> Any:
-        return before or self.model
+    def __getattr__(self, name: str) -> Any:
+        """Let the model load, refuse to serve, and so on."""
+        return getattr(self.model, name)
 
     def make_check(self) -> Any:
         def check(specs: Sequence[TensorSpec], aliases: Any = None) -> LoadTrace:

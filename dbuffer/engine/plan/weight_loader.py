@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch.autograd.graph import increment_version
 
-from dbuffer.engine.contract import ServingModel
+from dbuffer.engine.contract import EngineRank
 from dbuffer.engine.plan.attestation import digest_of_all, same_bytes
 from dbuffer.engine.plan.copy_plan import CopyPlan, Tensors, plan_copies
 from dbuffer.engine.plan.images import Packing
@@ -53,7 +53,7 @@ class WeightLoader:
     :meth:`prepare` runs in the stager's thread, and never while another method does.
 
     Args:
-        model: the model, as it serves; ``serving`` reloads it.
+        model: the model, as it serves; ``rank`` reloads it.
         check: traces parts of a layout.
         plans: whether to copy at all.
         patches: whether to patch where little changed; its weights are on a device.
@@ -64,7 +64,7 @@ class WeightLoader:
     def __init__(
         self,
         model: torch.nn.Module,
-        serving: ServingModel,
+        rank: EngineRank,
         copier: Copier,
         check: ShapeCheck,
         *,
@@ -74,7 +74,7 @@ class WeightLoader:
         packing: Packing | None = None,
     ) -> None:
         self._model = model
-        self._serving = serving
+        self._rank = rank
         self._copier = copier
         self._check = check
         self._plans = plans
@@ -244,7 +244,7 @@ class WeightLoader:
         self._load(tensors, partial=False)
 
     def _load(self, tensors: Tensors, *, partial: bool) -> None:
-        self._serving.load(self._given(tensors), partial=partial)
+        self._rank.load(self._given(tensors), partial=partial)
         # Some heads keep a float32 copy of their weight, which is stale if this counter went up.
         # Neither direct copies nor vLLM's reload, which writes to `param.data`, count it up.
         increment_version(self._model.parameters())
@@ -258,7 +258,7 @@ class WeightLoader:
     def load_checkpoint(self) -> None:
         """Load the weights that the engine was started with."""
         self.forget()
-        self._serving.load_checkpoint()
+        self._rank.load_checkpoint()
         increment_version(self._model.parameters())
 
     def forget(self) -> None:

@@ -1,78 +1,19 @@
-"""`SglangModel`: one rank's model, and the check of weights against a copy of it without data."""
+"""`sglang_shape_check`: checks weights against a copy of an SGLang model without data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsMoEScheme
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.model_loader.weight_utils import default_weight_loader
-from sglang.srt.runtime_context import get_model
 
-from dbuffer.engine.contract import require_unchanged, tied_to
 from dbuffer.engine.meta_model import MetaModel, built_without_data
 from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
-from dbuffer.errors import EngineBrokenError, UnsupportedError
-from dbuffer.weights.checkpoint import read_checkpoint
-from dbuffer.weights.sources import fetch
-
-Pairs = Iterable[tuple[str, torch.Tensor]]
-
-
-class SglangModel:
-    """Model of one rank, as it serves.
-
-    All methods are for the scheduler's own thread, between two steps of the engine.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._device = next(model.parameters()).device
-        self._forms = self._forms_now()
-
-    def load(self, tensors: Pairs, *, partial: bool) -> None:  # noqa: ARG002 - SGLang fills what comes
-        self._load(tensors)
-
-    def require_reloadable(self) -> None:
-        require_unchanged(self._forms, self._forms_now())
-
-    def _forms_now(self) -> dict[str, object]:
-        parameters = dict(self._model.named_parameters())
-        ties = tied_to(parameters)
-        return {name: (_form(tensor), ties[name]) for name, tensor in parameters.items()}
-
-    def load_checkpoint(self) -> None:
-        path = Path(get_model().model_path)
-        if not path.is_dir():
-            raise UnsupportedError(f"the weights of {path} cannot be read again from here")
-        tensors, _ = read_checkpoint(path)
-        self._load((name, fetch(tensor)) for name, tensor in tensors.items())
-
-    def refuse_to_serve(self, reason: str) -> None:
-        def refuse(*_: Any, **__: Any) -> NoReturn:
-            raise EngineBrokenError(reason)
-
-        # A captured graph is replayed without it; but caches were flushed, so every request that
-        # is left must compute its prompt first.
-        self._model.forward = refuse
-
-    def serve_again(self) -> None:
-        self._model.__dict__.pop("forward", None)
-
-    def _load(self, weights: Pairs) -> None:
-        with set_default_torch_dtype(dtype_of(self._model)):
-            # As SGLang loads a checkpoint into an engine that runs; quantized layers need both.
-            DefaultModelLoader.restore_weights_before_loading(self._model, self._device)
-            DefaultModelLoader.load_weights_and_postprocess(self._model, weights, self._device)
-        # The next step reads what was copied, and staging may write anew where it was copied from.
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+from dbuffer.errors import UnsupportedError
 
 
 def dtype_of(model: torch.nn.Module) -> torch.dtype:
@@ -116,7 +57,7 @@ def require_as_loaded(copy: torch.nn.Module, serving: torch.nn.Module) -> None:
         if _is_undone(getattr(layer, "scheme", None) or method):
             continue
         for name, loaded in layer.named_parameters(path, recurse=False):
-            if name not in served or _form(served[name]) != _form(loaded):
+            if name not in served or form_and_loader(served[name]) != form_and_loader(loaded):
                 raise UnsupportedError(
                     f"{name} was loaded as {loaded.dtype} {tuple(loaded.shape)} and has been made "
                     f"something else of since ({type(method).__name__}), into which SGLang cannot "
@@ -124,7 +65,7 @@ def require_as_loaded(copy: torch.nn.Module, serving: torch.nn.Module) -> None:
                 )
 
 
-def _form(parameter: torch.Tensor) -> tuple[Any, ...]:
+def form_and_loader(parameter: torch.Tensor) -> tuple[Any, ...]:
     """Return a parameter's form; without its loader, it takes no part of a fused tensor."""
     return parameter.shape, parameter.dtype, hasattr(parameter, "weight_loader")
 

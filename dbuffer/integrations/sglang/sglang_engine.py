@@ -14,11 +14,10 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-from dbuffer.engine.contract import Engine, EngineFacts, PauseMode
+from dbuffer.engine.contract import Engine, EngineFacts, PauseMode, WeightLabel
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.messages import RankAnswer, RankRequest
 from dbuffer.engine.server import EngineServer
-from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.errors import EngineBusyError, EngineUpdateError, UnsupportedError
 from dbuffer.format.manifest import host_in_id
 from dbuffer.integrations.sglang.commands import to_tensors

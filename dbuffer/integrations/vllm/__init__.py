@@ -8,8 +8,8 @@
 * :func:`versions_of`: which tokens of an output came from which version;
 * :func:`adapter_request`, for a store that holds an adapter (:mod:`.adapters`).
 
-In vLLM's workers `plugin`, `backend` and `rank` reach one `RankEndpoint`, with `model` and
-`meta_layers` below it; `weight_calls` notices vLLM's own calls that write weights. `core_labels`
+In vLLM's workers `plugin`, `backend` and `rank` reach one `RankEndpoint`, with `meta_layers` below
+it; `weight_calls` notices vLLM's own calls that write weights. `core_labels`
 lets the engine core tell with each token which weights it came from; `requests` and `responses`
 pass that on to a server's clients. `vllm_engine`, `ray_follower` and `launched` (where torchrun
 started the ranks) drive an engine; `config` reads its configuration.

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from dbuffer.engine.contract import UNKNOWN_VERSION, WeightLabel
 from dbuffer.engine.endpoint import watch
-from dbuffer.engine.weight_label import UNKNOWN_VERSION, WeightLabel
 from dbuffer.integrations.vllm.config import CALL, has_backend
 
 KEEPS_WEIGHTS = 1

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dbuffer import errors
-from dbuffer.engine.contract import PauseMode
+from dbuffer.engine.contract import PauseMode, WeightLabel
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.follower import Follower
 from dbuffer.engine.messages import (
@@ -26,7 +26,6 @@ from dbuffer.engine.messages import (
 )
 from dbuffer.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.engine.reporting import Switch
-from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.errors import DBufferError, EngineUpdateError
 from dbuffer.integrations.vllm.rank import worker_group
 from dbuffer.integrations.vllm.vllm_engine import OfflineVllm

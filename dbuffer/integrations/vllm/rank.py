@@ -1,4 +1,7 @@
-"""`WorkerRank`: the vLLM worker that a receiver runs in; and the group of all workers.
+"""`WorkerRank`: the vLLM worker that a receiver runs in, its model, and the group of all workers.
+
+Weights go through vLLM's layerwise reload, which serves packed, quantized and plain layers alike;
+what it leaves wrong is in `reload_fixes`.
 
 `WorkerExtension` has the method that ``collective_rpc`` calls in each worker.
 """
@@ -6,28 +9,38 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.utils.torch_utils import set_default_torch_dtype
 
-from dbuffer.engine.contract import ENDPOINT_ATTR, EngineRank, ServingModel
+from dbuffer.engine.contract import ENDPOINT_ATTR, EngineRank, require_unchanged, tied_to
 from dbuffer.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.messages import RankAnswer, RankRequest, encode_answer
+from dbuffer.engine.plan.load_trace import form_of
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.shape_check import ShapeCheck
-from dbuffer.errors import DBufferError, UnsupportedError
+from dbuffer.errors import DBufferError, EngineBrokenError, UnsupportedError
+from dbuffer.integrations.vllm import reload_fixes as fixes
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched, replica_name
 from dbuffer.integrations.vllm.meta_layers import vllm_shape_check
-from dbuffer.integrations.vllm.model import VllmModel
-from dbuffer.integrations.vllm.reload_fixes import CpuPacking
 from dbuffer.runtime.cores import use_cores_of_parent
 
 
 class WorkerRank(EngineRank):
     """One rank of a vLLM engine."""
 
+    module: Any
     # The last is what vLLM knows of adapters and of the requests that asked for them.
     not_weights = ("kv_cache", ENDPOINT_ATTR, "lora_manager")
 
@@ -36,7 +49,7 @@ class WorkerRank(EngineRank):
         self._vllm_config = vllm_config
         self.module = model
         self.device = device
-        self.packing = None if self.on_device else CpuPacking()
+        self.packing = None if self.on_device else fixes.CpuPacking()
         if not self.on_device:
             use_cores_of_parent()
         self.ranks = RankChannel.of(worker_group(vllm_config.parallel_config))
@@ -44,6 +57,12 @@ class WorkerRank(EngineRank):
         self.is_pipeline_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
         if is_launched(vllm_config.parallel_config):  # each process has made up its own
             self.instance_id = self.ranks.gather(self.instance_id)[0]
+        self._refusal: Any = None
+        """Hook that lets each step fail, if the model refuses to serve."""
+        # On a CPU there are no graphs.
+        is_captured = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        self._reads_captured_addresses = self.on_device and is_captured
+        self._targets = self._reload_targets()
 
     def engine_id(self, options: EngineOptions) -> str:
         name = options.engine_id or default_engine_id(self._vllm_config.instance_id)
@@ -54,12 +73,106 @@ class WorkerRank(EngineRank):
             return name
         return name + replica_name(getattr(parallel, "data_parallel_index", 0))
 
-    def make_model(self, before: ServingModel | None) -> ServingModel:
-        """Return the model to load into: the one before, which knows whether it may serve."""
-        return before or VllmModel(self._vllm_config, self.module, self.device)
-
     def make_check(self) -> ShapeCheck:
         return vllm_shape_check(self._vllm_config, self.module)
+
+    def load(self, tensors: fixes.Weights, *, partial: bool = False) -> None:
+        """Swap in the weights of one version. A failure leaves a mix, to be repaired at once.
+
+        Args:
+            tensors: all of the model's; scales of its caches that are not among them are vLLM's
+                defaults, as in an engine that is started on these weights.
+            partial: layers that get nothing keep all that they have.
+        """
+        before = [(module, fixes.own_tensors(module)) for module in self.module.modules()]
+        places = self._addresses()
+        with self._loading():
+            try:
+                loaded = self._reload(tensors, before, partial=partial)
+            except BaseException:
+                fixes.restore_tensors(before)
+                raise
+            fixes.restore_absent_names(before)
+            fixes.repack_tied(self.module, loaded)
+            fixes.repack_cpu_experts(loaded)
+        # The next step reads what was copied, and staging may write anew where it was copied from.
+        if self.on_device:
+            torch.accelerator.synchronize(self.device)
+        if self._addresses() != places:
+            raise EngineBrokenError("parameters were left at other places in memory")
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Set what is set when vLLM loads for the first time: kernels are made for it."""
+        config = self._vllm_config
+        with (
+            set_current_vllm_config(config),
+            set_default_torch_dtype(config.model_config.dtype),
+            fixes.onednn_kernels_keep_scales(),
+        ):
+            yield
+
+    def _reload(
+        self, weights: fixes.Weights, before: list[fixes.LayerTensors], *, partial: bool
+    ) -> list[torch.nn.Module]:
+        """Run vLLM's layerwise reload; return the layers that got tensors."""
+        initialize_layerwise_reload(self.module)
+        # Tensors are handed over where they lie, in main memory; a layer's are kept as views until
+        # it is whole, so their order costs no memory.
+        with fixes.settled_registrations(before, weights) as settled:
+            self.module.load_weights(settled)
+        loaded = [module for module in self.module.modules() if fixes.has_loaded(module)]
+        if not partial:
+            fixes.finish_caches_without_scales(self.module)
+        with fixes.without_warnings():
+            finalize_layerwise_reload(self.module, self._vllm_config.model_config)
+        return loaded
+
+    def load_checkpoint(self) -> None:
+        config = self._vllm_config
+        loader = get_model_loader(config.load_config)
+        if not hasattr(loader, "get_all_weights"):
+            raise UnsupportedError(
+                f"weights in load format {config.load_config.load_format!r} cannot be read again"
+            )
+        self.load(loader.get_all_weights(config.model_config, self.module))
+
+    def require_reloadable(self) -> None:
+        require_unchanged(self._targets, self._reload_targets())
+
+    def _reload_targets(self) -> dict[str, object]:
+        """Return the layers and parameters that a reload fills: vLLM empties a layer made later."""
+        targets: dict[str, object] = {}
+        for name, module in self.module.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                targets[name] = weakref.ref(module)
+        addresses = self._addresses() if self._reads_captured_addresses else {}
+        parameters = dict(self.module.named_parameters())
+        ties = tied_to(parameters)
+        for name, tensor in parameters.items():
+            targets[name] = form_of(tensor), ties[name], addresses.get(name)
+        return targets
+
+    def _addresses(self) -> dict[str, int]:
+        """Return each parameter's address in memory: captured graphs read only there."""
+        return {name: tensor.data_ptr() for name, tensor in self.module.named_parameters()}
+
+    def refuse_to_serve(self, reason: str) -> None:
+        self.serve_again()
+
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise EngineBrokenError(reason)
+
+        self._refusal = self.module.register_forward_pre_hook(refuse)
+        # A captured graph is replayed without a call of the model; this comes after it.
+        if hasattr(self.module, "compute_logits"):
+            self.module.compute_logits = refuse
+
+    def serve_again(self) -> None:
+        if self._refusal is not None:
+            self._refusal.remove()
+            self._refusal = None
+            self.module.__dict__.pop("compute_logits", None)
 
 
 @contextlib.contextmanager

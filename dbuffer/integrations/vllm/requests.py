@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse
 
-from dbuffer.engine.weight_label import WeightLabel
+from dbuffer.engine.contract import WeightLabel
 from dbuffer.errors import EngineEndedError, OptionError
 from dbuffer.format.manifest import MAX_INTEGER
 from dbuffer.integrations.vllm.config import replicas_of

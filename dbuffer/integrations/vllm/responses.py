@@ -26,7 +26,7 @@ from starlette.datastructures import Headers, MutableHeaders, QueryParams
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dbuffer.engine.weight_label import WeightLabel
+from dbuffer.engine.contract import WeightLabel
 from dbuffer.errors import OptionError
 from dbuffer.integrations.vllm.core_labels import ADMITTED
 from dbuffer.integrations.vllm.requests import (

@@ -14,14 +14,13 @@ from collections.abc import Coroutine, Iterator
 from concurrent.futures import InvalidStateError, wait
 from typing import Any, TypeVar
 
-from dbuffer.engine.contract import PAUSE_MODES, Engine, EngineFacts, PauseMode
+from dbuffer.engine.contract import PAUSE_MODES, Engine, EngineFacts, PauseMode, WeightLabel
 from dbuffer.engine.messages import (
     RankAnswer,
     RankRequest,
     decode_answer,
 )
 from dbuffer.engine.server import EngineServer
-from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.errors import (
     EngineBusyError,
     EngineEndedError,

@@ -18,9 +18,9 @@ import httpx
 import pytest
 
 import dbuffer
+from dbuffer.engine.contract import WeightLabel
 from dbuffer.engine.engine_options import UpdateRequest
 from dbuffer.engine.messages import RankRequest
-from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.integrations.sglang import LOADER, EngineOptions, OfflineEngine, ServerEngine, follow
 from dbuffer.integrations.sglang.commands import from_tensors
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import dbuffer
-from dbuffer.engine.weight_label import UNKNOWN_VERSION, WeightLabel
+from dbuffer.engine.contract import UNKNOWN_VERSION, WeightLabel
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.integrations.vllm import requests, responses
 from dbuffer.integrations.vllm.core_labels import ADMITTED, label_cores

@@ -17,7 +17,7 @@ def _places(worker: Any) -> dict[str, tuple[Any, str]]:
     return {
         "load": (receiver._model, "load"),
         "prepare": (receiver._stager, "take"),
-        "reload": (receiver._model.serving, "load"),
+        "reload": (receiver._model._rank, "load"),
     }
 
 

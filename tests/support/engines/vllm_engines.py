@@ -247,7 +247,7 @@ def counted_reloads(llm: Any) -> Iterator[list[str]]:
     """One entry for each reload of the model or of a part, of an engine in this process."""
     from dbuffer.engine.endpoint import RankEndpoint
 
-    model: Any = RankEndpoint.of(model_of(llm)).receiver._model.serving  # type: ignore[union-attr]
+    model: Any = RankEndpoint.of(model_of(llm)).receiver._model._rank  # type: ignore[union-attr]
     reloads: list[str] = []
 
     def load(*arguments: Any, **options: Any) -> None:
