@@ -2,8 +2,9 @@
 
 One switch (`Follower.sync`, in its caller's thread; the ranks act in the engine's processes):
 
-1. `_wait_ready`: each rank's stager has the version ready, and the ranks reserve it, so that none
-   replaces it by a newer one. The engine serves meanwhile.
+1. `_wait_ready`, while the engine serves: each rank's stager (`receive.stager`, a thread of its own)
+   sees the version, holds it, lets `RankModel` check and prepare it, copies or maps it, and says in
+   the rank's record that it is ready. The ranks reserve it, so that no newer one replaces it.
 2. `_pause`, where the pause begins: the engine makes no step, and drops its caches, unless the mode
    is ``in_place``. That can fail, and a failure must precede the change of the weights.
 3. `_load`: the ranks agree and load (`RankReceiver.update`, in each worker's main thread). The
@@ -11,7 +12,7 @@ One switch (`Follower.sync`, in its caller's thread; the ranks act in the engine
    other answer only gives a failure its words. `_adopt_record` sets the engine's label.
 4. `_label_and_resume`, where the pause ends.
 5. `_acknowledge`: the record is written into the store, in a thread of the first rank's process.
-   Senders wait for it.
+   Senders wait for it. The stager attests the version, and lets it go.
 """
 
 from __future__ import annotations
