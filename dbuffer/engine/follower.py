@@ -2,7 +2,7 @@
 
 One switch (`Follower.sync`, in its caller's thread; the ranks act in the engine's processes):
 
-1. `_wait_ready`, while the engine serves: each rank's stager (`receive.stager`, a thread of its own)
+1. `_wait_ready`, while the engine serves: each rank's stager (`receive.stager`, which has a thread)
    sees the version, holds it, lets `RankModel` check and prepare it, copies or maps it, and says in
    the rank's record that it is ready. The ranks reserve it, so that no newer one replaces it.
 2. `_pause`, where the pause begins: the engine makes no step, and drops its caches, unless the mode

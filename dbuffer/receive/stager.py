@@ -325,8 +325,8 @@ class Stager(ProcessBound):
         self._hold = contextlib.ExitStack()
         """Hold on the staged version, if it is mapped."""
         self._request: _Request | None = None
-        self._reserved_until_s = 0.0
-        """Time until which the version that is ready is not replaced."""
+        self._reserved: tuple[_Request, float] | None = None
+        """Version that is not replaced once it is ready, or a later one, and until when."""
         self._applied = applied
         """Only versions after this one are staged."""
         receiver.record.count(staged=0, staged_bytes=0, stage_s=0.0, evictions=0, failures=0)
@@ -349,18 +349,16 @@ class Stager(ProcessBound):
         return dict(self._receiver.record.current.stats)
 
     def reserve(self, at_least: int | VersionId) -> bool:
-        """Keep the version that is ready for a call of :meth:`take` to come.
+        """Keep this version, or a later one, for a call of :meth:`take` to come, once it is ready.
 
-        Return whether this one, or a later one, is ready.
+        Return whether it is ready now.
         """
         with self._condition:
             self._require_open()
             request = self._request_for(None, at_least, is_whole=False)
-            staged = self._staged if self._state is State.READY else None
-            if staged is None or not request.is_met_by(staged):
-                return False
-            self._reserved_until_s = time.monotonic() + RESERVED_S
-            return True
+            self._reserved = request, time.monotonic() + RESERVED_S
+            self._condition.notify_all()
+            return self._reserved_s > 0
 
     def take(
         self,
@@ -412,7 +410,7 @@ class Stager(ProcessBound):
                     raise request.error
                 assert self._staged is not None  # noqa: S101 - that was the answer
                 self._enter(State.TAKEN)
-                self._reserved_until_s = 0.0
+                self._reserved = None
                 return self._staged
             finally:
                 self._request = None
@@ -542,8 +540,10 @@ class Stager(ProcessBound):
     @property
     def _reserved_s(self) -> float:
         """Time for which the version that is ready is still reserved."""
-        left_s = self._reserved_until_s - time.monotonic()
-        return max(0.0, left_s) if self._state is State.READY else 0.0
+        if self._reserved is None or self._state is not State.READY or self._staged is None:
+            return 0.0
+        request, until_s = self._reserved
+        return max(0.0, until_s - time.monotonic()) if request.is_met_by(self._staged) else 0.0
 
     def _drop_unless_taken(self) -> Staged | None:
         """Let go of a version that is not in use; return it, for its memory to be freed later."""
@@ -553,7 +553,6 @@ class Stager(ProcessBound):
         if self._state is State.APPLIED and staged is not None:
             self.attestation = Attestation(staged.id, None)
         self._enter(State.EMPTY)
-        self._reserved_until_s = 0.0
         self._let_go()
         return staged
 

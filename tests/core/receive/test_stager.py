@@ -304,11 +304,14 @@ def test_what_is_reserved_stays_until_it_is_taken_or_for_a_while(store, sender, 
         time.sleep(NOT_IN_VAIN_S)
         assert stager.take(at_least=1, timeout_s=SOON_S).version == 1
         stager.release()
-        until("the newer one is ready", lambda: stager.reserve(2))
-        monkeypatch.setattr("dbuffer.receive.stager.RESERVED_S", NOT_IN_VAIN_S)
-        assert stager.reserve(2)
+        assert not stager.reserve(3)
         publish(sender, 3)
-        until("it is reserved no longer", lambda: stager.stats["staged"] == 3)
+        until("it is ready", lambda: stager.stats["staged"] == 3)
+        publish(sender, 4)
+        time.sleep(NOT_IN_VAIN_S)
+        monkeypatch.setattr("dbuffer.receive.stager.RESERVED_S", NOT_IN_VAIN_S)
+        assert stager.reserve(3), "it was kept, although it was not ready when it was reserved"
+        until("it is reserved no longer", lambda: stager.stats["staged"] == 4)
 
 
 @both_modes
