@@ -8,7 +8,6 @@ cannot take, no rank takes.
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
 import os
 import uuid
@@ -176,14 +175,12 @@ def end(rank: int) -> str:
 
 
 def follow_with_balancing(rank: int, store: Path) -> str:
-    config = _here["config"]
-    _here["config"] = copy.copy(config)
-    _here["config"].parallel_config = copy.copy(config.parallel_config)
-    _here["config"].parallel_config.enable_eplb = True  # vLLM lets no CPU have it
+    parallel = _here["config"].parallel_config
+    parallel.enable_eplb = True  # vLLM lets no CPU have it
     try:
         return follow(rank, store)
     finally:
-        _here["config"] = config
+        parallel.enable_eplb = False
 
 
 def ask(request: Any) -> str:
