@@ -102,7 +102,7 @@ class BucketVersion(Record, frozen=True, kw_only=True):
             raise StoreCorruptError(f"{self.NAME}: field 'manifest' describes no mirrored version")
         if len(self.deltas) != len(self.manifest.chain[1:]):
             raise StoreCorruptError(f"{self.NAME}: field 'deltas' is not of its chain")
-        for file in self._files.values():
+        for file in self.files.values():
             count = -(-file.num_bytes // self.part_bytes)
             if len(file.digests) != count:
                 raise StoreCorruptError(f"{self.NAME}: its parts are not {count} digests")
@@ -115,7 +115,7 @@ class BucketVersion(Record, frozen=True, kw_only=True):
     @property
     def parts(self) -> list[Part]:
         """All objects that it consists of."""
-        return [part for directory in self._files for part in self.parts_in(directory)]
+        return [part for directory in self.files for part in self.parts_in(directory)]
 
     @property
     def weights_parts(self) -> list[Part]:
@@ -124,11 +124,11 @@ class BucketVersion(Record, frozen=True, kw_only=True):
 
     def delta(self, version: VersionId) -> Parts:
         """Return the parts of the delta that leads to a version of its chain."""
-        return self._files[delta_directory(version)]
+        return self.files[delta_directory(version)]
 
     def parts_in(self, directory: str) -> list[Part]:
         """Return the parts of the file in a directory, in their order."""
-        file, size = self._files[directory], self.part_bytes
+        file, size = self.files[directory], self.part_bytes
         parts = []
         for index, xxh3 in enumerate(file.digests):
             name, offset = part_object(directory, index, xxh3), index * size
@@ -136,7 +136,7 @@ class BucketVersion(Record, frozen=True, kw_only=True):
         return parts
 
     @property
-    def _files(self) -> dict[str, Parts]:
+    def files(self) -> dict[str, Parts]:
         """Its files, by the directories of their parts."""
         manifest = self.manifest
         weights = weights_directory(manifest.file_version)

@@ -7,18 +7,12 @@ import functools
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Self
 
 import numpy as np
 
-from dbuffer.errors import (
-    SnapshotEvictedError,
-    StoreCorruptError,
-    StoreNotFoundError,
-)
-from dbuffer.format.layout import digest
+from dbuffer.errors import StoreCorruptError, StoreNotFoundError
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import Versioned
 from dbuffer.format.objects import (
@@ -44,81 +38,70 @@ from dbuffer.store.watcher import wait_and_clear
 
 
 class HeldObjects(HeldVersion):
-    """A version in a bucket, with its footer and some of its deltas in memory.
+    """A version in a bucket. Its files are fetched when they are read.
 
     Args:
         bucket: where it is.
         version: its record.
-        before: the version that was held last; a footer of the same weights file is not fetched.
+        deltas: open files with deltas, by the versions that they lead to, which were fetched
+            already. Afterwards it has those that the next version may be read with.
 
-    Raises:
+    Raises, in all its methods:
         StoreNotFoundError: a part is missing.
         StoreCorruptError: a part is not what was published.
     """
 
     def __init__(
-        self, bucket: Bucket, version: BucketVersion, before: HeldObjects | None = None
+        self, bucket: Bucket, version: BucketVersion, deltas: dict[VersionId, Descriptor]
     ) -> None:
         self._bucket = bucket
-        self.record = version
+        self._record = version
         self.manifest = version.manifest
-        self.deltas: dict[VersionId, Descriptor] = {}
-        """Open files with deltas, by the versions that they lead to."""
-        has_footer = before is not None and before.record.weights_parts == version.weights_parts
-        self.footer: bytes = before.footer if before and has_footer else self._fetch_footer()
-        """The weights file from the table of checksums to the end of the layout."""
+        self._deltas = deltas
+        self._used: set[VersionId] = set()
+        """Versions whose deltas were opened."""
+        self._is_read_whole = False
 
     @property
     def name(self) -> str:
         return self._bucket.name_of(weights_directory(self.manifest.file_version))
 
     def release(self) -> None:
-        for file in self.deltas.values():
-            file.close()
-        self.deltas.clear()
+        # The other buffer of a store needs those of this version once more; not if it is empty.
+        kept = set() if self._is_read_whole else self._used
+        for version in self._deltas.keys() - kept:
+            self._deltas.pop(version).close()
 
     def is_unchanged(self) -> bool:
-        return True  # no other process writes this memory
+        return True  # no object is put again with other content
 
     def open_delta(self, version: VersionId) -> tuple[str, Descriptor]:
-        # Opened once more: the caller closes it.
-        path = f"/proc/self/fd/{self.deltas[version].number}"
         name = f"{self.name}, delta to {version}"
-        with filesystem.os_errors("open a delta in memory", name):
+        with filesystem.os_errors("keep a delta in memory", name):
+            if version not in self._deltas:
+                self._deltas[version] = self._fetch_delta(version)
+            self._used.add(version)
+            # Opened once more: the caller closes it.
+            path = f"/proc/self/fd/{self._deltas[version].number}"
             return name, Descriptor.open(path, os.O_RDONLY)
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        start = offset - self.manifest.checksums_offset
-        return self.footer[start : start + num_bytes]
+        end = offset + num_bytes
+        return b"".join(
+            self._bucket.get_range(
+                part.name, max(0, offset - part.offset), min(part.num_bytes, end - part.offset)
+            )
+            for part in self._record.weights_parts
+            if part.offset < end and offset < part.offset + part.num_bytes
+        )
 
     def is_still_named(self) -> bool:
         newest = newest_version(self._bucket)
         return newest is not None and newest.id == self.manifest.id
 
-    def fetch_deltas(
-        self, versions: Iterable[VersionId], copies: Mapping[VersionId, Path] | None = None
-    ) -> None:
-        """Fetch deltas that lead to versions of its chain, unless they were fetched before.
-
-        ``copies``: files with copies of deltas, which may be damaged or gone.
-        """
-        files: dict[VersionId, Descriptor] = {}
-        items: list[_Item] = []
-        for version in (each for each in versions if each not in self.deltas):
-            parts = self.record.parts_in(delta_directory(version))
-            if copies and version in copies and (copy := _open_copy(copies[version], parts)):
-                self.deltas[version] = copy
-                continue
-            file = files[version] = filesystem.make_memory_file(str(version))
-            items += [(part, functools.partial(_write_at, file)) for part in parts]
-        with filesystem.os_errors("keep deltas in memory", self.name):
-            self._fetch(items)
-        self.deltas |= files
-
     def read_into(self, memory: FileTensors, copier: Copier, *, hashed: bool) -> list[int] | None:
         """Fetch it whole into memory; return the checksums of its tensors, if ``hashed``."""
         manifest = self.manifest
-        self.fetch_deltas(manifest.since_anchor)
         # Copies into an array let go of the interpreter's lock.
         target = np.frombuffer(memory.raw[: manifest.checksums_offset], np.uint8)
 
@@ -126,15 +109,27 @@ class HeldObjects(HeldVersion):
             some = target[offset : offset + data.nbytes]
             some[:] = np.frombuffer(data, np.uint8)[: len(some)]  # without the footer
 
-        self._fetch([(part, place) for part in self.record.weights_parts])
+        self._fetch(self._record.weights_parts, place)
+        self._is_read_whole = True
         chain = ChainReader(self, memory.layout)
         return chain.read(memory, copier, since=manifest.file_version, hashed=hashed)
 
-    def _fetch(self, items: list[_Item]) -> None:
-        """Fetch parts side by side."""
+    def _fetch_delta(self, version: VersionId) -> Descriptor:
+        file = filesystem.make_memory_file(str(version))
+        try:
+            self._fetch(
+                self._record.parts_in(delta_directory(version)),
+                lambda offset, data: filesystem.write_at(file.number, offset, data),
+            )
+        except BaseException:
+            file.close()
+            raise
+        return file
 
-        def fetch(item: _Item) -> None:
-            part, place = item
+    def _fetch(self, parts: list[Part], place: Callable[[int, memoryview], None]) -> None:
+        """Fetch parts of a file side by side; ``place`` puts bytes to an offset in the file."""
+
+        def fetch(part: Part) -> None:
             for _ in range(2):  # the network may have damaged it
                 xxh3 = self._bucket.get_pieces(
                     part.name,
@@ -145,48 +140,7 @@ class HeldObjects(HeldVersion):
                     return
             raise StoreCorruptError(f"{self._bucket.name_of(part.name)} is not what was published")
 
-        self._bucket.in_parallel(fetch, items)
-
-    def _fetch_footer(self) -> bytes:
-        """Fetch the end of the weights file, which is compared with its digests."""
-        manifest = self.record.manifest
-        start, end = manifest.checksums_offset, manifest.layout_offset + manifest.layout_bytes
-        data = b"".join(
-            self._bucket.get_range(
-                part.name, max(0, start - part.offset), min(part.num_bytes, end - part.offset)
-            )
-            for part in self.record.weights_parts
-            if part.offset < end and start < part.offset + part.num_bytes
-        )
-        has_table = manifest.checksums_xxh3 in (None, digest(data[: 8 * manifest.num_tensors]))
-        if has_table and digest(data[manifest.layout_offset - start :]) == manifest.layout_xxh3:
-            return data
-        raise StoreCorruptError(f"{self.name}: its footer is not what was published")
-
-
-_Item = tuple[Part, Callable[[int, memoryview], None]]
-"""A part, and a function that puts bytes to their place, from an offset in the file on."""
-
-
-def _write_at(file: Descriptor, offset: int, data: memoryview) -> None:
-    filesystem.write_at(file.number, offset, data)
-
-
-def _open_copy(path: Path, parts: list[Part]) -> Descriptor | None:
-    """Open a file if it has the content of these parts."""
-    try:
-        with filesystem.os_errors("read", path):
-            file = filesystem.open_regular(path, os.O_RDONLY, owner_only=False)
-    except StoreNotFoundError:
-        return None
-    num_bytes = os.fstat(file.number).st_size
-    if num_bytes == sum(part.num_bytes for part in parts) and all(
-        digest(filesystem.read_at(file.number, part.offset, part.num_bytes)) == part.xxh3
-        for part in parts
-    ):
-        return file
-    file.close()
-    return None
+        self._bucket.in_parallel(fetch, parts)
 
 
 def newest_version(bucket: Bucket) -> BucketVersion | None:
@@ -208,8 +162,8 @@ class BucketSource:
         self._bucket = bucket
         self._poll_interval_s = poll_interval_s
         self._copier = copier
-        self._held: HeldObjects | None = None
-        """Version that was held last."""
+        self._deltas: dict[VersionId, Descriptor] = {}
+        """Deltas of the version that was held last, in memory."""
         self._seen: BucketVersion | None = None
         self._tag: Tag | None = None
         self._is_woken = threading.Event()
@@ -232,7 +186,7 @@ class BucketSource:
         """Begin to follow, as a receiver of this name."""
         self.record = OwnRecord(name)
         self.reader = VersionVerifier(self.store, self.record, self._copier)
-        self._held = self._seen = self._tag = None
+        self._seen = self._tag = None
         return self
 
     def records(self) -> BucketRecords:
@@ -259,27 +213,13 @@ class BucketSource:
 
     @contextlib.contextmanager
     def hold_seen(self, newer_than: int | None = None) -> Iterator[HeldObjects | None]:
-        """Hold the version that was seen last.
-
-        Raises:
-            SnapshotEvictedError: it has gone since, as newer ones came.
-            StoreCorruptError: its footer is damaged, or missing.
-        """
+        """Hold the version that was seen last."""
         seen = self._seen
         if seen is None or (newer_than is not None and seen.id.number <= newer_than):
             yield None
             return
-        self._held = self._hold(seen)
-        with self._held:
-            yield self._held
-
-    def _hold(self, version: BucketVersion) -> HeldObjects:
-        try:
-            return HeldObjects(self._bucket, version, self._held)
-        except StoreNotFoundError as error:
-            if newest_version(self._bucket) == version:
-                raise StoreCorruptError(f"{error}, which {POINTER_OBJECT} names") from error
-            raise SnapshotEvictedError(f"{error}: newer versions have come") from error
+        with HeldObjects(self._bucket, seen, self._deltas) as held:
+            yield held
 
     def follow_fork(self) -> None:
         self._seen = self._tag = None
@@ -289,6 +229,8 @@ class BucketSource:
         self._is_woken.set()
 
     def close(self) -> None:
+        while self._deltas:
+            self._deltas.popitem()[1].close()
         self.record.set(has_ended=True)
 
     def _look(self) -> int | None:

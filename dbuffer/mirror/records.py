@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
-from dbuffer.errors import StoreAccessError, StoreNotFoundError
+from dbuffer.errors import StoreNotFoundError
 from dbuffer.format.layout import digest
 from dbuffer.format.manifest import UNDECODABLE, ReceiverRecord, encode, host_in_id
 from dbuffer.format.objects import (
@@ -27,7 +27,7 @@ from dbuffer.format.objects import (
     receivers_object,
 )
 from dbuffer.format.places import RECEIVERS_DIRECTORY
-from dbuffer.mirror.bucket import Bucket
+from dbuffer.mirror.bucket import Bucket, Listed
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store.buffer import DoubleBuffer
@@ -112,8 +112,8 @@ class BucketRecords:
         self._current: list[ReceiverRecord] = []
         self._put: list[ReceiverRecord] = []
         """Records that the object holds."""
-        self._put_at = self._same_at = -TIMING.bucket_heartbeat_s
-        """Times of the last put, and at which nothing had changed since."""
+        self._put_at = -TIMING.bucket_heartbeat_s
+        """Time of the last put."""
 
     @property
     def name(self) -> str:
@@ -121,13 +121,8 @@ class BucketRecords:
 
     def write(self, records: Collection[ReceiverRecord]) -> None:
         self._current = [self._relayed_own(), *records]
-        since, limit_s, now = self._put_at, TIMING.bucket_records_s, time.monotonic()
-        if not self._has_changed:
-            self._same_at, limit_s = now, TIMING.bucket_heartbeat_s
-        elif _without_times(self._current[1:]) == _without_times(self._put[1:]):
-            # Receivers apply what the mirror has just copied: their records go with its own.
-            since = max(self._put_at, self._same_at)
-        if now - since >= limit_s:
+        limit_s = TIMING.bucket_records_s if self._has_changed else TIMING.bucket_heartbeat_s
+        if time.monotonic() - self._put_at >= limit_s:
             self._put_object()
 
     def close(self) -> None:
@@ -157,20 +152,17 @@ RecordWriter: TypeAlias = StoreRecords | BucketRecords
 """Place that records are relayed to."""
 
 
-def read_records(bucket: Bucket, name: str) -> list[ReceiverRecord]:
-    """Read the records of a mirror's object."""
-    read = bucket.read(BucketReceivers, name)
-    assert read is not None  # noqa: S101 - without a tag it is read
-    return read[0].records
-
-
-class _Seen(NamedTuple):
-    """An object with records, as it was seen last."""
+class MirrorObject(NamedTuple):
+    """Object with a mirror's records, as it was read last."""
 
     e_tag: str | None
+    put_at: float
+    """Time at which it was put, by the service's clock."""
     changed_at: float
-    """Time at which it was seen changed, by this host's clock."""
+    """Time at which it was seen changed, by this host's monotonic clock."""
     records: list[ReceiverRecord]
+    fault: str | None
+    """Reason that its records cannot be read, or None."""
 
 
 class ReceiversOfBucket:
@@ -178,55 +170,46 @@ class ReceiversOfBucket:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._seen: dict[str, _Seen] = {}
-        self._records: dict[ReceiverKey, tuple[_Seen, ReceiverRecord]] = {}
+        self.objects: dict[str, MirrorObject] = {}
+        self.latest: dict[ReceiverKey, tuple[MirrorObject, ReceiverRecord]] = {}
         """Latest record of each receiver, and the object that it is in."""
 
     def receivers(self) -> list[ReceiverRecord]:
-        """Return all records; only objects that have changed are read again.
-
-        Objects of mirrors that have ended are deleted; a running mirror puts its object again.
-        """
+        """Return all records; only objects that have changed are read again."""
         listed = self._bucket.list(RECEIVERS_PREFIX)
         listed = {name: each for name, each in listed.items() if is_of_receivers(name)}
-        limit = time.time() - TIMING.forget_receivers_after_s
-        gone = [name for name, each in listed.items() if each.put_at < limit]
-        for name in gone:
-            del listed[name]
-        try:
-            self._bucket.delete(gone)
-        except StoreAccessError as error:
-            log_once(logger, "records of mirrors that have gone stay: %s", str(error))
-        changed = [
-            name
-            for name, each in listed.items()
-            if name not in self._seen or self._seen[name].e_tag != each.e_tag
-        ]
-        self._seen = {name: seen for name, seen in self._seen.items() if name in listed}
-        self._bucket.in_parallel(lambda name: self._read(name, listed[name].e_tag), changed)
-        found = [(seen, record) for seen in self._seen.values() for record in seen.records]
+        self.objects = {name: each for name, each in self.objects.items() if name in listed}
+        before = {name: each.e_tag for name, each in self.objects.items()}
+        changed = [name for name in listed if before.get(name, "") != listed[name].e_tag]
+        self._bucket.in_parallel(lambda name: self._read(name, listed[name]), changed)
+        found = [(each, record) for each in self.objects.values() for record in each.records]
         # A receiver whose mirror has changed its id has a record in two objects: the later counts.
-        found.sort(key=lambda each: (each[1].updated_at, each[0].changed_at))
-        self._records = {key_of(record): (seen, record) for seen, record in found}
+        found.sort(key=lambda pair: (pair[1].updated_at, pair[0].changed_at))
+        self.latest = {key_of(record): (each, record) for each, record in found}
         return self.known()
 
     def known(self) -> list[ReceiverRecord]:
         """Return the records that were read last."""
-        return [record for _, record in self._records.values()]
+        return [record for _, record in self.latest.values()]
 
     def may_live(self, record: ReceiverRecord) -> bool:
         """Whether a record's receiver may be alive: its mirror is, and does not say otherwise."""
-        found = self._records.get(key_of(record))
+        found = self.latest.get(key_of(record))
         if found is None or record.has_ended:
             return False
         return time.monotonic() - found[0].changed_at < TIMING.bucket_presumed_dead_after_s
 
-    def _read(self, name: str, e_tag: str | None) -> None:
+    def _read(self, name: str, listed: Listed) -> None:
+        records, fault = list[ReceiverRecord](), None
         try:
-            records = read_records(self._bucket, name)
+            read = self._bucket.read(BucketReceivers, name)
         except StoreNotFoundError:  # it was removed just now
             return
         except UNDECODABLE as error:
-            log_once(logger, "ignoring unusable records, remove them: %s", str(error))
-            records = []
-        self._seen[name] = _Seen(e_tag, time.monotonic(), records)
+            fault = f"ignoring unusable records, remove them: {error}"
+            log_once(logger, "%s", fault)
+        else:
+            assert read is not None  # noqa: S101 - without a tag it is read
+            records = read[0].records
+        now = time.monotonic()
+        self.objects[name] = MirrorObject(listed.e_tag, listed.put_at, now, records, fault)

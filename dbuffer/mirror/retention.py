@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from itertools import pairwise
 
 from dbuffer.format.lineage import VersionId
-from dbuffer.format.objects import BucketVersion, version_of
+from dbuffer.format.objects import BucketVersion, is_of_receivers, version_of
 from dbuffer.mirror.bucket import Listed
 from dbuffer.runtime.timing import TIMING
 
@@ -26,28 +26,27 @@ def missing_objects(listed: Mapping[str, Listed], newest: BucketVersion) -> list
 def unneeded_objects(listed: Mapping[str, Listed], newest: BucketVersion) -> list[str]:
     """Return the names of parts that may be deleted.
 
-    Kept are the newest version's parts, the last anchors and their deltas, and any anchor whose
-    successor is younger than `Timing.bucket_grace_s`. Parts of another run may be deleted when the
-    newest version's run and they are as old as that. Times are the service's; the last part's is
-    taken for now.
+    Kept are the newest version's parts, the last anchors and their deltas, and all parts that are
+    younger than `Timing.bucket_grace_s`. Times are the service's; the last part's is taken for now.
     """
     needed = {part.name for part in newest.parts}
     objects = {name: version for name in listed if (version := version_of(name)) is not None}
-    put_at = {name: listed[name].put_at for name in objects}
-    limit = max(put_at.values()) - TIMING.bucket_grace_s
+    limit = max(listed[name].put_at for name in objects) - TIMING.bucket_grace_s
     leading = {each for each in objects.values() if newest.manifest.lineage.reaches(each)}
-    began_at = min(put_at[name] for name, of in objects.items() if of.run == newest.id.run)
-    anchors: dict[int, float] = {}
-    for name, of in objects.items():
-        if of in leading and ".weights/" in name:
-            anchors[of.number] = max(anchors.get(of.number, 0.0), put_at[name])
-    numbers = sorted(anchors)
-    recent = [one for one, later in pairwise(numbers) if anchors[later] > limit]
-    oldest = min([*numbers[-KEEP_ANCHORS:], *recent])
+    anchors = {of.number for name, of in objects.items() if of in leading and ".weights/" in name}
+    oldest = min(sorted(anchors)[-KEEP_ANCHORS:])
 
-    def is_unneeded(name: str, version: VersionId) -> bool:
-        if version in leading:
-            return version.number < oldest
-        return max(put_at[name], began_at) < limit
+    def is_kept(name: str, version: VersionId) -> bool:
+        is_recent = version in leading and version.number >= oldest
+        return is_recent or name in needed or listed[name].put_at > limit
 
-    return [name for name, of in objects.items() if name not in needed and is_unneeded(name, of)]
+    return [name for name, version in objects.items() if not is_kept(name, version)]
+
+
+def forgotten_objects(listed: Mapping[str, Listed]) -> list[str]:
+    """Return the names of records of mirrors that have put none for long.
+
+    A mirror that runs puts its object again.
+    """
+    limit = time.time() - TIMING.forget_receivers_after_s
+    return [name for name, each in listed.items() if is_of_receivers(name) and each.put_at < limit]

@@ -25,7 +25,6 @@ from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of, read_tensors
-from dbuffer.mirror.download import HeldObjects
 from dbuffer.mirror.sources import SWAPPED, HeldOf, Source, SourceReceiver, StoreSource
 from dbuffer.publish.draft import Draft
 from dbuffer.publish.part import Part
@@ -176,10 +175,10 @@ class StoreTarget:
     def copy(self, held: HeldOf, receiver: SourceReceiver) -> Publication:
         """Publish a held version once more; raise `OvertakenError` if it was overwritten."""
         assert self._writer is not None  # noqa: S101 - it is open
-        started = time.monotonic()
-        manifest = held.manifest
+        started, manifest = time.monotonic(), held.manifest
         if self._layout is None or self._layout.xxh3 != manifest.layout_xxh3:
-            self._layout = held.read_layout()
+            with held.noticing_loss():
+                self._layout = held.read_layout()
         remote, layout = self._layout, self._layout.joined
         hashed = manifest.checksums_xxh3 is not None
         self._mappings.keep_only(layout if self._writer.rewrites_files else None)
@@ -194,11 +193,9 @@ class StoreTarget:
                 hashed=hashed,
             ) as draft,
         ):
-            try:
+            with held.noticing_loss():
                 checksums = self._fill(draft, held, receiver, remote)
-            except StoreNotFoundError as error:
-                held.raise_for_loss(error)
-            receiver.reader.verify(held, layout, checksums)
+                receiver.reader.verify(held, layout, checksums)
             held.require_unchanged()
             chain = self._copy_deltas(held, draft, self._writer)
             before, self._chain = self._chain, {}
@@ -225,7 +222,8 @@ class StoreTarget:
             StoreNotFoundError: the version's files are gone.
         """
         if draft.is_mapped and held.manifest.checksums_xxh3 is not None:
-            checksums = self._apply_changes(draft, held, receiver)
+            since = self._put_earlier(draft, held)
+            checksums = receiver.reader.apply_changes(draft.mapped, since, held)
             if checksums is not None:
                 return checksums
         copier, hashed = self._copier, draft.hashed
@@ -244,29 +242,6 @@ class StoreTarget:
             return checksums
         draft.write(range(len(memory.views)), memory.views)
         return draft.finish(World())
-
-    def _apply_changes(
-        self, draft: Draft, held: HeldOf, receiver: SourceReceiver
-    ) -> list[int] | None:
-        """Apply deltas to the version in a draft's file; return None if it must be read whole."""
-        since = self._put_earlier(draft, held)
-        if since is None or since not in held.manifest.chain:
-            return None
-        try:
-            self._fetch(held, receiver.reader.deltas_to_read(held, since))
-        except (*UNDECODABLE, StoreNotFoundError) as error:
-            logger.warning("copying version %d whole: %s", held.manifest.version, str(error))
-            return None
-        return receiver.reader.apply_changes(draft.mapped, since, held)
-
-    def _fetch(self, held: HeldOf, versions: list[VersionId]) -> None:
-        """Bring deltas that lead to versions into memory, if they are not in a store.
-
-        This store has copies of some, which were made for the other buffer, mostly.
-        """
-        if isinstance(held, HeldObjects):
-            copies = {version: self._store.delta_path(version) for version in self._chain}
-            held.fetch_deltas(versions, copies)
 
     def _put_earlier(self, draft: Draft, held: HeldOf) -> VersionId | None:
         """Return the version that a draft's file holds, to apply deltas to.
@@ -296,7 +271,6 @@ class StoreTarget:
         if last not in manifest.chain[:-1] or is_joined:
             return {manifest.id: 0}
         try:
-            self._fetch(held, manifest.deltas_after(last))
             for version in manifest.deltas_after(last):
                 path, file = held.open_delta(version)
                 with file:

@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -42,7 +42,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import as_bytes, new_memory, pack_checksums
 from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.records import ReceiversOfBucket
-from dbuffer.mirror.retention import missing_objects, unneeded_objects
+from dbuffer.mirror.retention import forgotten_objects, missing_objects, unneeded_objects
 from dbuffer.mirror.sources import SWAPPED, HeldOf, Source, SourceReceiver, StoreSource
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.reader import read_whole
@@ -69,13 +69,11 @@ class BucketTarget:
         self._writer = secrets.token_hex(8)
         self._epoch = 0
         """Number of this mirror among the writers of the bucket; 0 before it takes it over."""
-        self._current: BucketVersion | None = None
+        self._record: BucketVersion | None = None
         """Record in the bucket, as this mirror has read or put it last."""
         self._tag: Tag | None = None
         self._last: BucketVersion | None = None
-        """Record in the bucket, if this mirror is the writer and the version lacks no object."""
-        self._is_writer = False
-        """False also if the bucket turned out to be not as this mirror had left it."""
+        """Current record, if this mirror has put it and the version lacks no object."""
         self._layout: Layout | None = None
         """Layout of the version read last, which the next version mostly shares."""
         self.receivers = ReceiversOfBucket(bucket)
@@ -116,145 +114,124 @@ class BucketTarget:
         """Do nothing: another mirror takes over without that."""
 
     def copy(self, held: HeldOf, receiver: SourceReceiver) -> Publication:
-        """Publish a held version in the bucket; raise `OvertakenError` if it was overwritten."""
-        if not self._is_writer:
+        """Publish a held version in the bucket; raise `OvertakenError` if it was overwritten.
+
+        Raises:
+            WriterSupersededError: another mirror has put the record.
+            StoreCorruptError: the record was deleted, or an earlier one is there again.
+        """
+        if self._last is None:
             self._take_over()
         started, manifest = time.monotonic(), held.manifest
-        with receiver.reader.reporting_unreadable(held):
-            try:
-                if self._layout is None or self._layout.xxh3 != manifest.layout_xxh3:
-                    self._layout = held.read_layout()
-                layout = self._layout.joined
-                deltas, weights = self._read_deltas(held), None
-                if self._needs_weights(deltas, layout):
-                    weights = self._read_weights(held, receiver, layout)
-            except StoreNotFoundError as error:
-                held.raise_for_loss(error)
+        with receiver.reader.reporting_unreadable(held), held.noticing_loss():
+            if self._layout is None or self._layout.xxh3 != manifest.layout_xxh3:
+                self._layout = held.read_layout()
+            layout = self._layout.joined
+            deltas, weights = self._read_deltas(held), None
+            if self._needs_weights(deltas, layout):
+                weights = self._read_weights(held, receiver, layout)
             held.require_unchanged()
-            # It is in memory, and no sender need wait for the network.
-            held.release()
-            receiver.record.write(held=None)
-            version = self._put_files(manifest, deltas, weights, layout)
-        self._publish(version)
+        # It is in memory, and no sender need wait for the network.
+        held.release()
+        receiver.record.write(held=None)
+        version = self._put_files(manifest, deltas, weights, layout)
+        if not self._put_record(version):
+            # The record is another mirror's; or ours, and the answer to a put was lost.
+            self._take_over()
+            if self._record != version:
+                raise self._describe_loss()
+        self._last = version
         delta_bytes = sum(map(len, deltas.values()))
         return Publication.of(manifest.id, layout, started, delta_bytes or None)
 
     def check(self) -> None:
         """Compare the record and the newest version's objects with the last publish.
 
-        Objects that are not needed are deleted.
-
         Raises:
             WriterSupersededError: another mirror has put the record.
             StoreCorruptError: an object is missing, or an earlier record is there again.
         """
-        if self._last is None:
-            return
-        try:
-            read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
-        except (StoreNotFoundError, StoreCorruptError):
-            self._lose(None)
-        if read is not None:
-            if read[0] != self._last:
-                self._lose(read[0])
-            self._tag = read[1]
-        if missing := self._sweep():
-            self._last = None
-            raise StoreCorruptError(
-                f"{self._bucket.name_of(missing[0])} is missing, or has another size: {self.name} "
-                "gets its newest version anew"
-            )
+        last = self._last
+        if last is not None:
+            self._take_over()
+            if self._last != last:
+                raise self._describe_loss()
 
     def _take_over(self) -> None:
-        """Put the record of the version that is there again, with this mirror's name.
+        """Read the record, put it again with this mirror's name, and look at the objects.
 
         Raises:
             WriterSupersededError: a mirror that was started later has put the record.
             StoreAccessError: another mirror was faster, or the answer was lost.
         """
-        current = self._read_record()
+        record = self._read_record()
         if not self._epoch:
             # A mirror that is started later has a higher number, also if the record was lost.
-            self._epoch = max(int(time.time()), 0 if current is None else current.epoch + 1)
-        self._require_lead(current)
-        if (
-            current is not None
-            and current.writer != self._writer
-            and not self._put_record(current.by(self._writer, self._epoch))
-        ):
-            raise StoreAccessError(
-                f"{self._bucket.name_of(POINTER_OBJECT)} could not be put on condition of its "
-                "ETag: does the service support conditional puts?"
-            )
-        self._is_writer, self._last = True, self._current
-        if self._last is not None and self._sweep():
-            self._last = None
+            self._epoch = max(int(time.time()), 0 if record is None else record.epoch + 1)
+        if record is not None and record.writer != self._writer:
+            if record.epoch >= self._epoch:
+                raise WriterSupersededError(
+                    f"another mirror took {self.name} over; this one must stop"
+                )
+            record = record.by(self._writer, self._epoch)
+            if not self._put_record(record):
+                raise StoreAccessError(
+                    f"{self._bucket.name_of(POINTER_OBJECT)} could not be put on condition of its "
+                    "ETag: does the service support conditional puts?"
+                )
+        self._last = record if record is not None and self._is_whole(record) else None
 
-    def _publish(self, version: BucketVersion) -> None:
-        """Put a version's record.
+    def _describe_loss(self) -> StoreCorruptError:
+        """Return the error for a bucket that is not as this mirror has left it."""
+        record = self._record
+        if record is None:
+            loss = f"{POINTER_OBJECT} is missing or damaged"
+        elif self._last is None:
+            loss = f"parts of version {record.id.number} are missing, or have another size"
+        else:
+            loss = f"{POINTER_OBJECT} went back to version {record.id.number}"
+        return StoreCorruptError(f"{self.name}: {loss}; it gets its newest version anew")
 
-        Raises:
-            WriterSupersededError: another mirror has put the record.
-            StoreCorruptError: the record was deleted, or an earlier one is there again.
-        """
-        if not self._put_record(version):
-            # It is another mirror's; or ours, and the answer to a put was lost.
-            now = self._read_record()
-            if now != version:
-                self._lose(now)
-        self._last = version
-
-    def _require_lead(self, now: BucketVersion | None) -> None:
-        """Raise unless a record is of this mirror, or of a mirror that was started earlier."""
-        if now is not None and now.writer != self._writer and now.epoch >= self._epoch:
-            raise WriterSupersededError(f"another mirror took {self.name} over; this one must stop")
-
-    def _lose(self, now: BucketVersion | None) -> NoReturn:
-        """Tell of a record that this mirror has not put: it takes the bucket over again."""
-        self._require_lead(now)
-        self._is_writer, self._last = False, None
-        became = "is missing or damaged" if now is None else f"went back to version {now.id.number}"
-        raise StoreCorruptError(
-            f"{self._bucket.name_of(POINTER_OBJECT)} {became}: it gets the newest version anew"
-        )
-
-    def _sweep(self) -> list[str]:
-        """Delete objects that are not needed; return the newest version's missing objects.
+    def _is_whole(self, version: BucketVersion) -> bool:
+        """Whether a version lacks no object; if so, delete objects that are not needed.
 
         Raises:
             StoreAccessError: the objects cannot be listed.
         """
-        assert self._last is not None  # noqa: S101 - it names the objects that are needed
         listed = self._bucket.list(VERSIONS_PREFIX)
-        missing = missing_objects(listed, self._last)
-        if not missing:
-            try:
-                self._bucket.delete(unneeded_objects(listed, self._last))
-            except StoreAccessError as error:
-                log_once(logger, "old objects stay: %s", str(error))
-        return missing
+        if missing_objects(listed, version):
+            return False
+        try:
+            forgotten = forgotten_objects(self._bucket.list(RECEIVERS_PREFIX))
+            self._bucket.delete(unneeded_objects(listed, version) + forgotten)
+        except StoreAccessError as error:
+            log_once(logger, "old objects stay: %s", str(error))
+        return True
 
     def _put_record(self, version: BucketVersion) -> bool:
         """Put a version's record, if no other mirror has put one since the last look."""
         tag = self._bucket.put_if(POINTER_OBJECT, encode(version), self._tag)
         if tag is not None:
-            self._current, self._tag = version, tag
+            self._record, self._tag = version, tag
         return tag is not None
 
     def _read_record(self) -> BucketVersion | None:
+        """Read the record, unless it is as this mirror knows it; a damaged one is deleted."""
         try:
-            read = self._bucket.read(BucketVersion, POINTER_OBJECT)
+            read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
         except StoreNotFoundError:
-            read = None
+            self._record = self._tag = None
         except StoreCorruptError as error:
-            if self._current is None and not self._has_mirrors_objects():
+            if self._record is None and not self._has_mirrors_objects():
                 remedy = "remove it, unless it is another program's"
                 raise StoreCorruptError(f"{error}; {remedy}") from None
             logger.warning("deleting a damaged record: %s", str(error))
             self._bucket.delete([POINTER_OBJECT])
-            read = None
-        self._current, self._tag = read or (None, None)
-        return self._current
+            self._record = self._tag = None
+        else:
+            if read is not None:
+                self._record, self._tag = read
+        return self._record
 
     def _has_mirrors_objects(self) -> bool:
         return any(map(version_of, self._bucket.list(VERSIONS_PREFIX))) or any(
@@ -305,15 +282,14 @@ class BucketTarget:
         hashed = held.manifest.checksums_xxh3 is not None
         _, checksums = read_whole(held, self._copier, data, hashed=hashed)
         receiver.reader.verify(held, layout, checksums)
-        table = pack_checksums(checksums or [])
         raw = as_bytes(memory)
         starts = [*layout.offsets[1:], layout.checksums_offset]
         for offset, size, start in zip(layout.offsets, layout.sizes, starts, strict=True):
             raw[offset + size : start] = bytes(start - offset - size)  # gaps are put, too
+        table = pack_checksums(checksums or [])
         table_end = table.ljust(layout.layout_offset - layout.checksums_offset, b"\0")
         raw[layout.checksums_offset :] = table_end + layout.encoded + layout.tail
-        table_xxh3 = None if checksums is None else digest(table)
-        return raw, layout.describe_file(table_xxh3)
+        return raw, layout.describe_file(None if checksums is None else digest(table))
 
     def _put_files(
         self,
@@ -324,24 +300,27 @@ class BucketTarget:
     ) -> BucketVersion:
         """Put the files of a version, and return its record."""
         last = self._last
-        files: dict[VersionId, Parts] = {}
-        sizes = {manifest.id: 0}
+        files = {} if last is None else last.files
+        chain = [manifest.id]
         if last is not None and deltas:
-            first, *later = last.manifest.chain or [last.id]
-            files = {each: last.delta(each) for each in later}
-            sizes = {first: 0, **{each: file.num_bytes for each, file in files.items()}}
+            chain = [*(last.manifest.chain or [last.id]), *deltas]
         for version, delta in deltas.items():
-            digests = self._put_parts(delta_directory(version), memoryview(delta))
-            files[version], sizes[version] = Parts(len(delta), digests), len(delta)
+            directory = delta_directory(version)
+            files[directory] = self._put_parts(directory, memoryview(delta))
         if weights is not None:
             data, fields = weights
-            digests, anchor = self._put_parts(weights_directory(manifest.id), data), None
+            directory, anchor = weights_directory(manifest.id), None
+            files[directory] = self._put_parts(directory, data)
             of_file = fields | {"file": f"weights-{manifest.id}.td"}
         else:
             assert last is not None  # noqa: S101 - deltas lead from it
-            digests, anchor = last.weights, last.manifest.file_version
+            directory, anchor = (
+                weights_directory(last.manifest.file_version),
+                last.manifest.file_version,
+            )
             of_file = last.manifest.of_file | {"file": last.manifest.file}
-        chain = chain_of(trimmed(sizes, layout.num_bytes, anchor))
+        sizes = {each: files[delta_directory(each)].num_bytes for each in chain[1:]}
+        chain = chain_of(trimmed({chain[0]: 0, **sizes}, layout.num_bytes, anchor))
         described = replace(
             manifest,
             **of_file,
@@ -355,12 +334,12 @@ class BucketTarget:
             epoch=self._epoch,
             manifest=described,
             part_bytes=PART_BYTES,
-            weights=digests,
-            deltas=[files[version] for version in chain[1:]],
+            weights=files[directory].digests,
+            deltas=[files[delta_directory(version)] for version in chain[1:]],
         )
 
-    def _put_parts(self, directory: str, data: memoryview) -> list[str]:
-        """Put the missing parts of a file; return the digests of all parts."""
+    def _put_parts(self, directory: str, data: memoryview) -> Parts:
+        """Put the missing parts of a file."""
         digests = [""] * -(-len(data) // PART_BYTES)
         # Parts of a delta are few: to put them again costs less than to look.
         there = self._bucket.list(directory) if len(digests) > 1 else {}
@@ -373,4 +352,4 @@ class BucketTarget:
                 self._bucket.put(name, part)
 
         self._bucket.in_parallel(put, range(len(digests)))
-        return digests
+        return Parts(len(data), digests)

@@ -74,19 +74,6 @@ class VersionVerifier:
             raise
         self._record.set(unreadable=None)
 
-    def deltas_to_read(self, held: HeldVersion, since: VersionId) -> list[VersionId]:
-        """Return the versions whose deltas are read to bring ``since`` to a held one and verify it.
-
-        ``since``: a version of its chain or of its weights file.
-        """
-        manifest = held.manifest
-        needed = set(manifest.deltas_after(since))
-        for version in reversed(manifest.since_anchor):
-            if manifest.checksums_xxh3 is None or version in self._known_checksums:
-                break
-            needed.add(version)  # its header has checksums
-        return [version for version in manifest.chain if version in needed]
-
     def apply_changes(
         self,
         tensors: FileTensors,

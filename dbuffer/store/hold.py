@@ -17,10 +17,11 @@ at least one of them sees the other.
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Self
@@ -94,6 +95,19 @@ class HeldVersion(abc.ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.release()
+
+    @contextlib.contextmanager
+    def noticing_loss(self) -> Iterator[None]:
+        """Tell of a file of this version that was removed while it was read.
+
+        Raises:
+            OvertakenError: its manifest no longer names that file.
+            StoreCorruptError: it still does.
+        """
+        try:
+            yield
+        except errors.StoreNotFoundError as error:
+            self.raise_for_loss(error)
 
     def raise_for_loss(self, error: errors.StoreNotFoundError) -> NoReturn:
         """Raise the error for a file of this version that was removed.

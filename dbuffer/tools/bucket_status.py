@@ -13,18 +13,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from dbuffer.errors import StoreNotFoundError
-from dbuffer.format.manifest import UNDECODABLE, ReceiverRecord
+from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.objects import (
     POINTER_OBJECT,
-    RECEIVERS_PREFIX,
     VERSIONS_PREFIX,
     BucketVersion,
-    is_of_receivers,
     version_of,
 )
-from dbuffer.mirror.bucket import Bucket, Listed
+from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import newest_version
-from dbuffer.mirror.records import read_records
+from dbuffer.mirror.records import MirrorObject, ReceiversOfBucket
 from dbuffer.mirror.retention import missing_objects
 from dbuffer.runtime.messages import listed as in_words
 from dbuffer.runtime.timing import TIMING
@@ -36,6 +34,8 @@ from dbuffer.tools.status import (
     receiver_status,
     version_status,
 )
+
+_MISSING = "is missing, or has another size: the mirror into the bucket puts it within a minute"
 
 
 def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
@@ -49,25 +49,17 @@ def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
         StoreAccessError: the bucket does not exist, or cannot be read.
         StoreCorruptError: the record of its newest version is damaged.
     """
-    problems: list[str] = []
-    version = newest_version(bucket)
-    names = {
-        name: it for name, it in bucket.list(RECEIVERS_PREFIX).items() if is_of_receivers(name)
-    }
+    version, readers = newest_version(bucket), ReceiversOfBucket(bucket)
+    readers.receivers()
     listed = bucket.list(VERSIONS_PREFIX)
-    if version is None and not names and not any(map(version_of, listed)):
-        raise StoreNotFoundError(f"nothing was published in {bucket.url} yet")
     missing = [] if version is None else missing_objects(listed, version)
     if version is None and any(map(version_of, listed)):
         missing = [POINTER_OBJECT]
-    if missing:
-        problems.append(
-            f"{bucket.name_of(missing[0])} is missing, or has another size: the mirror into the "
-            "bucket puts it within a minute"
-        )
+    if version is None and not missing and not readers.objects:
+        raise StoreNotFoundError(f"nothing was published in {bucket.url} yet")
     manifest = None if version is None else version.manifest
     metadata = {} if manifest is None else manifest.metadata
-    receivers = in_order(_receivers(bucket, names, problems))
+    records = in_order(_dated(each, record) for each, record in readers.latest.values())
     return make_status(
         bucket.url,
         "bucket",
@@ -75,40 +67,34 @@ def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
         buffers=[] if version is None else [_version_status(version)],
         receivers=[
             receiver_status(record, manifest, metadata, is_alive=not _looks_dead(record))
-            for record in receivers
+            for record in records
         ],
-        problems=problems,
+        problems=[
+            *(f"{bucket.name_of(name)} {_MISSING}" for name in missing[:1]),
+            *(each.fault for each in readers.objects.values() if each.fault is not None),
+            *_silent_mirrors(readers.objects),
+        ],
     )
 
 
-def _receivers(
-    bucket: Bucket, names: dict[str, Listed], problems: list[str]
-) -> list[ReceiverRecord]:
-    """Read the records of all mirrors, and note mirrors that look dead."""
-    found: dict[str, list[ReceiverRecord]] = {}
-
-    def read(name: str) -> None:
-        try:
-            records = read_records(bucket, name)
-        except StoreNotFoundError:  # it was removed just now
-            return
-        except UNDECODABLE as error:
-            problems.append(f"ignoring unusable records, remove them: {error}")
-            return
-        found[name] = [replace(each, updated_at=names[name].put_at) for each in records]
-
-    bucket.in_parallel(read, list(names))
+def _silent_mirrors(objects: dict[str, MirrorObject]) -> list[str]:
+    """Return a problem if there are mirrors that look dead and were not closed."""
     silent = [
         PurePosixPath(name).stem
-        for name, records in sorted(found.items())
-        if any(not record.has_ended and _looks_dead(record) for record in records)
+        for name, each in sorted(objects.items())
+        if any(not it.has_ended and _looks_dead(_dated(each, it)) for it in each.records)
     ]
-    if silent:
-        problems.append(
-            f"mirrors look dead, and with them their receivers: {in_words(silent)}; no record was "
-            f"put for {TIMING.bucket_presumed_dead_after_s:g} s"
-        )
-    return [record for records in found.values() for record in records]
+    if not silent:
+        return []
+    return [
+        f"mirrors look dead, and with them their receivers: {in_words(silent)}; no record was put "
+        f"for {TIMING.bucket_presumed_dead_after_s:g} s"
+    ]
+
+
+def _dated(each: MirrorObject, record: ReceiverRecord) -> ReceiverRecord:
+    """Return a record with the time at which its mirror has put it."""
+    return replace(record, updated_at=each.put_at)
 
 
 def _looks_dead(record: ReceiverRecord) -> bool:

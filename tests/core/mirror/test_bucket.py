@@ -40,7 +40,6 @@ from dbuffer.mirror.retention import KEEP_ANCHORS
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import OwnRecord
 from tests.support.children import Child
-from tests.support.damage import flip_bit
 from tests.support.object_store import (
     FAULTS,
     Answer,
@@ -187,15 +186,11 @@ def test_only_the_deltas_go_through_the_bucket(remote, local, proxy, bucket_url)
         requests = proxy.requests[num_before:]
         for version in range(3, 7):
             way.carry(version, LONG)
-            if version == 5:  # a copy that is damaged is not used
-                last = list((local / "deltas").iterdir())
-                for each in last:
-                    flip_bit(each, 8 * 100)
         assert way.failures == [0, 0]
         got = Counter(request.path for request in gets(proxy) if ".delta/" in request.path)
     num_bytes = sum(each.received_bytes + each.sent_bytes for each in requests)
     assert num_bytes < 3 * sent.delta_bytes + 30_000 < LONG_BYTES / 4
-    assert sorted(got.values()) == [1, 1, 1, 1, 2]
+    assert list(got.values()) == [1] * 5
 
 
 LONG_BYTES = 9 * 8 * (1 << 14)
@@ -492,7 +487,7 @@ def test_a_lost_answer_to_a_put_of_the_pointer_is_no_other_writer(
     assert [each.is_faulty for each in proxy.requests].count(True) == 1
 
 
-@pytest.mark.parametrize("nth", [1, 2], ids=["a footer", "a part"])
+@pytest.mark.parametrize("nth", [1, 2], ids=["a layout", "a part"])
 def test_what_the_network_damages_is_fetched_again(remote, local, proxy, bucket_url, nth):
     """Of a version without checksums, which nothing else than its digests protects."""
     proxy.inject(
@@ -643,20 +638,18 @@ def test_a_sender_hears_of_readers_behind_the_bucket(remote, local, bucket_url, 
         until("its end is relayed", lambda: DoubleBuffer(remote).receiver("far").has_ended)
 
 
-@pytest.mark.timing(bucket_records_s=2.0)
-def test_one_put_has_acknowledgements_and_their_mirrors_record(
-    remote, local, proxy, bucket_url, far
-):
-    """The record of the mirror changes before they do."""
+@pytest.mark.timing(bucket_records_s=1.0)
+def test_records_are_put_once_an_interval(remote, local, proxy, bucket_url, far):
+    """However many of them change meanwhile, and how often."""
+    started = time.monotonic()
     with Way(remote, bucket_url, local) as way:
-        for version in (1, 2):
-            num_before = len(proxy.requests)
-            way.sender.send(SMALL.weights(version))
+        for version in range(1, 21):
+            way.carry(version)
             with far.open(version - 1, timeout_s=TIMEOUT_S):
                 pass
-            way.sender.wait_applied(version, receivers=["far"], timeout_s=TIMEOUT_S)
-    requests = [each for each in proxy.requests[num_before:] if "/receivers/" in each.path]
-    assert [each.method for each in requests].count("PUT") == 2  # and one as it ended
+        way.sender.wait_applied(20, receivers=["far"], timeout_s=TIMEOUT_S)
+    num_puts = sum(each.method == "PUT" and "/receivers/" in each.path for each in proxy.requests)
+    assert num_puts <= time.monotonic() - started + 2  # the first, and one as it ended
 
 
 def mirror_for_ever(connection: Connection, source: Path | str, target: Path | str) -> None:
@@ -714,13 +707,15 @@ def test_a_receiver_whose_mirror_changed_its_id_and_back_is_heard(bucket):
         assert reader.may_live(heard)
 
 
-@pytest.mark.timing(forget_receivers_after_s=0.0)
-def test_records_of_mirrors_that_have_gone_are_deleted(bucket):
+@pytest.mark.timing(bucket_heartbeat_s=0.1)
+def test_records_of_mirrors_that_have_gone_are_deleted(remote, bucket, timing):
     BucketRecords(bucket, OwnRecord(f"mirror-node-{0:016}")).write([])
     bucket.put("receivers/mine.json", b"mine")
-    reader = ReceiversOfBucket(bucket)
-    until("they have gone", lambda: not reader.receivers())
-    assert list(bucket.list("receivers")) == ["receivers/mine.json"]
+    with dbuffer.WeightSender(remote) as sender, mirror(remote, bucket.url) as up:
+        send(sender, up, 1)
+        assert len(bucket.list("receivers")) == 2
+        timing.forget_receivers_after_s = 0.0
+        until("they have gone", lambda: list(bucket.list("receivers")) == ["receivers/mine.json"])
 
 
 @pytest.mark.timing(retry_min_s=0.05, retry_max_s=60.0)

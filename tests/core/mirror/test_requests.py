@@ -100,7 +100,7 @@ def test_an_anchor(remote, local, proxy, bucket_url, monkeypatch):
         "put of a part": NUM_PARTS,
         "put of the version": 1,
         "get of the version": 1,
-        "get of a part": NUM_PARTS + 1,  # and its footer
+        "get of a part": NUM_PARTS + 1,  # and its checksums
         "put of records": 1,
     }
     with Bucket(bucket_url) as bucket:
