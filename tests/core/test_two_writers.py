@@ -20,7 +20,6 @@ import torch
 import dbuffer
 from dbuffer.format import places
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child, in_a_fork
 from tests.support.moments import Step, at_step, stop
 from tests.support.patterns import OTHER, SMALL, load, newest, publish
@@ -125,18 +124,6 @@ def test_frozen_sender_that_was_replaced_does_not_publish_when_it_wakes(store, s
             assert newest(store) == 105
             second.send(SMALL.weights(106), version=106)
     assert newest(store) == 106
-
-
-def test_each_writer_has_an_epoch_and_a_run_of_its_own(store):
-    double, seen = DoubleBuffer(store), []
-    for version in (1, 2, 3):
-        with dbuffer.WeightSender(store) as sender:
-            sender.send(SMALL.weights(version))
-        writer, pointer = double.writer(), double.pointer()
-        assert writer.token == pointer.id.run
-        seen.append((writer.epoch, writer.token))
-    assert [epoch for epoch, _ in seen] == [1, 2, 3]
-    assert len({run for _, run in seen}) == 3
 
 
 # Forked children

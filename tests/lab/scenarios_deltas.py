@@ -16,14 +16,13 @@ from tests.lab.guest import Guest
 from tests.lab.hosts import applied, load_each, publish_when_told, published
 from tests.lab.lab import scenario
 from tests.lab.scenarios_mirror import local_stores, mirror
-from tests.lab.scenarios_store import read_with_delays, require_no_mix_at_full_speed
+from tests.lab.scenarios_store import read_with_delays
 from tests.support.patterns import Sparse, newest
-from tests.support.soak import IN_SOAKS_ALONE, is_soak
+from tests.support.soak import is_soak
 from tests.support.waiting import TIMEOUT_S
 
 MB = 1 << 20
 SMALL_CHANGES = Sparse(num_tensors=12, numel=16_384)
-NUM_PUBLISHES = 80
 NUM_DEATHS = 80 if is_soak() else 2
 MOST_BETWEEN_DEATHS = 50 if is_soak() else 4
 LAST_WITH_DEATHS = 100_000
@@ -32,12 +31,6 @@ LARGE_BYTES = 2 * MB
 NUM_VERSIONS = 8 if is_soak() else 5
 LATE = 3
 """The version with which the late reader comes."""
-
-
-@IN_SOAKS_ALONE
-@scenario()
-def test_publishing_deltas_at_full_speed_nobody_reads_a_mix(guest: Guest) -> None:
-    require_no_mix_at_full_speed(guest, NUM_PUBLISHES, SMALL_CHANGES, delta=True)
 
 
 def publish_until_killed(connection: Connection, path: Path) -> None:

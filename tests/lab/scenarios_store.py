@@ -31,7 +31,7 @@ from tests.lab.lab import scenario
 from tests.support.children import Child
 from tests.support.moments import Step, at_step
 from tests.support.patterns import Pattern
-from tests.support.soak import IN_SOAKS_ALONE, is_soak
+from tests.support.soak import is_soak
 from tests.support.waiting import TIMEOUT_S, until
 
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
@@ -85,15 +85,13 @@ def old_files_kept(guest: Guest, *clients: str, every_s: float = 0.5) -> Iterato
         assert all(keeper._process.is_alive() for keeper in keepers)
 
 
-def publish_at_full_speed(
-    connection: Connection, path: Path, last: int, pattern: Pattern, delta: bool
-) -> None:
-    with dbuffer.WeightSender(path / "store", num_threads=1, delta=delta) as sender:
-        sender.send(pattern.weights(1))
+def publish_at_full_speed(connection: Connection, path: Path) -> None:
+    with dbuffer.WeightSender(path / "store", num_threads=1) as sender:
+        sender.send(WEIGHTS.weights(1))
         connection.send("published")
         connection.recv()
-        for version in range(2, last + 1):
-            sender.send(pattern.weights(version))
+        for version in range(2, NUM_PUBLISHES + 1):
+            sender.send(WEIGHTS.weights(version))
     connection.send("all")
 
 
@@ -126,17 +124,14 @@ def read_with_delays(
 
 @scenario(both=True)
 def test_publishing_at_full_speed_nobody_reads_a_mix(guest: Guest) -> None:
-    require_no_mix_at_full_speed(guest, NUM_PUBLISHES, WEIGHTS, delta=False)
-
-
-def require_no_mix_at_full_speed(guest: Guest, last: int, pattern: Pattern, *, delta: bool) -> None:
-    with guest.on("w", publish_at_full_speed, last, pattern, delta) as writer:
+    last = NUM_PUBLISHES
+    with guest.on("w", publish_at_full_speed) as writer:
         assert writer.receive() == "published"
         started = time.monotonic()
         with contextlib.ExitStack() as stack:
             stack.enter_context(old_files_kept(guest, "w", "r2"))
             readers = [
-                stack.enter_context(guest.on(client, read_with_delays, seed, last, pattern))
+                stack.enter_context(guest.on(client, read_with_delays, seed, last, WEIGHTS))
                 for seed, client in enumerate(("r", "r2"))
             ]
             for reader in readers:
@@ -430,21 +425,6 @@ def test_the_writers_network_is_cut_in_mid_publish(guest: Guest) -> None:
             assert time.monotonic() - started < NO_WAIT_S + trio.usual_s
             time.sleep(12 if step == IN_MID_PUBLISH[1] else 1)
             guest.restore("w")
-            trio.expect_published()
-            assert trio.read("r", "r2") == {trio.version}
-        trio.publish()
-
-
-@IN_SOAKS_ALONE
-@scenario(disruptive=True)
-def test_the_server_restarts_in_mid_publish(guest: Guest) -> None:
-    with contextlib.ExitStack() as stack:
-        trio = Trio(guest, stack)
-        # Each restart takes the server's grace, 10 s.
-        for step in IN_MID_PUBLISH[1:3]:
-            stop_at(trio.writer, step)
-            guest.restart_server()
-            trio.writer.send()
             trio.expect_published()
             assert trio.read("r", "r2") == {trio.version}
         trio.publish()

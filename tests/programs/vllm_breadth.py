@@ -166,8 +166,6 @@ AS_EMBEDDING = {"runner": "pooling", "skip_tokenizer_init": False}
 OF_THEIR_OWN = {"bert", "qwen3", "granitemoehybrid"}
 """What further down is not as the others are."""
 
-ONLINE_FLOAT8 = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
-
 FAMILIES = {
     **{name: family(name) for name in sorted(CONFIGURATIONS.keys() - OF_THEIR_OWN)},
     "qwen3_next": family("qwen3_next", arguments={"dtype": "bfloat16"}),
@@ -185,9 +183,7 @@ FAMILIES = {
     ),
     "qwen 3 embedding": family("qwen3", embeds=True, arguments=AS_EMBEDDING, is_embedding=True),
 }
-ONLINE = {"fp8 per channel, online": saved("qwen3", arguments=ONLINE_FLOAT8)}
 FEATURES = {
-    "compiled": saved("qwen3", arguments={"enforce_eager": False}),
     "ngram speculation": saved(
         "qwen3",
         arguments={
@@ -197,12 +193,6 @@ FEATURES = {
                 "prompt_lookup_max": 3,
             }
         },
-        other={},
-    ),
-    "draft model": saved(
-        "qwen3",
-        arguments={"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
-        draft=DENSE.make,
         other={},
     ),
     "eagle, two ranks": Case(
@@ -255,7 +245,7 @@ SEES_OR_HEARS = {
     for model_type in MEDIA
 }
 QUANTISED = {method: Case(int4(method), arguments={"dtype": "bfloat16"}) for method in INT4}
-CASES = FAMILIES | BFLOAT16 | HYBRID | TWO_RANKS | ONLINE | QUANTISED | FEATURES | SEES_OR_HEARS
+CASES = FAMILIES | BFLOAT16 | HYBRID | TWO_RANKS | QUANTISED | FEATURES | SEES_OR_HEARS
 
 
 def run(directory: Path, name: str) -> dict[str, int]:

@@ -42,7 +42,7 @@ class Gate:
     def __init__(self) -> None:
         self.is_there, self.may_go_on = threading.Event(), threading.Event()
 
-    def hold_up(self, timeout_s: float) -> None:
+    def hold_up(self, timeout_s: float = TIMEOUT_S) -> None:
         """Stop here; called by the thread."""
         self.is_there.set()
         assert self.may_go_on.wait(timeout_s)

@@ -27,29 +27,10 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
 from tests.support.children import Child, in_a_fork
 from tests.support.patterns import newest
-from tests.support.waiting import TIMEOUT_S
+from tests.support.waiting import TIMEOUT_S, Gate
 
 HANGS_S = 0.3
 """How long who must wait is watched waiting."""
-
-
-class Gate:
-    """Holds up the thread that comes to it until it is opened."""
-
-    def __init__(self) -> None:
-        self.has_come = threading.Event()
-        self._open = threading.Event()
-
-    def pass_through(self) -> None:
-        self.has_come.set()
-        assert self._open.wait(TIMEOUT_S)
-
-    def open(self) -> None:
-        self._open.set()
-
-    def tensor(self) -> torch.Tensor:
-        self.pass_through()
-        return torch.arange(100_000.0)
 
 
 def hold_up(patch: pytest.MonkeyPatch, owner: Any, name: str) -> Gate:
@@ -57,7 +38,7 @@ def hold_up(patch: pytest.MonkeyPatch, owner: Any, name: str) -> Gate:
     gate, method = Gate(), getattr(owner, name)
 
     def call_later(*arguments: Any, **options: Any) -> None:
-        gate.pass_through()
+        gate.hold_up()
         method(*arguments, **options)
 
     patch.setattr(owner, name, call_later)
@@ -87,9 +68,14 @@ class InThread(threading.Thread):
 
 def gated(gate: Gate) -> dict[str, Any]:
     """Weights of which the second stops in the middle of a publish."""
+
+    def second() -> torch.Tensor:
+        gate.hold_up()
+        return torch.arange(100_000.0)
+
     return {
         "first": torch.ones(1000),
-        "second": LazyTensor(torch.float32, (100_000,), gate.tensor),
+        "second": LazyTensor(torch.float32, (100_000,), second),
         "third": torch.ones(1000),
     }
 
@@ -110,12 +96,12 @@ def close_in_the_middle(
 ) -> Any:
     """What the publish came to during which another thread closed; nothing went elsewhere."""
     publishing = InThread(publish)
-    assert gate.has_come.wait(TIMEOUT_S)
+    assert gate.is_there.wait(TIMEOUT_S)
     closing = InThread(close)
     closing.join(HANGS_S)
     did_wait = closing.is_alive()
     with unrelated_files(directory) as files:
-        gate.open()
+        gate.may_go_on.set()
         outcome = publishing.outcome()
         assert closing.outcome() is None
         assert [os.fstat(file.fileno()).st_size for file in files] == [0] * len(files)
@@ -187,17 +173,17 @@ def test_closing_threads_waits_for_what_they_do():
 
     def work(first: int, _end: int) -> None:
         if threading.current_thread().name.startswith("dbuffer-copy"):
-            gate.pass_through()
+            gate.hold_up()
         else:
-            assert gate.has_come.wait(TIMEOUT_S)
+            assert gate.is_there.wait(TIMEOUT_S)
         done.append(first)
 
     working = InThread(lambda: copier.in_parallel(work, [(0, 1), (1, 2)]))
-    assert gate.has_come.wait(TIMEOUT_S)
+    assert gate.is_there.wait(TIMEOUT_S)
     closing = InThread(copier.close)
     closing.join(HANGS_S)
     assert closing.is_alive()
-    gate.open()
+    gate.may_go_on.set()
     assert closing.outcome() is None
     assert working.outcome() is None
     assert sorted(done) == [0, 1]
@@ -213,7 +199,7 @@ def fork_in_the_middle(
 ) -> None:
     """Send how the fork ended, and the version that is published meanwhile."""
     publishing = InThread(publish)
-    assert gate.has_come.wait(TIMEOUT_S)
+    assert gate.is_there.wait(TIMEOUT_S)
 
     def use_in_child() -> None:
         with pytest.raises(ClosedError):
@@ -221,7 +207,7 @@ def fork_in_the_middle(
         close()
 
     connection.send(in_a_fork(use_in_child))
-    gate.open()
+    gate.may_go_on.set()
     connection.send(publishing.outcome().version)
 
 
@@ -257,10 +243,10 @@ def fork_while_a_thread_reads_a_pointer(connection: Connection, store: Path) -> 
     patch = pytest.MonkeyPatch()
     gate = hold_up(patch, DoubleBuffer, "undamaged_pointer")
     opening = InThread(lambda: WeightSender(store).close())
-    assert gate.has_come.wait(TIMEOUT_S)
+    assert gate.is_there.wait(TIMEOUT_S)
     patch.undo()
     connection.send(in_a_fork(lambda: WeightSender(store.with_name("another")).close()))
-    gate.open()
+    gate.may_go_on.set()
     opening.outcome()
 
 
@@ -344,15 +330,15 @@ def interrupted_while_others_work(copier: Copier, times: int) -> list[str]:
             time.sleep(0.05)
             signal.pthread_kill(main, signal.SIGINT)
         time.sleep(0.2)
-        gate.open()
+        gate.may_go_on.set()
 
     def work(_first: int, _end: int) -> None:
         if threading.current_thread() is threading.main_thread():
-            assert gate.has_come.wait(TIMEOUT_S)
+            assert gate.is_there.wait(TIMEOUT_S)
             # One thread for all: an interrupt may come before this one could start a second.
             threading.Thread(target=interrupt_again).start()
             raise KeyboardInterrupt
-        gate.pass_through()
+        gate.hold_up()
         log.append("written")
 
     with pytest.raises(KeyboardInterrupt):
@@ -378,9 +364,9 @@ def test_an_error_in_another_thread_is_raised():
 
     def work(_first: int, _end: int) -> None:
         if threading.current_thread() is threading.main_thread():
-            assert gate.has_come.wait(TIMEOUT_S)
+            assert gate.is_there.wait(TIMEOUT_S)
             return
-        gate.has_come.set()
+        gate.is_there.set()
         raise OSError("here")
 
     with pytest.raises(OSError, match="here"):

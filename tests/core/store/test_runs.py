@@ -64,9 +64,10 @@ def put_back(store: Path, last: int = 8, *, num_lost: int = 1) -> None:
 
 
 def test_each_start_of_a_sender_is_a_run(store):
-    ids = []
+    ids, writers = [], []
     for _ in range(3):
         with dbuffer.WeightSender(store) as sender:
+            writers.append(DoubleBuffer(store).writer())
             for _ in range(2):
                 published = sender.send(SMALL.weights(1))
                 ids.append(published.id)
@@ -77,6 +78,7 @@ def test_each_start_of_a_sender_is_a_run(store):
     runs = [version.run for version in ids]
     assert runs[::2] == runs[1::2]
     assert len(set(runs)) == 3
+    assert [(writer.epoch, writer.token) for writer in writers] == [*enumerate(runs[::2], start=1)]
     assert all(str(each) == f"{each.run}-{each.number}" for each in ids)
 
 

@@ -281,16 +281,3 @@ def test_lost_weights_are_brought_back(receiver_of, tmp_path):
         engine.endpoint.note_awake()
         receiver.poll_and_apply(0)  # at once; by itself it would do so soon
         assert engine.serves == (1, "1")
-
-
-def test_weights_applied_by_hand_stay_until_the_next_poll(light_engines, tmp_path):
-    engine, store = LightEngine(), tmp_path / "light"
-    receiver = VLLMDoubleBufferSyncScheme(store).create_receiver(engine)
-    with dbuffer.WeightSender(store) as sender:
-        sender.send(SMALL.weights(1))
-        assert [receiver.poll_and_apply(0), receiver.poll_and_apply(0)] == [True, False]
-        receiver.apply_weights(SMALL.weights(7))
-        assert engine.serves == (7, "unknown")
-        assert receiver.poll_and_apply(0) is True
-        assert engine.serves == (1, "1")
-    receiver.shutdown()
