@@ -116,20 +116,6 @@ def light_engines(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "engine_in", lambda engine: engine)
 
 
-@pytest.fixture
-def receiver_of(light_engines: None, tmp_path: Path) -> Iterator[Callable[..., VLLMWeightReceiver]]:
-    """Makes a receiver that keeps a light engine on the newest weights in `tmp_path / "light"`."""
-    receivers = []
-
-    def make(engine: LightEngine, **more: Any) -> VLLMWeightReceiver:
-        receivers.append(scheme_of(tmp_path / "light", **more).create_receiver(engine))
-        return receivers[-1]
-
-    yield make
-    for receiver in receivers:
-        receiver.shutdown()
-
-
 @pytest.mark.parametrize("scheme_class", [VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme])
 def test_poll_that_waits_ends_when_its_receiver_is_shut_down(light_engines, tmp_path, scheme_class):
     engine, store = LightEngine(), tmp_path / "light"
@@ -266,18 +252,3 @@ def raising(error: Exception) -> Callable[[str], None]:
         raise error
 
     return call
-
-
-def test_lost_weights_are_brought_back(receiver_of, tmp_path):
-    engine, store = LightEngine(), tmp_path / "light"
-    receiver = receiver_of(engine)
-    with dbuffer.WeightSender(store) as sender:
-        sender.send(SMALL.weights(1))
-        sender.wait_applied(1, timeout_s=WAIT_S)
-        engine.endpoint.note_asleep(is_lost=True)
-        engine.model.tensors = {name: torch.zeros(1) for name in SMALL.names}
-        with pytest.raises(EngineBusyError):
-            receiver.poll_and_apply(0)
-        engine.endpoint.note_awake()
-        receiver.poll_and_apply(0)  # at once; by itself it would do so soon
-        assert engine.serves == (1, "1")

@@ -170,15 +170,6 @@ def scheme(store: Path) -> Iterator[VLLMDoubleBufferSyncScheme]:
     made.shutdown()
 
 
-class Rotary(torch.nn.Module):
-    """Has a buffer that no checkpoint holds, as language models do, and that no engine knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(2))
-        self.register_buffer("inv_freq", torch.ones(2), persistent=False)
-
-
 def test_what_is_in_torchrls_wrapper_is_sent_by_the_names_that_an_engine_knows(scheme):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -196,15 +187,6 @@ def test_what_is_in_torchrls_wrapper_is_sent_by_the_names_that_an_engine_knows(s
     received = transport.receive_weights()
     assert received.keys() == get_model_metadata(model).keys() == get_model_metadata(wrapper).keys()
     assert "model.embed_tokens.weight" in get_model_metadata(wrapper)
-    sender.shutdown()
-    transport.close()
-
-
-def test_buffers_that_are_never_saved_are_not_sent(scheme):
-    module, sender, transport = Rotary(), scheme.create_sender(), scheme.create_transport()
-    sender.update_weights(module)
-    received = transport.receive_weights()
-    assert list(received.keys()) == ["weight"] == list(get_model_metadata(module))
     sender.shutdown()
     transport.close()
 
