@@ -21,7 +21,7 @@ from benchmarks.transfers import Times
 from dbuffer.format import delta
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.format.lineage import VersionId
-from dbuffer.io.changes import Changes, cut_work, find_changes
+from dbuffer.io.changes import Changes, find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import apply_delta, changed_places, encode_delta
 from dbuffer.io.tensors import FileTensors
@@ -121,7 +121,8 @@ def _bytes_an_element(spread: float, copier: Copier) -> tuple[float, float]:
     update = torch.randn(4_000_000, generator=generator).mul_(spread)
     versions = _versions([weights.bfloat16()], [(weights + update).bfloat16()])
     found = _find(versions, copier)
-    return found.num_changed / len(weights), _num_bytes(_file(versions, found)) / found.num_changed
+    num_changed = sum(chunk.num_changed for chunk, _ in found.chunks)
+    return num_changed / len(weights), _num_bytes(_file(versions, found)) / num_changed
 
 
 def _size_check(spread: float, share: float, num_bytes: float) -> Check:
@@ -187,7 +188,7 @@ def _compare(before: FileTensors, after: FileTensors, copier: Copier, *, takes: 
                 (places,) = differs.nonzero()
                 old[at:to].take(places), new[at:to].take(places)
 
-    copier.in_parallel(work, cut_work([to - at for at, to in cuts], copier))
+    copier.in_parallel(work, copier.cut_work([to - at for at, to in cuts]))
 
 
 def _versions(before: list[torch.Tensor], after: list[torch.Tensor]) -> _Versions:

@@ -25,15 +25,11 @@ from dbuffer.format.delta import CHUNK_BYTES, GAP_BYTES, Chunk
 from dbuffer.format.layout import Layout, digest
 from dbuffer.format.ranges import Integers
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import split_evenly
 
 Words = npt.NDArray[Any]
 """Unsigned numbers of one size."""
 
 WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
-
-_SHARES_A_THREAD = 8
-"""Threads take pieces of work one by one; more of them, and the last one is waited for less."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,9 +41,9 @@ class Changes:
     """Indices of the tensors that differ, in the layout of the memory that was compared."""
 
     @property
-    def num_changed(self) -> int:
-        """Words that differ. If these are more than was asked for, some chunks are missing."""
-        return sum(chunk.num_changed for chunk, _ in self.chunks)
+    def num_bytes(self) -> int:
+        """Bytes of all changed words. If these are above a limit, some chunks are missing."""
+        return sum(chunk.num_changed * chunk.word_bytes for chunk, _ in self.chunks)
 
     @classmethod
     def joined(cls, parts: Iterable[Changes]) -> Changes:
@@ -88,11 +84,6 @@ _FindChanges: TypeAlias = Callable[[_Range], tuple[Integers, Words]]
 """Function that returns ascending positions of words in a range, and new minus old of each."""
 
 
-def cut_work(sizes: Sequence[int], copier: Copier) -> list[tuple[int, int]]:
-    """Return slices of such work for a copier's threads, which take them one by one."""
-    return split_evenly(sizes, copier.num_threads * _SHARES_A_THREAD)
-
-
 def find_changes(
     before: torch.Tensor,
     after: torch.Tensor,
@@ -101,7 +92,7 @@ def find_changes(
     *,
     file_starts: Sequence[int] | None = None,
     share: tuple[int, int] = (0, 1),
-    max_changed: float = math.inf,
+    max_bytes: float = math.inf,
 ) -> Changes:
     """Compare a version with the next, and encode what differs.
 
@@ -113,7 +104,7 @@ def find_changes(
         file_starts: where each tensor begins in the weights file; None if they have the file's
             layout.
         share: number of this rank, and number of ranks; each compares its share of the file.
-        max_changed: words that may differ. When more do, the comparison ends.
+        max_bytes: bytes of changed words. When there are more, the comparison ends.
     """
     ranges = _ranges(layout)
     first, last = (number * len(ranges) // share[1] for number in (share[0], share[0] + 1))
@@ -125,7 +116,7 @@ def find_changes(
         width = some.word_bytes
         return _compare(words_in(old, width), words_in(new, width), scratch)
 
-    return _encode(find, ranges[first:last], layout, copier, file_starts, max_changed)
+    return _encode(find, ranges[first:last], layout, copier, file_starts, max_bytes)
 
 
 def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copier) -> Changes:
@@ -161,18 +152,18 @@ def _encode(
     layout: Layout,
     copier: Copier,
     file_starts: Sequence[int] | None = None,
-    max_changed: float = math.inf,
+    max_bytes: float = math.inf,
 ) -> Changes:
     """Encode the changes in each range; see `find_changes`."""
     chunks: list[tuple[Chunk, bytes]] = []
     changed: set[int] = set()
-    num_changed = 0
+    num_bytes = 0
     starts = None if file_starts is None else np.array(file_starts, np.int64)
 
     def work(first: int, end: int) -> None:
-        nonlocal num_changed
+        nonlocal num_bytes
         for some in ranges[first:end]:
-            if num_changed > max_changed:
+            if num_bytes > max_bytes:
                 return
             width = some.word_bytes
             places, differences = find(some)
@@ -187,9 +178,9 @@ def _encode(
                 places += (starts[tensors.tensors] // width - tensors.starts).repeat(counts)
             if len(places):
                 chunks.append(_encode_chunk(places, differences))
-            num_changed += len(places)  # less, if another thread does so now: no harm
+            num_bytes += width * len(places)  # less, if another thread does so now: no harm
 
-    copier.in_parallel(work, cut_work([some.end - some.start for some in ranges], copier))
+    copier.in_parallel(work, copier.cut_work([some.end - some.start for some in ranges]))
     return Changes(sorted(chunks), changed)
 
 

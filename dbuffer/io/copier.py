@@ -34,6 +34,10 @@ _PIECE_BYTES = 1 << 18
 """Bytes that are copied, then hashed: a core's own cache holds them twice."""
 
 
+_SHARES_A_THREAD = 8
+"""Threads take pieces of work one by one; more of them, and the last one is waited for less."""
+
+
 class _Batch:
     """Work in slices, which several threads take one by one.
 
@@ -276,6 +280,10 @@ class Copier(ProcessBound):
                 not_plain.append(other)
         self.copy_tensors(*((views, not_plain) if into_file else (not_plain, views)))
         return addresses
+
+    def cut_work(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Return slices of work of these sizes for `in_parallel`, more than there are threads."""
+        return split_evenly(sizes, self.num_threads * _SHARES_A_THREAD)
 
     def in_parallel(
         self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]

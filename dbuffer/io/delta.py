@@ -19,7 +19,7 @@ from dbuffer.format.delta import GAP_BYTES, Chunk, DeltaHeader, DeltaRecord
 from dbuffer.format.layout import ITEM_BYTES, Layout, digest
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.ranges import Integers
-from dbuffer.io.changes import WORDS, Changes, Words, cut_work
+from dbuffer.io.changes import WORDS, Changes, Words
 from dbuffer.io.copier import Copier
 
 ReadChunk: TypeAlias = Callable[[int], bytes | memoryview]
@@ -131,7 +131,7 @@ def elements_at(layout: Layout, places: Integers) -> dict[int, Integers]:
 
 
 def _cut_chunks(header: DeltaHeader, copier: Copier) -> list[tuple[int, int]]:
-    return cut_work([chunk.num_changed for chunk in header.chunks], copier)
+    return copier.cut_work([chunk.num_changed for chunk in header.chunks])
 
 
 def _add(memory: torch.Tensor, places: Integers, differences: Words) -> None:

@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +173,11 @@ class KeptMappings:
     def __init__(self) -> None:
         self._mapped: dict[Path, MappedTensors] = {}
 
-    def of(self, path: Path, file: int, map_file: Callable[[], MappedTensors]) -> MappedTensors:
-        """An open file in memory, mapped once for as long as it lives and is not written here."""
+    def get(self, path: Path, file: int) -> MappedTensors | None:
+        """Return the mapping of an open file, unless a write here has changed it.
+
+        If there is none, the mapping of the other file that this one replaces is dropped.
+        """
         mapped = self._mapped.get(path)
         if (
             mapped is not None
@@ -188,8 +191,11 @@ class KeptMappings:
             for other, known in self._mapped.items()
             if other.parent != path.parent and other.exists()
         }
-        mapped = self._mapped[path] = map_file()
-        return mapped
+        return None
+
+    def keep(self, path: Path, mapped: MappedTensors) -> None:
+        """Keep the mapping of the file at ``path``."""
+        self._mapped[path] = mapped
 
     def keep_only(self, layout: Layout | None) -> None:
         """Unmap files of other layouts, or of all if None: they will not be written again.

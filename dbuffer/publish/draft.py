@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -18,7 +18,6 @@ from dbuffer.errors import ClosedError, InvalidWeightsError, StoreAccessError
 from dbuffer.format.layout import Layout, TensorSpec, align, digest
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import MAX_RECORD_BYTES, Manifest
-from dbuffer.io.changes import cut_work
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import any_on_gpu
 from dbuffer.io.tensors import (
@@ -42,6 +41,10 @@ from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.writer import BufferWriter, Claim
+from dbuffer.weights.sources import Source
+
+if TYPE_CHECKING:
+    from dbuffer.publish.kept_copy import KeptCopy
 
 Progress = Callable[[int, int], None]
 """Called with the bytes copied so far and in all; 0: the total is not known."""
@@ -175,16 +178,12 @@ class Draft:
         if self._mapped is None:
             with contextlib.ExitStack() as stack:
                 file = self._claim.weights if self._claim else stack.enter_context(self._opened())
-                self._mapped = self._mappings.of(
-                    self.path,
-                    file.number,
-                    lambda: MappedTensors(
-                        file.number,
-                        self.layout.file_bytes,
-                        self.layout,
-                        access=mmap.ACCESS_WRITE,
-                    ),
-                )
+                mapped = self._mappings.get(self.path, file.number)
+                if mapped is None:
+                    size, access = self.layout.file_bytes, mmap.ACCESS_WRITE
+                    mapped = MappedTensors(file.number, size, self.layout, access=access)
+                    self._mappings.keep(self.path, mapped)
+                self._mapped = mapped
         return self._mapped
 
     def _opened(self) -> Descriptor:
@@ -226,7 +225,7 @@ class Draft:
                     spec = layout.specs[number]
                     self._write_tensor(file, number, spec, layout.offsets[number], tensor)
 
-            copier.in_parallel(write_some, cut_work([layout.sizes[n] for n in numbers], copier))
+            copier.in_parallel(write_some, copier.cut_work([layout.sizes[n] for n in numbers]))
 
     def write_stream(
         self,
@@ -282,15 +281,13 @@ class Draft:
             return self._checksums
         if self.is_mapped and self._part is not None:
             slices = self.mapped.cut_blocks(world.size)
-
-            def hash_slice() -> list[int]:
+            with world.step("hash its slice") as step:
                 first, end = slices[world.rank] if world.rank < len(slices) else (0, 0)
-                return self._copier.digests(self.mapped, layout.blocks[first:end])
-
-            by_rank = world.each("hash its slice", hash_slice)
-            return join_blocks(layout.blocks, list(itertools.chain(*by_rank)))
-        by_rank = world.each("flush its part", self._flush)
-        return join_digests_of_parts(layout, by_rank) if self.hashed else None
+                step.result = self._copier.digests(self.mapped, layout.blocks[first:end])
+            return join_blocks(layout.blocks, list(itertools.chain(*step.results)))
+        with world.step("flush its part") as step:
+            step.result = self._flush()
+        return join_digests_of_parts(layout, step.results) if self.hashed else None
 
     def _flush(self) -> list[int]:
         """Flush this rank's part; return the digests of its boxes' blocks."""
@@ -377,6 +374,49 @@ class Draft:
 
     def __exit__(self, *exception: object) -> None:
         self.abandon()
+
+
+def fill(
+    target: Draft | KeptCopy,
+    what: str,
+    source: Source,
+    world: World,
+    progress: Progress | None,
+) -> None:
+    """Write the elements of all ranks' boxes into a draft's file, or a copy. Collective.
+
+    The boxes that ranks hold are one step, and the gathered tensors another: a rank that fails
+    with a box that it holds must not leave others waiting in a gather.
+
+    Args:
+        target: what is written to.
+        what: the step, as in "rank 1 could not {what} what it holds".
+        source: the weights.
+        world: the ranks.
+        progress: called with the bytes of lazy tensors.
+    """
+    part, specs = target.part, target.part.layout.specs
+    with world.step(f"{what} what it holds"):
+        on_bytes = counter(progress, part.layout.num_bytes) if source.is_lazy else None
+        for numbers, elements in part.held(source):
+            target.write(numbers, elements)
+            if on_bytes is not None:
+                on_bytes(sum(specs[number].num_bytes for number in numbers))
+        if source.is_lazy and not part.gathered:
+            source.finish()
+    if not part.gathered:
+        return
+    problem: Exception | None = None
+    with world.step(f"gather and {what}"):
+        for number, whole in part.gather(source):
+            if problem is None:
+                try:
+                    source.refuse_values([specs[number]], [whole])
+                    target.write([number], [whole])
+                except Exception as error:  # noqa: BLE001 - the others wait in the next gather
+                    problem = error
+        if problem is not None:
+            raise problem
 
 
 def join_digests_of_parts(layout: Layout, by_rank: Sequence[list[int]]) -> list[int]:

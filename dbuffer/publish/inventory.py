@@ -156,23 +156,18 @@ def join(ranks: Agreement, source: Source, mine: Inventory, *, rows_only: bool) 
     """
     description = mine.encode_description()
     xxh3 = digest(json.dumps(description).encode())
-    digests = ranks.each("list its tensors", lambda: xxh3)
+    digests = ranks.share("list its tensors", xxh3)
     described = {xxh3: mine}
     # Most trainers' ranks describe the same: the list, which is long, is not sent then.
     if len(set(digests)) > 1:
         is_first = digests.index(xxh3) == ranks.rank
-        sent = ranks.each("send the list of its tensors", lambda: description if is_first else {})
+        sent = ranks.share("send the list of its tensors", description if is_first else {})
         for one, encoded in zip(digests, sent, strict=True):
             if one not in described:
                 described[one] = Inventory.decode_description(encoded)
-    boxes = ranks.each("say what it holds", mine.encode_boxes)
-    assignment = Assignment()
-
-    def join_all() -> None:
-        nonlocal assignment
+    boxes = ranks.share("say what it holds", mine.encode_boxes())
+    with ranks.step("join what the ranks hold"):
         assignment = _join(digests, described, boxes, rows_only=rows_only)
-
-    ranks.each("join what the ranks hold", join_all)
     _compare_replicas(ranks, source, mine)
     return assignment
 
@@ -275,15 +270,13 @@ def _compare_replicas(ranks: Agreement, source: Source, mine: Inventory) -> None
 
     Two ranks that call different tensors by one name, as two stages' first layers, show by samples.
     """
-    sample: dict[str, str] = {}
-
-    def take_sample() -> str:
-        sample.update(_sample_replicas(source, mine))
-        return digest(json.dumps(sample).encode())
-
-    if len(set(ranks.each("sample the tensors that it holds whole", take_sample))) > 1:
-        samples = ranks.each("send its samples", lambda: sample)
-        ranks.each("compare the samples", lambda: _require_alike(samples))
+    with ranks.step("sample the tensors that it holds whole") as step:
+        sample = _sample_replicas(source, mine)
+        step.result = digest(json.dumps(sample).encode())
+    if len(set(step.results)) > 1:
+        samples = ranks.share("send its samples", sample)
+        with ranks.step("compare the samples"):
+            _require_alike(samples)
 
 
 def _sample_replicas(source: Source, inventory: Inventory) -> dict[str, str]:

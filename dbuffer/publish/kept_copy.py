@@ -13,9 +13,11 @@ from dbuffer.format.layout import Layout
 from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, new_memory
-from dbuffer.publish.delta_base import max_changed
 from dbuffer.publish.part import Part
 from dbuffer.runtime.lazy import cached_property
+
+MAX_CHANGED_SHARE = 0.5
+"""Largest fraction of a version's bytes that a delta may change; if more, there is no delta."""
 
 _BATCH_BYTES = 32 << 20
 """Memory for new elements that are compared; a single box may be larger."""
@@ -32,7 +34,7 @@ class KeptCopy:
     def __init__(self, part: Part, copier: Copier) -> None:
         self.part = part
         self._copier = copier
-        self._max_changed = max_changed(part.whole)
+        self._max_bytes = MAX_CHANGED_SHARE * part.whole.num_bytes
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._digests: dict[int, list[int]] = {}
         """Digests of the blocks of each box that did not change since it was hashed, by number."""
@@ -54,10 +56,10 @@ class KeptCopy:
     def take_changes(self) -> Changes:
         """Return what `write` changed in all boxes since `begin_comparing`.
 
-        Once more words changed than a delta may change, they are not encoded any more.
+        Words that changed beyond `MAX_CHANGED_SHARE` are not among them.
         """
         changes, self._changes = Changes.joined(self._changes or ()), None
-        has_all = changes.num_changed <= self._max_changed
+        has_all = changes.num_bytes <= self._max_bytes
         self._forget_digests(changes.tensors if has_all else set(self._digests))
         return changes
 
@@ -77,8 +79,8 @@ class KeptCopy:
             layout = Layout.of(specs[batch.start : batch.stop])
             new = FileTensors(self._scratch_of(layout.checksums_offset), layout)
             self._copier.copy_tensors(new.views, elements)
-            num_changed = sum(changes.num_changed for changes in self._changes)
-            if num_changed <= self._max_changed:
+            num_bytes = sum(changes.num_bytes for changes in self._changes)
+            if num_bytes <= self._max_bytes:
                 start = contents.layout.offsets[batch.start]
                 found = find_changes(
                     contents.data[start : start + len(new.data)],
@@ -86,7 +88,7 @@ class KeptCopy:
                     layout,
                     self._copier,
                     file_starts=self.part.file_starts[batch.start : batch.stop],
-                    max_changed=self._max_changed - num_changed,
+                    max_bytes=self._max_bytes - num_bytes,
                 )
                 tensors = {batch.start + index for index in found.tensors}
                 self._changes.append(Changes(found.chunks, tensors))

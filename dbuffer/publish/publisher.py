@@ -3,16 +3,15 @@
 1. Describe: the sender's `send` makes a `Source`, and checks all that can be checked before
    anything is touched. The layout, and the `Part` of it that this rank writes, are known then; of a
    stream they are known at its end.
-2. Compare, on a network mount with deltas: bring the `KeptCopy` of the last version to the next.
-3. Claim the idle buffer: `_claim`, `Draft.claimed`, `BufferWriter.claim`.
-4. Write: each rank its boxes, from the weights or the copy.
-5. Compare, on a local mount with deltas: each version is written whole; then its file is compared
-   with the published one.
-6. Commit: `_commit`, `DeltaBase.commit`, `Draft.commit`, `BufferWriter.commit`, which replaces the
-   pointer: from then on receivers see the version.
+2. Compare, on a network mount with deltas: `Deltas.begin`.
+3. Claim the idle buffer: `Draft.claimed`, `BufferWriter.claim`.
+4. Write: each rank its boxes, by `fill`. With deltas, `Deltas.write` writes them from a copy, or
+   compares files.
+5. Commit: `Deltas.commit` writes the delta first; `Draft.commit`, `BufferWriter.commit` replaces
+   the pointer: from then on receivers see the version.
 
-A sender alone is a world of one rank. Several ranks do each step together, 3 and 6 on rank 0 for
-all.
+A sender alone is a world of one rank. Several ranks do each step together, 3 and 5 on rank 0 for
+all. Only a sender with ``delta=True`` has `Deltas`.
 
 The trainer may write to its memory at any time. So the delta, the checksums, and the bytes that the
 next version is compared with all come from the file, or from the copy.
@@ -25,70 +24,30 @@ that was held during a fork is never released in the child.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dbuffer.errors import (
-    ClosedError,
-    StoreAccessError,
-    StoreBusyError,
-    StoreCorruptError,
-    StoreNotFoundError,
-)
+from dbuffer.errors import ClosedError, StoreBusyError
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
-from dbuffer.format.manifest import UNDECODABLE, Lag
-from dbuffer.io.chain_reader import ChainReader
-from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
+from dbuffer.format.manifest import Lag
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import KeptMappings, MappedTensors
-from dbuffer.publish.delta_base import DeltaBase, explain_full, is_worth, max_changed
-from dbuffer.publish.draft import (
-    Draft,
-    Progress,
-    counter,
-    join_digests_of_parts,
-)
-from dbuffer.publish.kept_copy import KeptCopy
+from dbuffer.io.tensors import KeptMappings
+from dbuffer.publish.draft import Draft, Progress, counter, fill
 from dbuffer.publish.part import Part
 from dbuffer.publish.publication import Publication
 from dbuffer.ranks.world import World
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.store.acknowledgements import receiver_lags
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.hold import hold_newest
 from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.sources import Source
 
-logger = logging.getLogger(__name__)
-
-UNREADABLE = (*UNDECODABLE, StoreAccessError, StoreNotFoundError)
-"""Errors of a version that cannot be read back, or is not what was published."""
-
-_FIRST = "this sender has published no version yet"
-_FAILED = "the last publish failed"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PublishRequest:
-    """Weights to publish, with their version and metadata."""
-
-    started: float
-    """Time of the call, by `time.monotonic`."""
-    source: Source
-    layout: Layout | None
-    """Layout of their file; None for a stream."""
-    version: int
-    """Number of the version, above the last one; on rank 0."""
-    metadata: dict[str, Any]
-    """Checked metadata; on rank 0."""
-    progress: Progress | None = None
-    patch: Patch | None = None
-    """In place of a source: new words for the last version."""
+if TYPE_CHECKING:
+    from dbuffer.io.changes import Patch
+    from dbuffer.publish.deltas import Deltas
 
 
 class Publisher(Closing, ProcessBound):
@@ -135,16 +94,18 @@ class Publisher(Closing, ProcessBound):
         self._maps_files = maps_files
         self._rewrites_files = rewrites_files
         self._hashed = hashed
-        self._has_deltas = has_deltas
-        self._memory: KeptCopy | MappedTensors | None = None
-        """Copy or file of the last version, if the next version may come with a delta from it."""
-        self._why_full = _FIRST
-        """Reason that there is none, if there is none."""
-        self._base: DeltaBase | None = None
-        """Base of the next version's delta, on rank 0; None during a publish without a delta."""
+        self._deltas: Deltas | None = None
         self._part: Part | None = None
-        self._draft: Draft | None = None
+        """This rank's part of the last version."""
         self._layout: Layout | None = None
+        """Layout of the last version, with all data in its file."""
+        if has_deltas:
+            # A sender of whole versions needs none of what finds, encodes and reads deltas.
+            from dbuffer.publish.deltas import Deltas
+
+            self._deltas = Deltas(
+                store, world, copier, writer, maps_files=maps_files, hashed=hashed
+            )
 
     @property
     def store(self) -> Path:
@@ -182,10 +143,9 @@ class Publisher(Closing, ProcessBound):
                 it.
         """
         self._check_open()
-        self._world.first(
-            "wait for receivers",
-            lambda: self._writer.wait_applied(version, receivers, timeout_s),
-        )
+        with self._world.step("wait for receivers"):
+            if self._world.rank == 0:
+                self._writer.wait_applied(version, receivers, timeout_s)
 
     def receiver_lags(self) -> dict[str, Lag]:
         """Return the lag behind the newest version of each living receiver, by its id.
@@ -216,7 +176,8 @@ class Publisher(Closing, ProcessBound):
         self._mappings.clear()
         if self._writer_on_0 is not None:
             self._writer_on_0.close()
-        self._memory = self._base = None  # a mapped file, or a copy of the model
+        if self._deltas is not None:
+            self._deltas.forget()  # a mapped file, or a copy of the model
 
     def _check_open(self) -> None:
         """Raise a `ClosedError` where it is closed, or this is a forked child."""
@@ -271,33 +232,57 @@ class Publisher(Closing, ProcessBound):
         """Return this rank's part of versions with this layout."""
         return Part(layout)
 
-    def _publish(self, request: PublishRequest) -> Publication:
-        """Publish weights, with a delta if there is a base and few words changed. Collective.
+    def _part_of(self, layout: Layout | None) -> Part | None:
+        """Return this rank's part of a version: the last one, if the layout is the same."""
+        last = self._part
+        if layout is None:
+            self._part = None
+        # By content: a rank may have one object for both layouts, and another rank two.
+        elif last is None or (last.whole is not layout and last.whole.xxh3 != layout.xxh3):
+            self._part = self._make_part(layout)
+        return self._part
 
-        On a local mount each version is written whole, and the delta is a second file. On a network
-        mount a version with a delta mostly has no other file.
+    def _publish(
+        self,
+        started: float,
+        source: Source,
+        layout: Layout | None,
+        number: int,
+        metadata: dict[str, Any],
+        *,
+        progress: Progress | None = None,
+        patch: Patch | None = None,
+    ) -> Publication:
+        """Publish weights. Collective.
+
+        Args:
+            started: time of the call, by `time.monotonic`.
+            source: the weights.
+            layout: layout of their file, or None for a stream.
+            number: number of the version, above the last one; on rank 0.
+            metadata: checked metadata; on rank 0.
+            progress: called with the bytes of lazy tensors.
+            patch: in place of a source: new words for the last version.
 
         Raises:
             DBufferError: nothing was published, on any rank, unless the message says so; and the
-                next version is a full one.
+                next version has no delta.
         """
-        world, copy, changes = self._world, None, None
-        before = self._take_memory(request.layout)
-        part, has_base = self._part, before is not None
+        world, deltas, draft = self._world, self._deltas, None
+        part = self._part_of(layout)
         try:
-            # Compare weights with a copy
-            if part is not None and self._has_deltas and not self._maps_files:
-                copy = before if isinstance(before, KeptCopy) else KeptCopy(part, self._copier)
-                changes = self._update(copy, request, is_compared=has_base)
-
-            # Claim. A mapping keeps an unlinked file's room, which the new version may need.
-            kept = part.whole if part is not None and self._rewrites_files else None
-            self._mappings.keep_only(kept)
-            version, file, inode = world.first(
-                "claim a buffer", lambda: self._claim(request, changes, has_base=has_base)
-            )
-            if self._draft is None:
-                self._draft = Draft(
+            if deltas is not None and part is not None:
+                deltas.begin(part, source, number, patch, progress)
+            # A mapping keeps an unlinked file's room, which the new version may need.
+            self._mappings.keep_only(part.whole if part and self._rewrites_files else None)
+            with world.step("claim a buffer") as claiming:
+                if world.rank == 0:
+                    draft = self._claim(number, part)
+                    file = str(draft.path.relative_to(self.store))
+                    claiming.result = [str(draft.id), file, draft.inode]
+            version, file, inode = claiming.results[0]
+            if draft is None:
+                draft = Draft(
                     self._buffers,
                     self._mappings,
                     self._copier,
@@ -307,255 +292,46 @@ class Publisher(Closing, ProcessBound):
                     is_mapped=self._maps_files,
                     hashed=self._hashed,
                 )
-            draft = self._draft
-
-            # Write, and compare files
-            if request.patch is not None and isinstance(before, MappedTensors):
-                changes, checksums = self._write_patch(draft, before, request.patch)
+            if deltas is not None:
+                checksums = deltas.write(draft, source, patch, progress)
             else:
-                checksums = self._write(draft, copy, request)
-                if isinstance(before, MappedTensors):
-                    changes = self._compare(before, draft.mapped)
-
-            # Commit
-            delta_bytes = world.first(
-                "commit the version", lambda: self._commit(draft, request, changes, checksums)
-            )
-            if self._has_deltas:
-                self._memory = draft.mapped if copy is None else copy
-            layout = draft.layout
+                checksums = self._write(draft, source, progress)
+            with world.step("commit the version") as committing:
+                if world.rank == 0:
+                    if deltas is not None:
+                        committing.result = deltas.commit(draft, source, metadata, checksums)
+                    else:
+                        source.check()
+                        draft.commit(metadata, checksums)
+            if deltas is not None:
+                deltas.keep(draft)
         except BaseException:
-            before = copy = self._base = None
-            if self._draft is not None:
-                self._draft.abandon()
+            if deltas is not None:
+                deltas.forget()
+            if draft is not None:
+                draft.abandon()
             self._mappings.clear()
             raise
-        finally:
-            self._draft = None
-        return Publication.of(VersionId.parse(version), layout, request.started, delta_bytes)
+        delta_bytes = committing.results[0]
+        publication = Publication.of(VersionId.parse(version), draft.layout, started, delta_bytes)
+        return self._count(publication)
 
-    def _take_memory(self, layout: Layout | None) -> KeptCopy | MappedTensors | None:
-        """Take the last version, if the next may come with a delta from it.
-
-        Until the next version is committed there is none: after an error, the one after the error
-        comes without a delta.
-        """
-        memory, self._memory = self._memory, None
-        if memory is not None and (part := self._part) is not None and layout is not None:
-            # By content: a rank may have one object for both layouts, and another rank two.
-            if part.whole.xxh3 == layout.xxh3:
-                return memory
-            self._why_full = "the last version has other tensors"
-        if self._has_deltas and self._writer_on_0 is not None:
-            explain_full(self.store, self._why_full)
-        self._why_full = _FAILED
-        if layout is None:
-            self._part = None
-        elif self._part is None or self._part.whole is not layout:
-            self._part = self._make_part(layout)
-        return None
-
-    def _update(
-        self, copy: KeptCopy, request: PublishRequest, *, is_compared: bool
-    ) -> Changes | None:
-        """Bring a copy to the next version. Collective.
-
-        Returns:
-            On rank 0, what that changed; elsewhere, and unless it ``is_compared``, None.
-        """
-        if request.patch is not None:
-            return copy.patch(request.patch)
-        if not is_compared:
-            self._fill("copy", copy, request)
-            return None
-        copy.begin_comparing()
-        self._fill("compare", copy, request)
-        return self._collect(copy.take_changes)
-
-    def _fill(self, what: str, target: KeptCopy | Draft, request: PublishRequest) -> None:
-        """Write the elements of all ranks' boxes into a copy, or a draft's file. Collective.
-
-        The boxes that ranks hold are one step, and the gathered tensors another: a rank that fails
-        with a box that it holds must not leave others waiting in a gather.
-
-        Args:
-            what: the step, as in "rank 1 could not {what} what it holds".
-            target: what is written to.
-            request: the weights.
-        """
-        part, source, specs = target.part, request.source, target.part.layout.specs
-
-        def write_held() -> None:
-            on_bytes = counter(request.progress, part.layout.num_bytes) if source.is_lazy else None
-            for numbers, elements in part.held(source):
-                target.write(numbers, elements)
-                if on_bytes is not None:
-                    on_bytes(sum(specs[number].num_bytes for number in numbers))
-            if source.is_lazy and not part.gathered:
-                source.finish()
-
-        def write_gathered() -> None:
-            problem: Exception | None = None
-            for number, whole in part.gather(source):
-                if problem is None:
-                    try:
-                        source.refuse_values([specs[number]], [whole])
-                        target.write([number], [whole])
-                    except Exception as error:  # noqa: BLE001 - the others wait in the next gather
-                        problem = error
-            if problem is not None:
-                raise problem
-
-        self._world.each(f"{what} what it holds", write_held)
-        if part.gathered:
-            self._world.each(f"gather and {what}", write_gathered)
-
-    def _claim(
-        self, request: PublishRequest, changes: Changes | None, *, has_base: bool
-    ) -> list[Any]:
-        """Claim the idle buffer on rank 0, for all ranks to write.
-
-        On a network mount, a version with a delta gets a weights file only if its anchor is far, or
-        readers cannot have the last version.
-
-        Returns:
-            The version's id; path of its file in the store; its device and inode, or None if it
-            has no file.
-        """
-        writer, root = self._writer, self.store
-        base, with_file = self._base if has_base else None, True
-        if base is not None and changes is not None:
-            base = base if is_worth(changes, base.layout, root) else None
-        if base is not None:
-            checked = base.checked(writer)
-            if checked is base and not self._maps_files:
-                with_file = base.is_far_from_anchor()
-                if with_file:
-                    logger.info(
-                        "%s: the next version gets a whole file: its anchor is many deltas, or "
-                        "bytes, back",
-                        root,
-                    )
-            base = checked
-        self._base = base
-        self._draft = draft = Draft.claimed(
-            writer,
+    def _claim(self, number: int, part: Part | None) -> Draft:
+        """Claim the idle buffer on rank 0, for all ranks to write."""
+        return Draft.claimed(
+            self._writer,
             self._mappings,
             self._copier,
-            writer.version(request.version),
-            self._part,
+            self._writer.version(number),
+            part,
             hashed=self._hashed,
-            with_file=with_file,
+            with_file=self._deltas is None or self._deltas.needs_file(),
         )
-        file = str(draft.path.relative_to(root))
-        return [str(draft.id), file, None if draft.inode is None else [*draft.inode]]
 
-    def _write(
-        self, draft: Draft, copy: KeptCopy | None, request: PublishRequest
-    ) -> list[int] | None:
-        """Write all boxes into a draft's file, if it has one; return the checksums. Collective."""
-        world, source = self._world, request.source
-        if copy is None and source.stream is None:
-            self._fill("write", draft, request)
-        elif copy is None:
-            assert source.stream is not None  # noqa: S101 - see above
-            draft.write_stream(source.stream, source.new_names, counter(request.progress, 0))
-        elif draft.has_file:
-            views = copy.contents.views
-            world.each("write what it holds", lambda: draft.write(range(len(views)), views))
-        elif self._hashed:
-            by_rank = world.each("hash its boxes", copy.digests)
-            return join_digests_of_parts(draft.layout, by_rank)
+    def _write(self, draft: Draft, source: Source, progress: Progress | None) -> list[int] | None:
+        """Write all tensors into a draft's file; return their checksums. Collective."""
+        if source.stream is None:
+            fill(draft, "write", source, self._world, progress)
         else:
-            return None
-        return draft.finish(world)
-
-    def _compare(self, before: MappedTensors, after: MappedTensors) -> Changes | None:
-        """Compare a draft's file with the one before it: return what differs on rank 0."""
-        world, layout = self._world, after.layout
-        return self._collect(
-            lambda: find_changes(
-                before.data,
-                after.data,
-                layout,
-                self._copier,
-                share=(world.rank, world.size),
-                max_changed=max_changed(layout),
-            )
-        )
-
-    def _collect(self, find: Callable[[], Changes]) -> Changes | None:
-        """Return the changes of all ranks on rank 0, None elsewhere. Collective."""
-        by_rank = self._world.collect("send what changed", find, Changes.encode, Changes.decode)
-        return Changes.joined(by_rank) if by_rank else None
-
-    def _write_patch(
-        self, draft: Draft, before: MappedTensors, patch: Patch
-    ) -> tuple[Changes, list[int] | None]:
-        """Bring a draft's file to the last version, and write a patch into it.
-
-        Returns:
-            What that changed, and the checksums of all tensors, if versions have any.
-
-        Raises:
-            StoreCorruptError: the published buffer was damaged.
-        """
-        mapped, copier, base = draft.mapped, self._copier, self._base
-        assert base is not None  # noqa: S101 - patches follow a version
-        if not self._apply_deltas(draft, base):
-            copier.write(mapped, before.views)
-            if damaged := _damaged(mapped, base, copier):
-                raise StoreCorruptError(
-                    f"{self.store}: {damaged} was damaged after it was published, so what changed "
-                    "since cannot be published upon it; send all weights"
-                )
-        changes = apply_patch(patch, mapped.data, mapped.layout, copier)
-        if base.checksums is None:
-            return changes, None
-        changed = sorted(changes.tensors)
-        new = zip(changed, copier.checksums(mapped, changed), strict=True)
-        return changes, list((dict(enumerate(base.checksums)) | dict(new)).values())
-
-    def _apply_deltas(self, draft: Draft, base: DeltaBase) -> bool:
-        """Bring the version in a draft's file to the last one by its deltas, if they lead there.
-
-        Return whether the file holds the last version now, undamaged if that has checksums.
-        """
-        mapped, since = draft.mapped, draft.claim.held_before
-        held = hold_newest(self._buffers, newer_than=None)
-        if held is None:
-            return False
-        with held, contextlib.suppress(*UNREADABLE):
-            if since is not None and since in held.manifest.chain:
-                ChainReader(held, mapped.layout).read(mapped, self._copier, since=since)
-                if not _damaged(mapped, base, self._copier):
-                    return True
-                logger.warning("%s was damaged since it was written: writing it anew", draft.path)
-        return False
-
-    def _commit(
-        self,
-        draft: Draft,
-        request: PublishRequest,
-        changes: Changes | None,
-        checksums: list[int] | None,
-    ) -> int | None:
-        """Publish on rank 0 the ranks' writes; return the bytes of the delta to it.
-
-        In a store that is flushed, rank 0's flush is enough: pages that other processes of this
-        machine have written are pages of the same file.
-        """
-        base, num_bytes, layout = self._base, None, draft.layout
-        if base is not None and changes is not None and is_worth(changes, layout, self.store):
-            num_bytes = base.write_delta(self._writer, draft, changes, checksums)
-        request.source.check()
-        self._base = DeltaBase.commit(draft, request.metadata, checksums, base, num_bytes)
-        return num_bytes
-
-
-def _damaged(mapped: MappedTensors, base: DeltaBase, copier: Copier) -> str | None:
-    """Return the name of a tensor that is not as the base has it, or None without checksums."""
-    if base.checksums is None:
-        return None
-    checksums = zip(mapped.layout.specs, base.checksums, copier.checksums(mapped), strict=True)
-    return next((spec.name for spec, old, new in checksums if old != new), None)
+            draft.write_stream(source.stream, source.new_names, counter(progress, 0))
+        return draft.finish(self._world)

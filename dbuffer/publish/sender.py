@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -17,24 +17,25 @@ from torch.utils.hooks import RemovableHandle
 from dbuffer.errors import InvalidWeightsError, StoreCorruptError, VersionError
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
-from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import fork_streams
 from dbuffer.io.tensors import FileTensors, file_under
 from dbuffer.publish.draft import Progress, checked_metadata
-from dbuffer.publish.patches import SparsePatch, patch_of
 from dbuffer.publish.publication import (
     PendingPublication,
     Publication,
     watch_writes,
     with_short_copied,
 )
-from dbuffer.publish.publisher import Publisher, PublishRequest
+from dbuffer.publish.publisher import Publisher
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.ranks.world import World
 from dbuffer.runtime import options
 from dbuffer.store.hold import Held
 from dbuffer.weights.sources import Source, Weights
+
+if TYPE_CHECKING:
+    from dbuffer.publish.patches import SparsePatch
 
 logger = logging.getLogger(__name__)
 
@@ -137,15 +138,15 @@ class WeightSender(Publisher):
             DBufferError: an earlier version failed that nothing has waited for.
         """
         started = time.monotonic()
-        self._is_behind = True
         options.flag("wait", wait)
+        self._is_behind = True
         self._settle()
         with self._publishing():
             # Everything is checked before anything is touched.
             number = self._writer.next_version(version)
             checked = checked_metadata(metadata)
             source = self._describer.describe(weights)
-            if source.stream is not None and self._has_deltas:
+            if source.stream is not None and self._deltas is not None:
                 raise InvalidWeightsError(
                     "a sender with delta=True compares weights that lie in memory whole, and an "
                     "iterator gives them one by one: make a dictionary of them"
@@ -209,7 +210,7 @@ class WeightSender(Publisher):
         started = time.monotonic()
         self._settle()
         with self._publishing():
-            if not self._has_deltas:
+            if self._deltas is None:
                 options.refuse("delta", False, "True, for a sender of patches")
             if self._is_behind:
                 raise VersionError(
@@ -218,16 +219,9 @@ class WeightSender(Publisher):
                 )
             version = self._writer.next_version(version)
             checked = checked_metadata(metadata)
-            if self._memory is None or self._part is None:
-                raise VersionError(
-                    f"this sender has not published what patches in {self.store} could follow: "
-                    "send all weights first, and after each error"
-                )
-            layout = self._part.whole
-            patch = patch_of(patches, layout)
+            layout, patch = self._deltas.patch_of(patches)
             unread = Source((), [], {})
-            request = PublishRequest(started, unread, layout, version, checked, patch=patch)
-            return self._count(self._publish(request))
+            return self._publish(started, unread, layout, version, checked, patch=patch)
 
     def republish(
         self, version: int | VersionId, *, metadata: Mapping[str, Any] | None = None
@@ -255,7 +249,7 @@ class WeightSender(Publisher):
                 checked = checked_metadata(held.manifest.metadata | dict(metadata or {}) | whence)
                 layout = held.read_layout()
                 is_hashed = held.manifest.checksums_xxh3 is not None
-                if self._has_deltas or held.manifest.anchor or is_hashed != self._hashed:
+                if self._deltas is not None or held.manifest.anchor or is_hashed != self._hashed:
                     views = self._read_whole(held, layout).views
                     source = Source(layout.specs, views, layout.aliases, is_lazy=False)
                     return self._send(started, source, number, checked, None)
@@ -325,13 +319,15 @@ class WeightSender(Publisher):
             layout = self._layout_of(source)
             if not source.is_lazy:
                 source.refuse_values(source.specs, source.eager)
-        request = PublishRequest(started, source, layout, version, metadata, progress)
-        publication = self._publish(request)
+        published = self._publish(started, source, layout, version, metadata, progress=progress)
         self._is_behind = False
-        return self._count(publication)
+        return published
 
     def _read_whole(self, held: Held, layout: Layout) -> FileTensors:
         """Read a held version into memory, and compare it with its checksums, if it has any."""
+        # Here alone a sender reads, which deltas may be needed for.
+        from dbuffer.io.chain_reader import ChainReader
+
         contents, reader = FileTensors.in_memory(layout), ChainReader(held, layout)
         is_hashed = held.manifest.checksums_xxh3 is not None
         checksums = reader.read(contents, self._copier, hashed=is_hashed)

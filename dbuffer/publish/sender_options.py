@@ -10,7 +10,6 @@ from typing import Any, Literal, Self, TypedDict
 import torch
 
 from dbuffer.errors import OptionError
-from dbuffer.format.delta import require_compression
 from dbuffer.io.tensors import can_cast_to
 from dbuffer.runtime import options as checks
 from dbuffer.store.medium import Medium
@@ -86,6 +85,8 @@ class SenderOptions:
         checks.flag("durable", self.durable)
         checks.choice("checksum", self.checksum, (True, False, "auto"))
         if checks.flag("delta", self.delta):
+            from dbuffer.format.delta import require_compression  # for these senders alone
+
             require_compression()
         dtype, rename, run = self.dtype, self.rename, self.run
         if dtype is not None and not (isinstance(dtype, torch.dtype) and can_cast_to(dtype)):

@@ -26,7 +26,7 @@ from dbuffer.publish.draft import checked_metadata
 from dbuffer.publish.inventory import Inventory, join, take_inventory
 from dbuffer.publish.part import Part
 from dbuffer.publish.publication import Publication
-from dbuffer.publish.publisher import Publisher, PublishRequest
+from dbuffer.publish.publisher import Publisher
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options as checks
@@ -84,7 +84,7 @@ class ShardedWeightSender(Publisher):
             self._world = ranks = Agreement(group, timeout_s=self._patience_s)
             opened.callback(ranks.close)
 
-            def take_options() -> None:
+            with ranks.step("take its options"):
                 checks.directory("store", store)
                 checks.positive_seconds("rank_timeout_s", rank_timeout_s)
                 self._options = chosen = SenderOptions.parse(options)
@@ -93,17 +93,16 @@ class ShardedWeightSender(Publisher):
                 self._copier = Copier(chosen.num_threads or _share_of_cores(ranks))
                 opened.callback(self._copier.close)
 
-            def open_store() -> list[bool]:
-                self._writer_on_0 = writer = self._options.open_writer(store)
-                opened.callback(writer.close)
-                medium = writer.medium
-                _check_reach(medium, ranks.peers)
-                hashed = self._options.has_checksums(medium)
-                return [medium.maps_files, writer.rewrites_files, hashed]
-
             self._writer_on_0 = None
-            ranks.each("take its options", take_options)
-            maps_files, rewrites_files, hashed = ranks.first("open the store", open_store)
+            with ranks.step("open the store") as step:
+                if ranks.rank == 0:
+                    self._writer_on_0 = writer = self._options.open_writer(store)
+                    opened.callback(writer.close)
+                    medium = writer.medium
+                    _check_reach(medium, ranks.peers)
+                    hashed = self._options.has_checksums(medium)
+                    step.result = [medium.maps_files, writer.rewrites_files, hashed]
+            maps_files, rewrites_files, hashed = step.results[0]
             super().__init__(
                 self._buffers,
                 ranks,
@@ -159,10 +158,11 @@ class ShardedWeightSender(Publisher):
             WriterSupersededError: another sender took the store over.
             ClosedError: the sender was closed, or this is a forked child.
         """
+        started = time.monotonic()
         with self._closing_if_interrupted(), self._publishing(), self._world.call():
-            request = self._describe(time.monotonic(), weights, version, metadata)
-            publication = self._publish(request)
-        return self._count(publication)
+            source, number, checked = self._describe(weights, version, metadata)
+            layout = self._layout_of(source)
+            return self._publish(started, source, layout, number, checked)
 
     def wait_applied(
         self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
@@ -179,16 +179,18 @@ class ShardedWeightSender(Publisher):
                 WriterSupersededError: on all ranks.
             RankFailedError: a rank was lost.
         """
-
-        def check() -> None:
-            if checks.seconds("timeout_s", timeout_s) >= self._patience_s:
-                rule = f"less than rank_timeout_s + reader_timeout_s, {self._patience_s:g} s here"
-                checks.refuse("timeout_s", timeout_s, rule)
-
         with self._closing_if_interrupted():
             self._check_open()
-            self._world.first("wait for receivers", check)
+            with self._world.step("wait for receivers"):
+                if self._world.rank == 0:
+                    self._check_patience(timeout_s)
             super().wait_applied(version, receivers=receivers, timeout_s=timeout_s)
+
+    def _check_patience(self, timeout_s: float) -> None:
+        """Refuse a wait on rank 0 that is longer than the other ranks wait for it."""
+        if checks.seconds("timeout_s", timeout_s) >= self._patience_s:
+            rule = f"less than rank_timeout_s + reader_timeout_s, {self._patience_s:g} s here"
+            checks.refuse("timeout_s", timeout_s, rule)
 
     def _closing_if_interrupted(self) -> TranslatedErrors:
         """Make a collective call in a ``with`` block; one interrupted before it begins counts.
@@ -206,18 +208,15 @@ class ShardedWeightSender(Publisher):
         return Part(layout, self._assignment, self._world.rank)
 
     def _describe(
-        self,
-        started: float,
-        weights: Weights,
-        version: int | None,
-        metadata: Mapping[str, Any] | None,
-    ) -> PublishRequest:
-        """Describe the tensors of all ranks, and assign their boxes to ranks."""
-        ranks = self._world
-        described: list[tuple[Source, Inventory]] = []
-        on_rank_0: dict[str, Any] = {"version": 0, "metadata": {}}
+        self, weights: Weights, version: int | None, metadata: Mapping[str, Any] | None
+    ) -> tuple[Source, int, dict[str, Any]]:
+        """Describe the tensors of all ranks, and assign their boxes to ranks. Collective.
 
-        def describe() -> dict[str, Any]:
+        Returns:
+            The weights; and on rank 0, the version's number and metadata.
+        """
+        ranks, number, checked = self._world, 0, dict[str, Any]()
+        with ranks.step("describe its weights") as step:
             require_version(version)
             source = self._describer.describe(weights)
             if source.stream is not None:
@@ -226,27 +225,23 @@ class ShardedWeightSender(Publisher):
                     "or a dict"
                 )
             inventory = take_inventory(source, ranks.rank, self._group_rank)
-            described.append((source, inventory))
             if ranks.rank == 0:
-                on_rank_0["version"] = self._writer.next_version(version)
-                on_rank_0["metadata"] = checked_metadata(metadata)
-            return {"version": version, "is_known": self._inventory == inventory}
-
-        steps = ranks.each("describe its weights", describe)
-        [(source, inventory)] = described
-        versions = [one["version"] for one in steps]
+                number = self._writer.next_version(version)
+                checked = checked_metadata(metadata)
+            step.result = [version, self._inventory == inventory]
+        versions, are_known = zip(*step.results, strict=True)
         if len(set(versions)) > 1:
-            ranks.each("compare the versions", lambda: _refuse_versions(versions))
-        if not all(one["is_known"] for one in steps):
+            with ranks.step("compare the versions"):
+                _refuse_versions(versions)
+        if not all(are_known):
             # Across a network each rank writes a file of its own, of rows.
             self._assignment = join(ranks, source, inventory, rows_only=not self._maps_files)
             # Not before all of it is right: the next publish of these tensors relies on it.
             self._inventory = inventory
-            if self._memory is not None:
-                self._why_full = "ranks hold other tensors than in the last version"
-            self._memory = self._part = self._layout_in_parts = None
-        source = self._placed(source)
-        return PublishRequest(started, source, self._layout_of(source), **on_rank_0)
+            if self._deltas is not None:
+                self._deltas.forget("ranks hold other tensors than in the last version")
+            self._part = self._layout_in_parts = None
+        return self._placed(source), number, checked
 
     def _layout_of(self, source: Source) -> Layout:
         plain = super()._layout_of(source)

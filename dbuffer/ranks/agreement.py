@@ -17,8 +17,9 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict
+from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
@@ -27,8 +28,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from dbuffer import errors
 from dbuffer.errors import ClosedError, DBufferError, OptionError, RankFailedError
+from dbuffer.io.tensors import as_bytes
 from dbuffer.ranks.rendezvous import meet
-from dbuffer.ranks.world import T, V, World
+from dbuffer.ranks.world import Step, World
 from dbuffer.runtime.messages import described, first_line
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
@@ -63,6 +65,8 @@ class _Outcome(NamedTuple):
     """The error's class, where it is one of ours."""
     may_follow: bool = False
     """Whether the error may follow from another rank's, as a time-out does."""
+    num_bytes: int = 0
+    """Size of the rank's message for rank 0."""
 
     def failed(self, error: Exception) -> Self:
         """Return the outcome of a step that raised an error."""
@@ -74,6 +78,25 @@ class _Outcome(NamedTuple):
             # gloo's are plain ones.
             may_follow=isinstance(error, lost) or type(error) is RuntimeError,
         )
+
+
+class _AgreedStep(Step):
+    def __init__(self, ranks: Agreement, what: str) -> None:
+        super().__init__()
+        self._ranks = ranks
+        self._what = what
+
+    def __enter__(self) -> Self:
+        self._ranks.begin_step()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._ranks.end_step(self._what, self, error)
 
 
 class Agreement(World):
@@ -106,8 +129,9 @@ class Agreement(World):
         self._fails_together = False
         """Whether the error that leaves the call is raised on all ranks."""
         self._group = connect(group, self.rank, self.size, timeout_s)
-        here = self.each("say where it runs", lambda: asdict(Process.here()))
-        self.peers = [Process(**fields) for fields in here]
+        with self.step("say where it runs") as step:
+            step.result = asdict(Process.here())
+        self.peers = [Process(**fields) for fields in step.results]
 
     def call(self) -> TranslatedErrors:
         """Make steps in a ``with`` block that belong together, on all ranks.
@@ -119,74 +143,70 @@ class Agreement(World):
         self._fails_together = False
         return TranslatedErrors(self._close_unless_together)
 
-    def each(self, what: str, action: Callable[[], T]) -> list[T]:
-        """Let every rank do ``action``, and return its results by rank.
+    def step(self, what: str) -> Step:
+        """Return a step that all ranks take: the exchange at its end has its outcome on each.
 
-        Args:
-            what: the step, as in "rank 1 could not {what}"; the same on all ranks.
-            action: no collective may fail in it on some ranks and be waited for by others.
-
-        Raises:
+        Raises, when the block is left:
             DBufferError: the error of the first rank that failed, on all ranks. An error of a lost
                 connection or a time-out counts only if no other rank failed.
             RankFailedError: that error was none of ours, or a rank was lost, interrupted, or at
                 another step.
         """
-        with self.call():
-            if not self.is_open:
-                raise ClosedError("this sender is closed, or has lost a rank; make a new one")
-            cause: Exception | None = None
-            begun = _Outcome(self._number, what, None)
-            try:
-                mine = json.dumps(begun._replace(value=action()))
-            except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
-                cause = error
-                mine = json.dumps(begun.failed(error))
+        return _AgreedStep(self, what)
+
+    def begin_step(self) -> None:
+        """Begin a step on this rank."""
+        self._number += 1
+        self._fails_together = False
+        if not self.is_open:
+            raise ClosedError("this sender is closed, or has lost a rank; make a new one")
+
+    def end_step(self, what: str, step: Step, error: BaseException | None) -> None:
+        """Exchange the outcomes of a step; ``error``: the one that ended it on this rank."""
+        if error is not None and not isinstance(error, Exception):
+            self.close()
+            return
+        with TranslatedErrors(self._close_unless_together):
+            mine, cause = self._encode_outcome(what, step, error)
             outcomes = self._exchange(what, mine, cause)
             failed = [(rank, one) for rank, one in enumerate(outcomes) if one.error is not None]
             if failed:
                 self._fails_together = True
                 rank, one = min(failed, key=lambda each: each[1].may_follow)
                 raised: type[DBufferError] = getattr(errors, one.kind)
-                try:
-                    raise raised(f"rank {rank} could not {what}: {one.error}") from cause
-                finally:
-                    cause = None  # its traceback has this frame: a cycle that keeps the weights
-            return [one.value for one in outcomes]
+                raise raised(f"rank {rank} could not {what}: {one.error}") from cause
+            step.results = [one.value for one in outcomes]
+            step.messages = self._pass_messages(what, step.message, outcomes)
 
-    def collect(
-        self,
-        what: str,
-        action: Callable[[], V],
-        encode: Callable[[V], bytes],
-        decode: Callable[[memoryview], V],
-    ) -> list[V]:
-        """Bring the result of ``action`` on all ranks to rank 0: by rank there, [] elsewhere."""
-        by_rank: list[V] = []
-        mine = bytearray()
+    def _encode_outcome(
+        self, what: str, step: Step, error: Exception | None
+    ) -> tuple[str, Exception | None]:
+        """Return a step's outcome on this rank, encoded, and its error, if it failed."""
+        outcome = _Outcome(self._number, what, step.result, num_bytes=len(step.message))
+        if error is None:
+            try:
+                return json.dumps(outcome), None
+            except (TypeError, ValueError, RecursionError) as not_json:
+                error = not_json
+        return json.dumps(outcome._replace(value=None).failed(error)), error
 
-        def act() -> int:
-            result = action()
-            if self.rank:
-                mine[:] = encode(result)
-            else:
-                by_rank.append(result)
-            return len(mine)
-
-        with self.call():
-            sizes = self.each(what, act)
-            with self._in_step(what):
-                if self.rank:
-                    data = torch.frombuffer(mine, dtype=torch.uint8)
-                    for message in torch.split(data, _MESSAGE_BYTES):
-                        self._group.send([message], 0, 0).wait()
-                    return []
-                for rank, num_bytes in enumerate(sizes[1:], 1):
-                    data = torch.empty(num_bytes, dtype=torch.uint8)
-                    for message in torch.split(data, _MESSAGE_BYTES):
-                        self._group.recv([message], rank, 0).wait()
-                    by_rank.append(decode(memoryview(data.numpy())))  # type: ignore[arg-type]
-            return by_rank
+    def _pass_messages(
+        self, what: str, mine: bytes, outcomes: Sequence[_Outcome]
+    ) -> list[memoryview]:
+        """Send this rank's message to rank 0; return the others' there."""
+        messages: list[memoryview] = []
+        with self._in_step(what):
+            if self.rank and mine:
+                data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+                for part in torch.split(data, _MESSAGE_BYTES):
+                    self._group.send([part], 0, 0).wait()
+            for rank, one in enumerate(outcomes):
+                if self.rank == 0 and rank and one.num_bytes:
+                    data = torch.empty(one.num_bytes, dtype=torch.uint8)
+                    for part in torch.split(data, _MESSAGE_BYTES):
+                        self._group.recv([part], rank, 0).wait()
+                    messages.append(as_bytes(data))
+        return messages
 
     @property
     def is_open(self) -> bool:

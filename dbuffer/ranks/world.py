@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import contextlib
+from types import TracebackType
+from typing import Any
 
-T = TypeVar("T", bound=bool | int | float | str | list[Any] | dict[str, Any] | None)
-"""Values that JSON has: a tuple would come back as a list."""
 
-V = TypeVar("V")
-"""Values that can be encoded."""
+class Step(contextlib.AbstractContextManager["Step"]):
+    """A step, in a ``with`` block that each rank enters. Here of one rank: its error is raised."""
+
+    def __init__(self) -> None:
+        self.result: Any = None
+        """Result of this rank, which the block sets: JSON has a list for a tuple."""
+        self.message = b""
+        """Bytes for rank 0, which the block may set on other ranks."""
+        self.results: list[Any] = []
+        """Results of all ranks, by rank, after the block."""
+        self.messages: list[memoryview] = []
+        """Messages of the other ranks that set one, by rank, on rank 0 after the block."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.results = [self.result]
 
 
 class World:
-    """Ranks that take steps together. Here one rank: a step is a call, and its error is raised."""
+    """Ranks that take steps together. Here one rank."""
 
     rank: int = 0
     """Index of this process among the ranks."""
@@ -23,36 +41,21 @@ class World:
     def __init__(self) -> None:
         self._is_open = True
 
-    def each(self, what: str, action: Callable[[], T]) -> list[T]:  # noqa: ARG002
-        """Let every rank do ``action``, and return its results by rank.
+    def step(self, what: str) -> Step:  # noqa: ARG002
+        """Return a step that all ranks take.
+
+        No collective may fail in it on some ranks and be waited for by others.
 
         Args:
             what: the step, as in "rank 1 could not {what}"; the same on all ranks.
-            action: no collective may fail in it on some ranks and be waited for by others.
         """
-        return [action()]
+        return Step()
 
-    def first(self, what: str, action: Callable[[], T]) -> T:
-        """Let rank 0 do ``action`` while the others wait, and return its result on all of them."""
-        values = self.each(what, action if self.rank == 0 else lambda: None)
-        return values[0]  # type: ignore[return-value]  # rank 0's
-
-    def collect(
-        self,
-        what: str,  # noqa: ARG002
-        action: Callable[[], V],
-        encode: Callable[[V], bytes],  # noqa: ARG002
-        decode: Callable[[memoryview], V],  # noqa: ARG002
-    ) -> list[V]:
-        """Bring the result of ``action`` on all ranks to rank 0: by rank there, [] elsewhere.
-
-        Args:
-            what: the step, as for `each`.
-            action: work of each rank.
-            encode: encodes a result as bytes, one at least, for another process.
-            decode: decodes them there.
-        """
-        return [action()]
+    def share(self, what: str, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank; ``what``: as for `step`."""
+        with self.step(what) as step:
+            step.result = value
+        return step.results
 
     @property
     def is_open(self) -> bool:

@@ -221,7 +221,11 @@ class VersionReader(VersionVerifier):
         Layout, views and page tables, which a publish does not change, are made once.
         """
         access = mmap.ACCESS_COPY if self._keeps_snapshots else mmap.ACCESS_READ
-        return self._mappings.of(held.path, held.file.number, lambda: _map(held, access))
+        mapped = self._mappings.get(held.path, held.file.number)
+        if mapped is None:
+            mapped = _map(held, access)
+            self._mappings.keep(held.path, mapped)
+        return mapped
 
     def _read_into_memory(self, held: Held) -> FileTensors:
         before, self._in_memory = self._in_memory, None

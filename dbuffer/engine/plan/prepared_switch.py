@@ -19,7 +19,6 @@ from dbuffer.engine.plan.load_trace import Copy, View
 from dbuffer.engine.plan.patching import Changed, Patch, Patches, patch_or_copy
 from dbuffer.format.layout import align
 from dbuffer.format.lineage import VersionId
-from dbuffer.io.changes import cut_work
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import as_bytes, flat_view
 from dbuffer.runtime.lazy import cached_property
@@ -180,7 +179,7 @@ class PreparedSwitch:
                 parts[index] = patch_or_copy(parameter, op, self.tensors, changed)
 
         sizes = [0 if op.part is None else op.part.num_elements for _, op in ops]
-        copier.in_parallel(work, cut_work(sizes, copier))
+        copier.in_parallel(work, copier.cut_work(sizes))
         patches: list[Patch] = []
         copies: dict[str, list[Copy]] = {}
         for (name, _), part in zip(ops, parts, strict=True):
@@ -244,7 +243,7 @@ class PreparedSwitch:
         def work(first: int, end: int) -> None:
             differing.update(name for name, copy in copies[first:end] if not same_bytes(*copy))
 
-        copier.in_parallel(work, cut_work([copy[0].nbytes for _, copy in copies], copier))
+        copier.in_parallel(work, copier.cut_work([copy[0].nbytes for _, copy in copies]))
         images = {each.name: each.name for each in self.images if not each.matches()}
         return {name: layer_of(name) for name in sorted(differing)} | images
 

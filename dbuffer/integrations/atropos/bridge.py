@@ -28,7 +28,7 @@ from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
-from dbuffer.ranks.world import T, World
+from dbuffer.ranks.world import World
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.messages import first_line, listed
 from dbuffer.weights.sources import Describer, is_same_memory, module_tensors
@@ -297,11 +297,14 @@ class VLLMWeightBridge:
                 "and has the same init_method and world_size"
             ) from error
 
-    def _on_first_rank(self, what: str, action: Callable[[], T]) -> T:
+    def _on_first_rank(self, what: str, action: Callable[[], Any]) -> Any:
         """Run ``action`` on rank 0; return or raise its outcome on all ranks."""
         if not self._ranks.is_open:
             raise RankFailedError("a rank of the trainer was lost; start the trainer again")
-        return self._ranks.first(what, action)
+        with self._ranks.step(what) as step:
+            if self._ranks.rank == 0:
+                step.result = action()
+        return step.results[0]
 
     # Weights to publish
 

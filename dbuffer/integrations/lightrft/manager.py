@@ -86,22 +86,21 @@ class BroadcastManager(Closing):
         self._opened.callback(self._agreement.close)
         try:
             engine = engine_of_rank(inference_engine)
-            if not any(self._agreement.each("look for its engine", lambda: engine is not None)):
+            if not any(self._agreement.share("look for its engine", engine is not None)):
                 raise OptionError("no rank has an inference engine")
             self._weights_on_all_ranks()  # to refuse now what could not be published later
             configuration = Configuration.of(strategy)
-            self.store = Path(
-                self._agreement.first("choose a store", lambda: str(place or _default_store()))
-            )
+            with self._agreement.step("choose a store") as step:
+                if self._agreement.rank == 0:
+                    step.result = str(place or _default_store())
+            self.store = Path(step.results[0])
             """The store's directory."""
             sender.setdefault("dtype", configuration.dtype)
             sender.setdefault("rename", configuration.rename(actor))
             self._sender = ShardedWeightSender(self.store, rank_timeout_s=rank_timeout_s, **sender)
             self._opened.callback(self._sender.close)
-            self._agreement.each(
-                "let its engine follow",
-                lambda: self._follow(configuration.engine_type, engine, unused_tensors),
-            )
+            with self._agreement.step("let its engine follow"):
+                self._follow(configuration.engine_type, engine, unused_tensors)
         except BaseException:
             self.close()
             raise
@@ -115,7 +114,8 @@ class BroadcastManager(Closing):
         """
         weights = self._weights_on_all_ranks()
         version = self._sender.send(weights).version
-        self._agreement.each("switch its engine", lambda: self._switch(version))
+        with self._agreement.step("switch its engine"):
+            self._switch(version)
         self.version = version
 
     def close(self) -> None:
@@ -125,13 +125,8 @@ class BroadcastManager(Closing):
 
     def _weights_on_all_ranks(self) -> Weights:
         """Return this rank's weights, after every rank has checked that it can publish its own."""
-        weights: list[Weights] = []
-
-        def read() -> None:
-            weights.append(Configuration.of(self.strategy).weights(self.actor))
-
-        self._agreement.each("read its configuration", read)
-        return weights[0]
+        with self._agreement.step("read its configuration"):
+            return Configuration.of(self.strategy).weights(self.actor)
 
     def _follow(
         self, engine_type: str, engine: Any, unused_tensors: Literal["refuse", "warn"]

@@ -107,12 +107,12 @@ class LaunchedFollower(Closing):
     def _announce(self, outcome: dict[str, Any]) -> None:
         """Tell the other ranks how a call of the first one ended."""
         if self._agreement.is_open:
-            self._agreement.first(_NEXT, lambda: {"outcome": outcome})
+            self._agreement.share(_NEXT, {"outcome": outcome})
 
     def _follow_orders(self) -> dict[str, Any]:
         """Carry out the first rank's orders; return the outcome of its call."""
         while True:
-            order: dict[str, Any] = self._agreement.first(_NEXT, dict)  # the first rank's
+            order: dict[str, Any] = self._agreement.share(_NEXT, {})[0]
             if "outcome" in order:
                 outcome: dict[str, Any] = order["outcome"]
                 return outcome
@@ -153,7 +153,7 @@ class _AllRanks(OfflineVllm):
     def _order(self, call: str, argument: Any) -> list[Any]:
         """Let every rank make a call of its part; return each one's value."""
         order = {"call": call, "argument": argument}
-        self._agreement.first(_NEXT, lambda: order)
+        self._agreement.share(_NEXT, order)
         # super(): the methods of this rank's own part, and not those of this class.
         return _carry_out(self._agreement, super(), order)
 
@@ -164,20 +164,18 @@ def _carry_out(agreement: Agreement, mine: Any, order: dict[str, Any]) -> list[A
     Raises:
         DBufferError: the error of the first rank that failed, on all of them.
     """
-
-    def do() -> Any:
+    with agreement.step(f"do {order['call']}") as step:
         try:
             match order["call"], order["argument"]:
                 case "call", request:
                     answers = mine.call(RankRequest.parse(request))
-                    return [encode_answer(answer) for answer in answers]
+                    step.result = [encode_answer(answer) for answer in answers]
                 case "pause", mode:
-                    return mine.pause(mode)
+                    mine.pause(mode)
                 case _, label:
-                    return mine.set_weight_version(WeightLabel.decode(label))
+                    mine.set_weight_version(WeightLabel.decode(label))
         except DBufferError:
             raise
         except Exception as error:
             raise EngineUpdateError(described(error)) from error
-
-    return agreement.each(f"do {order['call']}", do)
+    return step.results

@@ -182,8 +182,8 @@ def test_ranks_share_the_work(copier, size):
 def test_comparing_ends_when_too_much_differs(copier):
     step = random_step(3, ["bfloat16"], [20 * BLOCK_BYTES], [1.0], copier)
     sides = step.contents().data, step.contents(of_after=True).data
-    found = find_changes(*sides, step.layout, copier, max_changed=1000)
-    assert 1000 < found.num_changed < 20 * BLOCK_BYTES
+    found = find_changes(*sides, step.layout, copier, max_bytes=1000)
+    assert 1000 < found.num_bytes < 20 * BLOCK_BYTES
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -27,7 +27,8 @@ from dbuffer.format import chain
 from dbuffer.format.layout import ITEM_BYTES
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Manifest
-from dbuffer.publish import delta_base, publisher
+from dbuffer.publish import deltas
+from dbuffer.publish.draft import Draft
 from dbuffer.receive import reader as reader_module
 from dbuffer.store import network_files
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
@@ -283,7 +284,7 @@ def test_a_local_sender_writes_into_no_file_of_a_network_sender(
 def test_weights_changed_while_they_are_sent_make_the_next_version_whole(
     store, mount, is_found, monkeypatch, sender
 ):
-    weights, encode = SPARSE.weights(3), delta_base.encode_delta
+    weights, encode = SPARSE.weights(3), deltas.encode_delta
 
     def encode_and_change(*arguments, **options):
         encoded = encode(*arguments, **options)
@@ -295,7 +296,7 @@ def test_weights_changed_while_they_are_sent_make_the_next_version_whole(
     monkeypatch.setattr("dbuffer.publish.publication._COPIED_BYTES", 0)  # else they are copied
     publish(sender, 1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(delta_base, "encode_delta", encode_and_change)
+        patch.setattr(deltas, "encode_delta", encode_and_change)
         with pytest.raises(dbuffer.InvalidWeightsError if is_found else KeyError):
             sender.send(weights, wait=False).wait(TIMEOUT_S)
     assert newest(store, verify=True) == 2
@@ -311,10 +312,10 @@ def test_weights_changed_while_they_are_sent_make_the_next_version_whole(
 @pytest.mark.parametrize(
     ("holder", "name"),
     [
-        (publisher.Draft, "claimed"),
-        (delta_base, "encode_delta"),
-        (publisher.DeltaBase, "write_delta"),
-        (publisher.DeltaBase, "commit"),
+        (Draft, "claimed"),
+        (deltas, "encode_delta"),
+        (deltas.Deltas, "_write_delta"),
+        (Draft, "commit"),
     ],
 )
 def test_weights_changed_unnoticed_do_not_make_later_versions_wrong(

@@ -10,7 +10,7 @@ from dbuffer.io.changes import Changes, find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import apply_delta, encode_delta
 from dbuffer.io.tensors import DTYPE_NAMES, FileTensors, join_blocks
-from dbuffer.publish import delta_base, kept_copy
+from dbuffer.publish import kept_copy
 from dbuffer.publish.assignment import Assignment, Box
 from dbuffer.publish.kept_copy import KeptCopy
 from dbuffer.publish.part import Part
@@ -30,7 +30,7 @@ def copier():
 @pytest.fixture(params=[1000, 10_000, kept_copy._BATCH_BYTES])
 def batches(request, monkeypatch):
     monkeypatch.setattr(kept_copy, "_BATCH_BYTES", request.param)
-    monkeypatch.setattr(delta_base, "MAX_CHANGED_SHARE", 9.0)
+    monkeypatch.setattr(kept_copy, "MAX_CHANGED_SHARE", 9.0)
 
 
 def update(copy: KeptCopy, tensors: list[torch.Tensor]) -> Changes:
@@ -60,7 +60,7 @@ def test_odd_tensors_are_cast_as_a_publish_would_and_found_where_they_changed(co
     assert all(not view.any() for view in copy.contents.views if view.numel())
     changes = update(copy, after)
     wanted = find_changes(contents_of(layout, before, copier).data, expected.data, layout, copier)
-    assert changes.num_changed
+    assert changes.num_bytes
     assert changes.tensors == wanted.tensors
     for view, right in zip(copy.contents.views, expected.views, strict=True):
         assert torch.equal(view.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8))
@@ -125,12 +125,12 @@ def test_rows_of_tensors_are_changes_of_the_whole_tensors(copier):
 
 @pytest.mark.usefixtures("batches")
 def test_too_many_changes_are_kept_and_not_encoded(copier, monkeypatch):
-    monkeypatch.setattr(delta_base, "MAX_CHANGED_SHARE", 0.1)
+    monkeypatch.setattr(kept_copy, "MAX_CHANGED_SHARE", 0.1)
     layout = Layout.of([TensorSpec(f"{index}", "int8", (3000,)) for index in range(20)])
     copy = KeptCopy(Part(layout), copier)
     copy.write(range(20), [torch.zeros(3000, dtype=torch.int8)] * 20)
     copy.digests()
     changes = update(copy, [torch.ones(3000, dtype=torch.int8)] * 20)
-    assert changes.num_changed > 6000
+    assert changes.num_bytes > 6000
     assert all((view == 1).all() for view in copy.contents.views)
     assert join_blocks(layout.blocks, copy.digests()) == copier.checksums(copy.contents)

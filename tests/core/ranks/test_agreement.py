@@ -26,6 +26,13 @@ from tests.support.worlds import world_of
 world = world_of(3)
 
 
+def each(ranks: Agreement, what: str, action: Callable[[], Any]) -> list[Any]:
+    """Let every rank do ``action`` in a step; return its results."""
+    with ranks.step(what) as step:
+        step.result = action()
+    return step.results
+
+
 def interrupt() -> None:
     raise KeyboardInterrupt
 
@@ -37,7 +44,7 @@ def skip_a_step(rank: int) -> list[str]:
         if number == 2 and rank == 1:
             continue
         try:
-            went.append(str(ranks.each(f"count to {number % 2}", lambda: number)))  # noqa: B023
+            went.append(str(each(ranks, f"count to {number % 2}", lambda: number)))  # noqa: B023
         except dbuffer.DBufferError as error:
             went.append(f"{type(error).__name__}: {error}")
     return went
@@ -60,7 +67,7 @@ def skip_one_of_two(rank: int) -> list[str]:
                 ranks._fails_together = True  # as if a second interrupt kept it from closing
                 interrupt()
             try:
-                went.append(str(ranks.each("count", lambda: number)))  # noqa: B023
+                went.append(str(each(ranks, "count", lambda: number)))  # noqa: B023
             except dbuffer.DBufferError as error:
                 went.append(type(error).__name__)
     return went
@@ -80,7 +87,7 @@ def be_interrupted(rank: int, others_do: Callable[[], Any]) -> tuple[str, bool]:
     TIMING.ranks_end_within_s = 0.1  # nobody ends
     ranks = Agreement(None, timeout_s=TIMEOUT_S)
     with pytest.raises((KeyboardInterrupt, dbuffer.RankFailedError)) as caught:
-        ranks.each("work", interrupt if rank == 2 else others_do)
+        each(ranks, "work", interrupt if rank == 2 else others_do)
     return f"{caught.type.__name__}: {caught.value}", ranks.is_open
 
 
@@ -102,9 +109,9 @@ def fail_then_go_on(rank: int) -> tuple[list[str], list[int]]:
     messages = []
     for what, action in (("work", fail), ("tell", lambda: {rank})):
         with ranks.call(), pytest.raises(dbuffer.DBufferError) as caught:
-            ranks.each(what, action if rank else lambda: None)
+            each(ranks, what, action if rank else lambda: None)
         messages.append(f"{caught.type.__name__}: {caught.value}")
-    return messages, ranks.each("go on", lambda: rank)
+    return messages, each(ranks, "go on", lambda: rank)
 
 
 def test_after_an_error_that_all_raise_they_go_on(world):
@@ -126,7 +133,7 @@ def fail_alone(rank: int) -> str:
         distributed.barrier(trainers)
 
     with pytest.raises(dbuffer.DBufferError) as caught:
-        ranks.each("work", work)
+        each(ranks, "work", work)
     return f"{caught.type.__name__}: {caught.value}"
 
 
@@ -136,14 +143,13 @@ def test_the_error_of_a_rank_that_only_waited_for_another_is_not_the_one_that_al
 
 def collect_texts(rank: int) -> list[str]:
     ranks = Agreement(None, timeout_s=TIMEOUT_S)
-    with mock.patch.object(agreement, "_MESSAGE_BYTES", 2):
-        return ranks.collect(
-            "tell", lambda: "abcdef"[rank:], str.encode, lambda data: bytes(data).decode()
-        )
+    with mock.patch.object(agreement, "_MESSAGE_BYTES", 2), ranks.step("tell") as step:
+        step.message = "abcdef"[rank:].encode() if rank else b""
+    return [bytes(message).decode() for message in step.messages]
 
 
 def test_results_of_all_ranks_reach_the_first_alone(world):
-    assert world.run(collect_texts) == [["abcdef", "bcdef", "cdef"], [], []]
+    assert world.run(collect_texts) == [["bcdef", "cdef"], [], []]
 
 
 def meet_again(rank: int) -> list[int]:
@@ -160,7 +166,7 @@ def meet_again(rank: int) -> list[int]:
         with pytest.raises((KeyboardInterrupt, dbuffer.RankFailedError)):
             Agreement(None, timeout_s=1.0)
     distributed.barrier()  # or the one would come in time for the first try of the others
-    return Agreement(None, timeout_s=TIMEOUT_S).each("count", lambda: rank)
+    return Agreement(None, timeout_s=TIMEOUT_S).share("count", rank)
 
 
 def test_a_rank_that_is_interrupted_as_they_meet_can_meet_them_again(world):

@@ -1,0 +1,400 @@
+"""`Deltas`: the last version of a sender, and what the next one differs from it.
+
+On a local mount each version has a whole file; the delta is a second one, made by comparing the
+version's file with the last version's. On a network mount the sender compares weights with a
+`KeptCopy` of the last version. A version with a delta mostly has no file there: it stands on an
+anchor, an earlier version's whole file, and the deltas since.
+
+A version has no delta if
+
+- it is the sender's first, or the publish before it failed;
+- it has other tensors than the last one, or ranks hold other tensors;
+- too much changed (`MAX_CHANGED_SHARE`);
+- on a local mount, its delta would be too long (`is_long`), or the store has no room for it.
+
+A version with a delta gets a whole file on a network mount too if
+
+- its anchor is too many deltas, or bytes, back (`is_long`);
+- a file of the last version or of its deltas is damaged or gone, or a receiver cannot read them.
+
+Each reason is logged. Mirrors decide for themselves: see `StoreTarget` and `BucketTarget`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from dbuffer.errors import (
+    StoreAccessError,
+    StoreCorruptError,
+    StoreFullError,
+    StoreNotFoundError,
+    VersionError,
+)
+from dbuffer.format.chain import chain_of, is_long, trimmed
+from dbuffer.format.layout import Layout
+from dbuffer.format.lineage import VersionId
+from dbuffer.format.manifest import UNDECODABLE, Manifest
+from dbuffer.io.chain_reader import ChainReader
+from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
+from dbuffer.io.copier import Copier
+from dbuffer.io.delta import encode_delta
+from dbuffer.io.tensors import MappedTensors
+from dbuffer.publish.draft import Draft, Progress, fill, join_digests_of_parts
+from dbuffer.publish.kept_copy import MAX_CHANGED_SHARE, KeptCopy
+from dbuffer.publish.part import Part
+from dbuffer.publish.patches import SparsePatch, patch_of
+from dbuffer.ranks.world import World
+from dbuffer.runtime.trouble import log_once
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.hold import hold_newest
+from dbuffer.store.writer import BufferWriter
+from dbuffer.weights.sources import Source
+
+logger = logging.getLogger(__name__)
+
+_UNREADABLE = (*UNDECODABLE, StoreAccessError, StoreNotFoundError)
+"""Errors of a version that cannot be read back, or is not what was published."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaBase:
+    """The version that was published last, as rank 0 knows it."""
+
+    manifest: Manifest
+    buffer: str
+    """Buffer with its manifest."""
+    checksums: Sequence[int] | None
+    """Published checksums of its tensors, or None if it has none."""
+    delta_bytes: dict[VersionId, int]
+    """Bytes of the deltas of its chain, by the versions they lead to, oldest first. The chain's
+    first version is there with 0 bytes."""
+
+    def without_chain(self) -> Self:
+        """Return it as a version that no delta leads to."""
+        return replace(self, delta_bytes={self.manifest.id: 0})
+
+    def problem(self, writer: BufferWriter) -> str | None:
+        """Return why readers cannot have the version or its deltas, or None if they can.
+
+        By its files, which other users must not be able to write, and receivers' records.
+        """
+        store = writer.store
+        manifest = store.undamaged_manifest(self.buffer)
+        if manifest is None or manifest.id != self.manifest.id:
+            # Files that no manifest names are removed with the next claim.
+            return "the store lost the manifest of the version before"
+        _, *later = self.delta_bytes.items()
+        files = {store.delta_path(name): num_bytes for name, num_bytes in later}
+        files[store.weights_path(self.buffer, manifest)] = manifest.file_bytes
+        problem = writer.problem_with(files)
+        if problem is not None or writer.medium.maps_files:
+            return problem
+        since_anchor = self.manifest.since_anchor
+        for record in store.receivers():
+            if record.unreadable in since_anchor:
+                return f"{record.receiver} cannot read {record.unreadable}, which stands on deltas"
+        return None
+
+    def is_far_from_anchor(self) -> bool:
+        """Whether a new anchor serves late readers better than one more delta."""
+        sizes = [self.delta_bytes[version] for version in self.manifest.since_anchor]
+        return is_long(sizes, self.manifest.num_bytes)
+
+
+class Deltas:
+    """Deltas of one sender's versions, or of all ranks' that publish together.
+
+    Args:
+        store: the store.
+        world: the ranks.
+        copier: its threads do the work.
+        writer: rank 0's; None on all others.
+        maps_files: whether the store is on a local mount.
+        hashed: whether versions have checksums.
+    """
+
+    def __init__(
+        self,
+        store: DoubleBuffer,
+        world: World,
+        copier: Copier,
+        writer: BufferWriter | None,
+        *,
+        maps_files: bool,
+        hashed: bool,
+    ) -> None:
+        self._store = store
+        self._world = world
+        self._copier = copier
+        self._writer_on_0 = writer
+        self._maps_files = maps_files
+        self._hashed = hashed
+        self._version = 0
+        """Number of the version that is being published, on rank 0."""
+        self._part: Part | None = None
+        """Part of the version published last, or being published."""
+        self._copy: KeptCopy | None = None
+        self._file: MappedTensors | None = None
+        """Copy of the last version, or its file; None if the next one comes without a delta."""
+        self._base: DeltaBase | None = None
+        """The last version on rank 0, as long as there is a copy or a file."""
+        self._why_none = "this sender has published no version yet"
+        """Reason that the next version comes without a delta, if there is one."""
+        self._changes: Changes | None = None
+        """Difference of the version that is being published, on rank 0 once it is known."""
+
+    def forget(self, reason: str = "the last publish failed") -> None:
+        """Publish the next version without a delta."""
+        self._copy = self._file = self._base = self._changes = None
+        self._why_none = reason
+
+    def patch_of(self, patches: Iterable[SparsePatch]) -> tuple[Layout, Patch]:
+        """Return the layout of the last version, and checked patches of it."""
+        if self._part is None or (self._copy is None and self._file is None):
+            raise VersionError(
+                f"this sender has not published what patches in {self._store.root} could follow: "
+                "send all weights first, and after each error"
+            )
+        return self._part.whole, patch_of(patches, self._part.whole)
+
+    def begin(
+        self,
+        part: Part,
+        source: Source,
+        version: int,
+        patch: Patch | None,
+        progress: Progress | None,
+    ) -> None:
+        """Begin a version. On a network mount, bring the copy of the last one to it. Collective.
+
+        Args:
+            part: this rank's part of the version.
+            source: the weights.
+            version: number of the version, on rank 0.
+            patch: in place of weights: new words for the last version.
+            progress: called as the weights are copied.
+        """
+        world, self._version, self._changes = self._world, version, None
+        if self._part is not part and (self._copy is not None or self._file is not None):
+            self.forget("it has other tensors than the last version")
+        self._part = part
+        is_first = self._copy is None and self._file is None
+        if is_first:
+            self._explain(self._why_none)
+        if self._maps_files:
+            return
+        if self._copy is None:
+            self._copy = KeptCopy(part, self._copier)
+        if patch is not None:
+            self._changes = self._copy.patch(patch)
+        elif is_first:
+            fill(self._copy, "copy", source, world, progress)
+        else:
+            self._copy.begin_comparing()
+            fill(self._copy, "compare", source, world, progress)
+            with world.step("send what changed") as step:
+                changes = self._copy.take_changes()
+                if world.rank:
+                    step.message = changes.encode()
+            self._join(changes, step.messages)
+
+    def _join(self, changes: Changes, messages: Iterable[memoryview]) -> None:
+        """Join the changes of all ranks on rank 0."""
+        if self._world.rank == 0:
+            self._changes = Changes.joined([changes, *map(Changes.decode, messages)])
+
+    def needs_file(self) -> bool:
+        """Whether the version gets a whole file; on rank 0, before a buffer is claimed."""
+        base = self._base
+        if base is None or (self._changes is not None and not self._is_worth(self._changes)):
+            self._base = None
+            return True
+        problem = base.problem(self._writer)
+        if problem is not None:
+            self._base = base.without_chain()
+            logger.warning(
+                "%s: the deltas before version %d are not used, and it gets a whole file: %s",
+                self._store.root,
+                self._version,
+                problem,
+            )
+            return True
+        if self._maps_files:
+            return True
+        if base.is_far_from_anchor():
+            logger.info(
+                "%s: version %d gets a whole file: its anchor is many deltas, or bytes, back",
+                self._store.root,
+                self._version,
+            )
+            return True
+        return False
+
+    def write(
+        self, draft: Draft, source: Source, patch: Patch | None, progress: Progress | None
+    ) -> list[int] | None:
+        """Write all boxes into a draft's file, if it has one; return the checksums. Collective."""
+        world, copy, last = self._world, self._copy, self._file
+        if copy is not None and draft.has_file:
+            with world.step("write what it holds"):
+                draft.write(range(len(copy.contents.views)), copy.contents.views)
+        elif copy is not None:
+            if not self._hashed:
+                return None
+            with world.step("hash its boxes") as step:
+                step.result = copy.digests()
+            return join_digests_of_parts(draft.layout, step.results)
+        elif patch is not None:
+            assert last is not None  # noqa: S101 - patches follow a version
+            return self._write_patch(draft, last, patch)
+        else:
+            fill(draft, "write", source, world, progress)
+        checksums = draft.finish(world)
+        if last is not None:
+            with world.step("send what changed") as step:
+                changes = find_changes(
+                    last.data,
+                    draft.mapped.data,
+                    draft.layout,
+                    self._copier,
+                    share=(world.rank, world.size),
+                    max_bytes=MAX_CHANGED_SHARE * draft.layout.num_bytes,
+                )
+                if world.rank:
+                    step.message = changes.encode()
+            self._join(changes, step.messages)
+        return checksums
+
+    def _write_patch(self, draft: Draft, last: MappedTensors, patch: Patch) -> list[int] | None:
+        """Bring a draft's file to the last version, and write a patch into it.
+
+        Returns:
+            The checksums of all tensors, if versions have any.
+
+        Raises:
+            StoreCorruptError: the published buffer was damaged.
+        """
+        mapped, copier, base = draft.mapped, self._copier, self._base
+        assert base is not None  # noqa: S101 - patches follow a version
+        if not self._apply_deltas(draft, base):
+            copier.write(mapped, last.views)
+            if damaged := _damaged(mapped, base, copier):
+                raise StoreCorruptError(
+                    f"{self._store.root}: {damaged} was damaged after it was published, so what "
+                    "changed since cannot be published upon it; send all weights"
+                )
+        self._changes = changes = apply_patch(patch, mapped.data, mapped.layout, copier)
+        if base.checksums is None:
+            return None
+        changed = sorted(changes.tensors)
+        new = zip(changed, copier.checksums(mapped, changed), strict=True)
+        return list((dict(enumerate(base.checksums)) | dict(new)).values())
+
+    def _apply_deltas(self, draft: Draft, base: DeltaBase) -> bool:
+        """Bring the version in a draft's file to the last one by its deltas, if they lead there.
+
+        Return whether the file holds the last version now, undamaged if that has checksums.
+        """
+        mapped, since = draft.mapped, draft.claim.held_before
+        held = hold_newest(self._store, newer_than=None)
+        if held is None:
+            return False
+        with held, contextlib.suppress(*_UNREADABLE):
+            if since is not None and since in held.manifest.chain:
+                ChainReader(held, mapped.layout).read(mapped, self._copier, since=since)
+                if not _damaged(mapped, base, self._copier):
+                    return True
+                logger.warning("%s was damaged since it was written: writing it anew", draft.path)
+        return False
+
+    def commit(
+        self,
+        draft: Draft,
+        source: Source,
+        metadata: dict[str, Any],
+        checksums: list[int] | None,
+    ) -> int | None:
+        """Write the delta that leads to a draft, and publish the draft, on rank 0.
+
+        Args:
+            draft: the version, which all ranks have written.
+            source: its weights.
+            metadata: the version's.
+            checksums: checksums of all its tensors, if it has any.
+
+        Returns:
+            The bytes of the delta, or None without one.
+        """
+        num_bytes = self._write_delta(draft, checksums)
+        base, delta_bytes, fields = self._base, {draft.id: 0}, dict[str, Any]()
+        if base is not None and num_bytes is not None:
+            delta_bytes = {**base.delta_bytes, draft.id: num_bytes}
+        if base is not None and not draft.has_file:
+            fields = base.manifest.upon(base.buffer)
+        delta_bytes = trimmed(delta_bytes, draft.layout.num_bytes, fields.get("anchor"))
+        source.check()
+        manifest = draft.commit(metadata, checksums, chain=chain_of(delta_bytes), **fields)
+        self._base = DeltaBase(manifest, draft.claim.buffer, checksums, delta_bytes)
+        return num_bytes
+
+    def keep(self, draft: Draft) -> None:
+        """Keep the file of a version that was published, unless there is a copy."""
+        if self._copy is None:
+            self._file = draft.mapped
+
+    def _write_delta(self, draft: Draft, checksums: list[int] | None) -> int | None:
+        """Write the delta that leads to a draft; return its bytes, or None without one."""
+        base, changes, layout = self._base, self._changes, draft.layout
+        if base is None or changes is None or not self._is_worth(changes):
+            return None
+        encoded = encode_delta(
+            changes,
+            None if base.checksums is None or checksums is None else (base.checksums, checksums),
+            base=base.manifest.id,
+            version=draft.id,
+            layout_xxh3=layout.xxh3,
+        )
+        num_bytes = sum(map(len, encoded))
+        if draft.has_file and is_long([num_bytes], layout.num_bytes):
+            self._explain(f"it would have {num_bytes} bytes, and all tensors {layout.num_bytes}")
+            return None
+        try:
+            return self._writer.add_delta(draft.claim, draft.id, encoded)
+        except StoreFullError:
+            if not draft.has_file:
+                raise
+            message = "%s has no room for deltas: publishing versions without, until it has"
+            log_once(logger, message, self._store.root)
+            return None
+
+    @property
+    def _writer(self) -> BufferWriter:
+        """The store's writer, on rank 0."""
+        assert self._writer_on_0 is not None  # noqa: S101
+        return self._writer_on_0
+
+    def _is_worth(self, changes: Changes) -> bool:
+        """Whether a delta is worth it; if not, log that too much changed."""
+        assert self._part is not None  # noqa: S101 - it has begun
+        if changes.num_bytes <= MAX_CHANGED_SHARE * self._part.whole.num_bytes:
+            return True
+        self._explain(f"more than {100 * MAX_CHANGED_SHARE:.0f} % of all bytes changed")
+        return False
+
+    def _explain(self, reason: str) -> None:
+        """Log on rank 0 why the version comes without a delta."""
+        if self._writer_on_0 is not None:
+            logger.info("%s: version %d has no delta: %s", self._store.root, self._version, reason)
+
+
+def _damaged(mapped: MappedTensors, base: DeltaBase, copier: Copier) -> str | None:
+    """Return the name of a tensor that is not as the base has it, or None without checksums."""
+    if base.checksums is None:
+        return None
+    checksums = zip(mapped.layout.specs, base.checksums, copier.checksums(mapped), strict=True)
+    return next((spec.name for spec, old, new in checksums if old != new), None)
