@@ -206,7 +206,7 @@ class Draft:
     def write(self, numbers: Sequence[int], elements: list[torch.Tensor]) -> None:
         """Write the elements of some boxes, cast where dtypes differ."""
         part, layout, copier = self.part, self.part.layout, self._copier
-        if part.boxes is None and len(numbers) == len(layout.specs):
+        if part.has_all and len(numbers) == len(layout.specs):
             if self.is_mapped:
                 if self._store.medium.is_in_memory and any_on_gpu(elements):
                     self.mapped.expect_device()
@@ -263,7 +263,7 @@ class Draft:
 
     def _file_to_write(self) -> Descriptor:
         """Return the weights file of a sender alone, or the part that this rank makes."""
-        if self.part.boxes is None:
+        if self.part.has_all:
             return self.claim.weights
         if self._own_file is None:
             path = part_path(self.path, self.part.rank)

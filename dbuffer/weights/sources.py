@@ -491,11 +491,14 @@ def _gatherable(
     is_zero3 = hasattr(tensor, "ds_shape")  # DeepSpeed's mark on a partitioned parameter
     is_bare = has_no_shape(tensor) or tensor.is_meta
     if not is_bare and (is_zero3 or hasattr(tensor, "full_tensor")):
-        if not sharded and (is_zero3 or not _is_whole(whole)):
-            raise InvalidWeightsError(
-                f"each rank holds only a part of tensor {name!r}: let all of them publish "
-                "together, with dbuffer.ShardedWeightSender"
-            )
+        if not sharded:
+            if is_zero3 or not _is_whole(whole):
+                raise InvalidWeightsError(
+                    f"each rank holds only a part of tensor {name!r}: let all of them publish "
+                    "together, with dbuffer.ShardedWeightSender"
+                )
+            whole = whole.detach().to_local()
+            return _gatherable(name, whole, sharded=sharded)
         shape = tuple(whole.ds_shape if is_zero3 else whole.shape)
         gather = _fetch_zero3 if is_zero3 else whole.detach().full_tensor
         # Ties are recognized by the object, on all ranks alike: a rank's own part may be empty. A
