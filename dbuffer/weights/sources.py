@@ -8,39 +8,39 @@ tensor has not yet produced.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import operator
 import os
-import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy as has_no_shape
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dbuffer.errors import InvalidWeightsError, UnsupportedError
 from dbuffer.format.layout import TensorSpec
-from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to, refuse_not_finite, refuse_overflow
+from dbuffer.io.tensors import refuse_not_finite, refuse_overflow
 from dbuffer.runtime import options
-from dbuffer.runtime.messages import listed
 from dbuffer.weights.lazy_tensor import LazyTensor, Tensors
-from dbuffer.weights.wrappers import clean_names
+from dbuffer.weights.named_tensors import (
+    WeightsSpec,
+    by_name,
+    check_names,
+    clean_names,
+    is_same_memory,
+    is_tensordict,
+    may_have_model,
+    module_tensors,
+    problem_of_memory,
+    spec_of,
+    tensordict_tensors,
+)
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase  # its import takes as long as torch's
 
     from dbuffer.weights.conversion import Conversion
     from dbuffer.weights.weight_source import SourceReader, WeightSource
-
-TORCH_EXTRA_STATE = "_extra_state"
-"""Last part of a state dict's key for a module's extra state."""
-
-_Value = TypeVar("_Value")
 
 Weights: TypeAlias = (
     "nn.Module"
@@ -53,45 +53,6 @@ Weights: TypeAlias = (
 )
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsSpec:
-    """Weights without their values: enough to see that the next ones are like them.
-
-    Checking 18,000 names one by one takes as long as copying 18,000 tensors. It is done for the
-    first version, and again only if names, shapes or dtypes change.
-    """
-
-    names: list[str]
-    """As they were given, with wrappers' prefixes."""
-    shapes: list[torch.Size]
-    dtypes: list[torch.dtype]
-    """Before they were cast."""
-
-    @classmethod
-    def of(cls, named: Mapping[str, torch.Tensor]) -> WeightsSpec:
-        return cls(
-            list(named),
-            [tensor.shape for tensor in named.values()],
-            [tensor.dtype for tensor in named.values()],
-        )
-
-    def addresses_of(self, named: Mapping[str, torch.Tensor]) -> list[int] | None:
-        """Return the addresses of plain tensors of just this outline, in this order, or None."""
-        tensors = named.values()
-        with contextlib.suppress(RuntimeError):  # of a tensor without shape or address
-            # Shapes are compared as they are made: a list of 18,000 of them sets the garbage
-            # collector going, which takes longer than all the rest.
-            if (
-                list(named) == self.names
-                and {type(tensor) for tensor in tensors} <= {torch.Tensor, nn.Parameter}
-                and {tensor.layout for tensor in tensors} == {torch.strided}
-                and all(map(operator.eq, map(operator.attrgetter("shape"), tensors), self.shapes))
-                and all(map(operator.is_, map(operator.attrgetter("dtype"), tensors), self.dtypes))
-            ):
-                return list(map(torch.Tensor.data_ptr, tensors))
-        return None
 
 
 def _refuse_values(
@@ -134,19 +95,6 @@ class Source:
             InvalidWeightsError: there is one; the message names it.
         """
         _refuse_values(specs, tensors, must_be_finite=self.must_be_finite)
-
-    def fetched(self) -> Iterator[torch.Tensor]:
-        """Yield all tensors, one at a time; each may be gone when the next has come.
-
-        Raises:
-            InvalidWeightsError: a tensor differs from its declaration, or has values that are
-                refused.
-        """
-        for spec, tensor in zip(self.specs, self.tensors, strict=True):
-            fetched = fetch(tensor)
-            self.refuse_values([spec], [fetched])
-            yield fetched
-        self.finish()
 
     def finish(self) -> None:
         """Finish a pass over lazy tensors, even if some were not fetched."""
@@ -294,7 +242,7 @@ class Describer:
             name, tensor = _checked_pair(pair, position)
             names.append(name)
             tensors.append(_gatherable(name, tensor, sharded=self.sharded))
-        return _by_name(names, tensors)
+        return by_name(names, tensors)
 
     def _published(self, tensors: Tensors) -> Tensors:
         """Return tensors under the names to publish, and cut and joined by ``rename``."""
@@ -303,19 +251,19 @@ class Describer:
         from dbuffer.weights.conversion import Conversion, shapes_of  # for this rename alone
 
         names: Any = self.rename
-        named = _by_name(clean_names(tensors), tensors.values())
+        named = by_name(clean_names(tensors), tensors.values())
         shapes = shapes_of(named)
         if self._conversion is None or self._conversion.shapes != shapes:
             self._conversion = Conversion.trace(names.convert, shapes)
         converted = self._conversion.apply(names.convert, named)
-        return _by_name(converted, converted.values())
+        return by_name(converted, converted.values())
 
     def _new_names(self, names: list[str]) -> list[str]:
         """Return the names to publish: without wrappers' prefixes, and renamed."""
         names = clean_names(names)
         if self.rename is not None:
             names = [_renamed(name, self.rename) for name in names]
-        _check_names(names)
+        check_names(names)
         return names
 
     def _require_whole_tensors(self, weights: str) -> None:
@@ -340,120 +288,6 @@ def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
     if made != declared:
         raise InvalidWeightsError(f"a lazy tensor was declared as {declared}, but is {made}")
     return fetched
-
-
-def module_state(module: nn.Module) -> dict[str, Any]:
-    """All that the module would save, by clean name, non-tensors included."""
-    state = module.state_dict(keep_vars=True)
-    # A module that has no extra state just now returns None.
-    kept = {n: v for n, v in state.items() if not (v is None and is_extra_state(n))}
-    return _by_name(clean_names(kept), kept.values())
-
-
-def is_extra_state(name: str) -> bool:
-    """Whether a module's ``get_extra_state`` made the entry of this name in a state dict."""
-    return name.rpartition(".")[2] == TORCH_EXTRA_STATE
-
-
-def only_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """A module's state, if all of it can be published."""
-    lost = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
-    if lost:
-        extra = listed([f"{name!r} ({type(state[name]).__name__})" for name in lost])
-        raise InvalidWeightsError(
-            f"the module's state has more than tensors, which would be lost: {extra}; give a "
-            "dictionary of the tensors that are to be published, and the rest as metadata"
-        )
-    return dict(state)
-
-
-def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by clean name, tied ones under each of their names."""
-    return only_tensors(module_state(module))
-
-
-def is_module(weights: object) -> TypeGuard[nn.Module]:
-    """Whether weights are a module; a TensorDictParams is a TensorDict first."""
-    return isinstance(weights, nn.Module) and not is_tensordict(weights)
-
-
-def may_have_model(module: object) -> bool:
-    """Whether a module may be a transformers model, or have one in it: none is before its import.
-
-    What brings such a module into the form of its checkpoint is imported for no other.
-    """
-    return "transformers.modeling_utils" in sys.modules and is_module(module)
-
-
-def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors that the module computes with: parameters and buffers, each once."""
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:
-    """Whether a value is a TensorDict: none is before tensordict is imported."""
-    if "tensordict" not in sys.modules:
-        return False
-    from tensordict import TensorDictBase
-
-    return isinstance(value, TensorDictBase)
-
-
-def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
-    """The leaves of a TensorDict, nested keys joined by dots."""
-    from tensordict import is_non_tensor
-
-    _refuse_lazy_stack(weights, "the TensorDict")
-    names, tensors = [], []
-    for key, value in weights.items(include_nested=True):
-        name = key if isinstance(key, str) else ".".join(key)
-        if is_non_tensor(value):
-            raise InvalidWeightsError(f"{name!r} is not a tensor; put it into the metadata")
-        if isinstance(value, torch.Tensor):
-            names.append(name)
-            tensors.append(value)
-        else:
-            _refuse_lazy_stack(value, repr(name))
-    return _by_name(names, tensors)
-
-
-def _refuse_lazy_stack(value: Any, where: str) -> None:
-    """Refuse a stack that makes its tensors at each access, and hides those that differ."""
-    from tensordict import LazyStackedTensorDict
-
-    if isinstance(value, LazyStackedTensorDict):
-        raise InvalidWeightsError(
-            f"{where} is a lazy stack: publish its members, each under a name of its own, or "
-            "its contiguous()"
-        )
-
-
-def spec_of(
-    name: str, tensor: torch.Tensor | LazyTensor, dtype: torch.dtype | None = None
-) -> TensorSpec:
-    """A tensor's spec as it will be published, with floating-point tensors in ``dtype``."""
-    kept = tensor.dtype
-    if dtype is not None and can_cast_to(kept):
-        kept = dtype
-    try:
-        return TensorSpec(name, DTYPE_NAMES[kept], tuple(tensor.shape))
-    except KeyError:
-        raise InvalidWeightsError(f"unsupported dtype {kept} of tensor {name!r}") from None
-
-
-def _by_name(names: Collection[str], tensors: Iterable[_Value]) -> dict[str, _Value]:
-    _check_names(names)
-    return dict(zip(names, tensors, strict=True))
-
-
-def _check_names(names: Collection[str]) -> None:
-    if len(set(names)) != len(names):
-        twice = sorted(name for name, count in Counter(names).items() if count > 1)[:5]
-        raise InvalidWeightsError(f"several tensors have the same name after cleaning: {twice}")
-    for name in names:
-        if not name.isascii() and json.loads(json.dumps(name)) != name:
-            raise InvalidWeightsError(f"the name {name!r:.80} has an invalid character in it")
 
 
 def _renamed(name: str, rename: Rename) -> str:
@@ -509,40 +343,6 @@ def _gatherable(
     return tensor
 
 
-def problem_of_memory(tensor: torch.Tensor) -> str:
-    """Return why a tensor has no plain memory, for a message; empty if it has."""
-    if has_no_shape(tensor):
-        return "is in a lazy module and has no shape yet: run the module once first"
-    if tensor.is_meta:
-        return "is on the meta device and has no values: load the weights first"
-    is_odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
-    if is_odd or is_made_of_others(tensor):
-        return "is sparse, nested, quantized or composed of other tensors: use plain ones"
-    if not lies_in_memory(tensor):
-        return (
-            "has no memory: it is a fake or functional tensor, is inside a transform of "
-            "torch.func, or its memory was freed, as FSDP1 does"
-        )
-    return ""
-
-
-def lies_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor has memory with its values, which empty tensors need not have."""
-    if hasattr(tensor, "fake_mode"):  # torch warns of a look at a fake tensor's address
-        return False
-    try:
-        return tensor.data_ptr() != 0 or not tensor.numel()
-    except RuntimeError:
-        return False
-
-
-def is_made_of_others(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is composed of others, as torchao's quantised ones are."""
-    return type(tensor) not in (torch.Tensor, nn.Parameter) and is_traceable_wrapper_subclass(
-        tensor
-    )
-
-
 def _fetch_zero3() -> torch.Tensor:
     raise NotImplementedError("a parameter of ZeRO-3 is whole inside a block only: see `shards`")
 
@@ -568,16 +368,3 @@ def _without_ties(named: Tensors) -> tuple[Tensors, dict[str, str]]:
         else:
             aliases[name] = first
     return {name: tensor for name, tensor in named.items() if name not in aliases}, aliases
-
-
-def is_same_memory(one: Any, other: Any) -> bool:
-    """Whether two tensors are one and the same elements, seen in the same way."""
-    return bool(
-        one.data_ptr() == other.data_ptr()
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.dtype == other.dtype
-        and one.device == other.device
-        and one.is_conj() == other.is_conj()
-        and one.is_neg() == other.is_neg()
-    )

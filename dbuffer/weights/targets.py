@@ -19,11 +19,25 @@ from torch.nn.parameter import is_lazy as has_no_shape
 from dbuffer.errors import InvalidWeightsError, OptionError, WeightsMismatchError
 from dbuffer.format.layout import Layout
 from dbuffer.runtime.messages import listed
-from dbuffer.weights import sources
 from dbuffer.weights.comparison import Comparison, compare
 from dbuffer.weights.lazy_tensor import LazyTensor
+from dbuffer.weights.named_tensors import (
+    WeightsSpec,
+    clean_names,
+    is_extra_state,
+    is_made_of_others,
+    is_module,
+    is_same_memory,
+    is_tensordict,
+    lies_in_memory,
+    may_have_model,
+    module_state,
+    own_tensors,
+    problem_of_memory,
+    spec_of,
+    tensordict_tensors,
+)
 from dbuffer.weights.suggestions import suggest
-from dbuffer.weights.wrappers import clean_names
 
 ADAPTER_KEY = "adapter_config"
 """Metadata entry of a version that holds an adapter: its configuration, as peft saves it."""
@@ -63,7 +77,7 @@ class _Known:
     """A match, and the facts that identify the same target at the next load."""
 
     layout: Layout
-    outline: sources.WeightsSpec
+    outline: WeightsSpec
     addresses: list[int]
     order: list[int]
     is_all: bool
@@ -97,7 +111,7 @@ class Matcher:
                 differences are listed.
         """
         named = dict(_named_in(target))
-        if sources.may_have_model(target):
+        if may_have_model(target):
             named = _as_published(target, named, layout)
         if (targets := self._match_like_before(target, named, layout, partial)) is not None:
             return Match(targets, [])
@@ -106,7 +120,7 @@ class Matcher:
         is_all = len(named) == len(order)
         if not match.aliases and not match.ties and (is_all or partial):
             addresses = list(map(torch.Tensor.data_ptr, named.values()))
-            self._known = _Known(layout, sources.WeightsSpec.of(named), addresses, order, is_all)
+            self._known = _Known(layout, WeightsSpec.of(named), addresses, order, is_all)
         return match
 
     def _match_like_before(
@@ -128,7 +142,7 @@ class Matcher:
         # The checks below hold at the same addresses if they held at the last load.
         if addresses != known.addresses:
             if (
-                not all(map(sources.lies_in_memory, tensors))
+                not all(map(lies_in_memory, tensors))
                 or _may_overlap(addresses, tensors)
                 or _not_kept(target, named)
             ):
@@ -169,7 +183,7 @@ def _match_each(
     """The match, and for each of its tensors its index in the target."""
     tensors = dict(zip(clean_names(named), named.values(), strict=True))
     unfit = _unfit(target, tensors)
-    specs = [sources.spec_of(name, tensor) for name, tensor in tensors.items() if name not in unfit]
+    specs = [spec_of(name, tensor) for name, tensor in tensors.items() if name not in unfit]
     comparison = compare(layout, specs)
     fills: dict[int, list[str]] = {}
     for name, index in comparison.sources.items():
@@ -207,7 +221,7 @@ def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator
     filled = [tensors[name] for name in comparison.sources]
     for spec in comparison.missing:
         tensor = tensors[spec.name]
-        if not (tensor.numel() and any(sources.is_same_memory(tensor, other) for other in filled)):
+        if not (tensor.numel() and any(is_same_memory(tensor, other) for other in filled)):
             yield f"the store has no {spec.name!r}"
 
 
@@ -220,7 +234,7 @@ def _overlaps(
     for first, *others in _overlap_groups(tensors):
         for name in others:
             index, other_index = comparison.sources[first], comparison.sources[name]
-            if not sources.is_same_memory(tensors[first], tensors[name]):
+            if not is_same_memory(tensors[first], tensors[name]):
                 problems.append(
                     f"{first!r} and {name!r} of the target overlap in memory, or lie between each "
                     "other's elements"
@@ -289,13 +303,13 @@ def _as_published(
 
 
 def _named_in(target: Any) -> Mapping[str, Any]:
-    if sources.is_tensordict(target):
+    if is_tensordict(target):
         try:
-            return sources.tensordict_tensors(target)
+            return tensordict_tensors(target)
         except InvalidWeightsError as error:
             raise WeightsMismatchError(f"this target cannot be filled: {error}") from error
     if isinstance(target, nn.Module):
-        return sources.module_state(target)
+        return module_state(target)
     if isinstance(target, Mapping):
         return target
     raise OptionError(
@@ -314,27 +328,27 @@ def _unfit(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
 
 def _not_kept(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Tensors that the target makes at each access and does not keep, and why."""
-    if sources.is_module(target):
-        own = [tensor for tensor in sources.own_tensors(target) if not has_no_shape(tensor)]
+    if is_module(target):
+        own = [tensor for tensor in own_tensors(target) if not has_no_shape(tensor)]
         ids, places = set(map(id, own)), {_storage_address(tensor) for tensor in own} - {0}
         return {
             name: _why_not_kept(target, name)
             for name, tensor in tensors.items()
             if _has_elements(tensor)
             if (id(tensor) not in ids and _storage_address(tensor) not in places)
-            or sources.is_extra_state(name)
+            or is_extra_state(name)
         }
     again = _named_in(target)
     return {
         name: _why_not_kept(target, name)
         for name, one, other in zip(tensors, tensors.values(), again.values(), strict=True)
         if one is not other and _has_elements(one)
-        if not sources.is_same_memory(one, other)
+        if not is_same_memory(one, other)
     }
 
 
 def _why_not_kept(target: Any, name: str) -> str:
-    if isinstance(target, nn.Module) and sources.is_extra_state(name):
+    if isinstance(target, nn.Module) and is_extra_state(name):
         return (
             f"{name!r} of the target is extra state, which only set_extra_state of its module can "
             "load: publish it as metadata, or load with a function"
@@ -352,7 +366,7 @@ def _has_elements(tensor: Any) -> bool:
 
 def _storage_address(tensor: torch.Tensor) -> int:
     """The address of the memory that a tensor is a view of; 0 if unknown."""
-    is_plain = tensor.layout is torch.strided and not sources.is_made_of_others(tensor)
+    is_plain = tensor.layout is torch.strided and not is_made_of_others(tensor)
     return tensor.untyped_storage().data_ptr() if is_plain else 0
 
 
@@ -366,10 +380,10 @@ def _reason_not_to_fill(name: str, tensor: Any) -> str:
         return f"{name!r} of the target is a {type(tensor).__name__}"
     if hasattr(tensor, "full_tensor") and not tensor.is_meta:
         return f"{name!r} of the target is sharded"
-    if problem := sources.problem_of_memory(tensor):
+    if problem := problem_of_memory(tensor):
         return f"{name!r} of the target {problem}"
     try:
-        sources.spec_of(name, tensor)
+        spec_of(name, tensor)
     except InvalidWeightsError as error:
         return str(error)
     if tensor.is_conj() or tensor.is_neg():

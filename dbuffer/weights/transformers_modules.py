@@ -17,7 +17,7 @@ from torch import nn
 from dbuffer.errors import UnsupportedError
 from dbuffer.runtime.messages import described
 from dbuffer.weights.conversion import Conversion, Shapes, shapes_of
-from dbuffer.weights.wrappers import WRAPPER_PREFIX, without_wrappers
+from dbuffer.weights.named_tensors import WRAPPER_PREFIX, without_wrappers
 
 _conversions: weakref.WeakKeyDictionary[nn.Module, Conversion] = weakref.WeakKeyDictionary()
 """Last conversion of each module: transformers takes long to convert thousands of experts."""

@@ -22,7 +22,7 @@ from dbuffer.errors import InvalidWeightsError
 from dbuffer.runtime.messages import described
 from dbuffer.weights import transformers_modules
 from dbuffer.weights.lazy_tensor import LazyTensor
-from dbuffer.weights.sources import only_tensors, own_tensors
+from dbuffer.weights.named_tensors import only_tensors, own_tensors
 
 
 def merged_weights(

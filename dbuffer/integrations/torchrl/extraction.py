@@ -20,14 +20,14 @@ from dbuffer.errors import InvalidWeightsError, StoreCorruptError
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.lazy_tensor import LazyTensor
-from dbuffer.weights.sources import (
+from dbuffer.weights.named_tensors import (
     is_extra_state,
     is_module,
     own_tensors,
     tensordict_tensors,
+    without_wrappers,
 )
 from dbuffer.weights.transformers_modules import as_checkpoint
-from dbuffer.weights.wrappers import without_wrappers
 
 EXTRA_STATE = "__extra_state__"
 """Name of the tensor, and TorchRL's key for extra state in a TensorDict of weights."""

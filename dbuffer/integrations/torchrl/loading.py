@@ -23,9 +23,8 @@ from dbuffer.integrations.torchrl.extraction import (
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.io.tensors import copy_one
 from dbuffer.receive.snapshot import Snapshot
-from dbuffer.weights.sources import own_tensors
+from dbuffer.weights.named_tensors import clean_names, own_tensors
 from dbuffer.weights.targets import Match, Matcher
-from dbuffer.weights.wrappers import clean_names
 
 logger = logging.getLogger(__name__)
 
