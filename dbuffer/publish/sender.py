@@ -21,12 +21,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.devices import fork_streams
 from dbuffer.io.tensors import FileTensors, file_under
 from dbuffer.publish.draft import Progress, checked_metadata
-from dbuffer.publish.publication import (
-    PendingPublication,
-    Publication,
-    watch_writes,
-    with_short_copied,
-)
+from dbuffer.publish.publication import Publication
 from dbuffer.publish.publisher import Publisher
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.ranks.world import World
@@ -36,6 +31,7 @@ from dbuffer.weights.sources import Source, Weights
 
 if TYPE_CHECKING:
     from dbuffer.publish.patches import SparsePatch
+    from dbuffer.publish.pending import PendingPublication
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +106,7 @@ class WeightSender(Publisher):
         progress: Progress | None = None,
         wait: bool = True,
     ) -> Publication | PendingPublication:
-        """Publish weights. When it returns, every receiver can see them.
+        """Publish weights. When it returns, or the `wait` of what it returns, receivers see them.
 
         Args:
             weights: a module (its parameters and persistent buffers), a state dict, a
@@ -153,10 +149,23 @@ class WeightSender(Publisher):
                 )
             if wait:
                 return self._send(started, source, number, checked, progress)
+        return self._send_from_a_thread(started, source, version, checked, progress)
+
+    def _send_from_a_thread(
+        self,
+        started: float,
+        source: Source,
+        version: int | None,
+        metadata: dict[str, Any],
+        progress: Progress | None,
+    ) -> PendingPublication:
+        """Publish eager weights from a thread."""
+        from dbuffer.publish.pending import PendingPublication, watch_writes, with_short_copied
+
         if source.stream is not None:
-            options.refuse("wait", wait, "True with an iterator, which only its owner may run")
+            options.refuse("wait", False, "True with an iterator, which only its owner may run")
         if source.is_lazy:
-            options.refuse("wait", wait, "True with lazy tensors, which only their owner makes")
+            options.refuse("wait", False, "True with lazy tensors, which only their owner makes")
         tensors = with_short_copied(source.eager)
         check = watch_writes([spec.name for spec in source.specs], tensors)
         source = replace(source, tensors=tensors, check=check)
@@ -165,7 +174,7 @@ class WeightSender(Publisher):
         def publish() -> Publication:
             with self._publishing(), on_own_streams():
                 number = self._writer.next_version(version)  # others may have published since
-                return self._send(started, source, number, checked, progress)
+                return self._send(started, source, number, metadata, progress)
 
         pending = PendingPublication()
         try:

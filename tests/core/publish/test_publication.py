@@ -22,7 +22,7 @@ from torch import nn
 
 import dbuffer
 from dbuffer.integrations import metrics
-from dbuffer.publish import publication as publication_module
+from dbuffer.publish import pending as publication_module
 from dbuffer.publish import sender as sender_module
 from dbuffer.publish.draft import Draft
 from dbuffer.store.buffer import DoubleBuffer

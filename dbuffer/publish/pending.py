@@ -1,0 +1,155 @@
+"""`PendingPublication`: a version that is published while the trainer goes on.
+
+Its tensors are read meanwhile and must not be written to: a backward pass does not write them, an
+optimizer's step does. Tensors that a forward pass writes, such as a batch norm's statistics, are
+copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, wait
+
+import torch
+
+from dbuffer.errors import ClosedError, InvalidWeightsError, WaitTimeoutError
+from dbuffer.publish.publication import Publication
+from dbuffer.runtime import options
+from dbuffer.runtime.closing import ProcessBound
+from dbuffer.runtime.messages import first_line, listed
+from dbuffer.runtime.trouble import without_frames
+
+logger = logging.getLogger(__name__)
+
+_COPIED_BYTES = 1 << 16
+"""Longest buffer that is copied before a publish goes on in another thread."""
+
+
+class PendingPublication(ProcessBound):
+    """Weights that are being published, as ``send(wait=False)`` returns them.
+
+    They must stay as they are until :meth:`wait` has returned. The sender's next ``send`` and its
+    ``close`` wait for it too, and so does an optimizer that ``guard`` was called with.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._future: Future[Publication] = Future()
+        self._unreported: list[str] = []
+        """Message of its error, until something raises that."""
+        weakref.finalize(self, _log_unreported, self._unreported, os.getpid())
+
+    def begin(self, publish: Callable[[], Publication]) -> None:
+        """Publish from a thread, unless it is cancelled before the thread begins."""
+
+        def run() -> None:
+            if not self._future.set_running_or_notify_cancel():
+                return
+            try:
+                publication = publish()
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                self._unreported.append(first_line(error))
+                self._future.set_exception(without_frames(error))
+            else:
+                self._future.set_result(publication)
+
+        threading.Thread(target=run, name="dbuffer-send").start()
+
+    def cancel(self) -> None:
+        """End the publish without an error, if it has not begun."""
+        self._future.cancel()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is over, well or not.
+
+        Raises:
+            ClosedError: this is a forked child.
+        """
+        self._check_not_forked()
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> Publication:
+        """Wait until every receiver can see it; the weights may be changed then.
+
+        Args:
+            timeout_s: for how long. Default: until it is over.
+
+        Raises:
+            WaitTimeoutError: it is still going on.
+            InvalidWeightsError: weights were changed meanwhile; nothing was published.
+            OptionError: ``timeout_s`` is invalid.
+            ClosedError: this is a forked child.
+            DBufferError: as ``send``.
+        """
+        self._check_not_forked()
+        if timeout_s is not None:
+            options.seconds("timeout_s", timeout_s)
+        if not wait([self._future], timeout_s).done:
+            raise WaitTimeoutError(
+                f"weights were not published within {timeout_s:g} s, and still are being read"
+            )
+        self._unreported.clear()
+        return self._future.result()
+
+    def take_unreported_error(self) -> BaseException | None:
+        """Wait until it is over; return its error, unless that was raised or returned before."""
+        with contextlib.suppress(CancelledError):
+            error = self._future.exception()
+            if self._unreported:
+                self._unreported.clear()
+                return error
+        return None
+
+    def _check_not_forked(self) -> None:
+        # No thread publishes it here; and a lock that was held during the fork stays locked.
+        if self._is_inherited:
+            raise ClosedError(
+                "this version is being published by the process that sent it, and this is a forked "
+                "child of that: wait for it there"
+            )
+
+
+def _log_unreported(unreported: list[str], pid: int) -> None:
+    """Log an error that nothing can raise any more: the program ends, or dropped its sender."""
+    if os.getpid() == pid:  # in a fork, its parent's
+        for problem in unreported:
+            logger.error("weights that were sent with wait=False were not published: %s", problem)
+
+
+def with_short_copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors, with copies of the ones that a forward pass may write."""
+    return [
+        tensor if tensor.requires_grad or tensor.nbytes > _COPIED_BYTES else tensor.detach().clone()
+        for tensor in tensors
+    ]
+
+
+def watch_writes(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Return a function that raises an `InvalidWeightsError` if a tensor was written to since now.
+
+    It goes by the count that autograd keeps of writes. Writes that bypass autograd
+    (``tensor.data``, NumPy, another process), writes under way and inference tensors are not
+    detected.
+    """
+    watched = [
+        (name, tensor, tensor._version)  # noqa: SLF001 - autograd's own count
+        for name, tensor in zip(names, tensors, strict=True)
+        if not tensor.is_inference()
+    ]
+
+    def require_unchanged() -> None:
+        changed = [name for name, tensor, count in watched if tensor._version != count]  # noqa: SLF001
+        if changed:
+            raise InvalidWeightsError(
+                f"{listed(changed)} changed while they were being published, so nothing was: call "
+                "wait() on what send(wait=False) returned before optimizer.step(), or "
+                "sender.guard(optimizer) once; before the next forward pass, if that writes them"
+            )
+
+    return require_unchanged
