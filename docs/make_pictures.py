@@ -427,7 +427,7 @@ def _chain_readers(picture: Picture) -> None:
     picture.note(
         248,
         "A reader verifies the checksum of every tensor before it uses any. The next anchor comes "
-        "after 64 deltas, or when they take half of its bytes; when more than half of all elements "
+        "after 64 deltas, or when they take half of its bytes; when more than half of all bytes "
         "changed; or when a reader reports that it cannot read the chain.",
     )
 

@@ -217,6 +217,26 @@ def test_a_new_sender_begins_with_a_whole_version(store, mount, delta, caplog):
     assert caplog.text.count("no delta: this sender has published no version yet") == 1 + delta
 
 
+def test_a_refused_argument_spoils_no_patches(sender):
+    publish(sender, 1)
+    with pytest.raises(dbuffer.OptionError, match="wait"):
+        sender.send(SPARSE.weights(2), wait="x")
+    assert sender.send_patches([]).version == 2
+
+
+def test_a_third_of_a_model_of_two_dtypes_is_published_as_a_delta(store, mount, reader, sender):
+    """Words of one byte are compared where the two dtypes are side by side."""
+    weights = {
+        "fp8": torch.zeros(1000).to(torch.float8_e4m3fn),
+        "fp32": torch.arange(1000, dtype=torch.float32),
+    }
+    for version in range(3):
+        delta_bytes = sender.send(weights).delta_bytes
+        assert (delta_bytes is not None) == (version > 0)
+        assert_all_read(store, reader, weights)
+        weights["fp32"].view(torch.int32)[:300] ^= 0x01010101
+
+
 def test_deltas_that_others_can_write_to_are_refused_and_not_built_upon(
     store, mount, caplog, sender
 ):

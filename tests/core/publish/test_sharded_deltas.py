@@ -57,7 +57,10 @@ def tensors_of(weights: Any) -> dict[str, torch.Tensor]:
 
 
 def nudge(weights: Any, one_in: int, number: int) -> None:
-    """Change a bit of some elements, chosen by what they are: the same in each shard and in all."""
+    """Change a bit of some elements, chosen by what they are: the same in each shard and in all.
+
+    Of all elements, if ``one_in`` is 1, a bit of each byte.
+    """
     seen = set()
     for tensor in tensors_of(weights).values():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -67,7 +70,8 @@ def nudge(weights: Any, one_in: int, number: int) -> None:
             continue
         seen.add(local.data_ptr())
         bits = local.view(getattr(torch, f"int{8 * local.itemsize}"))
-        bits ^= (bits * 5 >> 1) % one_in == number % one_in
+        mask = int.from_bytes(b"\x01" * (local.itemsize if one_in == 1 else 1), "little")
+        bits ^= mask * ((bits * 5 >> 1) % one_in == number % one_in)
 
 
 def gathered(weights: Any) -> dict[str, torch.Tensor]:
