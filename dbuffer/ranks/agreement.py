@@ -19,7 +19,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
@@ -80,25 +79,6 @@ class _Outcome(NamedTuple):
         )
 
 
-class _AgreedStep(Step):
-    def __init__(self, ranks: Agreement, what: str) -> None:
-        super().__init__()
-        self._ranks = ranks
-        self._what = what
-
-    def __enter__(self) -> Self:
-        self._ranks.begin_step()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._ranks.end_step(self._what, self, error)
-
-
 class Agreement(World):
     """The ranks of a process group, which take steps together.
 
@@ -143,46 +123,39 @@ class Agreement(World):
         self._fails_together = False
         return TranslatedErrors(self._close_unless_together)
 
-    def step(self, what: str) -> Step:
-        """Return a step that all ranks take: the exchange at its end has its outcome on each.
-
-        Raises, when the block is left:
-            DBufferError: the error of the first rank that failed, on all ranks. An error of a lost
-                connection or a time-out counts only if no other rank failed.
-            RankFailedError: that error was none of ours, or a rank was lost, interrupted, or at
-                another step.
-        """
-        return _AgreedStep(self, what)
-
     def begin_step(self) -> None:
-        """Begin a step on this rank."""
         self._number += 1
         self._fails_together = False
         if not self.is_open:
             raise ClosedError("this sender is closed, or has lost a rank; make a new one")
 
-    def end_step(self, what: str, step: Step, error: BaseException | None) -> None:
-        """Exchange the outcomes of a step; ``error``: the one that ended it on this rank."""
+    def end_step(self, step: Step, error: BaseException | None) -> None:
+        """Exchange the outcomes of a step; ``error``: the one that ended it on this rank.
+
+        Raises:
+            DBufferError: the error of the first rank that failed, on all ranks. An error of a lost
+                connection or a time-out counts only if no other rank failed.
+            RankFailedError: that error was none of ours, or a rank was lost, interrupted, or at
+                another step.
+        """
         if error is not None and not isinstance(error, Exception):
             self.close()
             return
         with TranslatedErrors(self._close_unless_together):
-            mine, cause = self._encode_outcome(what, step, error)
-            outcomes = self._exchange(what, mine, cause)
+            mine, cause = self._encode_outcome(step, error)
+            outcomes = self._exchange(step.what, mine, cause)
             failed = [(rank, one) for rank, one in enumerate(outcomes) if one.error is not None]
             if failed:
                 self._fails_together = True
                 rank, one = min(failed, key=lambda each: each[1].may_follow)
                 raised: type[DBufferError] = getattr(errors, one.kind)
-                raise raised(f"rank {rank} could not {what}: {one.error}") from cause
+                raise raised(f"rank {rank} could not {step.what}: {one.error}") from cause
             step.results = [one.value for one in outcomes]
-            step.messages = self._pass_messages(what, step.message, outcomes)
+            step.messages = self._pass_messages(step, outcomes)
 
-    def _encode_outcome(
-        self, what: str, step: Step, error: Exception | None
-    ) -> tuple[str, Exception | None]:
+    def _encode_outcome(self, step: Step, error: Exception | None) -> tuple[str, Exception | None]:
         """Return a step's outcome on this rank, encoded, and its error, if it failed."""
-        outcome = _Outcome(self._number, what, step.result, num_bytes=len(step.message))
+        outcome = _Outcome(self._number, step.what, step.result, num_bytes=len(step.message))
         if error is None:
             try:
                 return json.dumps(outcome), None
@@ -190,14 +163,12 @@ class Agreement(World):
                 error = not_json
         return json.dumps(outcome._replace(value=None).failed(error)), error
 
-    def _pass_messages(
-        self, what: str, mine: bytes, outcomes: Sequence[_Outcome]
-    ) -> list[memoryview]:
+    def _pass_messages(self, step: Step, outcomes: Sequence[_Outcome]) -> list[memoryview]:
         """Send this rank's message to rank 0; return the others' there."""
         messages: list[memoryview] = []
-        with self._in_step(what):
-            if self.rank and mine:
-                data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        with self._in_step(step.what):
+            if self.rank and step.message:
+                data = torch.frombuffer(bytearray(step.message), dtype=torch.uint8)
                 for part in torch.split(data, _MESSAGE_BYTES):
                     self._group.send([part], 0, 0).wait()
             for rank, one in enumerate(outcomes):

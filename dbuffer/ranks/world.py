@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 
 class Step(contextlib.AbstractContextManager["Step"]):
-    """A step, in a ``with`` block that each rank enters. Here of one rank: its error is raised."""
+    """A step of all ranks, in a ``with`` block that each of them enters; see `World.step`."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World, what: str) -> None:
+        self._world = world
+        self.what = what
         self.result: Any = None
         """Result of this rank, which the block sets: JSON has a list for a tuple."""
         self.message = b""
@@ -20,14 +22,17 @@ class Step(contextlib.AbstractContextManager["Step"]):
         self.messages: list[memoryview] = []
         """Messages of the other ranks that set one, by rank, on rank 0 after the block."""
 
+    def __enter__(self) -> Self:
+        self._world.begin_step()
+        return self
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.results = [self.result]
+        self._world.end_step(self, error)
 
 
 class World:
@@ -41,15 +46,26 @@ class World:
     def __init__(self) -> None:
         self._is_open = True
 
-    def step(self, what: str) -> Step:  # noqa: ARG002
-        """Return a step that all ranks take.
+    def step(self, what: str) -> Step:
+        """Return a step that all ranks take: if it fails on one of them, all of them raise.
 
         No collective may fail in it on some ranks and be waited for by others.
 
         Args:
             what: the step, as in "rank 1 could not {what}"; the same on all ranks.
         """
-        return Step()
+        return Step(self, what)
+
+    def begin_step(self) -> None:
+        """Begin a step on this rank."""
+
+    def end_step(self, step: Step, error: BaseException | None) -> None:
+        """Exchange the outcomes of a step; ``error``: the one that ended it on this rank.
+
+        One rank alone has its result, or its error is raised.
+        """
+        if error is None:
+            step.results = [step.result]
 
     def share(self, what: str, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank; ``what``: as for `step`."""
