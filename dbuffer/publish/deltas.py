@@ -1,4 +1,4 @@
-"""`Deltas`: the last version of a sender, and what the next one differs from it.
+"""`Deltas`: the last version of a sender, and the delta from it to the next version.
 
 On a local mount each version has a whole file; the delta is a second one, made by comparing the
 version's file with the last version's. On a network mount the sender compares weights with a
@@ -58,7 +58,7 @@ from dbuffer.weights.sources import Source
 logger = logging.getLogger(__name__)
 
 _UNREADABLE = (*UNDECODABLE, StoreAccessError, StoreNotFoundError)
-"""Errors of a version that cannot be read back, or is not what was published."""
+"""Errors of a version that is unreadable, or damaged."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -389,7 +389,7 @@ def fill(
     with a box that it holds must not leave others waiting in a gather.
 
     Args:
-        target: what is written to.
+        target: the draft or the copy to write to.
         what: the step, as in "rank 1 could not {what} what it holds".
         source: the weights.
         world: the ranks.

@@ -21,7 +21,7 @@ class Part:
     """
 
     rank = 0
-    """Rank of this process among those that write."""
+    """Index of this process among the writing ranks."""
     has_all = True
     """Whether it has all tensors, whole."""
     gathered: tuple[tuple[int, int], ...] = ()

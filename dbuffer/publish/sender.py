@@ -106,7 +106,7 @@ class WeightSender(Publisher):
         progress: Progress | None = None,
         wait: bool = True,
     ) -> Publication | PendingPublication:
-        """Publish weights. When it returns, or the `wait` of what it returns, receivers see them.
+        """Publish weights. When it returns, every receiver can see them, unless ``wait`` is False.
 
         Args:
             weights: a module (its parameters and persistent buffers), a state dict, a

@@ -130,7 +130,7 @@ class Agreement(World):
             raise ClosedError("this sender is closed, or has lost a rank; make a new one")
 
     def end_step(self, step: Step, error: BaseException | None) -> None:
-        """Exchange the outcomes of a step; ``error``: the one that ended it on this rank.
+        """Exchange the outcomes of a step, which ended with ``error`` on this rank, or with None.
 
         Raises:
             DBufferError: the error of the first rank that failed, on all ranks. An error of a lost

@@ -60,7 +60,7 @@ class World:
         """Begin a step on this rank."""
 
     def end_step(self, step: Step, error: BaseException | None) -> None:
-        """Exchange the outcomes of a step; ``error``: the one that ended it on this rank.
+        """Exchange the outcomes of a step, which ended with ``error`` on this rank, or with None.
 
         One rank alone has its result, or its error is raised.
         """

@@ -1,4 +1,4 @@
-"""Tensors of modules, state dicts and TensorDicts by clean name; and what is known of a tensor.
+"""Tensors of modules, state dicts and TensorDicts by clean name, and checks of a tensor.
 
 Sources and targets share this.
 """
