@@ -61,6 +61,9 @@ _UNREADABLE = (*UNDECODABLE, StoreAccessError, StoreNotFoundError)
 """Errors of a version that is unreadable, or damaged."""
 
 
+_FAILED = "the last publish failed"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaBase:
     """The version that was published last, as rank 0 knows it."""
@@ -140,22 +143,24 @@ class Deltas:
         """Part of the version published last, or being published."""
         self._copy: KeptCopy | None = None
         self._file: MappedTensors | None = None
-        """Copy of the last version, or its file; None if the next one comes without a delta."""
+        """Copy of the last version, or its file."""
         self._base: DeltaBase | None = None
-        """The last version on rank 0, as long as there is a copy or a file."""
+        """The last version on rank 0."""
+        self._has_last = False
+        """Whether these hold a version that was published, and the next one may have a delta."""
         self._why_none = "this sender has published no version yet"
-        """Reason that the next version comes without a delta, if there is one."""
+        """Reason for a next version without a delta."""
         self._changes: Changes | None = None
         """Difference of the version that is being published, on rank 0 once it is known."""
 
-    def forget(self, reason: str = "the last publish failed") -> None:
+    def forget(self, reason: str = _FAILED) -> None:
         """Publish the next version without a delta."""
+        self._has_last, self._why_none = False, reason
         self._copy = self._file = self._base = self._changes = None
-        self._why_none = reason
 
     def patch_of(self, patches: Iterable[SparsePatch]) -> tuple[Layout, Patch]:
         """Return the layout of the last version, and checked patches of it."""
-        if self._part is None or (self._copy is None and self._file is None):
+        if self._part is None or not self._has_last:
             raise VersionError(
                 f"this sender has not published what patches in {self._store.root} could follow: "
                 "send all weights first, and after each error"
@@ -179,13 +184,16 @@ class Deltas:
             patch: in place of weights: new words for the last version.
             progress: called as the weights are copied.
         """
-        world, self._version, self._changes = self._world, version, None
-        if self._part is not part and (self._copy is not None or self._file is not None):
+        world, self._version = self._world, version
+        if self._has_last and self._part is not part:
             self.forget("it has other tensors than the last version")
-        self._part = part
-        is_first = self._copy is None and self._file is None
+        is_first = not self._has_last
         if is_first:
             self._explain(self._why_none)
+            self.forget()
+        # However this publish ends: there is no last version until `keep`.
+        self._has_last, self._why_none, self._changes = False, _FAILED, None
+        self._part = part
         if self._maps_files:
             return
         if self._copy is None:
@@ -239,7 +247,7 @@ class Deltas:
         self, draft: Draft, source: Source, patch: Patch | None, progress: Progress | None
     ) -> list[int] | None:
         """Write all boxes into a draft's file, if it has one; return the checksums. Collective."""
-        world, copy, last = self._world, self._copy, self._file
+        world, copy = self._world, self._copy
         if copy is not None and draft.has_file:
             with world.step("write what it holds"):
                 draft.write(range(len(copy.contents.views)), copy.contents.views)
@@ -250,15 +258,14 @@ class Deltas:
                 step.result = copy.digests()
             return join_digests_of_parts(draft.layout, step.results)
         elif patch is not None:
-            assert last is not None  # noqa: S101 - patches follow a version
-            return self._write_patch(draft, last, patch)
+            return self._write_patch(draft, patch)
         else:
             fill(draft, "write", source, world, progress)
         checksums = draft.finish(world)
-        if last is not None:
+        if self._file is not None:
             with world.step("send what changed") as step:
                 changes = find_changes(
-                    last.data,
+                    self._file.data,
                     draft.mapped.data,
                     draft.layout,
                     self._copier,
@@ -270,7 +277,7 @@ class Deltas:
             self._join(changes, step.messages)
         return checksums
 
-    def _write_patch(self, draft: Draft, last: MappedTensors, patch: Patch) -> list[int] | None:
+    def _write_patch(self, draft: Draft, patch: Patch) -> list[int] | None:
         """Bring a draft's file to the last version, and write a patch into it.
 
         Returns:
@@ -281,8 +288,9 @@ class Deltas:
         """
         mapped, copier, base = draft.mapped, self._copier, self._base
         assert base is not None  # noqa: S101 - patches follow a version
+        assert self._file is not None  # noqa: S101
         if not self._apply_deltas(draft, base):
-            copier.write(mapped, last.views)
+            copier.write(mapped, self._file.views)
             if damaged := _damaged(mapped, base, copier):
                 raise StoreCorruptError(
                     f"{self._store.root}: {damaged} was damaged after it was published, so what "
@@ -343,9 +351,10 @@ class Deltas:
         return num_bytes
 
     def keep(self, draft: Draft) -> None:
-        """Keep the file of a version that was published, unless there is a copy."""
+        """Keep a version that was published, for the delta to the next: its file, or the copy."""
         if self._copy is None:
             self._file = draft.mapped
+        self._has_last = True
 
     def _write_delta(self, draft: Draft, checksums: list[int] | None) -> int | None:
         """Write the delta that leads to a draft; return its bytes, or None without one."""

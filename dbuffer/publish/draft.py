@@ -121,7 +121,7 @@ class Draft:
 
         This may wait for readers, and removes files that need not stay (`BufferWriter.claim`).
         Before, all ranks drop mappings of files that may go (`KeptMappings.keep_only`).
-        Without a file, the version has an anchor.
+        Without a file, the version stands on the file of an earlier one.
         """
         layout = None if part is None else part.whole
         try:
@@ -165,7 +165,7 @@ class Draft:
 
     @property
     def has_file(self) -> bool:
-        """Whether it has a weights file to write. Otherwise it has an anchor."""
+        """Whether it has a weights file to write, and does not stand on an earlier version's."""
         return self.inode is not None
 
     @property

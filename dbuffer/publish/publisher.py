@@ -277,7 +277,8 @@ class Publisher(Closing, ProcessBound):
             self._mappings.keep_only(part.whole if part and self._rewrites_files else None)
             with world.step("claim a buffer") as claiming:
                 if world.rank == 0:
-                    draft = self._claim(number, part)
+                    with_file = deltas is None or deltas.needs_file()
+                    draft = self._claim(number, part, with_file=with_file)
                     file = str(draft.path.relative_to(self.store))
                     claiming.result = [str(draft.id), file, draft.inode]
             version, file, inode = claiming.results[0]
@@ -316,7 +317,7 @@ class Publisher(Closing, ProcessBound):
         publication = Publication.of(VersionId.parse(version), draft.layout, started, delta_bytes)
         return self._count(publication)
 
-    def _claim(self, number: int, part: Part | None) -> Draft:
+    def _claim(self, number: int, part: Part | None, *, with_file: bool) -> Draft:
         """Claim the idle buffer on rank 0, for all ranks to write."""
         return Draft.claimed(
             self._writer,
@@ -325,7 +326,7 @@ class Publisher(Closing, ProcessBound):
             self._writer.version(number),
             part,
             hashed=self._hashed,
-            with_file=self._deltas is None or self._deltas.needs_file(),
+            with_file=with_file,
         )
 
     def _write(self, draft: Draft, source: Source, progress: Progress | None) -> list[int] | None:
