@@ -98,7 +98,7 @@ class Publisher(Closing, ProcessBound):
         self._part: Part | None = None
         """This rank's part of the last version."""
         self._layout: Layout | None = None
-        """Layout of the last version, with all data in its file."""
+        """Layout of the last version."""
         if has_deltas:
             # A sender of whole versions needs none of what finds, encodes and reads deltas.
             from dbuffer.publish.deltas import Deltas
@@ -219,8 +219,12 @@ class Publisher(Closing, ProcessBound):
         """Return the layout of a source's file: the last one, if the tensors are the same."""
         last = self._layout
         if last is None or (last.specs, last.aliases) != (source.specs, source.aliases):
-            self._layout = last = Layout.of(source.specs, source.aliases)
+            self._layout = last = self._make_layout(source)
         return last
+
+    def _make_layout(self, source: Source) -> Layout:
+        """Return a new layout of a source's file."""
+        return Layout.of(source.specs, source.aliases)
 
     @property
     def _writer(self) -> BufferWriter:

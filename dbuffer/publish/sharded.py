@@ -120,8 +120,6 @@ class ShardedWeightSender(Publisher):
         self._inventory: Inventory | None = None
         """Inventory of this rank at the last join, or None before a join."""
         self._assignment = Assignment()
-        self._layout_in_parts: tuple[Layout, Layout] | None = None
-        """On a network mount: layout of plain tensors, and of the same tensors in parts."""
 
     def send(
         self,
@@ -240,18 +238,12 @@ class ShardedWeightSender(Publisher):
             self._inventory = inventory
             if self._deltas is not None:
                 self._deltas.forget("ranks hold other tensors than in the last version")
-            self._part = self._layout_in_parts = None
+            self._part = self._layout = None
         return self._placed(source), number, checked
 
-    def _layout_of(self, source: Source) -> Layout:
-        plain = super()._layout_of(source)
-        if self._maps_files:
-            return plain
-        known = self._layout_in_parts
-        if known is None or known[0] is not plain:
-            known = plain, layout_in_parts(plain, self._assignment)
-            self._layout_in_parts = known
-        return known[1]
+    def _make_layout(self, source: Source) -> Layout:
+        layout = super()._make_layout(source)
+        return layout if self._maps_files else layout_in_parts(layout, self._assignment)
 
     def _placed(self, source: Source) -> Source:
         """Return the source with its tensors at their places in the joined layout."""
