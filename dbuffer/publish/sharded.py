@@ -156,8 +156,8 @@ class ShardedWeightSender(Publisher):
             WriterSupersededError: another sender took the store over.
             ClosedError: the sender was closed, or this is a forked child.
         """
-        started = time.monotonic()
         with self._closing_if_interrupted(), self._publishing(), self._world.call():
+            started = time.monotonic()
             source, number, checked = self._describe(weights, version, metadata)
             layout = self._layout_of(source)
             return self._publish(started, source, layout, number, checked)
