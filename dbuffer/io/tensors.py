@@ -7,14 +7,12 @@ digests of its blocks, so that any number of threads can work on one tensor.
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import logging
-import math
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,8 @@ import numpy as np
 import torch
 import xxhash
 
-from dbuffer.errors import InvalidWeightsError, StoreAccessError
-from dbuffer.format.layout import ITEM_BYTES, Block, Layout, TensorSpec
+from dbuffer.errors import StoreAccessError
+from dbuffer.format.layout import ITEM_BYTES, Block, Layout
 from dbuffer.io.devices import PageLock
 from dbuffer.runtime.lazy import cached_property
 from dbuffer.runtime.trouble import log_once
@@ -291,92 +289,6 @@ def can_cast_to(dtype: torch.dtype) -> bool:
     """
     is_special = DTYPE_NAMES.get(dtype) in ("float4_e2m1fn_x2", "float8_e8m0fnu")
     return dtype in DTYPE_NAMES and dtype.is_floating_point and not is_special
-
-
-def refuse_overflow(specs: Iterable[TensorSpec], tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse values that the dtype of their spec cannot hold: torch casts them without an error.
-
-    They become infinite, NaN or the dtype's largest value, depending on the dtype and the device.
-    NaNs are published as NaNs, infinities only in a dtype that has infinities.
-
-    Reads each tensor once that is cast to a smaller range, which takes as long as its cast.
-
-    Raises:
-        InvalidWeightsError: a value is out of range; the message names its tensor.
-    """
-    by_device: dict[torch.device, list[tuple[TensorSpec, torch.Tensor]]] = {}
-    for spec, tensor in zip(specs, tensors, strict=True):
-        if tensor.dtype is (target := DTYPES[spec.dtype]) or not tensor.numel():
-            continue
-        if torch.finfo(tensor.dtype).max > _largest_cast_to(target):
-            by_device.setdefault(tensor.device, []).append((spec, tensor.detach()))
-    for pairs in by_device.values():
-        with torch.inference_mode():
-            # Of all tensors at once: each read of a result waits for the device.
-            extremes = torch.stack([_extremes_of(tensor) for _, tensor in pairs]).tolist()
-            for (spec, tensor), (low, high) in zip(pairs, extremes, strict=True):
-                limit = _largest_cast_to(DTYPES[spec.dtype])
-                if not -limit <= low <= high <= limit:  # or NaN
-                    _refuse_values_beyond(limit, spec, tensor)
-
-
-def refuse_not_finite(specs: Iterable[TensorSpec], tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse NaN and infinity. Reads each floating-point tensor once.
-
-    Raises:
-        InvalidWeightsError: there is one; the message names its tensor.
-    """
-    by_device: dict[torch.device, list[tuple[TensorSpec, torch.Tensor]]] = {}
-    for spec, tensor in zip(specs, tensors, strict=True):
-        if not tensor.numel() or not _may_be_infinite(tensor):
-            continue
-        plain = tensor.detach().resolve_conj()
-        real = torch.view_as_real(plain) if plain.is_complex() else plain
-        by_device.setdefault(tensor.device, []).append((spec, real))
-    for pairs in by_device.values():
-        with torch.inference_mode():
-            extremes = torch.stack([_extremes_of(tensor) for _, tensor in pairs])
-            finite = extremes.isfinite().all(dim=1).tolist()
-        for (spec, tensor), is_finite in zip(pairs, finite, strict=True):
-            if not is_finite:
-                wide = tensor if tensor.itemsize > 1 else tensor.float()
-                count = int((~wide.isfinite()).sum())
-                raise InvalidWeightsError(
-                    f"{spec.name!r} has {count} values that are NaN or infinite, of "
-                    f"{tensor.numel()}; nothing was published. require_finite=False publishes them"
-                )
-
-
-def _may_be_infinite(tensor: torch.Tensor) -> bool:
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    return is_number and tensor.dtype is not torch.float4_e2m1fn_x2
-
-
-@functools.cache
-def _largest_cast_to(dtype: torch.dtype) -> float:
-    """Return a bound below which values are rounded to the dtype's largest, or less."""
-    limits = torch.finfo(dtype)
-    return limits.max * (1 + limits.eps / 4)
-
-
-def _extremes_of(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.itemsize == 1:  # torch has no aminmax of eight bits
-        tensor = tensor.float()
-    return torch.stack(torch.aminmax(tensor)).double()
-
-
-def _refuse_values_beyond(limit: float, spec: TensorSpec, tensor: torch.Tensor) -> None:
-    dtype = DTYPES[spec.dtype]
-    wide = tensor if tensor.itemsize > 2 else tensor.float()  # which holds the limit exactly
-    beyond = wide[wide.abs() > limit]
-    if bool(torch.tensor(math.inf).to(dtype).float().isinf()):
-        beyond = beyond[beyond.isfinite()]
-    if len(beyond):
-        raise InvalidWeightsError(
-            f"{spec.name!r} cannot be cast to {spec.dtype}: {len(beyond)} of {tensor.numel()} "
-            f"values are beyond its largest, {torch.finfo(dtype).max:g}, for instance "
-            f"{float(beyond[0]):g}. Publish in another dtype, or scale or clamp the weights before"
-        )
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype, *, device: str = "cpu") -> bool:

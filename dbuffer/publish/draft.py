@@ -227,21 +227,16 @@ class Draft:
 
             copier.in_parallel(write_some, copier.cut_work([layout.sizes[n] for n in numbers]))
 
-    def write_stream(
-        self,
-        stream: Iterable[tuple[TensorSpec, torch.Tensor]],
-        new_names: Callable[[list[str]], list[str]],
-        on_bytes: OnBytes | None,
-    ) -> None:
+    def write_stream(self, source: Source, on_bytes: OnBytes | None) -> None:
         """Write tensors one behind the other; their layout is known when the last has come.
 
         Args:
-            stream: tensors, under their given names.
-            new_names: function that returns the names to publish, for all given names.
+            source: weights that come one by one.
             on_bytes: called with the bytes of each tensor.
         """
         specs, end = list[TensorSpec](), 0
-        for spec, tensor in stream:
+        for spec, tensor in source.stream or ():
+            source.refuse_values([spec], [tensor])
             self._write_tensor(self.claim.weights, len(specs), spec, end, tensor)
             specs.append(spec)
             end = align(end + spec.num_bytes)
@@ -249,7 +244,7 @@ class Draft:
                 on_bytes(spec.num_bytes)
         if not specs:
             raise InvalidWeightsError("there is no tensor in the weights to publish")
-        names = new_names([spec.name for spec in specs])
+        names = source.new_names([spec.name for spec in specs])
         specs = [spec._replace(name=name) for spec, name in zip(specs, names, strict=True)]
         self._layout = Layout.of(specs)
 

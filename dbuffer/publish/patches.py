@@ -14,8 +14,9 @@ from dbuffer.errors import InvalidWeightsError, WeightsMismatchError
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.format.ranges import Integers
 from dbuffer.io.changes import WORDS, Patch, words_in
-from dbuffer.io.tensors import DTYPES, flat_view, refuse_overflow
+from dbuffer.io.tensors import DTYPES, flat_view
 from dbuffer.weights.named_tensors import problem_of_memory
+from dbuffer.weights.values import refuse_overflow
 
 _INTEGERS = frozenset(
     {torch.int8, torch.int16, torch.int32, torch.int64}

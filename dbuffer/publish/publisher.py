@@ -338,5 +338,5 @@ class Publisher(Closing, ProcessBound):
         if source.stream is None:
             fill(draft, "write", source, self._world, progress)
         else:
-            draft.write_stream(source.stream, source.new_names, counter(progress, 0))
+            draft.write_stream(source, counter(progress, 0))
         return draft.finish(self._world)

@@ -19,7 +19,6 @@ from torch.nn.parameter import is_lazy as has_no_shape
 
 from dbuffer.errors import InvalidWeightsError, UnsupportedError
 from dbuffer.format.layout import TensorSpec
-from dbuffer.io.tensors import refuse_not_finite, refuse_overflow
 from dbuffer.runtime import options
 from dbuffer.weights.lazy_tensor import LazyTensor, Tensors
 from dbuffer.weights.named_tensors import (
@@ -55,14 +54,6 @@ Weights: TypeAlias = (
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 
-def _refuse_values(
-    specs: Iterable[TensorSpec], tensors: Collection[torch.Tensor], *, must_be_finite: bool
-) -> None:
-    refuse_overflow(specs, tensors)
-    if must_be_finite:
-        refuse_not_finite(specs, tensors)
-
-
 def _check_nothing() -> None:
     """Check nothing."""
 
@@ -85,6 +76,8 @@ class Source:
     """Reader that the lazy tensors come from, each in its turn."""
     check: Callable[[], None] = _check_nothing
     """Called when all tensors were copied, and before the commit, which an error prevents."""
+    is_cast: bool = False
+    """Whether tensors are cast to the dtypes of their specs."""
     must_be_finite: bool = False
     """Whether a NaN or an infinity prevents the commit."""
 
@@ -94,7 +87,12 @@ class Source:
         Raises:
             InvalidWeightsError: there is one; the message names it.
         """
-        _refuse_values(specs, tensors, must_be_finite=self.must_be_finite)
+        if self.is_cast or self.must_be_finite:
+            from dbuffer.weights.values import refuse_not_finite, refuse_overflow
+
+            refuse_overflow(specs, tensors)
+            if self.must_be_finite:
+                refuse_not_finite(specs, tensors)
 
     def finish(self) -> None:
         """Finish a pass over lazy tensors, even if some were not fetched."""
@@ -135,7 +133,9 @@ class Describer:
 
     def describe(self, weights: Weights) -> Source:
         """Return specs and tensors of weights of any kind; an iterator is not begun yet."""
-        return replace(self._describe(weights), must_be_finite=self.require_finite)
+        source = self._describe(weights)
+        is_cast = self.dtype is not None
+        return replace(source, is_cast=is_cast, must_be_finite=self.require_finite)
 
     def _describe(self, weights: Weights) -> Source:
         if is_stream(weights):
@@ -232,7 +232,6 @@ class Describer:
             seen.add(name)
             checked = _gatherable(name, tensor, sharded=self.sharded)
             spec, fetched = spec_of(name, checked, self.dtype), fetch(checked)
-            _refuse_values([spec], [fetched], must_be_finite=self.require_finite)
             yield spec, fetched
 
     def _checked(self, pairs: Iterable[Any]) -> Tensors:
