@@ -141,27 +141,3 @@ def unpin(store: DoubleBuffer, version: int | VersionId) -> None:
 def is_pinned(store: DoubleBuffer, buffer: str) -> bool:
     """Whether the version that is kept in this buffer is pinned."""
     return (store.root / buffer / places.PIN_FILE).exists()
-
-
-def withdraw(store: DoubleBuffer, buffer: str) -> bool:
-    """Take the manifest of a kept version away, so that no reader begins.
-
-    Returns:
-        False if the version is pinned, and keeps its manifest.
-    """
-    manifest = store.root / buffer / places.MANIFEST_FILE
-    dropped = manifest.with_name(places.DROPPED_FILE)
-    if is_pinned(store, buffer):
-        return False
-    filesystem.rename_file(manifest, dropped)
-    if is_pinned(store, buffer):  # since it was looked for
-        filesystem.rename_file(dropped, manifest)
-        return False
-    return True
-
-
-def restore_pinned(store: DoubleBuffer, buffer: str) -> None:
-    """Give a pinned version its manifest back, which a writer took and died before it looked."""
-    dropped = store.root / buffer / places.DROPPED_FILE
-    if is_pinned(store, buffer) and dropped.exists():
-        filesystem.rename_file(dropped, dropped.with_name(places.MANIFEST_FILE))

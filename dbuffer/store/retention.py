@@ -1,45 +1,87 @@
-"""`Retention`: which files of a store stay, and why; all others are removed.
+"""`Retention`: which files of a store stay, and why; it removes all others.
 
-A file stays if the manifest of A, of B or of a kept version names it. A writer removes all others
-when it starts (`recover`), and whenever it begins a version (`sweep`). A killed writer leaves:
+This is the one place that removes what a crash leaves. The kernel drops the locks of a process that
+dies; files stay:
 
-* half a weights file, named by a manifest in the state ``writing``: removed, or written anew, by
-  the next `sweep`;
-* a weights file or a delta that no manifest names: by `recover`, and by each `sweep`;
-* a kept version that was being dropped: the same, unless it is pinned;
-* in ``tmp``, files and directories that were to be renamed: when a writer starts, if they are older
-  than a minute (`remove_stale_temporaries`).
+* Half a weights file or delta, or one that no manifest names any more: a writer removes it when it
+  starts, and with each version that it begins (`Retention.sweep`).
+* A kept version that was being dropped: the same, unless it is pinned; then it is restored.
+* In ``tmp``, a record or a kept version that had no name yet: a writer removes it when it starts,
+  if it is older than a minute (`filesystem.remove_stale_temporaries`).
+* The record of a receiver: a writer removes it when it starts, and later every ten seconds, once no
+  sender can wait for it any more (`Retention.forget_receivers`). A new receiver of the same id
+  removes it at once (`RecordFile`).
 
-On a network mount a reader may still need a file, so it is removed later (`NetworkFiles`).
+Pointer, manifests, ``writer.json`` and files of locks are replaced, and never removed. Outside a
+store, a killed ``dbuffer export`` leaves ``.NAME.*`` beside the checkpoint, and ``dbuffer doctor``
+leaves ``.dbuffer-doctor-*``: users remove both.
 
-A kept version stays if it is pinned, or among as many as the writer keeps; see `kept`.
+A weights file or a delta stays for one `Reason`: the manifest of A, of B or of a kept version names
+it; or it is on a network mount, where no lock holds a writer back, and a reader may need it. A
+version stays kept if it is pinned, or among as many as the writer keeps; see `kept`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import shutil
-from collections.abc import Iterable
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-from dbuffer.errors import StoreNotFoundError
+from dbuffer.errors import DBufferError, StoreNotFoundError
 from dbuffer.format import places
 from dbuffer.format.lineage import Lineage
-from dbuffer.format.manifest import Manifest
-from dbuffer.store import kept
+from dbuffer.format.manifest import Manifest, ReceiverRecord
+from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.trouble import log_once
+from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
+from dbuffer.store.filesystem import os_errors
 from dbuffer.store.weights_files import WeightsFiles
 
 logger = logging.getLogger(__name__)
+
+Manifests = Mapping[str, Manifest | None]
+"""Manifests by their buffers."""
+
+
+class Reason(NamedTuple):
+    """Reason that a delta, or a weights file with its parts, stays."""
+
+    versions: range | None
+    """Versions whose readers need it: none if it was never published; None: they are unknown, as of
+    a dead writer's file."""
+    unnamed_since: float = math.inf
+    """Time at which the last manifest that named it was replaced; infinite: one names it now."""
+    superseded_at: float = math.inf
+    """Time at which a newer version was published; new readers begin with that."""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether a manifest names the file."""
+        return self.unnamed_since == math.inf
 
 
 class Retention:
     """Removes the files of a store that need not stay, for its writer.
 
+    On a network mount a reader announces a version in its record. A file that no manifest names any
+    more stays until no record names a version that needs it. It stays at least for a moment, for
+    readers that cannot write a record, and at most for ``reader_timeout_s``. Ages are counted on
+    this process's own clock, from when a file was no longer named; clocks of hosts are not
+    compared. A reader of a version that is in neither buffer may read any file whose versions are
+    not known.
+
     Args:
         store: the store.
-        files: the writer's.
+        files: the writer's open files.
+        reader_timeout_s: how long a reader may take.
         num_kept: number of versions that are kept besides those in A and B.
         durable: whether a kept version is flushed.
     """
@@ -49,13 +91,20 @@ class Retention:
         store: DoubleBuffer,
         files: WeightsFiles,
         *,
+        reader_timeout_s: float,
         num_kept: int,
         durable: bool,
     ) -> None:
         self._store = store
+        self._is_remote = store.medium.reaches_other_hosts
         self._files = files
+        self._reader_timeout_s = reader_timeout_s
         self._num_kept = num_kept
         self._durable = durable
+        self._reasons: dict[Path, Reason] = {}
+        """Deltas and weights files, each with the reason that it stays."""
+        self._flipped_at: float | None = None
+        self._forgot_at = time.monotonic()
         self.spared: str | None = None
         """Buffer of a kept version that stays, because it is being published again."""
 
@@ -66,79 +115,256 @@ class Retention:
         except StoreNotFoundError as error:
             logger.warning("version %d is not kept: %s", manifest.version, str(error))
 
-    def reasons(self, manifests: Iterable[tuple[str, Manifest | None]]) -> dict[Path, str]:
-        """Return the files that manifests name, each with the reason that it stays."""
-        return {
-            path: f"version {manifest.version} in {buffer}"
-            for buffer, manifest in manifests
-            if manifest is not None
-            for path in self._files.named_by(buffer, manifest)
-        }
+    def named_by(self, manifests: Manifests) -> dict[Path, range]:
+        """Return the files that manifests name, each with the versions that need it."""
+        named: dict[Path, range] = {}
+        for buffer, manifest in manifests.items():
+            if manifest is not None:
+                made_for = {self._store.weights_path(buffer, manifest): manifest.file_version}
+                made_for |= {self._store.delta_path(each): each for each in manifest.chain[1:]}
+                end = manifest.version + 1 if manifest.state == "complete" else 0
+                for file, version in made_for.items():
+                    named[file] = _longer(range(version.number, end), named.get(file))
+        return named
 
-    def sweep(
-        self,
-        stay: dict[Path, str],
-        newest: Manifest | None,
-        next_one: Lineage,
-        replaced: tuple[str, Manifest | None] | None,
-    ) -> None:
-        """Remove what does not stay, as a version begins.
-
-        Call it after the manifest of the buffer was replaced, never before.
-
-        Args:
-            stay: files that stay for another reason than a kept version.
-            newest: manifest of the newest version, whose kept copy stays.
-            next_one: the version that begins. A kept version that does not lead to it was lost, and
-                stays only if it is pinned.
-            replaced: buffer that gets a new file, or none, and its last manifest.
-        """
-        let_go = [] if replaced is None else [replaced]
-        let_go += self._drop_excess(newest, next_one).items()
-        stay = stay | self.reasons(self._store.kept().items())
-        for buffer, manifest in let_go:
-            self._files.sweep(buffer, keep=stay, replaced=manifest)
-        self._files.remove_unneeded()
-        self._remove_dropped()
-        self._files.sweep(places.DELTAS_DIRECTORY, keep=stay)
-        logger.debug("%s: files that stay: %s", self._store.root, stay)
+    def note_flip(self, buffer: str, manifest: Manifest) -> None:
+        """Note that the version in a buffer was published just now."""
+        self._flipped_at = time.monotonic()
+        for file, versions in self.named_by({buffer: manifest}).items():
+            self._reasons[file] = Reason(versions)
 
     def recover(self) -> None:
-        """Remove what writers that died left behind."""
+        """Remove what processes that died left behind, before a writer's first version."""
+        scratch = self._store.root / places.SCRATCH_DIRECTORY
+        filesystem.remove_stale_temporaries(scratch, filesystem.time_at(scratch))
         # The new writer's record is written by now. An earlier writer that still lives may have
         # published until then; from now on it finds out that it is superseded.
-        self._remove_dropped()
-        manifests = [*Contents(self._store).manifests.items(), *self._store.kept().items()]
-        stay = self.reasons(manifests)
-        for directory in (*places.BUFFERS, places.DELTAS_DIRECTORY):
-            self._files.sweep(directory, keep=stay)
+        self.sweep(Contents(self._store).manifests)
+        self.forget_receivers()
 
-    def _drop_excess(self, newest: Manifest | None, next_one: Lineage) -> dict[str, Manifest]:
-        """Withdraw kept versions beyond the limit, the oldest first, and return them."""
-        dropped: dict[str, Manifest] = {}
+    def sweep(self, manifests: Manifests, next_one: Lineage | None = None) -> None:
+        """Remove all weights files, deltas and kept versions that need not stay.
+
+        Call it after a manifest was replaced, never before.
+
+        Args:
+            manifests: manifests of A and B.
+            next_one: the version that begins, if one does. Kept versions beyond the limit, and
+                those that do not lead to this one, are dropped.
+        """
+        # Files first: a version that is pinned meanwhile is not among them.
+        directories = self._store.kept_directories()
+        files = self._files_in([*places.BUFFERS, places.DELTAS_DIRECTORY, *directories])
+        kept_versions = self._kept_versions()
+        if next_one is not None:
+            self._drop_excess(kept_versions, manifests, next_one)
+        named = self.named_by({**manifests, **kept_versions})
+        for buffer, manifest in kept_versions.items():
+            if manifest is None:  # it is damaged; the version is pinned, and stays
+                named |= {
+                    file: range(0) for file in files if file.parent == directories.get(buffer)
+                }
+        self._reasons = self._find_reasons(files, named)
+        self._remove_unneeded(files, manifests)
+        logger.debug("%s: files that stay: %s", self._store.root, self._reasons)
+        for buffer in directories.keys() - kept_versions.keys():
+            if not any(file.parent == directories[buffer] for file in self._reasons):
+                shutil.rmtree(directories[buffer], ignore_errors=True)
+
+    def forget_receivers(self, *, pause_s: float = 0.0) -> None:
+        """Remove records that are not needed any more; there is no end of generated ids.
+
+        A record that cannot be removed, as another user's in a shared store, stays. Within
+        ``pause_s`` after the last call, nothing is done.
+        """
+        if time.monotonic() - self._forgot_at < pause_s:
+            return
+        self._forgot_at = time.monotonic()
+        try:
+            self._remove_old_records()
+        except (DBufferError, OSError) as error:
+            logger.warning("cannot look for records of dead receivers: %s", str(error))
+
+    def _remove_old_records(self) -> None:
+        now = self._store.medium.now()
+        # By the times of files: those in records come from the clocks of many hosts.
+        ages_s: list[tuple[float, Path, ReceiverRecord]] = []
+        for record in self._store.receivers():
+            path = self._store.record_path(record.receiver, record.token)
+            ages_s.append((now - filesystem.touched_at(path), path, record))
+        ages_s.sort(key=lambda each: each[0], reverse=True)
+        last = {record.receiver: record.token for _, _, record in ages_s}
+        for age_s, path, record in ages_s:
+            is_last_of_name = not record.is_ephemeral and last[record.receiver] == record.token
+            keep_s = (
+                TIMING.forget_receivers_after_s
+                if is_last_of_name
+                else TIMING.forget_ephemeral_after_s
+            )
+            with contextlib.suppress(StoreNotFoundError):
+                if age_s > keep_s and not self._store.may_live(record):
+                    try:
+                        path.unlink(missing_ok=True)
+                    except OSError as error:
+                        message = "cannot remove the record of a dead receiver: %s"
+                        log_once(logger, message, str(error))
+
+    def _files_in(self, directories: Iterable[str]) -> dict[Path, list[Path]]:
+        """List deltas, and weights files with their parts; no files of others."""
+        files: defaultdict[Path, list[Path]] = defaultdict(list)
+        for directory in directories:
+            for path in filesystem.list_matching(self._store.root / directory, "*"):
+                is_ours = places.is_weights_file(path.name) or places.is_delta_file(path.name)
+                if is_ours and (path.is_symlink() or not path.is_dir()):
+                    files[path.with_name(places.version_file(path.name))].append(path)
+        return files
+
+    def _kept_versions(self) -> dict[str, Manifest | None]:
+        """Read the manifests of kept versions; None if it is damaged, and the version is pinned.
+
+        A pinned version that a writer was dropping gets its manifest back.
+        """
+        pinned: dict[str, Manifest | None] = {}
+        for buffer in self._store.kept_directories():
+            if kept.is_pinned(self._store, buffer):
+                pinned[buffer] = None
+                dropped = self._store.root / buffer / places.DROPPED_FILE
+                if dropped.exists():
+                    filesystem.rename_file(dropped, dropped.with_name(places.MANIFEST_FILE))
+        return pinned | self._store.kept()
+
+    def _drop_excess(
+        self, kept_versions: dict[str, Manifest | None], manifests: Manifests, next_one: Lineage
+    ) -> None:
+        """Withdraw kept versions beyond the limit, the oldest first."""
         num_kept = 0
-        for buffer, manifest in reversed(self._store.kept().items()):
-            if manifest == newest or kept.is_pinned(self._store, buffer):
+        for buffer, manifest in reversed(list(kept_versions.items())):
+            is_newest = manifest in manifests.values()
+            if manifest is None or is_newest or kept.is_pinned(self._store, buffer):
                 continue
             is_lost = not next_one.reaches(manifest.id)
             num_kept += not is_lost
             must_go = (is_lost or num_kept > self._num_kept) and buffer != self.spared
-            if must_go and kept.withdraw(self._store, buffer):
-                dropped[buffer] = manifest
-        return dropped
+            if must_go and self._withdraw(buffer):
+                del kept_versions[buffer]
 
-    def _remove_dropped(self) -> None:
-        """Remove the directories of versions that this writer, or a dead one, dropped.
+    def _withdraw(self, buffer: str) -> bool:
+        """Take the manifest of a kept version away, so that no reader begins.
 
-        A version whose manifest is damaged is lost to all readers, and dropped unless it is pinned.
+        Returns:
+            False if the version is pinned, and keeps its manifest.
         """
-        for buffer, directory in self._store.kept_directories().items():
-            kept.restore_pinned(self._store, buffer)
-            if (directory / places.MANIFEST_FILE).exists() and (
-                self._store.undamaged_manifest(buffer) is not None
-                or kept.is_pinned(self._store, buffer)
-            ):
-                continue
-            self._files.sweep(buffer, keep=())
-            if not self._files.all_in(buffer):
-                shutil.rmtree(directory, ignore_errors=True)
+        manifest = self._store.root / buffer / places.MANIFEST_FILE
+        dropped = manifest.with_name(places.DROPPED_FILE)
+        filesystem.rename_file(manifest, dropped)
+        if kept.is_pinned(self._store, buffer):  # since it was looked for
+            filesystem.rename_file(dropped, manifest)
+            return False
+        return True
+
+    def _find_reasons(
+        self, files: dict[Path, list[Path]], named: dict[Path, range]
+    ) -> dict[Path, Reason]:
+        """Return the reason that each file stays until it is known who reads."""
+        now = time.monotonic()
+        unknown = files.keys() - named.keys() - self._reasons.keys()
+        ages_s = self._ages_s(files, unknown)
+        reasons = {}
+        for file in files:
+            reason = self._reasons.get(file)
+            if file in named:
+                reason = Reason(_longer(named[file], reason and reason.versions))
+            elif reason is None:
+                since = now - ages_s.get(file, 0.0)
+                reason = Reason(None, since, since)
+            elif reason.is_named:
+                superseded_at = now if self._flipped_at is None else self._flipped_at
+                reason = Reason(reason.versions, now, superseded_at)
+            reasons[file] = reason
+        return reasons
+
+    def _ages_s(
+        self, files: dict[Path, list[Path]], unknown: Collection[Path]
+    ) -> dict[Path, float]:
+        """Return least times in seconds since manifests named files of dead writers.
+
+        A buffer's manifest lets go of one file before the next is made. So a file has been unnamed
+        since the next one was written, by the filesystem's clock. Counted from a writer's start,
+        files of writers that live for a moment, as `dbuffer publish` does, would never grow old.
+        With deltas, a file may have been named from the other buffer, until just now.
+        """
+        if not self._is_remote or any(places.is_delta_file(file.name) for file in files):
+            return {}
+        ages_s: dict[Path, float] = {}
+        for directory in {file.parent for file in unknown}:
+            with os_errors("look at old versions", directory):
+                filesystem.refresh(directory)
+                marked_at = filesystem.touched_at(directory / places.MANIFEST_FILE)
+                # Whichever this writer has just written.
+                writer_path = self._store.root / places.WRITER_FILE
+                now = max(marked_at, filesystem.touched_at(writer_path))
+                written = {
+                    file: max(map(filesystem.touched_at, parts))
+                    for file, parts in files.items()
+                    if file.parent == directory
+                }
+            for file, written_at in written.items():
+                later = [at for at in (*written.values(), marked_at) if at > written_at]
+                ages_s[file] = now - min(later, default=now)
+        return ages_s
+
+    def _remove_unneeded(self, files: dict[Path, list[Path]], manifests: Manifests) -> None:
+        """Remove files that no manifest names and, on a network mount, no reader needs."""
+        unnamed = [file for file, reason in self._reasons.items() if not reason.is_named]
+        readers: dict[int, str] = {}
+        if unnamed and self._is_remote:
+            try:
+                for record in self._store.readers():
+                    if record.held is not None:
+                        readers[record.held.number] = record.receiver
+            except (DBufferError, OSError) as error:
+                # A publish must not fail for the sake of room.
+                logger.warning("cannot see who reads old versions, keeping them: %s", str(error))
+                return
+        in_buffers = {manifest.version for manifest in manifests.values() if manifest is not None}
+        for file in unnamed:
+            if not (self._is_remote and self._may_be_read(file, readers, in_buffers)):
+                del self._reasons[file]
+        self._files.close_all_but(self._reasons)
+        for path in [path for file in files.keys() - self._reasons for path in files[file]]:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:  # it takes room, and does no harm
+                logger.warning("cannot remove the old version %s: %s", path, str(error))
+
+    def _may_be_read(self, file: Path, readers: dict[int, str], in_buffers: set[int]) -> bool:
+        reason = self._reasons[file]
+        if reason.versions is not None and not reason.versions:
+            return False
+        versions = readers.keys() - in_buffers if reason.versions is None else reason.versions
+        reader = next((readers[held] for held in sorted(readers) if held in versions), None)
+        now = time.monotonic()
+        if now - reason.unnamed_since < self._reader_timeout_s:
+            is_fresh = now - reason.superseded_at < TIMING.keep_superseded_s
+            return reader is not None or is_fresh
+        if reader is not None:
+            logger.warning(
+                "removing %s of %s, which %s has read for more than %g s",
+                file,
+                _name_of(reason.versions),
+                reader,
+                self._reader_timeout_s,
+            )
+        return False
+
+
+def _longer(versions: range, others: range | None) -> range:
+    """Return the range that goes on to the higher version."""
+    return versions if others is None or versions.stop >= others.stop else others
+
+
+def _name_of(versions: range | None) -> str:
+    if versions is None:
+        return "an unknown version"
+    first, last = versions[0], versions[-1]
+    return f"version {last}" if first == last else f"versions {first} to {last}"

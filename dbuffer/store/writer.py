@@ -38,14 +38,11 @@ from dbuffer.format.lineage import MAX_RUNS, Lineage, Run, VersionId
 from dbuffer.format.manifest import (
     Manifest,
     Pointer,
-    ReceiverRecord,
     Record,
     WriterRecord,
     encode,
 )
-from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
-from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem, kept
 from dbuffer.store.acknowledgements import wait_applied
 from dbuffer.store.buffer import DoubleBuffer, other_buffer, pointer_to
@@ -54,13 +51,12 @@ from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.foreign import require_own_directory
 from dbuffer.store.hold import Held, Patience
 from dbuffer.store.liveness import owner_fields
-from dbuffer.store.network_files import NetworkFiles
 from dbuffer.store.retention import Retention
-from dbuffer.store.weights_files import LocalFiles, WeightsFiles, parts_of
+from dbuffer.store.weights_files import WeightsFiles, parts_of
 
 logger = logging.getLogger(__name__)
 
-_FORGET_EVERY_S = 10.0
+_FORGET_RECEIVERS_S = 10.0
 """Least time between two searches for records to forget, as versions are published."""
 
 
@@ -119,20 +115,21 @@ class BufferWriter:
         self.medium = self.store.medium
         self._sync = durable or self.medium.reaches_other_hosts
         self._open_records: dict[Path, Descriptor | None] = {}
-        files = NetworkFiles if self.medium.reaches_other_hosts else LocalFiles
-        self._files: WeightsFiles = files(self.store, reader_timeout_s)
+        self._files = WeightsFiles(self.store, reader_timeout_s)
         self._retention = Retention(
             self.store,
             self._files,
+            reader_timeout_s=reader_timeout_s,
             num_kept=keep,
             durable=self._sync,
         )
+        self._is_shown = not self.medium.reaches_other_hosts
+        """Whether other hosts see the store's directory, which may be new."""
         self._generation = 0
         self._written_before: dict[tuple[str, str], float] = {}
         """Times of receivers' records, by id and token, when it began."""
         self._last_number = 0
         """Number of its run's last version, which the store may have lost since."""
-        self._forgot_at = time.monotonic()
         # Between hosts epochs show a second writer; on a local disk readers need locks as well.
         path, may_lack_locks = self.root / places.WRITER_LOCK_FILE, self.medium.reaches_other_hosts
         lock = filesystem.take_lock(path, "writer's", may_lack_locks=may_lack_locks)
@@ -228,11 +225,11 @@ class BufferWriter:
             old, newest = contents.manifests[buffer], contents.manifests[other_buffer(buffer)]
             if self._keep and old is not None and contents.has_published(old):
                 self._retention.keep(buffer, old)
-            stay = self._retention.reasons([(other_buffer(buffer), newest)])
+            others = {other_buffer(buffer): newest}
             file, name, held_before = None, None, None
             if with_file and not self._keep and old is not None:
                 # The newest version may be a chain of deltas from the file of this buffer.
-                if self.root / buffer / old.file not in stay:
+                if self.root / buffer / old.file not in self._retention.named_by(others):
                     file = self._files.reuse(buffer, old, layout_xxh3, file_bytes)
                 if file is not None:
                     undo.callback(self._files.forget, file)
@@ -241,8 +238,7 @@ class BufferWriter:
             self.store.require_writer(self.record)
             marked = self._mark(buffer, version, contents.last_generation, name)
             path = self.root / buffer / marked.file
-            replaced = (buffer, old) if file is None else None
-            self._retention.sweep(stay, newest, version, replaced)
+            self._retention.sweep({**others, buffer: marked}, version)
             if file is None and with_file:
                 file = self._files.make(path, file_bytes)
             undo.pop_all()
@@ -374,13 +370,14 @@ class BufferWriter:
                 self._last_number = complete.version
             with self._saying_if_published(pointer):
                 self._put(self.root / places.POINTER_FILE, pointer)
-                self._files.note_flip()
+                self._retention.note_flip(claim.buffer, complete)
+                if not self._is_shown:  # from now on no name is new that others look for
+                    filesystem.show_new_names(self.root, self.root.parent)
+                    self._is_shown = True
                 if self.medium.reaches_other_hosts:
                     sizes = {self.store.weights_path(claim.buffer, complete): complete.file_bytes}
                     self._read_back(pointer, complete, sizes | claim.deltas)
-                self._files.remove_unneeded()
-        if time.monotonic() - self._forgot_at >= _FORGET_EVERY_S:
-            self._forget_dead_receivers()
+        self._retention.forget_receivers(pause_s=_FORGET_RECEIVERS_S)
         return complete
 
     def _saying_if_published(self, pointer: Pointer) -> TranslatedErrors:
@@ -504,10 +501,7 @@ class BufferWriter:
             **owner_fields(),  # type: ignore[arg-type]  # each under its name
         )
         self._put(self.root / places.WRITER_FILE, record)
-        scratch = self.root / places.SCRATCH_DIRECTORY
-        filesystem.remove_stale_temporaries(scratch, filesystem.time_at(scratch))
         self._retention.recover()
-        self._forget_dead_receivers()
         with contextlib.suppress(DBufferError, OSError):  # logged by the line above
             records = self.store.receivers()
             self._written_before = {
@@ -529,43 +523,6 @@ class BufferWriter:
     def _check_open(self) -> None:
         if not self.is_open:
             raise ClosedError(f"the writer of {self.root} is closed, or was made before a fork")
-
-    def _forget_dead_receivers(self) -> None:
-        """Remove records that are not needed any more; there is no end of generated ids.
-
-        A record that cannot be removed, as another user's in a shared store, stays.
-        """
-        self._forgot_at = time.monotonic()
-        try:
-            self._remove_old_records()
-        except (DBufferError, OSError) as error:
-            logger.warning("cannot look for records of dead receivers: %s", str(error))
-
-    def _remove_old_records(self) -> None:
-        now = self.store.medium.now()
-        # By the times of files: those in records come from the clocks of many hosts.
-        ages_s: list[tuple[float, Path, ReceiverRecord]] = []
-        for record in self.store.receivers():
-            path = self.store.record_path(record.receiver, record.token)
-            if written_at := filesystem.touched_at(path):
-                ages_s.append((now - written_at, path, record))
-        ages_s.sort(key=lambda each: each[0], reverse=True)
-        last = {record.receiver: record.token for _, _, record in ages_s}
-        for age_s, path, record in ages_s:
-            is_last_of_name = not record.is_ephemeral and last[record.receiver] == record.token
-            keep_s = (
-                TIMING.forget_receivers_after_s
-                if is_last_of_name
-                else TIMING.forget_ephemeral_after_s
-            )
-            with contextlib.suppress(StoreNotFoundError):
-                if age_s > keep_s and not self.store.may_live(record):
-                    try:
-                        path.unlink(missing_ok=True)
-                    except OSError as error:
-                        log_once(
-                            logger, "cannot remove the record of a dead receiver: %s", str(error)
-                        )
 
 
 def _note_close(lock: Descriptor, token: str) -> None:

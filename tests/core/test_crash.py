@@ -30,7 +30,7 @@ import dbuffer
 from dbuffer.format import chain
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import encode
-from dbuffer.store import network_files
+from dbuffer.store import retention
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import OwnRecord
 from tests.support.children import Child
@@ -182,7 +182,7 @@ def kill_at_every_moment(
     os.environ["DBUFFER_MOUNT"] = mount
     if mount == "network":  # by a clock of the test's own, old files age
         clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
-        network_files.time = clock  # type: ignore[attr-defined]
+        retention.time = clock  # type: ignore[attr-defined]
         check = functools.partial(assert_recovers_across_a_network, clock=clock)
     flip = Flip(last_before(situation))
     for number in itertools.count(1):

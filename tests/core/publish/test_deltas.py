@@ -30,7 +30,7 @@ from dbuffer.format.manifest import Manifest
 from dbuffer.publish import deltas
 from dbuffer.publish.draft import Draft
 from dbuffer.receive import reader as reader_module
-from dbuffer.store import network_files
+from dbuffer.store import retention
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.writer import BufferWriter
 from dbuffer.tools.status import read_status
@@ -409,13 +409,13 @@ def test_what_a_reader_says_that_it_reads_stays_and_then_goes(
     reader.wait_for_version()
     with reader.hold_seen() as held:
         assert held is not None
-        monkeypatch.setattr(network_files.time, "monotonic", lambda: 0.0)
+        monkeypatch.setattr(retention.time, "monotonic", lambda: 0.0)
         publish(sender, *range(version + 1, 20))
         late = version_files(store)
         assert needed <= late
         assert len(late - needed - named_files(store)) <= 6, "what nobody reads has gone"
         if is_endless:
-            monkeypatch.setattr(network_files.time, "monotonic", lambda: READER_TIMEOUT_S)
+            monkeypatch.setattr(retention.time, "monotonic", lambda: READER_TIMEOUT_S)
             publish(sender, 20, 21)
             assert reader.receiver_id in caplog.text
             assert not needed & version_files(store)

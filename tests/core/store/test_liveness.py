@@ -413,7 +413,7 @@ def state_in_whole_seconds(found: os.stat_result, now: float) -> tuple[int, ...]
 def test_dead_receivers_with_generated_names_go_while_the_sender_lives(
     store, sender, timing, monkeypatch
 ):
-    monkeypatch.setattr(writer, "_FORGET_EVERY_S", 0.0)
+    monkeypatch.setattr(writer, "_FORGET_RECEIVERS_S", 0.0)
     names = lambda: {record.receiver for record in DoubleBuffer(store).receivers()}  # noqa: E731
     with Child(load_and_stay, store, None) as child:
         child.receive()
@@ -432,7 +432,7 @@ def test_dead_receivers_with_generated_names_go_while_the_sender_lives(
 
 def test_records_go_by_the_times_of_their_files(store, sender, timing, monkeypatch):
     """Clocks of their receivers' hosts may be wrong by any time."""
-    monkeypatch.setattr(writer, "_FORGET_EVERY_S", 0.0)
+    monkeypatch.setattr(writer, "_FORGET_RECEIVERS_S", 0.0)
     ended = {"has_ended": True, "is_ephemeral": True}
     put(store, receiver="behind", updated_at=1.0, **ended)
     put(store, receiver="ahead", updated_at=time.time() + 1e6, **ended)

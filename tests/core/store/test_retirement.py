@@ -18,10 +18,11 @@ import dbuffer
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import encode
 from dbuffer.runtime.timing import TIMING
-from dbuffer.store import filesystem, network_files
+from dbuffer.store import filesystem, retention
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.liveness import owner_fields
 from dbuffer.store.records import OwnRecord
+from dbuffer.store.retention import Retention
 from tests.support.children import Child
 from tests.support.moments import die
 from tests.support.patterns import OTHER, SMALL, SPARSE, newest, publish
@@ -37,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The monotonic clock of the module that counts ages."""
     clock = SimpleNamespace(now_s=1000.0)
     clock.monotonic = lambda: clock.now_s
-    monkeypatch.setattr(network_files, "time", clock)
+    monkeypatch.setattr(retention, "time", clock)
     return clock
 
 
@@ -266,7 +267,7 @@ def test_writers_that_die_again_and_again_leave_little(store):
     assert newest(store) == 30
 
 
-def test_half_a_version_of_a_dead_writer_counts_from_when_it_was_dropped(store, clock):
+def test_half_a_version_of_a_dead_writer_counts_from_when_it_was_dropped(store, clock, monkeypatch):
     """By the next file in its buffer, in as many parts as that has."""
     with dbuffer.WeightSender(store, num_threads=1) as sender:
         publish(sender, 1, 2)
@@ -278,9 +279,11 @@ def test_half_a_version_of_a_dead_writer_counts_from_when_it_was_dropped(store, 
     for number, path in enumerate(sorted(store.glob("?/weights-0123456789abcdef-9*"))):
         written_at = path.stat().st_mtime - 100.0 + number
         os.utime(path, (written_at, written_at))
+    noted: dict[Path, float] = {}
+    ages_s = Retention._ages_s
+    monkeypatch.setattr(Retention, "_ages_s", lambda *of: noted.update(ages_s(*of)) or noted)
     with dbuffer.WeightSender(store, num_threads=1) as sender:
-        ages_s = sender._writer._files._ages_s("A", list((store / "A").glob("weights-*")))
-        assert 990 < ages_s["weights-0123456789abcdef-9.td"] < 1090
+        assert 990 < noted[store / "A" / "weights-0123456789abcdef-9.td"] < 1090
         publish(sender, 3)
         assert not list(store.glob("?/weights-0123456789abcdef-9*"))
     assert clock.now_s == 1000.0
