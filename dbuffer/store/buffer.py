@@ -21,17 +21,24 @@ from dbuffer.format.manifest import (
     RecordT,
     Versioned,
     WriterRecord,
+    decode,
 )
 from dbuffer.runtime import options
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import os_errors
 from dbuffer.store.foreign import other_contents
-from dbuffer.store.listing import RecordListing, read_record
 from dbuffer.store.liveness import Process
 from dbuffer.store.medium import Medium, medium_of
 
 logger = logging.getLogger(__name__)
+
+_MTIME_GRANULARITY_S = 1.0
+"""Longer than the clock of any filesystem takes from one file time to the next; some servers count
+whole seconds."""
+
+_FileState = tuple[int, ...]
+"""State of a file that changes whenever the file is replaced or written."""
 
 
 class DoubleBuffer:
@@ -42,9 +49,8 @@ class DoubleBuffer:
         self.owner_only = not options.flag("allow_shared_store", allow_shared_store)
         self._medium: Medium | None = None
         self._device: int | None = None
-        self._listing = RecordListing(
-            self.root / places.RECEIVERS_DIRECTORY, owner_only=self.owner_only
-        )
+        self._known: dict[Path, tuple[_FileState | None, ReceiverRecord | None]] = {}
+        """Receivers' records that were read last by their files, with the files' states."""
 
     def check(self) -> None:
         """Refuse a store that does not exist, or that other users can write to."""
@@ -264,7 +270,11 @@ class DoubleBuffer:
 
         Only their files are read; as in :meth:`receivers`, damaged ones are ignored.
         """
-        return self._listing.records_of(receiver_id)
+        entries = self._record_entries()
+        paths = [Path(e.path) for e in entries if places.receiver_of(e.name) == receiver_id]
+        # By the files' times, which come from one clock; times in records come from many.
+        paths.sort(key=filesystem.touched_at)
+        return [record for path in paths if (record := self._read_usable(path)) is not None]
 
     def receivers(self) -> list[ReceiverRecord]:
         """Read the records of all receivers.
@@ -272,7 +282,36 @@ class DoubleBuffer:
         A file is read again if it has changed. A file that is damaged, or that another user could
         have written, is ignored and logged once.
         """
-        return self._listing.records(self.medium.now())
+        known: dict[Path, tuple[_FileState | None, ReceiverRecord | None]] = {}
+        now = self.medium.now()
+        for entry in self._record_entries():
+            try:
+                state = _file_state(entry.stat(follow_symlinks=False), now)
+            except OSError:  # it was removed just now
+                continue
+            path = Path(entry.path)
+            known_state, record = self._known.get(path, (None, None))
+            if state is None or state != known_state:
+                record = self._read_usable(path)
+            known[path] = state, record
+        self._known = known  # at once: another thread may list the records, too
+        return [record for _, record in known.values() if record is not None]
+
+    def _record_entries(self) -> list[os.DirEntry[str]]:
+        directory = self.root / places.RECEIVERS_DIRECTORY
+        try:
+            with os_errors("list", directory), os.scandir(directory) as entries:
+                records = [e for e in entries if e.name.endswith(".json") and e.name[0] != "."]
+        except errors.StoreNotFoundError:
+            return []
+        return sorted(records, key=lambda entry: entry.name)
+
+    def _read_usable(self, path: Path) -> ReceiverRecord | None:
+        try:
+            return self._read(ReceiverRecord, path)
+        except (*UNDECODABLE, errors.StoreAccessError) as error:
+            log_once(logger, "ignoring an unusable record, remove it: %s", str(error))
+            return None
 
     def may_live(self, record: ReceiverRecord | WriterRecord) -> bool:
         """Whether the process that wrote a record may be alive.
@@ -302,7 +341,24 @@ class DoubleBuffer:
         return [record for record in held if self.may_live(record)]
 
     def _read(self, kind: type[RecordT], path: Path) -> RecordT | None:
-        return read_record(kind, path, owner_only=self.owner_only)
+        """Read a record of the store, if there is one."""
+        try:
+            with os_errors("read", path):
+                data = filesystem.read_small(path, MAX_RECORD_BYTES, owner_only=self.owner_only)
+        except errors.StoreNotFoundError:
+            return None
+        try:
+            return decode(kind, data)
+        except UNDECODABLE as error:
+            raise type(error)(f"{path}: {error}") from None
+
+
+def _file_state(status: os.stat_result, now: float) -> _FileState | None:
+    """Return a file's state, or None if a later change may leave no trace in it."""
+    # Two changes within one tick of the clock give one time, and maybe one inode.
+    if now - max(status.st_mtime, status.st_ctime) < _MTIME_GRANULARITY_S:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _unless_damaged(read: Callable[[], RecordT | None]) -> RecordT | None:

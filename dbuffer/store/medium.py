@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from dbuffer.errors import OptionError
 from dbuffer.format import places
 from dbuffer.runtime.timing import TIMING
-from dbuffer.store import filesystem, mounts
-from dbuffer.store.filesystem import MOUNT_VARIABLE, Descriptor
+from dbuffer.store import filesystem
+from dbuffer.store.filesystem import MOUNT_VARIABLE, Descriptor, real_path
 
 REWRITABLE_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "ramfs", "tmpfs"})
 """Filesystems on which allocated space stays allocated when it is written again.
@@ -46,10 +48,14 @@ class Medium:
     touched now and then, and a reader opens the directory before it looks for a version, and polls.
     """
 
-    def __init__(self, root: Path, filesystem_name: str, *, reaches_other_hosts: bool) -> None:
+    def __init__(
+        self, root: Path, filesystem_name: str, source: str, *, reaches_other_hosts: bool
+    ) -> None:
         self.root = root
         self.filesystem = filesystem_name
         """The kernel's name of the type: ``tmpfs``, ``ext4``, ``nfs4`` ..."""
+        self.source = source
+        """Device that is mounted, or ``server:/export``."""
         self.reaches_other_hosts = reaches_other_hosts
         """Whether processes of other hosts may use the store.
 
@@ -152,11 +158,40 @@ def medium_of(path: Path) -> Medium:
         OptionError: ``DBUFFER_MOUNT`` is none of ``local``, ``network`` and ``auto``.
         StoreAccessError: the path leads into a loop of links.
     """
-    mounted = mounts.mount_of(path).filesystem
+    mounted, source = _mount_of(real_path(path))
     name = os.environ.get(MOUNT_VARIABLE, "auto")
     if name not in ("local", "network", "auto"):
         raise OptionError(
             f"invalid {MOUNT_VARIABLE} {name!r:.80}: use 'local', 'network' or 'auto'"
         )
     is_local = mounted in LOCAL_FILESYSTEMS if name == "auto" else name == "local"
-    return Medium(path, mounted, reaches_other_hosts=not is_local)
+    return Medium(path, mounted, source, reaches_other_hosts=not is_local)
+
+
+def _mount_of(path: Path) -> tuple[str, str]:
+    """Return filesystem and source of the mount under a path, which need not exist yet."""
+    places_above = {str(place) for place in (path, *path.parents)}
+    mounted, longest = ("unknown", "unknown"), -1
+    for point, mount in _mounts():
+        # Later lines hide earlier ones at the same place.
+        if point in places_above and len(point) >= longest:
+            mounted, longest = mount, len(point)
+    return mounted
+
+
+def _mounts() -> Iterator[tuple[str, tuple[str, str]]]:
+    """Return mount points, each with its filesystem and source, as the kernel lists them."""
+    try:
+        table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except FileNotFoundError:  # not Linux
+        return
+    for line in table.splitlines():
+        before, _, after = line.partition(" - ")
+        point = before.split(" ")[4]
+        kind, source = after.split(" ")[:2]
+        yield _unescape(point), (kind, _unescape(source))
+
+
+def _unescape(text: str) -> str:
+    """The kernel writes spaces, tabs and backslashes in a mount point as octal."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

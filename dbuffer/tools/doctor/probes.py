@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 from dbuffer.errors import DBufferError, OptionError, StoreAccessError
 from dbuffer.format.places import POINTER_FILE, WRITER_FILE
 from dbuffer.runtime.messages import format_bytes
-from dbuffer.store import filesystem, mounts
+from dbuffer.store import filesystem
 from dbuffer.store.filesystem import MOUNT_VARIABLE, Descriptor, os_errors
 from dbuffer.store.medium import Medium, medium_of
 from dbuffer.store.watcher import Watcher
@@ -75,7 +75,7 @@ def examine(path: Path) -> list[Finding]:
     base = existing(path)
     medium = medium_of(base)
     return [
-        find("mount", lambda: _mount(medium, base), ""),
+        find("mount", lambda: _mount(medium), ""),
         find("room", lambda: _room(base), "make room for two versions"),
         find("trust", lambda: _trust(path, base), "no store can be made here"),
         find("locks", lambda: _locks(medium, base), "no sender can open a store here"),
@@ -119,8 +119,8 @@ def remove_tree(path: Path) -> None:
     logger.warning("%s could not be removed; remove it by hand", path)
 
 
-def _mount(medium: Medium, base: Path) -> Outcome:
-    result = f"{medium.filesystem} from {mounts.mount_of(base).source}"
+def _mount(medium: Medium) -> Outcome:
+    result = f"{medium.filesystem} from {medium.source}"
     kind = os.environ.get(MOUNT_VARIABLE, "auto")
     if kind != "auto":
         result += f", overridden by {MOUNT_VARIABLE}={kind}"

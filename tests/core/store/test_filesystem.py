@@ -25,7 +25,6 @@ from dbuffer.errors import (
 from dbuffer.store import filesystem, mounts
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.medium import medium_of
-from dbuffer.store.mounts import Mount
 from tests.support.children import in_a_fork
 from tests.support.stores import open_below, small_disk
 from tests.support.waiting import TIMEOUT_S
@@ -297,8 +296,8 @@ def mounted(tmp_path, monkeypatch):
 
     def install(*table: tuple[str, str]) -> None:
         mounted = [(str(tmp_path.resolve() / place), kind) for place, kind in table]
-        lines = [(point, Mount(kind, "none")) for point, kind in [("/", "ext4"), *mounted]]
-        monkeypatch.setattr("dbuffer.store.mounts._mounts", lambda: iter(lines))
+        lines = [(point, (kind, "none")) for point, kind in [("/", "ext4"), *mounted]]
+        monkeypatch.setattr("dbuffer.store.medium._mounts", lambda: iter(lines))
 
     return install
 

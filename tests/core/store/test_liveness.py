@@ -25,9 +25,8 @@ from dbuffer.format.manifest import encode
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem, writer
-from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.buffer import DoubleBuffer, _file_state
 from dbuffer.store.filesystem import Descriptor
-from dbuffer.store.listing import _file_state
 from dbuffer.store.liveness import Process
 from dbuffer.store.records import OwnRecord, RecordFile
 from dbuffer.tools.status import read_status
@@ -395,7 +394,7 @@ def test_listing_reads_what_has_changed(store, sender, monkeypatch):
 
 @pytest.mark.usefixtures("sender")
 def test_what_changes_twice_within_a_tick_is_seen(store, monkeypatch):
-    monkeypatch.setattr("dbuffer.store.listing._file_state", state_in_whole_seconds)
+    monkeypatch.setattr("dbuffer.store.buffer._file_state", state_in_whole_seconds)
     view = DoubleBuffer(store)
     for version in range(100, 400):  # in place: the same inode, the same length
         put(store, **applied(version), updated_at=1.0)

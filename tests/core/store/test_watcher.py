@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from dbuffer import WeightReceiver, WeightSender
-from dbuffer.store import filesystem, mounts
+from dbuffer.store import filesystem, medium
 from dbuffer.store import watcher as watcher_module
 from dbuffer.store.watcher import Watcher
 from tests.support.soak import in_turn
@@ -198,8 +198,7 @@ def test_without_access_to_the_directory_it_sleeps(directory, watch, monkeypatch
 
 
 def test_on_a_network_mount_it_sleeps(directory, watch, monkeypatch, caplog):
-    mount = mounts.Mount("nfs4", "server:/export")
-    monkeypatch.setattr(mounts, "mount_of", lambda path: mount)
+    monkeypatch.setattr(medium, "_mount_of", lambda path: ("nfs4", "server:/export"))
     assert_only_sleeps(watch(directory / "CURRENT"), directory, caplog, "INFO")
 
 
