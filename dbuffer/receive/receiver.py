@@ -199,15 +199,6 @@ class WeightReceiver(Closing, ProcessBound):
         with self._open(hold, acknowledge=acknowledge) as snapshot:
             yield snapshot
 
-    def open_seen(self, newer_than: int) -> contextlib.AbstractContextManager[Snapshot]:
-        """Hold the version that :meth:`wait_for_version` has just returned, for a ``with`` block.
-
-        The pointer is read again only if that version is no longer there. Nothing is acknowledged.
-        """
-        self._check_open()
-        hold = functools.partial(self._hold, newer_than, reread=False)
-        return self._open(hold, acknowledge=False)
-
     @contextlib.contextmanager
     def _open(self, hold: Callable[[], Held | None], *, acknowledge: bool) -> Iterator[Snapshot]:
         while True:

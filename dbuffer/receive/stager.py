@@ -668,12 +668,10 @@ class Stager(ProcessBound):
         timeout_s = self._receiver.poll_interval_s
         record = self._receiver.record
         with contextlib.ExitStack() as hold:
-            opened = (
-                self._receiver.open(version=exactly, timeout_s=timeout_s, acknowledge=False)
-                if exactly is not None
-                else self._receiver.open_seen(version - 1)
+            newer_than = version - 1 if exactly is None else None
+            snapshot = hold.enter_context(
+                self._receiver.open(newer_than, timeout_s, version=exactly, acknowledge=False)
             )
-            snapshot = hold.enter_context(opened)
             if self._check is not None and snapshot.layout != self._checked:
                 self._check(snapshot)
                 self._checked = snapshot.layout

@@ -77,11 +77,6 @@ class Timing:
     last word."""
 
     @property
-    def retry_short_max_s(self) -> float:
-        """Upper bound of the backoff where a retry costs little."""
-        return min(2 * self.retry_min_s, self.retry_max_s)
-
-    @property
     def presumed_dead_after_s(self) -> float:
         """Age at which the record of a process that cannot be seen from here counts as dead.
 

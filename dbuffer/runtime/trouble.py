@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 import traceback
@@ -143,8 +144,8 @@ class RetryLoop:
         self.error = without_frames(error)
         self.retry_s = failures.next_retry_s
         is_short = is_short or isinstance(error, EngineUnreachableError)
-        max_s = TIMING.retry_short_max_s if is_short else TIMING.retry_max_s
-        failures.next_retry_s = min(2 * self.retry_s, max_s)
+        longest_s = 2 * TIMING.retry_min_s if is_short else math.inf
+        failures.next_retry_s = min(2 * self.retry_s, longest_s, TIMING.retry_max_s)
 
     def _log(self, error: Exception, message: str) -> None:
         # A server that is not there yet is no error.

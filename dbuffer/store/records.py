@@ -35,8 +35,6 @@ from dbuffer.store.liveness import Process, owner_fields
 
 logger = logging.getLogger(__name__)
 
-MAX_PROBLEM_CHARACTERS = 2000
-
 _of_process: weakref.WeakValueDictionary[Path, RecordFile] = weakref.WeakValueDictionary()
 """Records of this process. If a record was dropped, its receiver has ended, closed or not."""
 
@@ -149,8 +147,7 @@ class OwnRecord(ProcessBound):
 
     def write_problem(self, error: Exception, version: VersionId | None) -> None:
         """Report why a version cannot be applied, or why the store cannot be read if it is None."""
-        text = described(error)[:MAX_PROBLEM_CHARACTERS]
-        self.write(problem=text, problem_version=version)
+        self.write(problem=described(error), problem_version=version)
 
 
 class RecordFile(OwnRecord):

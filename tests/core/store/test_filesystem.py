@@ -22,7 +22,7 @@ from dbuffer.errors import (
     StoreFullError,
     StoreNotFoundError,
 )
-from dbuffer.store import filesystem, mounts
+from dbuffer.store import filesystem, medium
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.medium import medium_of
 from tests.support.children import in_a_fork
@@ -328,7 +328,7 @@ def test_medium_of_a_filesystem(tmp_path, mounted, kinds, is_network, can_rewrit
 @given(st.text(st.sampled_from("ab \t\n\\0134é"), max_size=20))
 def test_mount_points_are_read_as_the_kernel_writes_them(text):
     written = "".join(f"\\{ord(c):03o}" if c in " \t\n\\" else c for c in text)
-    assert mounts._unescape(written) == text
+    assert medium._unescape(written) == text
 
 
 def test_a_disk_that_is_mounted_later_counts(tmp_path):
