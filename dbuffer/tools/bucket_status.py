@@ -7,12 +7,14 @@ clock. A service refuses requests of a host whose clock is far out.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Any
 
 from msgspec.structs import replace
 
 from dbuffer.errors import StoreNotFoundError
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.objects import (
     POINTER_OBJECT,
@@ -26,14 +28,7 @@ from dbuffer.mirror.records import MirrorObject, ReceiversOfBucket
 from dbuffer.mirror.retention import missing_objects
 from dbuffer.runtime.messages import listed as in_words
 from dbuffer.runtime.timing import TIMING
-from dbuffer.tools.status import (
-    EMPTY_BUFFER,
-    anchor_status,
-    in_order,
-    make_status,
-    receiver_status,
-    version_status,
-)
+from dbuffer.tools.status import buffer_status, in_order, make_status, receiver_status
 
 _MISSING = "is missing, or has another size: the mirror into the bucket puts it within a minute"
 
@@ -103,11 +98,7 @@ def _looks_dead(record: ReceiverRecord) -> bool:
 
 
 def _version_status(version: BucketVersion) -> dict[str, Any]:
-    manifest = version.manifest
-    return {
-        **EMPTY_BUFFER,
-        **version_status(manifest),
-        **anchor_status(manifest, sum(version.delta(it).num_bytes for it in manifest.since_anchor)),
-        "state": "newest",
-        "delta_bytes": sum(version.delta(each).num_bytes for each in manifest.chain[1:]),
-    }
+    def delta_bytes(versions: Iterable[VersionId]) -> int:
+        return sum(version.delta(each).num_bytes for each in versions)
+
+    return buffer_status("", "newest", version.manifest, delta_bytes)

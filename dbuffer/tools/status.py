@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dbuffer.format.chain import until_anchor
-from dbuffer.format.lineage import Relation, relation
+from dbuffer.format.lineage import Relation, VersionId, relation
 from dbuffer.format.manifest import (
     UNDECODABLE,
     Lag,
@@ -37,7 +37,7 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
         store.medium.filesystem,
         pointer,
         buffers=[
-            _buffer_status(store, contents, name, newest, records)
+            _status_in_store(store, contents, name, newest, records)
             for name in (*BUFFERS, *store.kept())
         ],
         receivers=[
@@ -148,83 +148,86 @@ def receiver_status(
     }
 
 
-EMPTY_BUFFER: dict[str, Any] = {
-    "buffer": "",
-    "state": "empty",
-    "version": None,
-    "run": None,
-    "run_name": None,
-    "num_tensors": 0,
-    "file_bytes": 0,
-    "age_s": None,
-    "has_checksums": False,
-    "num_deltas": 0,
-    "delta_bytes": 0,
-    "is_whole": True,
-    "deltas_until_anchor": None,
-    "bytes_until_anchor": None,
-    "held_by": [],
-}
+def buffer_status(
+    buffer: str,
+    state: str,
+    manifest: Manifest | None,
+    delta_bytes: Callable[[Iterable[VersionId]], int],
+    held_by: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return the status of a buffer, or of the version in a bucket.
 
-
-def version_status(manifest: Manifest) -> dict[str, Any]:
-    """Return the part of a buffer's status that is in its manifest."""
-    return {
+    ``delta_bytes`` returns the size of the deltas that lead to versions.
+    """
+    status: dict[str, Any] = {
+        "buffer": buffer,
+        "state": state,
+        "version": None,
+        "run": None,
+        "run_name": None,
+        "num_tensors": 0,
+        "file_bytes": 0,
+        "age_s": None,
+        "has_checksums": False,
+        "num_deltas": 0,
+        "delta_bytes": 0,
+        "is_whole": True,
+        "deltas_until_anchor": None,
+        "bytes_until_anchor": None,
+        "held_by": list(held_by),
+    }
+    if manifest is None:
+        return status
+    if manifest.anchor is not None:
+        since_anchor = manifest.since_anchor
+        left = until_anchor(len(since_anchor), delta_bytes(since_anchor), manifest.num_bytes)
+        status["is_whole"] = False
+        status["deltas_until_anchor"], status["bytes_until_anchor"] = (max(0, it) for it in left)
+    published_at = manifest.published_at
+    return status | {
         "version": manifest.version,
-        "num_tensors": manifest.num_tensors,
-        "file_bytes": manifest.file_bytes,
         "run": manifest.id.run,
         "run_name": manifest.runs[0].name,
-        "age_s": max(0.0, time.time() - manifest.published_at) if manifest.published_at else None,
+        "num_tensors": manifest.num_tensors,
+        "file_bytes": manifest.file_bytes,
+        "age_s": max(0.0, time.time() - published_at) if published_at else None,
         "has_checksums": manifest.checksums_xxh3 is not None,
         "num_deltas": max(0, len(manifest.chain) - 1),
-        "is_whole": manifest.anchor is None,
+        "delta_bytes": delta_bytes(manifest.chain[1:]),
     }
 
 
-def anchor_status(manifest: Manifest, delta_bytes: int) -> dict[str, Any]:
-    """Return when the next anchor comes; ``delta_bytes``: size of the deltas since the last."""
-    if manifest.anchor is None:
-        return {}
-    until = until_anchor(len(manifest.since_anchor), delta_bytes, manifest.num_bytes)
-    left = (max(0, number) for number in until)
-    return dict(zip(("deltas_until_anchor", "bytes_until_anchor"), left, strict=True))
-
-
-def _buffer_status(
+def _status_in_store(
     store: DoubleBuffer,
     contents: Contents,
-    name: str,
+    buffer: str,
     newest: str | None,
     receivers: list[ReceiverRecord],
 ) -> dict[str, Any]:
-    empty = EMPTY_BUFFER | {"buffer": name}
+    manifest = None
     try:
-        manifest = store.manifest(name)
+        manifest = store.manifest(buffer)
+        state = _state_of(store, contents, buffer, manifest, newest)
     except UNDECODABLE:
-        return empty | {"state": "damaged"}
-    if manifest is None:
-        return empty
-    return (
-        empty
-        | version_status(manifest)
-        | anchor_status(manifest, store.delta_bytes(manifest.since_anchor))
-        | {
-            "state": _state_of(store, contents, name, manifest, newest),
-            "delta_bytes": store.delta_bytes(manifest.chain[1:]),
-            "held_by": [
-                record.receiver
-                for record in receivers
-                if record.held == manifest.id and store.may_live(record)
-            ],
-        }
-    )
+        state = "damaged"
+    held_by = [
+        record.receiver
+        for record in receivers
+        if manifest is not None and record.held == manifest.id and store.may_live(record)
+    ]
+    return buffer_status(buffer, state, manifest, store.delta_bytes, held_by)
 
 
 def _state_of(
-    store: DoubleBuffer, contents: Contents, name: str, manifest: Manifest, newest: str | None
+    store: DoubleBuffer,
+    contents: Contents,
+    name: str,
+    manifest: Manifest | None,
+    newest: str | None,
 ) -> str:
     """Return the state of a buffer; a kept version is lost if it does not lead to the newest."""
+    if manifest is None:
+        return "empty"
     is_published = contents.has_published(manifest)
     if is_kept(name):
         kept = "pinned" if is_pinned(store, name) else "kept"

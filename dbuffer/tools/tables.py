@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,12 +46,8 @@ def _cell(key: str, value: object) -> str:
             return "yes"
         case list() | tuple():
             return ", ".join(map(str, value))
-        case dict():
-            return json.dumps(value) if value else ""
         case float() if key.endswith("_s"):
             return format_age(value)
-        case float() if key.endswith("_at"):
-            return datetime.datetime.fromtimestamp(value).astimezone().isoformat(" ", "seconds")
         case int() if key.endswith("_bytes"):
             return format_bytes(value)
     return str(value)

@@ -52,7 +52,7 @@ def doctor(
         with progress(f"waiting for 'dbuffer doctor {place}' on another host"):
             num_seen = wait_for_host(place)
         text = f"saw {num_seen} versions of another host, which has the results"
-        shared.report({"num_seen": num_seen}, text, as_json=as_json)
+        shared.show({"num_seen": num_seen}, text, as_json=as_json)
         return
     else:
         with progress(f"probing {place}, also with each 'dbuffer doctor --peer' on another host"):
@@ -60,6 +60,6 @@ def doctor(
     is_sound, host = all(it.verdict != "broken" for it in findings), socket.gethostname()
     results = list(map(dataclasses.asdict, findings))
     result = {"is_sound": is_sound, "path": str(place), "host": host, "findings": results}
-    shared.show(result, lambda _: [line(f"{place}, on {host}"), table(results)], as_json=as_json)
+    shared.show(result, [line(f"{place}, on {host}"), table(results)], as_json=as_json)
     if not is_sound:
         raise typer.Exit(shared.EXIT_FAILED)

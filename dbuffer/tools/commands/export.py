@@ -50,7 +50,7 @@ def export(
     with receiver, progress(f"saving {store}", in_bytes=True) as on_bytes:
         saved = receiver.save_pretrained(directory, version=version, model=model, on_bytes=on_bytes)
     text = f"version {saved.number} of {store} is saved in {directory}"
-    shared.report(
+    shared.show(
         {"version": saved.number, "run": saved.run, "directory": str(directory)},
         text,
         as_json=as_json,

@@ -57,7 +57,7 @@ def follow(
                 if fields is None:
                     return
                 version = fields["id"].number
-                shared.report(fields, _describe(fields), as_json=as_json)
+                shared.show(fields, _describe(fields), as_json=as_json)
                 receiver.record.remove()
         finally:
             receiver.record.remove()

@@ -54,7 +54,7 @@ def pin(
     """
     kept.pin(shared.view_of(store, allow_shared_store=allow_shared_store), version)
     text = f"version {version} of {store} is pinned"
-    shared.report({"version": _as_json(version), "is_pinned": True}, text, as_json=as_json)
+    shared.show({"version": _as_json(version), "is_pinned": True}, text, as_json=as_json)
 
 
 def unpin(
@@ -66,7 +66,7 @@ def unpin(
     """Unpin a version: the next publish drops it, unless the sender's `keep=` covers it."""
     kept.unpin(shared.view_of(store, allow_shared_store=allow_shared_store), version)
     text = f"version {version} of {store} is not pinned any more"
-    shared.report({"version": _as_json(version), "is_pinned": False}, text, as_json=as_json)
+    shared.show({"version": _as_json(version), "is_pinned": False}, text, as_json=as_json)
 
 
 def rollback(
@@ -99,4 +99,4 @@ def rollback(
     with sender, progress(f"publishing version {version} of {store} again"):
         publication = sender.republish(version)
     text = f"version {publication.version} has the weights of version {version}"
-    shared.report(publication, text, as_json=as_json)
+    shared.show(publication, text, as_json=as_json)

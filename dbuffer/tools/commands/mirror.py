@@ -53,7 +53,7 @@ def mirror(
 
     def report(copied: Publication) -> None:
         nonlocal num_copied
-        shared.report(copied, shared.describe_copy(copied), as_json=as_json)
+        shared.show(copied, shared.describe_copy(copied), as_json=as_json)
         num_copied += 1
         if num_copied == count:
             stop.set()

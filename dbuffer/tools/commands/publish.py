@@ -112,7 +112,7 @@ def publish(
             metadata=metadata,
             progress=on_bytes,
         )
-    shared.report(publication, shared.describe_copy(publication), as_json=as_json)
+    shared.show(publication, shared.describe_copy(publication), as_json=as_json)
 
 
 def _parse_dtype(name: str | None) -> torch.dtype | None:

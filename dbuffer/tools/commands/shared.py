@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
@@ -30,8 +30,6 @@ EXIT_TIMEOUT = 3
 EXIT_SUPERSEDED = 4
 EXIT_SIGNAL = 128
 """Exit code of a command that a signal stopped is this plus the signal's number, as in shells."""
-
-ResultT = TypeVar("ResultT", dict[str, Any], list[dict[str, Any]])
 
 
 def _parser(parse_url: Callable[[str, str], Any] = options.path) -> Callable[[str], Any]:
@@ -91,26 +89,18 @@ def refuse_for_bucket(**given: object) -> None:
             raise OptionError(f"--{name.replace('_', '-')} has no effect on a bucket")
 
 
-def show(
-    result: ResultT, parts_of: Callable[[ResultT], Sequence[RenderableType]], *, as_json: bool
-) -> None:
-    """Print a result as JSON, or the lines and tables that are made of it."""
+def show(result: Any, shown: str | Sequence[RenderableType], *, as_json: bool) -> None:
+    """Print a result, which may be a dataclass, as JSON; or else its text, or lines and tables."""
     if as_json:
-        print_json(result)
+        fields = result if isinstance(result, dict | list) else dataclasses.asdict(result)
+        if isinstance(fields, dict) and "id" in fields:
+            version = fields.pop("id")
+            fields = {"version": version.number, "run": version.run, **fields}
+        print_json(fields)
+    elif isinstance(shown, str):
+        print_line(shown)
     else:
-        print_parts(parts_of(result))
-
-
-def report(result: Any, text: str, *, as_json: bool) -> None:
-    """Print a result: a dictionary, or the fields of a dataclass, as JSON; or a text."""
-    if not as_json:
-        print_line(text)
-        return
-    fields = result if isinstance(result, dict) else dataclasses.asdict(result)
-    version = fields.pop("id", None)
-    if version is not None:
-        fields = {"version": version.number, "run": version.run, **fields}
-    print_json(fields)
+        print_parts(shown)
 
 
 def describe_copy(done: Publication) -> str:

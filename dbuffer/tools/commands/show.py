@@ -70,7 +70,7 @@ def status(
                     live.update(Group(*tables.status_parts(read())), refresh=True)
                     time.sleep(refresh_s)
         found = read()
-    shared.show(found, tables.status_parts, as_json=as_json)
+    shared.show(found, tables.status_parts(found), as_json=as_json)
     if check and found["problems"]:
         raise typer.Exit(shared.EXIT_FAILED)
 
@@ -91,7 +91,7 @@ def verify(
 
     with progress(f"verifying {store}"):
         checks = verify_store(view)
-    shared.show(checks, tables.verification_parts, as_json=as_json)
+    shared.show(checks, tables.verification_parts(checks), as_json=as_json)
     if any(check["problems"] for check in checks):
         raise typer.Exit(shared.EXIT_FAILED)
 
@@ -110,4 +110,4 @@ def ls(
             version, layout = held.manifest.version, held.read_layout()
     tensors = [{**spec._asdict(), "num_bytes": spec.num_bytes} for spec in layout.specs]
     result = {"version": version, "tensors": tensors, "aliases": layout.aliases}
-    shared.show(result, tables.layout_parts, as_json=as_json)
+    shared.show(result, tables.layout_parts(result), as_json=as_json)

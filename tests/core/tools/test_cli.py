@@ -406,7 +406,7 @@ def test_who_only_looks_is_no_receiver_that_a_sender_waits_for(tmp_path, store, 
 
 def follow_and_drop_a_signal(connection: Connection, store: Path, number: int) -> None:
     """Get a signal in the callback of a weak reference: Python drops its exception there."""
-    report = follow.shared.report
+    report = follow.shared.show
 
     def end(_: object) -> None:
         os.kill(os.getpid(), number)
@@ -420,7 +420,7 @@ def follow_and_drop_a_signal(connection: Connection, store: Path, number: int) -
         del thing
         connection.send(reference() is None)
 
-    follow.shared.report = report_and_get_it
+    follow.shared.show = report_and_get_it
     sys.argv = ["dbuffer", "follow", str(store)]
     main()
 
