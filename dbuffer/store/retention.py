@@ -14,7 +14,7 @@ dies; files stay:
 
 Pointer, manifests, ``writer.json`` and files of locks are replaced, and never removed. Outside a
 store, a killed ``dbuffer export`` leaves ``.NAME.*`` beside the checkpoint, and ``dbuffer doctor``
-leaves ``.dbuffer-doctor-*``: users remove both.
+leaves ``.dbuffer-doctor-*``: users remove both. `dbuffer.mirror.retention` is for a bucket.
 
 A weights file or a delta stays for one `Reason`: the manifest of A, of B or of a kept version names
 it; or it is on a network mount, where no lock holds a writer back, and a reader may need it. A
