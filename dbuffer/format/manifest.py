@@ -144,7 +144,7 @@ class Manifest(Versioned, frozen=True, kw_only=True):
 
     state: Literal["writing", "complete"]
     generation: Count
-    """Changes before the first byte of a rewrite and after its last; never repeats."""
+    """Changes before the first byte of a rewrite and after its last; one writer repeats none."""
     writer: Token
     """Token of who wrote it: the version's run, or a mirror's token."""
     file: _WeightsFile

@@ -391,8 +391,7 @@ class WeightReceiver(Closing, ProcessBound):
                     on_bytes=on_bytes,
                 )
             # After the snapshot was left: only then is it known that no writer took its buffer.
-            with filesystem.os_errors("rename a directory", path):
-                made.rename(path)
+            filesystem.rename(made, path)
         return snapshot.id
 
     def follow(

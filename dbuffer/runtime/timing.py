@@ -41,8 +41,8 @@ class Timing:
     the end together with the last acknowledgement. A problem with the store itself may be over as
     well, until the receiver looks at the store again."""
     forget_receivers_after_s: float = 7 * 24 * 3600.0
-    """Time before the last record of an id that the user gave is removed, from the end of its
-    receiver on."""
+    """Time before the last record of an id that the user gave is removed, once its receiver has
+    ended, from the record's last change on. On a local mount a killed receiver's may be old."""
     forget_ephemeral_after_s: float = 60.0
     """Time before other records are removed: of a generated id, and of an id that has a later
     record. A sender that waits for a version counts receivers that applied it and ended."""

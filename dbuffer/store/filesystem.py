@@ -54,7 +54,8 @@ _FORK_RETRIES = 100
 """A fork is over after a few openings, unless it waits for a lock that the opening thread has."""
 
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.[0-9a-f]{16}\.tmp")
-"""Names of :func:`replace_file`'s temporary files: the file's name, a random number."""
+"""Names of temporary files and directories: the name that they get or stand for, and a random
+number."""
 _STALE_TEMPORARY_S = 60.0
 """Age of a temporary file that a killed process left behind."""
 LOCK_PAUSES_S = (0.0005, 0.02)
@@ -377,8 +378,8 @@ def require_second_names(scratch: Path) -> None:
         second.unlink(missing_ok=True)
 
 
-def rename_file(path: Path, name: Path) -> None:
-    """Give a file another name in its directory, in one step."""
+def rename(path: Path, name: Path) -> None:
+    """Give a file or a directory another name on its filesystem, in one step."""
     with os_errors("rename", path):
         path.rename(name)
 

@@ -1,17 +1,20 @@
-"""`Held`: a version held for reading in a store, and how a reader comes to hold one.
+"""`Held`: a version held for reading in a store, and why a read gives one whole version.
 
-A read is: pointer, weights file, shared lock on that file, manifest. The manifest read *under
-the lock* decides. If the pointer still names it, no writer has begun to rewrite the file, and no
-writer that respects the lock will while it is held. Every weights file is its own
-lock, so a file that is replaced needs no lock taken over: the old one goes with the old file.
+**On a local mount** a read is: pointer, manifest, weights file, shared lock on that file, manifest
+again. The pointer must name the first manifest. If the second is the same, no writer has begun to
+rewrite the file, and no writer that respects the lock will while it is held. A writer that does
+not, as on a mount that ignores locks, marks the manifest before it writes the first byte:
+:meth:`Held.is_unchanged`, after the last byte was read, tells of it.
 
-A reader that cannot trust locks compares generations: :meth:`Held.is_unchanged` after
-the last byte was read tells whether a writer has begun since.
-
-On a network mount no lock can be trusted, and each version has its own file, which is never written
-again. There a reader announces the version in its record, and then reads the manifest once more. A
+**On a network mount** no lock can be trusted, and each version has its own file, which is never
+written again. A reader announces the version in its record, and then reads the manifest again. A
 writer takes the manifest away, and then reads the records before it removes a file. In any order,
-at least one of them sees the other.
+at least one of them sees the other. Checksums are compared by default, because caches may give old
+bytes.
+
+**Not noticed**: on a local mount, where checksums are not the default, bytes that something other
+than a writer changes, as a restore over files in use does; in a backup, a version that was
+rewritten while it was copied; losses of a power cut, unless the sender is ``durable``.
 """
 
 from __future__ import annotations

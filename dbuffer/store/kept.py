@@ -2,7 +2,7 @@
 
 Each has a buffer of its own, ``kept/RUN-NUMBER``: the manifest that it had in A or B, and
 second names of its weights file and of its parts. So a version is kept without a copy. A file with
-a second name is never written again (`LocalFiles`); deltas that a kept manifest names stay.
+a second name is never written again (`WeightsFiles`); deltas that a kept manifest names stay.
 
 The directory is made elsewhere and renamed, so it is always complete. A version that is dropped
 loses its manifest first, so that no new reader begins; a pinned one is never dropped.
@@ -14,7 +14,7 @@ import contextlib
 import os
 import shutil
 
-from dbuffer.errors import VersionError
+from dbuffer.errors import StoreNotFoundError, VersionError
 from dbuffer.format import places
 from dbuffer.format.lineage import VersionId, number_of
 from dbuffer.format.manifest import Manifest, encode
@@ -32,7 +32,8 @@ def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool)
     The caller holds the version, or is the store's writer.
 
     Raises:
-        StoreNotFoundError: a file of the version was removed meanwhile.
+        StoreNotFoundError: a file of the version was removed meanwhile, or remains of it are in
+            the place where it would be kept.
         StoreAccessError: the filesystem refused, for instance because its files have one name only.
     """
     kept = places.kept_buffer(manifest.id)
@@ -57,6 +58,11 @@ def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool)
             filesystem.sync_directory(path.parent)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+    if store.undamaged_manifest(kept) is None:
+        raise StoreNotFoundError(
+            f"{path} has remains of version {manifest.version}, which a sender removes as it "
+            "publishes"
+        )
     return kept
 
 

@@ -1,24 +1,38 @@
 """`Retention`: which files of a store stay, and why; it removes all others.
 
-This is the one place that removes what a crash leaves. The kernel drops the locks of a process that
-dies; files stay:
+A weights file, with its parts, or a delta stays for one `Reason`: the manifest of A, of B or of a
+kept version names it; or it is on a network mount, where no lock holds a writer back, and a reader
+may need it. A version stays kept while it is pinned, or among as many as the writer keeps.
 
-* Half a weights file or delta, or one that no manifest names any more: a writer removes it when it
-  starts, and with each version that it begins (`Retention.sweep`).
-* A kept version that was being dropped: the same, unless it is pinned; then it is restored.
-* In ``tmp``, a record or a kept version that had no name yet: a writer removes it when it starts,
-  if it is older than a minute (`filesystem.remove_stale_temporaries`).
-* The record of a receiver: a writer removes it when it starts, and later every ten seconds, once no
-  sender can wait for it any more (`Retention.forget_receivers`). A new receiver of the same id
-  removes it at once (`RecordFile`).
+All that a killed process may leave in a store, and who removes it. The kernel drops its locks.
 
-Pointer, manifests, ``writer.json`` and files of locks are replaced, and never removed. Outside a
-store, a killed ``dbuffer export`` leaves ``.NAME.*`` beside the checkpoint, and ``dbuffer doctor``
-leaves ``.dbuffer-doctor-*``: users remove both. `dbuffer.mirror.retention` is for a bucket.
+====================================== ============= ==========================================
+file                                   left by       removed by
+====================================== ============= ==========================================
+weights file or part, whole or half;   sender, rank, `Retention.sweep` of any writer, as it
+delta; in A, B, ``deltas``             mirror        starts and as it begins each version. Local
+                                                     mount: at once. Network mount: once no reader
+                                                     may need it (`_may_be_read`)
+``complete`` manifest in A or B, with  sender,       the same, after the next version's mark has
+its file, that CURRENT never named     mirror        taken the manifest's place
+``kept/ID`` without a manifest: it was sender,       the same; a pinned version gets its manifest
+being dropped                          mirror        back instead
+``kept/ID`` with a damaged manifest    the disk      the same, unless the version is pinned
+``tmp/.NAME.RANDOM.tmp``: a record, a  any process   `Retention.clear_up` of any writer, as it
+version that was being kept                          starts and every ten seconds, if older than a
+                                                     minute
+``receivers/ID.TOKEN.json``            receiver,     the same, if no sender can wait for it any
+                                       mirror        more; or at once a new receiver of that id
+                                                     (`RecordFile`)
+``receivers/*``, damaged               the disk      a person: the log names it
+CURRENT, ``A/manifest.json``,          sender,       no process: the next writer replaces them
+``B/manifest.json``, ``writer.json``   mirror
+``writer.lock``, ``mirror.lock``       sender,       no process: they are locked again
+                                       mirror
+====================================== ============= ==========================================
 
-A weights file or a delta stays for one `Reason`: the manifest of A, of B or of a kept version names
-it; or it is on a network mount, where no lock holds a writer back, and a reader may need it. A
-version stays kept if it is pinned, or among as many as the writer keeps; see `kept`.
+Outside a store, ``dbuffer export`` leaves ``.NAME.*`` beside the checkpoint, ``dbuffer doctor``
+``.dbuffer-doctor-*``: a person removes them. For a bucket see `dbuffer.mirror.retention`.
 """
 
 from __future__ import annotations
@@ -29,7 +43,7 @@ import math
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,12 +69,12 @@ class Reason(NamedTuple):
     """Reason that a delta, or a weights file with its parts, stays."""
 
     versions: range | None
-    """Versions whose readers need it: none if it was never published; None: they are unknown, as of
-    a dead writer's file."""
+    """Versions whose readers need it, no version if it was never published, or None if they are not
+    known, as of a dead writer's file: then a reader of any version that is not in A or B may."""
     unnamed_since: float = math.inf
     """Time at which the last manifest that named it was replaced; infinite: one names it now."""
     superseded_at: float = math.inf
-    """Time at which a newer version was published; new readers begin with that."""
+    """Earlier time at which a newer version was published, so that new readers took that one."""
 
     @property
     def is_named(self) -> bool:
@@ -72,11 +86,10 @@ class Retention:
     """Removes the files of a store that need not stay, for its writer.
 
     On a network mount a reader announces a version in its record. A file that no manifest names any
-    more stays until no record names a version that needs it. It stays at least for a moment, for
-    readers that cannot write a record, and at most for ``reader_timeout_s``. Ages are counted on
-    this process's own clock, from when a file was no longer named; clocks of hosts are not
-    compared. A reader of a version that is in neither buffer may read any file whose versions are
-    not known.
+    more stays for ``reader_timeout_s`` at most, and less if no record names a version that needs
+    it: then it goes once a newer version is out for `Timing.keep_superseded_s`, for the sake of
+    readers that cannot write a record. Times are this process's own; clocks of hosts are not
+    compared.
 
     Args:
         store: the store.
@@ -104,7 +117,7 @@ class Retention:
         self._reasons: dict[Path, Reason] = {}
         """Deltas and weights files, each with the reason that it stays."""
         self._flipped_at: float | None = None
-        self._forgot_at = time.monotonic()
+        self._cleared_at = time.monotonic()
         self.spared: str | None = None
         """Buffer of a kept version that stays, because it is being published again."""
 
@@ -135,12 +148,10 @@ class Retention:
 
     def recover(self) -> None:
         """Remove what processes that died left behind, before a writer's first version."""
-        scratch = self._store.root / places.SCRATCH_DIRECTORY
-        filesystem.remove_stale_temporaries(scratch, filesystem.time_at(scratch))
         # The new writer's record is written by now. An earlier writer that still lives may have
         # published until then; from now on it finds out that it is superseded.
         self.sweep(Contents(self._store).manifests)
-        self.forget_receivers()
+        self.clear_up()
 
     def sweep(self, manifests: Manifests, next_one: Lineage | None = None) -> None:
         """Remove all weights files, deltas and kept versions that need not stay.
@@ -149,8 +160,8 @@ class Retention:
 
         Args:
             manifests: manifests of A and B.
-            next_one: the version that begins, if one does. Kept versions beyond the limit, and
-                those that do not lead to this one, are dropped.
+            next_one: the version that begins, if one does. Kept versions are dropped beyond the
+                limit, or if they do not lead to this one.
         """
         # Files first: a version that is pinned meanwhile is not among them.
         directories = self._store.kept_directories()
@@ -171,22 +182,25 @@ class Retention:
             if not any(file.parent == directories[buffer] for file in self._reasons):
                 shutil.rmtree(directories[buffer], ignore_errors=True)
 
-    def forget_receivers(self, *, pause_s: float = 0.0) -> None:
-        """Remove records that are not needed any more; there is no end of generated ids.
+    def clear_up(self, *, pause_s: float = 0.0) -> None:
+        """Remove temporary files, and records of receivers, that are not needed any more.
 
-        A record that cannot be removed, as another user's in a shared store, stays. Within
-        ``pause_s`` after the last call, nothing is done.
+        Nothing is done within ``pause_s`` after the last call. A record that cannot be removed, as
+        another user's in a shared store, stays.
         """
-        if time.monotonic() - self._forgot_at < pause_s:
+        if time.monotonic() - self._cleared_at < pause_s:
             return
-        self._forgot_at = time.monotonic()
+        self._cleared_at = time.monotonic()
         try:
-            self._remove_old_records()
+            scratch = self._store.root / places.SCRATCH_DIRECTORY
+            now = filesystem.time_at(scratch)
+            filesystem.remove_stale_temporaries(scratch, now)
+            self._remove_old_records(now)
         except (DBufferError, OSError) as error:
-            logger.warning("cannot look for records of dead receivers: %s", str(error))
+            logger.warning("cannot clear up %s: %s", self._store.root, str(error))
 
-    def _remove_old_records(self) -> None:
-        now = self._store.medium.now()
+    def _remove_old_records(self, now: float) -> None:
+        """Remove records of receivers that ended long ago; there is no end of generated ids."""
         # By the times of files: those in records come from the clocks of many hosts.
         ages_s: list[tuple[float, Path, ReceiverRecord]] = []
         for record in self._store.receivers():
@@ -230,7 +244,7 @@ class Retention:
                 pinned[buffer] = None
                 dropped = self._store.root / buffer / places.DROPPED_FILE
                 if dropped.exists():
-                    filesystem.rename_file(dropped, dropped.with_name(places.MANIFEST_FILE))
+                    filesystem.rename(dropped, dropped.with_name(places.MANIFEST_FILE))
         return pinned | self._store.kept()
 
     def _drop_excess(
@@ -256,16 +270,16 @@ class Retention:
         """
         manifest = self._store.root / buffer / places.MANIFEST_FILE
         dropped = manifest.with_name(places.DROPPED_FILE)
-        filesystem.rename_file(manifest, dropped)
+        filesystem.rename(manifest, dropped)
         if kept.is_pinned(self._store, buffer):  # since it was looked for
-            filesystem.rename_file(dropped, manifest)
+            filesystem.rename(dropped, manifest)
             return False
         return True
 
     def _find_reasons(
         self, files: dict[Path, list[Path]], named: dict[Path, range]
     ) -> dict[Path, Reason]:
-        """Return the reason that each file stays until it is known who reads."""
+        """Return the reason for each file to stay, before readers are looked at."""
         now = time.monotonic()
         unknown = files.keys() - named.keys() - self._reasons.keys()
         ages_s = self._ages_s(files, unknown)
@@ -283,34 +297,39 @@ class Retention:
             reasons[file] = reason
         return reasons
 
-    def _ages_s(
-        self, files: dict[Path, list[Path]], unknown: Collection[Path]
-    ) -> dict[Path, float]:
-        """Return least times in seconds since manifests named files of dead writers.
+    def _ages_s(self, files: dict[Path, list[Path]], unknown: Set[Path]) -> dict[Path, float]:
+        """Return the least times in seconds since manifests named files of dead writers.
 
-        A buffer's manifest lets go of one file before the next is made. So a file has been unnamed
-        since the next one was written, by the filesystem's clock. Counted from a writer's start,
-        files of writers that live for a moment, as `dbuffer publish` does, would never grow old.
-        With deltas, a file may have been named from the other buffer, until just now.
+        By the filesystem's clock. Counted from a writer's start, files of writers that live for a
+        moment, as `dbuffer publish` does, would never grow old.
+
+        A file is unnamed since a manifest in A or B was replaced, so at least since the last one
+        was. Without deltas, a buffer's manifest lets go of one file before the next is made, so the
+        file is unnamed at least since the next one was written.
         """
-        if not self._is_remote or any(places.is_delta_file(file.name) for file in files):
+        if not (self._is_remote and unknown):
             return {}
-        ages_s: dict[Path, float] = {}
-        for directory in {file.parent for file in unknown}:
-            with os_errors("look at old versions", directory):
+        root = self._store.root
+        with os_errors("look at old versions", root):
+            marked_at = {}
+            for directory in (root / buffer for buffer in places.BUFFERS):
                 filesystem.refresh(directory)
-                marked_at = filesystem.touched_at(directory / places.MANIFEST_FILE)
-                # Whichever this writer has just written.
-                writer_path = self._store.root / places.WRITER_FILE
-                now = max(marked_at, filesystem.touched_at(writer_path))
+                marked_at[directory] = filesystem.touched_at(directory / places.MANIFEST_FILE)
+            # Whichever this writer has just written.
+            now = max(*marked_at.values(), filesystem.touched_at(root / places.WRITER_FILE))
+            ages_s = dict.fromkeys(unknown, now - max(marked_at.values()))
+            if any(places.is_delta_file(file.name) for file in files):
+                return ages_s
+            for directory in {file.parent for file in unknown} & marked_at.keys():
                 written = {
                     file: max(map(filesystem.touched_at, parts))
                     for file, parts in files.items()
                     if file.parent == directory
                 }
-            for file, written_at in written.items():
-                later = [at for at in (*written.values(), marked_at) if at > written_at]
-                ages_s[file] = now - min(later, default=now)
+                changes = [*written.values(), marked_at[directory]]
+                for file in written.keys() & unknown:
+                    later = [changed_at for changed_at in changes if changed_at > written[file]]
+                    ages_s[file] = now - min(later, default=now)
         return ages_s
 
     def _remove_unneeded(self, files: dict[Path, list[Path]], manifests: Manifests) -> None:
@@ -324,7 +343,9 @@ class Retention:
                         readers[record.held.number] = record.receiver
             except (DBufferError, OSError) as error:
                 # A publish must not fail for the sake of room.
-                logger.warning("cannot see who reads old versions, keeping them: %s", str(error))
+                logger.warning(
+                    "cannot look for readers of old versions, keeping them: %s", str(error)
+                )
                 return
         in_buffers = {manifest.version for manifest in manifests.values() if manifest is not None}
         for file in unnamed:

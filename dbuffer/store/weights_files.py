@@ -1,10 +1,12 @@
 """`WeightsFiles`: the weights files that a store's writer makes, and writes again.
 
-On a local mount each buffer has one file, which is written again unless its layout changes. The
-writer takes an exclusive lock first, and so waits for readers.
+On a local mount that can rewrite in place, and unless versions are kept, each buffer has one file,
+which is written again if the layout stays. The writer takes an exclusive lock first, and so waits
+for readers.
 
-On a network mount no file is written again: readers on other hosts would see torn data. Each
-version has a new file, flushed and read back. `retention` says when an old one is removed.
+Elsewhere each version has a new file, which is never written again. On a network mount readers on
+other hosts would see torn data, so it is flushed and read back. `retention` says when an old one is
+removed.
 """
 
 from __future__ import annotations
@@ -46,12 +48,13 @@ class WeightsFiles:
 
         On a local mount it waits for readers of the file, for ``reader_timeout_s`` at most.
         """
-        if self._medium.reaches_other_hosts:
+        # A file that is never rewritten stays whole for its readers, removed or not.
+        if self._medium.reaches_other_hosts or old.is_final:
             return None
         file = self._lock_existing(buffer, old)
         if file is None or self._is_fit(file, old, layout_xxh3, file_bytes):
             return file
-        self.forget(file)
+        self.close_one(file)
         return None
 
     def make(self, path: Path, num_bytes: int) -> Descriptor:
@@ -80,7 +83,7 @@ class WeightsFiles:
         self._open[path] = file
         return file
 
-    def forget(self, file: Descriptor) -> None:
+    def close_one(self, file: Descriptor) -> None:
         self._open = {path: known for path, known in self._open.items() if known is not file}
         file.close()
 
@@ -91,7 +94,7 @@ class WeightsFiles:
         """
         for path, file in list(self._open.items()):
             if path not in paths:
-                self.forget(file)
+                self.close_one(file)
 
     def close(self) -> None:
         for file in self._open.values():
@@ -103,8 +106,6 @@ class WeightsFiles:
     ) -> bool:
         return (
             self._medium.can_rewrite_in_place
-            # Readers of a network mount take no lock, and rely on it that it stays as it is.
-            and not old.is_final
             and old.state == "complete"
             and old.layout_xxh3 == layout_xxh3
             and old.file_bytes == file_bytes
@@ -123,7 +124,7 @@ class WeightsFiles:
         if file is None:
             return None
         if _has_second_name(file):  # its readers need not be waited for
-            self.forget(file)
+            self.close_one(file)
             return None
         if not self._lock_against_readers(file, manifest.version):
             logger.warning(
@@ -134,7 +135,7 @@ class WeightsFiles:
                 manifest.version,
                 self._reader_timeout_s,
             )
-            self.forget(file)
+            self.close_one(file)
             return None
         return file
 
@@ -157,7 +158,7 @@ class WeightsFiles:
             if known is not None and os.path.samestat(os.fstat(known.number), path.stat()):
                 return known
             if known is not None:
-                self.forget(known)
+                self.close_one(known)
             owner_only = self._store.owner_only
             file = filesystem.open_regular(path, os.O_RDWR, owner_only=owner_only)
         except FileNotFoundError:

@@ -56,8 +56,8 @@ from dbuffer.store.weights_files import WeightsFiles, parts_of
 
 logger = logging.getLogger(__name__)
 
-_FORGET_RECEIVERS_S = 10.0
-"""Least time between two searches for records to forget, as versions are published."""
+_CLEAR_UP_S = 10.0
+"""Least time between two searches for what dead processes left, as versions are published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,8 @@ class Claim:
     buffer: str
     path: Path
     file: Descriptor | None
-    """The weights file, or None for a version that stands on the file of an earlier one."""
+    """The weights file; None if the version stands on the file of an earlier one, or gets the file
+    of a kept one under another name (`republish`)."""
     marked: Manifest
     held_before: VersionId | None
     """Version that the file holds, whole, until it is written, or None."""
@@ -232,7 +233,7 @@ class BufferWriter:
                 if self.root / buffer / old.file not in self._retention.named_by(others):
                     file = self._files.reuse(buffer, old, layout_xxh3, file_bytes)
                 if file is not None:
-                    undo.callback(self._files.forget, file)
+                    undo.callback(self._files.close_one, file)
                     name, held_before = old.file, old.id
             # A successor may have come while readers were waited for.
             self.store.require_writer(self.record)
@@ -377,7 +378,7 @@ class BufferWriter:
                 if self.medium.reaches_other_hosts:
                     sizes = {self.store.weights_path(claim.buffer, complete): complete.file_bytes}
                     self._read_back(pointer, complete, sizes | claim.deltas)
-        self._retention.forget_receivers(pause_s=_FORGET_RECEIVERS_S)
+        self._retention.clear_up(pause_s=_CLEAR_UP_S)
         return complete
 
     def _saying_if_published(self, pointer: Pointer) -> TranslatedErrors:
@@ -474,7 +475,7 @@ class BufferWriter:
     def abandon(self, claim: Claim) -> None:
         """Drop a claim that failed. Its buffer stays marked, and is begun anew next time."""
         if claim.file is not None:
-            self._files.forget(claim.file)
+            self._files.close_one(claim.file)
         # Half a version takes room and is of no use. A version that failed in the commit is
         # whole, and may be published already.
         with contextlib.suppress(DBufferError, OSError):

@@ -56,6 +56,20 @@ def test_an_evicted_snapshot_stays_whole_and_is_not_acknowledged(store, sender, 
     assert_tidy(store)
 
 
+def test_readers_of_files_that_are_never_rewritten_are_not_waited_for(
+    store, receiver, monkeypatch, caplog
+):
+    monkeypatch.setattr("dbuffer.store.medium.REWRITABLE_FILESYSTEMS", frozenset())
+    with dbuffer.WeightSender(store, reader_timeout_s=2 * SOON_S) as sender:
+        publish(sender, 1)
+        started = time.monotonic()
+        with receiver.open() as snapshot:
+            publish(sender, 2, 3, 4)
+            assert SMALL.version_of(snapshot.tensors) == 1
+        assert time.monotonic() - started < SOON_S
+    assert "evicting" not in caplog.text
+
+
 def test_an_error_in_the_block_goes_before_eviction(sender, receiver):
     publish(sender, 1)
     with pytest.raises(KeyError, match="mine"), receiver.open():

@@ -171,6 +171,18 @@ def test_damaged_versions_are_neither_kept_nor_published_again(store, keeper, ca
     assert newest(store) == 6
 
 
+def test_a_version_whose_place_is_taken_is_not_said_to_be_kept(store, keeper, caplog):
+    [second] = [it for it in map(DoubleBuffer(store).manifest, "AB") if it.version == 2]
+    place = store / "kept" / str(second.id)
+    place.mkdir()
+    (place / "manifest.json").write_bytes(b"damaged")
+    with pytest.raises(dbuffer.StoreNotFoundError, match="remains of version 2"):
+        kept.pin(DoubleBuffer(store), 2)
+    publish(keeper, 4)
+    assert "version 2 is not kept" in caplog.text
+    assert not place.exists()
+
+
 def test_a_snapshot_of_a_pinned_version_can_be_sent(store):
     with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
         publish(sender, 1)

@@ -34,7 +34,7 @@ from tests.support.children import Child
 from tests.support.moments import LOOKS, at_call
 from tests.support.namespaces import Boxed
 from tests.support.patterns import SMALL, newest, publish
-from tests.support.stores import applied, weights_files
+from tests.support.stores import applied, make_temporaries_old, weights_files
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timing(last_word_s=0.2)
@@ -412,7 +412,7 @@ def state_in_whole_seconds(found: os.stat_result, now: float) -> tuple[int, ...]
 def test_dead_receivers_with_generated_names_go_while_the_sender_lives(
     store, sender, timing, monkeypatch
 ):
-    monkeypatch.setattr(writer, "_FORGET_RECEIVERS_S", 0.0)
+    monkeypatch.setattr(writer, "_CLEAR_UP_S", 0.0)
     names = lambda: {record.receiver for record in DoubleBuffer(store).receivers()}  # noqa: E731
     with Child(load_and_stay, store, None) as child:
         child.receive()
@@ -429,9 +429,22 @@ def test_dead_receivers_with_generated_names_go_while_the_sender_lives(
         assert names() == {living.receiver_id, "named"}
 
 
+def test_what_a_killed_process_was_writing_goes_while_the_sender_lives(store, sender, monkeypatch):
+    monkeypatch.setattr(writer, "_CLEAR_UP_S", 0.0)
+    left = [store / "tmp" / f".{name}.{'0' * 16}.tmp" for name in ("CURRENT", "directory")]
+    left[0].write_bytes(b"half a record")
+    left[1].mkdir()
+    (left[1] / "weights").write_bytes(b"second name")
+    publish(sender, 2)
+    assert all(path.exists() for path in left), "a live process may be about to rename it"
+    make_temporaries_old(store)
+    publish(sender, 3)
+    assert not any(path.exists() for path in left)
+
+
 def test_records_go_by_the_times_of_their_files(store, sender, timing, monkeypatch):
     """Clocks of their receivers' hosts may be wrong by any time."""
-    monkeypatch.setattr(writer, "_FORGET_RECEIVERS_S", 0.0)
+    monkeypatch.setattr(writer, "_CLEAR_UP_S", 0.0)
     ended = {"has_ended": True, "is_ephemeral": True}
     put(store, receiver="behind", updated_at=1.0, **ended)
     put(store, receiver="ahead", updated_at=time.time() + 1e6, **ended)

@@ -249,7 +249,7 @@ def test_what_a_dead_writer_kept_goes_when_readers_were_waited_for(store, clock,
 
 def grow_older(store: Path, age_s: float) -> None:
     """Let all that is there have been written so much earlier."""
-    for path in (*store.glob("[AB]/*"), store / "writer.json"):
+    for path in (*store.glob("[AB]/*"), *store.glob("deltas/*"), store / "writer.json"):
         found = path.stat()
         os.utime(path, (found.st_atime - age_s, found.st_mtime - age_s))
 
@@ -265,6 +265,17 @@ def test_writers_that_die_again_and_again_leave_little(store):
         grow_older(store, KEEP_S / 2)
     assert max(left[2:]) <= left[1] + 5, left
     assert newest(store) == 30
+
+
+def test_writers_that_live_for_a_moment_leave_little_with_deltas_too(store):
+    """No file tells when a manifest named another one last: it counts from the last publish."""
+    left = []
+    for version in range(1, 31, 5):
+        with dbuffer.WeightSender(store, num_threads=1, delta=True) as sender:
+            publish(sender, *range(version, version + 5), pattern=SPARSE)
+        left.append(len(version_files(store) - named_files(store)))
+        grow_older(store, 2 * KEEP_S)
+    assert max(left[2:]) <= left[1], left
 
 
 def test_half_a_version_of_a_dead_writer_counts_from_when_it_was_dropped(store, clock, monkeypatch):
