@@ -1,4 +1,4 @@
-"""A bucket as a mirror's source: `BucketSource`, and a version that is held there."""
+"""A bucket as a mirror's source: `BucketSource`, its receiver, and a version held there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import Self
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors
 from dbuffer.mirror.bucket import Bucket, Tag
-from dbuffer.mirror.records import BucketRecords
+from dbuffer.mirror.bucket_records import BucketRecords
 from dbuffer.receive.follow_loop import wait_until_newer
 from dbuffer.receive.reader import VersionVerifier
 from dbuffer.store import filesystem
@@ -153,44 +152,48 @@ def newest_version(bucket: Bucket) -> BucketVersion | None:
 
 
 class BucketSource:
-    """A bucket that a mirror follows; once it is opened, with the methods of a `WeightReceiver`.
-
-    The mirror relays its own record together with its receivers' records.
-    """
+    """A bucket that a mirror follows."""
 
     def __init__(self, bucket: Bucket, poll_interval_s: float, copier: Copier) -> None:
         self._bucket = bucket
         self._poll_interval_s = poll_interval_s
         self._copier = copier
-        self._deltas: dict[VersionId, Descriptor] = {}
-        """Deltas of the version that was held last, in memory."""
-        self._seen: BucketVersion | None = None
-        self._tag: Tag | None = None
-        self._is_woken = threading.Event()
-        self.record: OwnRecord
-        self.reader: VersionVerifier
 
     @property
     def name(self) -> str:
-        return self._bucket.url
-
-    @property
-    def store(self) -> str:
         return self._bucket.url
 
     def newest(self) -> Versioned | None:
         version = newest_version(self._bucket)
         return None if version is None else version.manifest
 
-    def open_receiver(self, name: str) -> Self:
-        """Begin to follow, as a receiver of this name."""
-        self.record = OwnRecord(name)
-        self.reader = VersionVerifier(self.store, self.record, self._copier)
-        self._seen = self._tag = None
-        return self
+    def open_receiver(self, name: str) -> BucketReceiver:
+        return BucketReceiver(self._bucket, name, self._poll_interval_s, self._copier)
 
-    def records(self) -> BucketRecords:
-        return BucketRecords(self._bucket, self.record)
+    def records(self, own: OwnRecord) -> BucketRecords:
+        return BucketRecords(self._bucket, own)
+
+
+class BucketReceiver:
+    """Receiver that a mirror follows a bucket with, as a `WeightReceiver` follows a store.
+
+    The mirror relays its record together with its target's receivers'.
+    """
+
+    def __init__(self, bucket: Bucket, name: str, poll_interval_s: float, copier: Copier) -> None:
+        self._bucket = bucket
+        self._poll_interval_s = poll_interval_s
+        self._deltas: dict[VersionId, Descriptor] = {}
+        """Deltas of the version that was held last, in memory."""
+        self._seen: BucketVersion | None = None
+        self._tag: Tag | None = None
+        self._is_woken = threading.Event()
+        self.record = OwnRecord(name)
+        self.reader = VersionVerifier(self.store, self.record, copier)
+
+    @property
+    def store(self) -> str:
+        return self._bucket.url
 
     @property
     def seen(self) -> Lineage | None:

@@ -1,8 +1,8 @@
-"""`MirrorLoop`: a mirror's steps, all under one retry with backoff.
+"""`MirrorLoop`: a mirror's steps, each under a retry with backoff.
 
-A mirror is elected, looks for a newer version, copies it, and compares the target with it now and
-then. A step that fails is logged, noted in the source, and tried again; a mirror that loses its
-target is elected anew. Only the errors of `FINAL` end a mirror: all others may pass.
+A mirror waits until it is elected. Then it looks for a newer version, copies it, and compares the
+target with it now and then; if the target was removed, it is elected anew. A step that fails is
+logged, noted in the source, and tried again. Only the errors of `FINAL` end a mirror.
 
 Acknowledgements go the other way, under a retry of the same kind but in a thread of their own
 (`AcknowledgementRelay`): a copy may take minutes, and a sender must not take its receivers for dead
@@ -11,12 +11,13 @@ meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Collection
-
-from msgspec.structs import replace
+from collections.abc import Callable
+from pathlib import Path
 
 from dbuffer.errors import (
     ClosedError,
@@ -24,36 +25,44 @@ from dbuffer.errors import (
     StoreCorruptError,
     WriterSupersededError,
 )
-from dbuffer.format.lineage import Lineage, Relation, relation
-from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.mirror.records import (
-    ReceiverKey,
-    ReceiversOfBucket,
-    RecordWriter,
-    key_of,
-    mirror_id,
-)
-from dbuffer.mirror.sources import Source, SourceReceiver
+from dbuffer.format.layout import digest
+from dbuffer.format.lineage import Relation, relation
+from dbuffer.format.manifest import host_in_id
+from dbuffer.mirror.relay import AcknowledgementRelay
+from dbuffer.mirror.sources import Upstream, UpstreamReceiver
 from dbuffer.mirror.stores import StoreTarget
 from dbuffer.mirror.upload import BucketTarget
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import RetryLoop, log_once
-from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import OvertakenError
+from dbuffer.store.liveness import Process
 from dbuffer.store.records import OwnRecord
 
 logger = logging.getLogger(__name__)
 
 FINAL = (ClosedError, OptionError, WriterSupersededError)
-"""Errors that end a mirror, besides errors of ``on_copied``: no retry mends them. The section "What
-ends a mirror" of docs/object-storage.md says what to do about each."""
+"""Errors that end a mirror, besides errors of ``on_copied``: no retry mends them.
 
-RELAY_S = 0.05
-"""Interval at which a store's records are read; only changed ones go over the network."""
+`ClosedError`: it was closed, or used in a fork. `OptionError`: the target is a sender's store, or
+the source itself, or a bucket needs credentials. `WriterSupersededError`: another mirror or sender
+took the target over.
+"""
 
 NO_STATS = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
+
+
+def mirror_id(target: str) -> str:
+    """Return the id of a target's mirrors: one for all that are started for it on one machine.
+
+    A directory is told by its device and inode: containers may have different ones at one path.
+    """
+    where = f"{Process.here().machine} {target}"
+    with contextlib.suppress(OSError):
+        directory = Path(target).stat()
+        where = f"{Process.here().machine} {directory.st_dev} {directory.st_ino}"
+    return f"mirror-{host_in_id()}-{digest(os.fsencode(where))}"
 
 
 class MirrorLoop:
@@ -67,15 +76,14 @@ class MirrorLoop:
 
     def __init__(
         self,
-        source: Source,
+        source: Upstream,
         target: StoreTarget | BucketTarget,
         on_copied: Callable[[Publication], None] | None,
     ) -> None:
         self._source = source
         self._target = target
         self._on_copied = on_copied
-        self._retry: FollowLoop | None = None
-        self._receiver: SourceReceiver | None = None
+        self._receiver: UpstreamReceiver | None = None
         """Follows the source while this mirror is elected and runs."""
         self._relay: AcknowledgementRelay | None = None
         """Relays acknowledgements while the target is open, from the first version on."""
@@ -84,105 +92,97 @@ class MirrorLoop:
         """The receiver's record; before this mirror is elected, no other process sees it."""
         self.is_fit = threading.Event()
         """Set once readers of the target find nothing of an earlier run."""
+        self.problem: Exception | None = None
+        """Error of the last attempt to be elected, or None if it worked."""
         self.published: int | None = None
-        """Number of the newest version of the source that need not be copied; ``on_copied`` has
-        returned then."""
+        """Newest version of the source that is in the target, or need not be copied there.
+
+        It is set after ``on_copied`` has returned.
+        """
 
     def run(self, stop: threading.Event) -> None:
         """Take step after step until ``stop`` is set; an error of `FINAL` ends it as well."""
-        retry = self._retry = FollowLoop(
-            self, "mirroring", logger, forked="follow", final=FINAL, stop=stop
-        )
         try:
             while not stop.is_set():
-                copied = None
-                with retry.attempt():
-                    until_check_s = self._check_at - time.monotonic()
-                    if until_check_s <= 0:
-                        self._check()
-                    elif retry.wait(self.published, timeout_s=until_check_s) is not None:
-                        copied = self._copy_newest()
-                        retry.used()
-                if copied is not None:
-                    if self._on_copied is not None:
-                        self._on_copied(copied)
-                    self.published = copied.version
-                elif retry.has_forked:
-                    self._close_target()
-                    self.published = None
-                elif self._target.is_removed():
-                    logger.warning("%s was removed: it is made anew", self._target.name)
-                    self._close()
-                    self._target.resign()
-                    self.published = None
+                receiver = self._wait_for_turn(stop)
+                if receiver is not None:
+                    self._mirror(receiver, stop)
         finally:
             self._close()
-
-    @property
-    def problem(self) -> Exception | None:
-        """Error of the last step, or None if it worked."""
-        failure = None if self._retry is None else self._retry.failure
-        return None if failure is None else failure.error
 
     def wake(self) -> None:
         """Look for a version soon."""
         if self._receiver is not None:
             self._receiver.wake()
 
-    # What is followed, as `FollowLoop` sees it
-
-    @property
-    def store(self) -> str:
-        return self._source.name
-
-    @property
-    def seen(self) -> Lineage | None:
-        return None if self._receiver is None else self._receiver.seen
-
-    def wait_for_version(
-        self,
-        newer_than: int | None = None,
-        timeout_s: float | None = None,
-        stop_event: threading.Event | None = None,
-    ) -> int | None:
-        """Wait for this mirror's turn if it is not elected, else for a version to copy."""
-        if self._receiver is None:
-            self._elect()
-        if self._receiver is not None:
-            return self._receiver.wait_for_version(newer_than, timeout_s, stop_event)
-        wait_s = TIMING.retry_min_s if timeout_s is None else min(timeout_s, TIMING.retry_min_s)
-        (stop_event or threading.Event()).wait(wait_s)
+    def _wait_for_turn(self, stop: threading.Event) -> UpstreamReceiver | None:
+        """Become the mirror of the target, when no other mirror is at work; follow the source."""
+        name = self._source.name
+        retry = RetryLoop(logger, failed=f"mirroring {name}: ", final=FINAL, stop=stop)
+        while not stop.is_set():
+            with retry.attempt():
+                is_elected = self._is_elected()
+                retry.succeeded(f"mirroring {name}")
+                if is_elected:
+                    self._receiver = self._source.open_receiver(mirror_id(self._target.name))
+                    self.record = self._receiver.record
+                    self.record.count(**NO_STATS)
+                    self.is_fit.set()
+                    return self._receiver
+            self.problem, wait_s = retry.error, TIMING.retry_min_s
+            if retry.error is not None:
+                wait_s = min(retry.retry_s, 2 * TIMING.retry_min_s)
+                self.record.count(failures=1)
+                self.record.write_problem(retry.error, None)
+            stop.wait(wait_s)
         return None
 
-    def follow_fork(self) -> None:
-        if self._receiver is not None:
-            self._receiver.follow_fork()
-
-    # Steps
-
-    def _elect(self) -> None:
-        """Become the mirror of the target and follow the source, if no other mirror is at work.
+    def _is_elected(self) -> bool:
+        """Whether this mirror is elected; if not, note whether the target is fit to be read.
 
         Raises:
             WaitTimeoutError: readers of the target find another run's version.
         """
         if self._target.is_elected or self._target.elect(self._source):  # by an earlier run
-            self._receiver = self._source.open_receiver(mirror_id(self._target.name))
-            self.record = self._receiver.record
-            self.record.count(**NO_STATS)
-            self.is_fit.set()
-        elif self._target.is_fit(self._source):
+            return True
+        if self._target.is_fit(self._source):
             if not self.is_fit.is_set():
                 logger.info("another mirror of %s is at work: standing by", self._target.name)
             self.is_fit.set()
+        return False
 
-    def _copy_newest(self) -> Publication | None:
+    def _mirror(self, receiver: UpstreamReceiver, stop: threading.Event) -> None:
+        """Copy version after version, until ``stop`` is set or the target was removed."""
+        retry = FollowLoop(receiver, "mirroring", logger, forked="follow", final=FINAL, stop=stop)
+        while not stop.is_set():
+            copied = None
+            with retry.attempt():
+                until_check_s = self._check_at - time.monotonic()
+                if until_check_s <= 0:
+                    self._check()
+                elif retry.wait(self.published, timeout_s=until_check_s) is not None:
+                    copied = self._copy_newest(receiver)
+                    retry.used()
+            if copied is not None:
+                if self._on_copied is not None:
+                    self._on_copied(copied)
+                self.published = copied.version
+            elif retry.has_forked:
+                self._close_target()
+                self.published = None
+            elif self._target.is_removed():
+                logger.warning("%s was removed: it is made anew", self._target.name)
+                self._close()
+                self._target.resign()
+                self.published = None
+                return
+
+    def _copy_newest(self, receiver: UpstreamReceiver) -> Publication | None:
         """Copy the version that was just seen; None: it is there, or was overwritten meanwhile."""
-        receiver = self._receiver
-        assert receiver is not None  # noqa: S101 - it has seen a version
         if self._relay is None:
             self._target.open(self._source)
-            self._relay = AcknowledgementRelay(self._target.receivers, self._source.records())
+            writer = self._source.records(receiver.record)
+            self._relay = AcknowledgementRelay(self._target.receivers, writer)
         self._note_published(receiver)
         with receiver.hold_seen(self.published) as held:
             if held is None:
@@ -195,7 +195,7 @@ class MirrorLoop:
         receiver.record.write(staged=copied.id, problem=None, problem_version=None)
         return copied
 
-    def _note_published(self, receiver: SourceReceiver) -> None:
+    def _note_published(self, receiver: UpstreamReceiver) -> None:
         """Note which of the source's versions the target has: of a commit that failed, too."""
         there, seen = self._target.newest(), receiver.seen
         if there is None or seen is None or there.version == self.published:
@@ -244,55 +244,3 @@ class MirrorLoop:
                 relay.close()
         finally:
             self._target.close()
-
-
-class AcknowledgementRelay:
-    """Copies receivers' records from the target to the source, until :meth:`close`.
-
-    A sender waits for receivers by the records in its own store; a mirror's readers have theirs in
-    the local store, or in the bucket. Relays chain as mirrors do: a relay of the next store finds
-    these records again. A relay keeps a record alive for as long as the receiver itself may live;
-    then it copies the record's last state, and with it that the receiver has ended.
-
-    Args:
-        reader: reads the records.
-        writer: writes them.
-    """
-
-    def __init__(self, reader: DoubleBuffer | ReceiversOfBucket, writer: RecordWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._records: list[ReceiverRecord] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="dbuffer-relay", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Relay what there is, and stop."""
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        name = self._writer.name
-        retry = RetryLoop(logger, failed=f"cannot relay acknowledgements to {name}: ")
-        of_bucket = isinstance(self._reader, ReceiversOfBucket)
-        interval_s = TIMING.bucket_list_s if of_bucket else RELAY_S
-        while not self._stop.wait(interval_s if retry.error is None else retry.retry_s):
-            with retry.attempt():
-                self._relay()
-                retry.succeeded(f"relaying acknowledgements to {name}")
-        for last in (self._relay, self._writer.close):
-            with retry.attempt():
-                last()
-
-    def _relay(self) -> None:
-        # Before records are read: a record that is read after its receiver's end is the last one.
-        ended = {key_of(record) for record in self._records if not self._reader.may_live(record)}
-        self._records = self._reader.receivers()
-        self._writer.write([_relayed(record, ended) for record in self._records])
-
-
-def _relayed(record: ReceiverRecord, ended: Collection[ReceiverKey]) -> ReceiverRecord:
-    """Return the part of a record that concerns the sender; the version held is in the mirror."""
-    has_ended = record.has_ended or key_of(record) in ended
-    return replace(record, held=None, stats={}, is_relayed=True, has_ended=has_ended)

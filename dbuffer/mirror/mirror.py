@@ -1,8 +1,9 @@
 """`Mirror`: follows a remote store and publishes each newest version again in a local one.
 
 One process a node reads the network, once a version; every rank of the node maps the local store.
-Bytes go from the remote file straight to their place in the local one, and are checked there
-before the version is published. Versions keep their ids and their metadata.
+Bytes of a whole version go from the remote file straight to their place in the local one; deltas
+are applied there. Tensors are verified before the version is published, if the sender publishes
+checksums. Versions keep their ids and their metadata.
 
 Between clusters without a common mount a bucket lies between the two stores: one mirror copies
 versions into it, and one on each node copies them out of it.
@@ -29,7 +30,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import BucketSource
 from dbuffer.mirror.loop import NO_STATS, MirrorLoop
-from dbuffer.mirror.sources import Source, StoreSource
+from dbuffer.mirror.sources import StoreSource, Upstream
 from dbuffer.mirror.stores import OneStoreError, StoreTarget, state_of_senders
 from dbuffer.mirror.upload import BucketTarget
 from dbuffer.publish.publication import Publication
@@ -68,8 +69,8 @@ class Mirror(Closing, ProcessBound):
             write to.
         on_copied: called with each version that was published, in the mirror's thread: readers may
             have it already; :attr:`version` and :meth:`wait_until_current` wait until the call has
-            returned. Its ``duration_s`` is from
-            finding the version to having published it. An error from it ends the mirror.
+            returned. The publication's ``duration_s`` is from finding the version to having
+            published it. An error of the call ends the mirror.
 
     Raises:
         OptionError: an option is invalid.
@@ -94,7 +95,7 @@ class Mirror(Closing, ProcessBound):
         source, target = _open_end("remote", remote), _open_end("local", local)
         _require_two_ends(source, target)
         self._buckets = [end for end in (source, target) if isinstance(end, Bucket)]
-        self._source: Source = (
+        self._source: Upstream = (
             BucketSource(source, poll_s, copier)
             if isinstance(source, Bucket)
             else StoreSource(source, poll_s, copier.num_threads, allow_shared_store=shared)

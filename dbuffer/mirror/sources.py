@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TypeAlias
 
+from dbuffer.format.layout import Layout
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Pointer
 from dbuffer.format.places import MIRROR_LOCK_FILE
-from dbuffer.mirror.download import BucketSource, HeldObjects
-from dbuffer.mirror.records import StoreRecords
+from dbuffer.mirror.download import BucketReceiver, BucketSource, HeldObjects
+from dbuffer.mirror.relay import StoreRecords
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import Held
+from dbuffer.store.records import OwnRecord
+
+logger = logging.getLogger(__name__)
 
 SWAPPED = "did you swap source and target? If not, name another target"
 
@@ -55,12 +61,41 @@ class StoreSource:
             allow_shared_store=self._allow_shared_store,
         )
 
-    def records(self) -> StoreRecords:
+    def records(self, own: OwnRecord) -> StoreRecords:  # noqa: ARG002 - it has its own file
         return StoreRecords(self.store)
 
 
-Source: TypeAlias = StoreSource | BucketSource
-SourceReceiver: TypeAlias = WeightReceiver | BucketSource
+Upstream: TypeAlias = StoreSource | BucketSource
+"""Source of a mirror."""
+UpstreamReceiver: TypeAlias = WeightReceiver | BucketReceiver
 """Receiver that a mirror follows its source with."""
 HeldOf: TypeAlias = Held | HeldObjects
 """Version of a source that is held for reading."""
+
+
+def deltas_since(
+    last: VersionId | None, held: HeldOf, layout: Layout, target: str
+) -> list[VersionId]:
+    """Return the versions whose deltas lead from a target's last version to a held one.
+
+    If none do, although there are deltas, the log says why.
+
+    Args:
+        last: version that was copied last, or None.
+        held: version to be copied.
+        layout: layout of its copy.
+        target: name of the target.
+    """
+    manifest = held.manifest
+    if not manifest.chain:
+        return []
+    if last is None:
+        reason = "this mirror has copied no version before it"
+    elif last not in manifest.chain[:-1]:
+        reason = f"none leads from version {last.number}, which was copied last"
+    elif manifest.layout_xxh3 != layout.xxh3:
+        reason = "its tensors are in parts, and are joined in the copy"
+    else:
+        return manifest.deltas_after(last)
+    logger.info("%s: version %d has no delta: %s", target, manifest.version, reason)
+    return []

@@ -25,7 +25,14 @@ from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of, read_tensors
-from dbuffer.mirror.sources import SWAPPED, HeldOf, Source, SourceReceiver, StoreSource
+from dbuffer.mirror.sources import (
+    SWAPPED,
+    HeldOf,
+    StoreSource,
+    Upstream,
+    UpstreamReceiver,
+    deltas_since,
+)
 from dbuffer.publish.draft import Draft
 from dbuffer.publish.part import Part
 from dbuffer.publish.publication import Publication
@@ -42,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class OneStoreError(OptionError):
-    """Source and target are one store, seen through two mounts: fine for readers."""
+    """Upstream and target are one store, seen through two mounts: fine for readers."""
 
 
 class StoreTarget:
@@ -93,7 +100,7 @@ class StoreTarget:
             return self._store.newest_pointer() if self._store.exists() else None
         return None
 
-    def elect(self, source: Source) -> bool:
+    def elect(self, source: Upstream) -> bool:
         """Become the mirror of the target, if no other is.
 
         Raises:
@@ -138,7 +145,7 @@ class StoreTarget:
         path = self._store.root / places.MIRROR_LOCK_FILE
         return self._lock is not None and not filesystem.is_at(self._lock, path)
 
-    def is_fit(self, source: Source) -> bool:
+    def is_fit(self, source: Upstream) -> bool:
         """Whether its version leads to the source's, as far as both can be read.
 
         Raises:
@@ -155,7 +162,7 @@ class StoreTarget:
             "another directory"
         )
 
-    def open(self, source: Source) -> None:
+    def open(self, source: Upstream) -> None:
         """Become the writer, once there is something to write."""
         self._require_other_role(source)
         if self._writer is None:
@@ -172,7 +179,7 @@ class StoreTarget:
     def check(self) -> None:
         """Do nothing: no other process writes while this one has the lock."""
 
-    def copy(self, held: HeldOf, receiver: SourceReceiver) -> Publication:
+    def copy(self, held: HeldOf, receiver: UpstreamReceiver) -> Publication:
         """Publish a held version once more; raise `OvertakenError` if it was overwritten."""
         assert self._writer is not None  # noqa: S101 - it is open
         started, manifest = time.monotonic(), held.manifest
@@ -211,7 +218,7 @@ class StoreTarget:
         return Publication.of(manifest.id, layout, started, delta_bytes)
 
     def _fill(
-        self, draft: Draft, held: HeldOf, receiver: SourceReceiver, remote: Layout
+        self, draft: Draft, held: HeldOf, receiver: UpstreamReceiver, remote: Layout
     ) -> list[int] | None:
         """Fill a draft with a held version; return its checksums, if it has any.
 
@@ -252,26 +259,28 @@ class StoreTarget:
         since, chain = draft.claim.held_before, held.manifest.chain
         if since in chain or not chain:
             return since
-        newest = hold_newest(self._store, newer_than=None)
-        with contextlib.nullcontext() if newest is None else newest:
-            if newest is None or newest.manifest.id not in chain:
-                return since
-            if newest.manifest.layout_xxh3 != draft.layout.xxh3:
-                return since
-            ChainReader(newest, draft.layout).read(draft.mapped, self._copier)
-            return newest.manifest.id
+        with contextlib.suppress(*UNDECODABLE, StoreNotFoundError):  # damage: it is read whole
+            newest = hold_newest(self._store, newer_than=None)
+            with contextlib.nullcontext() if newest is None else newest:
+                if newest is None or newest.manifest.id not in chain:
+                    return since
+                if newest.manifest.layout_xxh3 != draft.layout.xxh3:
+                    return since
+                ChainReader(newest, draft.layout).read(draft.mapped, self._copier)
+                return newest.manifest.id
+        return None
 
     def _copy_deltas(
         self, held: HeldOf, draft: Draft, writer: BufferWriter
     ) -> dict[VersionId, int]:
         """Copy the deltas that lead from the version copied last; return the chain they make."""
         manifest, chain = held.manifest, self._chain
-        last = next(reversed(chain), manifest.id)
-        is_joined = manifest.layout_xxh3 != draft.layout.xxh3  # and deltas are of its parts
-        if last not in manifest.chain[:-1] or is_joined:
+        last = next(reversed(chain), None)
+        versions = deltas_since(last, held, draft.layout, self.name)
+        if not versions:
             return {manifest.id: 0}
         try:
-            for version in manifest.deltas_after(last):
+            for version in versions:
                 path, file = held.open_delta(version)
                 with file:
                     chunks = chunks_of(file, path)
@@ -293,14 +302,14 @@ class StoreTarget:
             allow_shared_store=self._allow_shared_store,
         )
 
-    def _has_forked(self, source: Source) -> bool:
+    def _has_forked(self, source: Upstream) -> bool:
         """Whether the version that readers find does not lead to the source's."""
         pointer, newest = self.newest(), source.newest()
         if pointer is None or newest is None:
             return False
         return relation(pointer.lineage, newest.lineage) is Relation.FORKED
 
-    def _require_source(self, source: Source) -> None:
+    def _require_source(self, source: Upstream) -> None:
         """Refuse versions here while the source has none, if no process reads them.
 
         If one does, the network may be away.
@@ -321,7 +330,7 @@ class StoreTarget:
             f"it the right one?): {remedy}"
         )
 
-    def _is_prepared(self, source: Source) -> bool:
+    def _is_prepared(self, source: Upstream) -> bool:
         """Whether another mirror is copying a version of the source into it."""
         newest = source.newest()
         return newest is not None and any(
@@ -331,7 +340,7 @@ class StoreTarget:
             for manifest in Contents(self._store).manifests.values()
         )
 
-    def _require_other_role(self, source: Source) -> None:
+    def _require_other_role(self, source: Upstream) -> None:
         """Refuse the source itself under another name, and a sender's store.
 
         Raises:

@@ -41,9 +41,16 @@ from dbuffer.format.objects import (
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import as_bytes, new_memory, pack_checksums
 from dbuffer.mirror.bucket import Bucket, Tag
-from dbuffer.mirror.records import ReceiversOfBucket
-from dbuffer.mirror.retention import forgotten_objects, missing_objects, unneeded_objects
-from dbuffer.mirror.sources import SWAPPED, HeldOf, Source, SourceReceiver, StoreSource
+from dbuffer.mirror.bucket_records import ReceiversOfBucket
+from dbuffer.mirror.sources import (
+    SWAPPED,
+    HeldOf,
+    StoreSource,
+    Upstream,
+    UpstreamReceiver,
+    deltas_since,
+)
+from dbuffer.mirror.sweep import forgotten_objects, missing_objects, unneeded_objects
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.reader import read_whole
 from dbuffer.runtime.trouble import log_once
@@ -84,7 +91,7 @@ class BucketTarget:
     def name(self) -> str:
         return self._bucket.url
 
-    def elect(self, source: Source) -> bool:  # noqa: ARG002 - whatever it holds
+    def elect(self, source: Upstream) -> bool:  # noqa: ARG002 - whatever it holds
         self.is_elected = True
         return True
 
@@ -94,14 +101,14 @@ class BucketTarget:
     def is_removed(self) -> bool:
         return False  # a check finds out
 
-    def is_fit(self, source: Source) -> bool:  # noqa: ARG002
+    def is_fit(self, source: Upstream) -> bool:  # noqa: ARG002
         return True  # its readers are mirrors, which compare versions themselves
 
     def newest(self) -> Manifest | None:
         """Return the version as this mirror has read or put it last: a look costs a request."""
         return None if self._last is None else self._last.manifest
 
-    def open(self, source: Source) -> None:
+    def open(self, source: Upstream) -> None:
         """Become the writer, once there is something to write."""
         # It would take the bucket over from the trainer's mirror, and nothing new would come.
         if isinstance(source, StoreSource) and source.copied_from() == self.name:
@@ -113,7 +120,7 @@ class BucketTarget:
     def close(self) -> None:
         """Do nothing: another mirror takes over without that."""
 
-    def copy(self, held: HeldOf, receiver: SourceReceiver) -> Publication:
+    def copy(self, held: HeldOf, receiver: UpstreamReceiver) -> Publication:
         """Publish a held version in the bucket; raise `OvertakenError` if it was overwritten.
 
         Raises:
@@ -127,7 +134,7 @@ class BucketTarget:
             if self._layout is None or self._layout.xxh3 != manifest.layout_xxh3:
                 self._layout = held.read_layout()
             layout = self._layout.joined
-            deltas, weights = self._read_deltas(held), None
+            deltas, weights = self._read_deltas(held, layout), None
             if self._needs_weights(deltas, layout):
                 weights = self._read_weights(held, receiver, layout)
             held.require_unchanged()
@@ -238,23 +245,20 @@ class BucketTarget:
             map(is_of_receivers, self._bucket.list(RECEIVERS_PREFIX))
         )
 
-    def _read_deltas(self, held: HeldOf) -> dict[VersionId, bytes]:
+    def _read_deltas(self, held: HeldOf, layout: Layout) -> dict[VersionId, bytes]:
         """Read the deltas that lead from the version put last, if some do and can be read."""
-        manifest, last, deltas = held.manifest, self._last, dict[VersionId, bytes]()
-        if last is None or last.part_bytes != PART_BYTES:  # of another release
-            return deltas
-        if last.manifest.layout_xxh3 != manifest.layout_xxh3 or last.id not in manifest.chain:
-            return deltas
+        last, deltas = self._last, dict[VersionId, bytes]()
+        is_of_this_release = last is not None and last.part_bytes == PART_BYTES
+        base = last.id if last is not None and is_of_this_release else None
         try:
-            for version in manifest.deltas_after(last.id):
+            for version in deltas_since(base, held, layout, self.name):
                 name, file = held.open_delta(version)
                 with file, filesystem.os_errors("read a delta", name):
                     num_bytes = os.fstat(file.number).st_size
                     deltas[version] = filesystem.read_at(file.number, 0, num_bytes)
         except (*UNDECODABLE, StoreNotFoundError) as error:
-            logger.warning(
-                "copying version %d without its deltas: %s", manifest.version, str(error)
-            )
+            number = held.manifest.version
+            logger.warning("copying version %d without its deltas: %s", number, str(error))
             return {}
         return deltas
 
@@ -266,11 +270,16 @@ class BucketTarget:
         since = last.manifest.since_anchor
         sizes = [last.delta(version).num_bytes for version in since]
         if is_long([*sizes, *map(len, deltas.values())], layout.num_bytes):
-            return True
-        return any(record.unreadable in since for record in self.receivers.known())
+            reason = "its chain of deltas is long"
+        elif any(record.unreadable in since for record in self.receivers.known()):
+            reason = "a receiver cannot read the deltas before it"
+        else:
+            return False
+        logger.info("%s: version %d is put whole: %s", self.name, [*deltas][-1].number, reason)
+        return True
 
     def _read_weights(
-        self, held: HeldOf, receiver: SourceReceiver, layout: Layout
+        self, held: HeldOf, receiver: UpstreamReceiver, layout: Layout
     ) -> tuple[memoryview, dict[str, Any]]:
         """Read a version into memory, whole, as a weights file; return it, and fields about it.
 

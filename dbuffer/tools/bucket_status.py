@@ -23,9 +23,9 @@ from dbuffer.format.objects import (
     version_of,
 )
 from dbuffer.mirror.bucket import Bucket
+from dbuffer.mirror.bucket_records import MirrorObject, ReceiversOfBucket
 from dbuffer.mirror.download import newest_version
-from dbuffer.mirror.records import MirrorObject, ReceiversOfBucket
-from dbuffer.mirror.retention import missing_objects
+from dbuffer.mirror.sweep import missing_objects
 from dbuffer.runtime.messages import listed as in_words
 from dbuffer.runtime.timing import TIMING
 from dbuffer.tools.status import buffer_status, in_order, make_status, receiver_status

@@ -33,10 +33,10 @@ from dbuffer.integrations import metrics
 from dbuffer.mirror import bucket as buckets
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import NUM_REQUESTS, Bucket
+from dbuffer.mirror.bucket_records import BucketRecords, ReceiversOfBucket
 from dbuffer.mirror.download import newest_version
 from dbuffer.mirror.mirror import Mirror, start_mirror
-from dbuffer.mirror.records import BucketRecords, ReceiversOfBucket
-from dbuffer.mirror.retention import KEEP_ANCHORS
+from dbuffer.mirror.sweep import KEEP_ANCHORS
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import OwnRecord
 from tests.support.children import Child

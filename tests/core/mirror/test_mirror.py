@@ -32,9 +32,8 @@ from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import metrics
 from dbuffer.io import chain_reader
 from dbuffer.mirror import mirror as mirrors
-from dbuffer.mirror.loop import FINAL
+from dbuffer.mirror.loop import FINAL, mirror_id
 from dbuffer.mirror.mirror import Mirror, start_mirror
-from dbuffer.mirror.records import mirror_id
 from dbuffer.mirror.stores import StoreTarget
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.follow_loop import FollowLoop
@@ -437,6 +436,21 @@ def test_a_damaged_local_buffer_is_not_built_upon(remote, local, mount, checksum
                 double = DoubleBuffer(local)
                 idle = other_buffer(double.pointer().buffer)
                 flip_bit(double.weights_path(idle, double.manifest(idle)), 77)
+        assert one.stats["failures"] == 0
+
+
+@pytest.mark.parametrize("damage", [b"garbled", b""])
+def test_a_damaged_local_pointer_is_replaced(remote, local, damage):
+    """The next version goes into a new file, and its deltas have nothing there to lead from."""
+    with (
+        dbuffer.WeightSender(remote, checksum=True, delta=True) as sender,
+        quick(remote, local).start() as one,
+    ):
+        sender.send(SPARSE.weights(1))
+        one.wait_until_current(TIMEOUT_S)
+        (local / "CURRENT").write_bytes(damage)
+        sender.send(SPARSE.weights(2))
+        arrives(one, local, 2, SPARSE)
         assert one.stats["failures"] == 0
 
 

@@ -18,9 +18,8 @@ import dbuffer
 from dbuffer.format.lineage import Lineage, Run, VersionId
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
-from dbuffer.mirror.loop import RELAY_S, AcknowledgementRelay
 from dbuffer.mirror.mirror import Mirror
-from dbuffer.mirror.records import StoreRecords
+from dbuffer.mirror.relay import RELAY_S, AcknowledgementRelay, StoreRecords
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile

@@ -1,52 +1,33 @@
-"""Receivers' records that a mirror relays: `StoreRecords`, `BucketRecords`, `ReceiversOfBucket`.
+"""Receivers' records in a bucket: `BucketRecords` puts a mirror's, `ReceiversOfBucket` reads all.
 
-In a store each record has a file of its own. In a bucket each mirror has one object, with the
-records of its local store. Clocks of two clusters are not compared: a mirror shows life by putting
-its object again, and a reader goes by its own time since the object has changed.
+Each mirror has one object, with its own record and those of its local store. Clocks of two clusters
+are not compared: a mirror shows life by putting its object again, and a reader goes by its own time
+since the object has changed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import time
 from collections.abc import Collection
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
 from dbuffer.errors import StoreNotFoundError
-from dbuffer.format.layout import digest
-from dbuffer.format.manifest import UNDECODABLE, ReceiverRecord, encode, host_in_id
+from dbuffer.format.manifest import UNDECODABLE, ReceiverRecord, encode
 from dbuffer.format.objects import (
     RECEIVERS_PREFIX,
     BucketReceivers,
     is_of_receivers,
     receivers_object,
 )
-from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.mirror.bucket import Bucket, Listed
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
-from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.liveness import Process
-from dbuffer.store.records import OwnRecord, PublishedRecord
+from dbuffer.store.records import OwnRecord
 
 logger = logging.getLogger(__name__)
-
-
-def mirror_id(target: str) -> str:
-    """Return the id of a target's mirrors: one for all that are started for it on one machine.
-
-    A directory is told by its device and inode: containers may have different ones at one path.
-    """
-    where = f"{Process.here().machine} {target}"
-    with contextlib.suppress(OSError):
-        directory = Path(target).stat()
-        where = f"{Process.here().machine} {directory.st_dev} {directory.st_ino}"
-    return f"mirror-{host_in_id()}-{digest(os.fsencode(where))}"
 
 
 ReceiverKey: TypeAlias = tuple[str, str]
@@ -56,50 +37,6 @@ ReceiverKey: TypeAlias = tuple[str, str]
 def key_of(record: ReceiverRecord) -> ReceiverKey:
     """Return the key of a record's receiver."""
     return record.receiver, record.token
-
-
-class StoreRecords:
-    """Relayed records in a store, each in a file of its own."""
-
-    def __init__(self, store: DoubleBuffer) -> None:
-        self._store = DoubleBuffer(store.root, allow_shared_store=True)
-        self._files: dict[ReceiverKey, PublishedRecord] = {}
-        self._touched_at = time.monotonic()
-
-    @property
-    def name(self) -> str:
-        return str(self._store.root)
-
-    def write(self, records: Collection[ReceiverRecord]) -> None:
-        """Let these relayed records be there, and no others of this writer."""
-        by_key = {key_of(record): record for record in records}
-        for key in self._files.keys() - by_key.keys():
-            self._files.pop(key).remove()
-        # Not Path.is_dir(), which raises what a network mount may answer.
-        if not os.path.isdir(self._store.root / RECEIVERS_DIRECTORY):  # noqa: PTH112
-            return
-        for key, record in by_key.items():
-            self._update(self._files.setdefault(key, PublishedRecord(self._store, *key)), record)
-        if time.monotonic() - self._touched_at > TIMING.heartbeat_s:
-            self._touched_at = time.monotonic()
-            for file in self._files.values():
-                if file.record is not None and not file.record.has_ended:
-                    file.show_life()
-
-    def close(self) -> None:
-        """Stop showing life; the records stay."""
-        for file in self._files.values():
-            file.close()
-
-    def _update(self, file: PublishedRecord, record: ReceiverRecord) -> None:
-        """Write a record, if more has changed in it than its time."""
-        before = file.record
-        if before is not None and record == replace(before, updated_at=record.updated_at):
-            return
-        with contextlib.suppress(StoreNotFoundError):  # the store is being removed
-            file.put(record)
-            if record.has_ended:
-                file.close()
 
 
 class BucketRecords:
@@ -146,10 +83,6 @@ class BucketRecords:
 
 def _without_times(records: list[ReceiverRecord]) -> list[ReceiverRecord]:
     return [replace(record, updated_at=0.0) for record in records]
-
-
-RecordWriter: TypeAlias = StoreRecords | BucketRecords
-"""Place that records are relayed to."""
 
 
 class MirrorObject(NamedTuple):
