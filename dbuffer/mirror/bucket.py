@@ -200,7 +200,7 @@ class Bucket(Closing):
     def read(
         self, kind: type[RecordT], name: str, tag: Tag | None = None
     ) -> tuple[RecordT, Tag] | None:
-        """Read a record; None: its content is still that of ``tag``."""
+        """Read a record, and its tag, or return None if the tag is still ``tag``."""
         options: Any = None if tag is None else {"if_none_match": tag["e_tag"]}
 
         def request() -> tuple[bytes, Tag] | None:
@@ -229,8 +229,8 @@ class Bucket(Closing):
         """Put an object if it still has the content of ``tag``, or with None is not there.
 
         Returns:
-            The tag of the new content. None: it has another content, which may be this one, if the
-            answer to a put that succeeded was lost.
+            The tag of the new content, or None if the object has another content. That may be this
+            one, if the answer to a put that succeeded was lost.
         """
 
         def request() -> Tag | None:

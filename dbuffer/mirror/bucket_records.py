@@ -1,7 +1,7 @@
 """Receivers' records in a bucket: `BucketRecords` puts a mirror's, `ReceiversOfBucket` reads all.
 
-Each mirror has one object, with its own record and those of its local store. Clocks of two clusters
-are not compared: a mirror shows life by putting its object again, and a reader goes by its own time
+Each mirror has one object, with its own record and its local store's. Clocks of two clusters are
+not compared: a mirror shows life by putting its object again, and a reader goes by its own time
 since the object has changed.
 """
 

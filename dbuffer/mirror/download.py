@@ -43,7 +43,7 @@ class HeldObjects(HeldVersion):
         bucket: where it is.
         version: its record.
         deltas: open files with deltas, by the versions that they lead to, which were fetched
-            already. Afterwards it has those that the next version may be read with.
+            already. Afterwards it has the deltas that the next version may need once more.
 
     Raises, in all its methods:
         StoreNotFoundError: a part is missing.
@@ -66,7 +66,8 @@ class HeldObjects(HeldVersion):
         return self._bucket.name_of(weights_directory(self.manifest.file_version))
 
     def release(self) -> None:
-        # The other buffer of a store needs those of this version once more; not if it is empty.
+        # The next version goes into a store's other buffer, which needs the same deltas; an empty
+        # buffer needs none.
         kept = set() if self._is_read_whole else self._used
         for version in self._deltas.keys() - kept:
             self._deltas.pop(version).close()

@@ -178,7 +178,7 @@ class MirrorLoop:
                 return
 
     def _copy_newest(self, receiver: UpstreamReceiver) -> Publication | None:
-        """Copy the version that was just seen; None: it is there, or was overwritten meanwhile."""
+        """Copy the version seen last; return None if it is there, or was overwritten meanwhile."""
         if self._relay is None:
             self._target.open(self._source)
             writer = self._source.records(receiver.record)
@@ -228,7 +228,7 @@ class MirrorLoop:
             raise
 
     def _close(self) -> None:
-        """Close what was opened for the turn, which may go on in another run."""
+        """Close the receiver, the relay and the target."""
         # First the receiver: the last records that are relayed say that it has ended.
         receiver, self._receiver = self._receiver, None
         try:

@@ -113,7 +113,7 @@ class Mirror(Closing, ProcessBound):
         self._has_ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._runs_in: int | None = None
-        """Identifier of the thread in which it runs."""
+        """Identifier of the thread that runs it."""
         self._error: BaseException | None = None
         """Error that ended the mirror's thread."""
 
@@ -162,7 +162,7 @@ class Mirror(Closing, ProcessBound):
         except BaseException:
             self._end()
             raise
-        self._thread = thread  # one that could not begin cannot be joined
+        self._thread = thread  # a thread that could not begin cannot be joined
         try:
             self._wait_until_fit(thread)
         except BaseException:
@@ -216,10 +216,9 @@ class Mirror(Closing, ProcessBound):
         self._has_ended.set()
 
     def wait_until_current(self, timeout_s: float = 60.0) -> None:
-        """Wait until the local store holds what was the newest version when this was called.
+        """Wait until the local store holds the version that is the remote store's newest now.
 
-        Where it is this mirror that copied it, ``on_copied`` has been called with it by then; it
-        must not wait itself.
+        If this mirror copies it, ``on_copied`` has returned by then; it must not wait itself.
 
         Raises:
             OptionError: ``timeout_s`` is no time.
@@ -247,7 +246,7 @@ class Mirror(Closing, ProcessBound):
         is not repeated. In ``on_copied`` it returns at once, and the mirror stops after that call.
         """
         if self._is_inherited:
-            return  # in a fork, what it has is its parent's
+            return  # a fork: threads and files are its parent's
         with self._closing:
             self._stop.set()
             has_begun = self._has_begun

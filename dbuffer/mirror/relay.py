@@ -48,7 +48,7 @@ class StoreRecords:
         by_key = {key_of(record): record for record in records}
         for key in self._files.keys() - by_key.keys():
             self._files.pop(key).remove()
-        # Not Path.is_dir(), which raises what a network mount may answer.
+        # Not Path.is_dir(), which raises errors of a network mount.
         if not os.path.isdir(self._store.root / RECEIVERS_DIRECTORY):  # noqa: PTH112
             return
         for key, record in by_key.items():
@@ -101,7 +101,7 @@ class AcknowledgementRelay:
         self._thread.start()
 
     def close(self) -> None:
-        """Relay what there is, and stop."""
+        """Relay all records once more, and stop."""
         self._stop.set()
         self._thread.join()
 

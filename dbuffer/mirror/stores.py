@@ -53,9 +53,9 @@ class OneStoreError(OptionError):
 
 
 class StoreTarget:
-    """A store, of a node mostly, in which a mirror publishes.
+    """A store that a mirror publishes in, mostly a node's.
 
-    Of several mirrors one is elected, by a lock that the kernel drops when its process ends.
+    A lock elects one of several mirrors; the kernel drops it when its process ends.
     """
 
     def __init__(
