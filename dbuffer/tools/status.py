@@ -233,5 +233,5 @@ def _state_of(
         kept = "pinned" if is_pinned(store, name) else "kept"
         return kept if is_published else f"{kept}, lost"
     if not is_published:
-        return "writing"
+        return "unfinished"
     return "newest" if name == newest else "previous"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -15,26 +17,60 @@ from dbuffer.tools.terminal import printable
 
 def line(text: object) -> RenderableType:
     """Return a line of a result; no part of the text is markup."""
-    return Text(printable(text).replace("\n", "\\n"), overflow="fold")
+    return Text(_printable_line(text), overflow="fold")
+
+
+def _printable_line(text: object) -> str:
+    return printable(text).replace("\n", "\\n")
 
 
 def table(rows: Sequence[Mapping[str, Any]], *columns: str) -> RenderableType:
-    """Return a table of dictionaries that have the same keys.
-
-    Empty columns are left out; where a table is too wide, cells are folded.
+    """Return a table of dictionaries that have the same keys; empty columns are left out.
 
     Args:
         rows: the dictionaries.
-        columns: keys to show; by default, all.
+        columns: keys to show, the most important first; by default, all.
     """
-    drawn = Table(box=None, padding=(0, 2, 0, 0))
-    cells = {key: [_cell(key, row[key]) for row in rows] for key in columns or rows[0]}
-    cells = {key: column for key, column in cells.items() if any(column)}
-    for key in cells:
-        drawn.add_column(key.removesuffix("_s").replace("_", " "), overflow="fold")
-    for row in zip(*cells.values(), strict=True):
-        drawn.add_row(*map(line, row))
-    return drawn
+    keys = columns or rows[0]
+    cells = {key: [_printable_line(_cell(key, row[key])) for row in rows] for key in keys}
+    titles = {key: key.removesuffix("_s").replace("_", " ") for key in cells}
+    return _FittingTable([[titles[key], *cells[key]] for key in cells if any(cells[key])])
+
+
+_GAP = 2
+"""Spaces behind each column."""
+
+_WORD = 9
+"""Width down to which longer words, such as names of tensors, are folded."""
+
+
+@dataclasses.dataclass
+class _FittingTable:
+    """Table that folds cells between words, and leaves out last columns, in a narrow terminal."""
+
+    columns: list[list[str]]
+    """Title and cells of each."""
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        drawn = Table(box=None, padding=(0, _GAP, 0, 0))
+        widths = self._widths(options.max_width)
+        for (title, *_cells), width in zip(self.columns, widths, strict=False):
+            drawn.add_column(title, overflow="fold", width=width)
+        for row in zip(*(cells[1:] for cells in self.columns[: len(widths)]), strict=True):
+            drawn.add_row(*map(line, row))
+        yield drawn
+
+    def _widths(self, room: int) -> list[int]:
+        """Return the width of each column that fits."""
+        words = [[word for text in column for word in text.split()] for column in self.columns]
+        least = [min(_WORD, max(map(cell_len, column))) for column in words]
+        while len(least) > 2 and sum(least) + _GAP * len(least) > room:
+            least.pop()
+        widths = [max(map(cell_len, column)) for column in self.columns[: len(least)]]
+        while sum(widths) + _GAP * len(widths) > room and widths != least:
+            widest = max(range(len(widths)), key=lambda i: widths[i] - least[i])
+            widths[widest] -= 1
+        return widths
 
 
 def _cell(key: str, value: object) -> str:

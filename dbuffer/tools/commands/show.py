@@ -6,11 +6,12 @@ import contextlib
 import functools
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Never
 
 import typer
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 
 from dbuffer.errors import OptionError, WaitTimeoutError
@@ -19,7 +20,7 @@ from dbuffer.store.hold import hold_newest
 from dbuffer.tools import tables
 from dbuffer.tools.commands import shared
 from dbuffer.tools.status import read_status
-from dbuffer.tools.terminal import progress
+from dbuffer.tools.terminal import print_parts, progress
 
 _REFRESH_S = 0.5
 
@@ -65,14 +66,25 @@ def status(
             bucket = stack.enter_context(Bucket(place))
             read, refresh_s = functools.partial(read_bucket_status, bucket), TIMING.bucket_watch_s
         if watch:
-            with Live(screen=True, auto_refresh=False) as live:
-                while True:
-                    live.update(Group(*tables.status_parts(read())), refresh=True)
-                    time.sleep(refresh_s)
+            _watch(lambda: tables.status_parts(read()), refresh_s)
         found = read()
     shared.show(found, tables.status_parts(found), as_json=as_json)
     if check and found["problems"]:
         raise typer.Exit(shared.EXIT_FAILED)
+
+
+def _watch(read_parts: Callable[[], list[RenderableType]], refresh_s: float) -> Never:
+    """Show a status on a screen of its own until Ctrl-C, which leaves the last one behind."""
+    parts: list[RenderableType] = []
+    try:
+        with Live(screen=True, auto_refresh=False) as live:
+            while True:
+                parts = read_parts()
+                live.update(Group(*parts), refresh=True)
+                time.sleep(refresh_s)
+    except KeyboardInterrupt:
+        print_parts(parts)
+        raise
 
 
 def verify(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import signal
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import dbuffer
 from dbuffer.format.lineage import VersionId
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.cli import COMMANDS
+from dbuffer.tools.status import read_status
+from dbuffer.tools.tables import status_parts
 from tests.support.terminals import Terminal
 
 NUM_RECEIVERS = 20
@@ -94,6 +99,27 @@ def test_a_watched_status_follows_its_store(store):
         terminal.wait_for(lambda lines: lines and ": version 3;" in lines[0])
         terminal.signal(signal.SIGTERM)
         assert terminal.wait_for_end() == (-signal.SIGTERM, []), "the earlier screen is back"
+
+
+def test_a_watched_status_leaves_the_last_one_behind(store):
+    with Terminal("status", store, "--watch") as terminal:
+        terminal.wait_for(lambda lines: lines and ": version 2;" in lines[0])
+        terminal.signal(signal.SIGINT)
+        code, lines = terminal.wait_for_end()
+    assert code == -signal.SIGINT
+    assert ": version 2;" in lines[0]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 72])
+def test_words_of_a_narrow_status_are_whole(store, columns):
+    with receivers_of(store):
+        parts = status_parts(read_status(DoubleBuffer(store)))
+    printed = io.StringIO()
+    Console(width=columns, file=printed).print(*parts, sep="\n")
+    text = printed.getvalue()
+    assert max(map(len, text.splitlines())) <= columns
+    words = set(text.split())
+    assert {"buffer", "state", "version", "newest", "previous", "receiver", "host"} <= words
 
 
 @pytest.mark.parametrize("command", [("follow",), ("mirror", "LOCAL")])
