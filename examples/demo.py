@@ -64,7 +64,7 @@ def main() -> None:
     trainer, rewards = Trainer(), []
     memory = MEMORY if os.access(MEMORY, os.W_OK | os.X_OK) else None
     with tempfile.TemporaryDirectory(prefix="dbuffer-demo-", dir=memory) as scratch:
-        print("starting a vLLM engine")
+        print("starting a vLLM engine, which takes a minute on two cores")
         engine = start_engine(trainer.model, Path(scratch, "initial"))
         first = generate(engine, trainer.prompts, temperature=0.0)
         store = Path(scratch, "store")

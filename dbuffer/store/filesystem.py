@@ -28,6 +28,7 @@ from dbuffer.errors import (
     StoreNotFoundError,
 )
 from dbuffer.runtime.closing import Closing, ProcessBound
+from dbuffer.runtime.messages import format_bytes
 from dbuffer.runtime.timing import doubling
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.runtime.trouble import log_once
@@ -72,8 +73,11 @@ def real_path(path: Path) -> Path:
         raise StoreAccessError(f"cannot follow the path at {path}: {error}") from None
 
 
-def os_errors(action: str, path: Path | str) -> TranslatedErrors:
-    """Turn an OSError into ours, which says which action failed, where, and what to do."""
+def os_errors(action: str, path: Path | str, num_bytes: int = 0) -> TranslatedErrors:
+    """Turn an OSError into ours, which says which action failed, where, and what to do.
+
+    ``num_bytes`` is the room that the action needs.
+    """
 
     def translate(error: BaseException) -> None:
         if isinstance(error, DBufferError) or not isinstance(error, OSError):
@@ -83,8 +87,9 @@ def os_errors(action: str, path: Path | str) -> TranslatedErrors:
         if error.errno == errno.ESTALE:  # over NFS: it was removed while we had it in hand
             raise StoreNotFoundError(f"cannot {action}: {path} is gone") from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            room = f", which needs {_room(Path(path), num_bytes)}" if num_bytes else ""
             raise StoreFullError(
-                f"cannot {action}: no room left for {path}; make room on its filesystem"
+                f"cannot {action}: no room left for {path}{room}; make room on its filesystem"
             ) from error
         whose = ""
         if error.errno == errno.EACCES:
@@ -92,6 +97,14 @@ def os_errors(action: str, path: Path | str) -> TranslatedErrors:
         raise StoreAccessError(f"cannot {action} at {path}: {error.strerror}{whose}") from error
 
     return TranslatedErrors(translate)
+
+
+def _room(path: Path, num_bytes: int) -> str:
+    """Return a file's size, and what is free where it belongs, if its filesystem tells."""
+    with contextlib.suppress(OSError):
+        status = os.statvfs(path.parent)
+        return f"{format_bytes(num_bytes)} ({format_bytes(status.f_bavail * status.f_frsize)} free)"
+    return format_bytes(num_bytes)
 
 
 def list_matching(directory: Path, pattern: str) -> list[Path]:
@@ -434,7 +447,7 @@ def allocate(descriptor: int, num_bytes: int, path: Path) -> None:
     Raises:
         StoreFullError: there is no room. A page without a block would have been a SIGBUS.
     """
-    with os_errors("allocate a buffer", path):
+    with os_errors("allocate a buffer", path, num_bytes):
         os.posix_fallocate(descriptor, 0, num_bytes)
 
 
@@ -443,7 +456,7 @@ def check_room(path: Path, num_bytes: int) -> None:
 
     Over NFSv3 it cannot. What quotas and others take shows when the file is flushed.
     """
-    with os_errors("look for room", path):
+    with os_errors("look for room", path, num_bytes):
         status = os.statvfs(path.parent)
         # Some that are not disks have no size to tell.
         if status.f_blocks and status.f_bavail * status.f_frsize < num_bytes:

@@ -63,6 +63,14 @@ def test_full(disk, store, first):
         assert_tidy(store)
 
 
+def test_the_error_says_how_much_is_needed_and_free(disk, store):
+    with dbuffer.WeightSender(store) as sender:
+        fill(disk, leave_bytes=MEGABYTE)
+        room = r"which needs [\d.]+ MB \([\d.]+ [kM]?B free\)"
+        with pytest.raises(dbuffer.StoreFullError, match=room):
+            sender.send(BIG.weights(1))
+
+
 def test_full_before_the_store_is_made(disk, store):
     filler = fill(disk)
     with contextlib.suppress(dbuffer.StoreFullError), dbuffer.WeightSender(store) as one:

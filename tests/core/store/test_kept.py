@@ -378,7 +378,7 @@ def test_a_version_that_no_pointer_named_counts_as_none(store, mount, capsys, mo
                 sender.send(SMALL.weights(99))
             status = json.loads(call(capsys, "status", store, "--json")[1])
             states = {buffer["version"]: buffer["state"] for buffer in status["buffers"]}
-            assert states[number] == "writing"
+            assert states[number] == "unfinished"
             verified = call(capsys, "verify", store, "--json")[1]
             assert f'"version": {number},' not in verified
             with pytest.raises(dbuffer.VersionError):
