@@ -37,7 +37,7 @@ from tests.support.soak import Record, is_soak
 from tests.support.stores import back_up, copy_over, remove_store, rename, replace
 from tests.support.waiting import until
 
-VERSIONS = 500 if is_soak() else 150
+VERSIONS = 500 if is_soak() else 100
 """Versions that are published in each world."""
 
 WORLDS = 5 if is_soak() else 1

@@ -107,7 +107,7 @@ class Route:
         shutil.rmtree(self.local)
         return version
 
-    def requests_to_spoil(self, first: int = 1, every: int = 3) -> Iterator[tuple[int, int]]:
+    def requests_to_spoil(self, first: int = 1, every: int = 4) -> Iterator[tuple[int, int]]:
         """Publish version after version; yield each, and the number of the request to spoil.
 
         End after the first version that is copied in fewer requests.
@@ -136,7 +136,7 @@ def route(request, store, local, proxy, bucket_url, monkeypatch) -> Iterator[Rou
 
 
 all_faults = pytest.mark.parametrize(
-    ("fault", "first"), [(name, 1 + index % 3) for index, name in enumerate(FAULTS)]
+    ("fault", "first"), [(name, 1 + index % 4) for index, name in enumerate(FAULTS)]
 )
 
 
