@@ -113,11 +113,6 @@ class DeltaHeader:
         stored = (chunk.stored_bytes for chunk in self.chunks)
         return list(itertools.accumulate(stored, initial=self.header_bytes))
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the whole file."""
-        return self.places[-1]
-
 
 def encode_header(record: DeltaRecord) -> bytes:
     """Return the prefix and the header."""

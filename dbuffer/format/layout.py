@@ -192,11 +192,6 @@ class Layout:
         """Bytes of all tensors, without padding."""
         return sum(self.sizes)
 
-    @cached_property
-    def num_elements(self) -> int:
-        """Number of elements of all tensors together."""
-        return sum(math.prod(spec.shape) for spec in self.specs)
-
     @property
     def is_in_parts(self) -> bool:
         return bool(self.part_bytes)

@@ -230,20 +230,15 @@ def _encode_chunk(places: Integers, differences: Words) -> tuple[Chunk, bytes]:
     np.subtract(places[1:], places[:-1], out=gaps[1:], casting="unsafe")
     gaps[1:] -= 1
     zigzag = (differences << 1) ^ -(differences >> (8 * width - 1))
-    stored = [_pack_plane(plane) for words in (gaps, zigzag) for plane in _planes_of(words)]
+    stored = []
+    for words in (gaps, zigzag):
+        # The lowest byte of each word, the next one of each, and so on.
+        for plane in words.view(np.uint8).reshape(len(words), words.itemsize).T:
+            stored.append(delta.pack(np.ascontiguousarray(plane)) if plane.any() else b"")
     body = b"".join([np.array(list(map(len, stored)), "<u4").tobytes(), *stored])
     first, last = int(places[0]), int(places[-1])
     num_bytes = width * (last + 1 - first)
     return Chunk(first * width, num_bytes, width, len(places), len(body), digest(body)), body
-
-
-def _planes_of(words: Words) -> Words:
-    """Return the lowest byte of each word, the next one of each, and so on."""
-    return words.view(np.uint8).reshape(len(words), words.itemsize).T
-
-
-def _pack_plane(plane: Words) -> bytes:
-    return delta.pack(np.ascontiguousarray(plane)) if plane.any() else b""
 
 
 def words_in(memory: torch.Tensor, width: int) -> Words:

@@ -186,7 +186,7 @@ class _Transfer(Closing):
         self.direct: list[Pair] = []
         self._others: list[Pair] = []
         for host, on_device in pairs:
-            if _can_be_direct(host, on_device):
+            if host.nbytes >= _LONG_BYTES and _is_flat(host, on_device) and host.is_pinned():
                 self.direct.append((host, on_device))
             elif host.nbytes:
                 self._others.append((host, on_device))
@@ -219,10 +219,6 @@ def _make_slots(device: torch.device, num_bytes: int) -> list[_Slot]:
         with contextlib.suppress(torch.OutOfMemoryError):
             return [_Slot(device, min(limit, num_bytes)) for _ in range(_NUM_SLOTS)]
     return [_Slot(device, min(_PIECE_BYTES[-1], num_bytes)) for _ in range(_NUM_SLOTS)]
-
-
-def _can_be_direct(host: torch.Tensor, on_device: torch.Tensor) -> bool:
-    return host.nbytes >= _LONG_BYTES and _is_flat(host, on_device) and host.is_pinned()
 
 
 def _is_flat(host: torch.Tensor, on_device: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from dbuffer.errors import (
     StoreAccessError,
@@ -76,10 +76,6 @@ class DeltaBase:
     delta_bytes: dict[VersionId, int]
     """Bytes of the deltas of its chain, by the versions they lead to, oldest first. The chain's
     first version is there with 0 bytes."""
-
-    def without_chain(self) -> Self:
-        """Return it as a version that no delta leads to."""
-        return replace(self, delta_bytes={self.manifest.id: 0})
 
     def problem(self, writer: BufferWriter) -> str | None:
         """Return why readers cannot have the version or its deltas, or None if they can.
@@ -224,7 +220,7 @@ class Deltas:
             return True
         problem = base.problem(self._writer)
         if problem is not None:
-            self._base = base.without_chain()
+            self._base = replace(base, delta_bytes={base.manifest.id: 0})
             logger.warning(
                 "%s: the deltas before version %d are not used, and it gets a whole file: %s",
                 self._store.root,

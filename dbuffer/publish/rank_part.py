@@ -146,7 +146,8 @@ class HeldParts:
         if (known := self._boxes.get(id(sharded))) is None:
             known = None, False
             if isinstance(sharded, HeldRows):
-                known = _box_of_rows(sharded), False
+                start = (sharded.first, *[0] * (sharded.local.ndim - 1))
+                known = Box(0, start, tuple(sharded.local.shape)), False
             if isinstance(sharded, DTensor):
                 is_strided = any(isinstance(way, _StridedShard) for way in sharded.placements)
                 known = _box_of_dtensor(sharded), is_strided
@@ -178,11 +179,6 @@ def _overlap(box: Box, view: View) -> tuple[Box, View]:
         tuple(1 if dimension is None else shape[dimension] for dimension in dimensions),
     )
     return part, View(tuple(index), view.order, part.shape)
-
-
-def _box_of_rows(rows: HeldRows) -> Box:
-    start = (rows.first, *[0] * (rows.local.ndim - 1))
-    return Box(0, start, tuple(rows.local.shape))
 
 
 def _box_of_dtensor(tensor: DTensor) -> Box | None:
