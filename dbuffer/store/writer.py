@@ -62,7 +62,7 @@ _CLEAR_UP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The idle buffer, locked and marked as being written."""
+    """The idle buffer, marked as being written, and its file, which a local mount has locked."""
 
     buffer: str
     path: Path
