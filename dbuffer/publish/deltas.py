@@ -196,11 +196,8 @@ class Deltas:
             self._copy = KeptCopy(part, self._copier)
         if patch is not None:
             self._changes = self._copy.patch(patch)
-        elif is_first:
-            fill(self._copy, "copy", source, world, progress)
         else:
-            self._copy.begin_comparing()
-            fill(self._copy, "compare", source, world, progress)
+            fill(self._copy, "copy" if is_first else "compare", source, world, progress)
             with world.step("send what changed") as step:
                 changes = self._copy.take_changes()
                 if world.rank:

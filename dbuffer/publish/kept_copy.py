@@ -39,7 +39,7 @@ class KeptCopy:
         self._digests: dict[int, list[int]] = {}
         """Digests of the blocks of each box that did not change since it was hashed, by number."""
         self._changes: list[Changes] | None = None
-        """Changes since `begin_comparing`, or None if it is filled for the first time."""
+        """Changes since `take_changes`, or None before the copy holds a version."""
 
     @cached_property
     def contents(self) -> FileTensors:
@@ -49,22 +49,18 @@ class KeptCopy:
         """
         return FileTensors.in_memory(self.part.layout)
 
-    def begin_comparing(self) -> None:
-        """Compare the elements of the next version with the copy's, as they are written."""
-        self._changes = []
-
     def take_changes(self) -> Changes:
-        """Return what `write` changed in all boxes since `begin_comparing`.
+        """Return the difference of the version written now from the one before; none of the first.
 
         Words that changed beyond `MAX_CHANGED_SHARE` are not among them.
         """
-        changes, self._changes = Changes.joined(self._changes or ()), None
+        changes, self._changes = Changes.joined(self._changes or ()), []
         has_all = changes.num_bytes <= self._max_bytes
         self._forget_digests(changes.tensors if has_all else set(self._digests))
         return changes
 
     def write(self, numbers: Sequence[int], elements: list[torch.Tensor]) -> None:
-        """Copy the elements of some boxes, cast where dtypes differ.
+        """Copy the elements of some boxes, cast where dtypes differ, and compare them before.
 
         It reads each of the trainer's elements once, so that the delta and the copy agree.
         """

@@ -62,7 +62,7 @@ _CLEAR_UP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The idle buffer, marked as being written, and its file, which a local mount has locked."""
+    """The idle buffer, marked as being written; on a local mount its file is locked."""
 
     buffer: str
     path: Path
