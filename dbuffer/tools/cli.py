@@ -58,8 +58,8 @@ _EPILOG = """`dbuffer COMMAND --help` shows a command's options. The variable DB
 for a STORE that is left out.
 
 Exit codes: 0 success; 1 a failure, or damage in a store; 2 wrong usage; 3 a time-out, or nothing
-was published yet; 4 another process took over as the writer; 130 stopped by Ctrl-C; 141 the reader
-of a pipe is gone; 143 stopped by SIGTERM.
+was published yet; 4 another process took over as the writer; 130 stopped by Ctrl-C; 141 broken
+pipe; 143 stopped by SIGTERM.
 """
 
 _TELLING = (
