@@ -126,7 +126,6 @@ def test_a_page_is_followed(page, home, request):
 
 
 @IN_SOAKS_ALONE
-@pytest.mark.slow
 def test_the_collector_runs(tmp_path):
     (block,) = blocks("python", PROGRAM)
     script = tmp_path / "collector.py"

@@ -18,7 +18,7 @@ from tests.support import ROOT
 from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S, kill_group
 from tests.support.soak import IN_SOAKS_ALONE
 
-pytestmark = [pytest.mark.timeout(TIMEOUT_S + 60), pytest.mark.slow, IN_SOAKS_ALONE]
+pytestmark = [pytest.mark.timeout(TIMEOUT_S + 60), IN_SOAKS_ALONE]
 
 EXAMPLES = ROOT / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -106,7 +106,6 @@ def commands(reason: str) -> list[CodeBlock]:
 
 
 @IN_SOAKS_ALONE
-@pytest.mark.slow
 def test_the_commands_of_the_page_install_dbuffer(environment, clone):
     (offline,) = commands("needs a package index")
     collect = offline.code.replace(" wheel ", " wheel --no-deps ")
@@ -143,7 +142,6 @@ def test_the_constraint_is_the_version_of_torch_that_pip_knows(document, tmp_pat
 
 
 @IN_SOAKS_ALONE
-@pytest.mark.slow
 def test_the_commands_of_the_image_add_dbuffer_to_vllm(environment, tmp_path):
     root = tmp_path / "root"
 

@@ -513,7 +513,6 @@ def make_plan(rng: random.Random, store: Path, first: int) -> Plan:
     return Plan(store, rng.randrange(1 << 30), kind, size, mount, options, labels, trips)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(patience_s())
 def test_every_version_is_what_was_given_whatever_trips_a_sender_up(
     shm_path, tmp_path, record_property, monkeypatch

@@ -510,7 +510,6 @@ class NetworkStoreMachine(StoreMachine):
 def case_of(machine: type[StoreMachine], max_examples: int, in_soaks: int) -> Any:
     """Return the test of a machine, with so many examples."""
     case: Any = machine.TestCase
-    case.pytestmark = [pytest.mark.slow]
     case.settings = settings(
         max_examples=in_soaks if is_soak() else max_examples,
         stateful_step_count=30,

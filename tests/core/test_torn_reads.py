@@ -274,7 +274,6 @@ def tell(read: list[Counter[str]], layers: Layers, record_property: Record) -> N
     record_property("reads of them, of which none was torn", sum(c["reads"] for c in read))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", EACH_LAYER)
 @pytest.mark.parametrize("delta", [False, pytest.param(True, marks=IN_SOAKS_ALONE)])
 def test_no_reader_mixes_versions_or_goes_back(store, case, delta, record_property):
@@ -294,7 +293,6 @@ def test_no_reader_mixes_versions_or_goes_back(store, case, delta, record_proper
         assert sum(counts["evicted"] for counts in read) > 0, "no snapshot was put to the test"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("delta", [False, True])
 def test_across_a_network_no_reader_mixes_versions_or_loses_its_file(store, delta, record_property):
     layers = Layers(announces=True, delta=delta)
@@ -307,7 +305,6 @@ def test_across_a_network_no_reader_mixes_versions_or_loses_its_file(store, delt
     require_reads(read)
 
 
-@pytest.mark.slow
 def test_across_a_network_readers_that_say_nothing_lose_files_and_try_again(store):
     """The control; and what happens to readers that may not write a record."""
     _, read = run(store, Layers(announces=False))
@@ -317,7 +314,6 @@ def test_across_a_network_readers_that_say_nothing_lose_files_and_try_again(stor
     assert sum(counts["wait_after_loss"] for counts in read) > 0
 
 
-@pytest.mark.slow
 def test_without_any_layer_readers_do_mix_versions(store):
     """The control: readers as slow as these do see torn weights when nothing keeps them whole."""
     _, read = run(store, Layers())

@@ -15,7 +15,6 @@ from tests.support.documents import BLOCKS, NOT_RUN, TUTORIAL, relative
 pytest.importorskip("mypy")
 
 
-@pytest.mark.slow
 def test_mypy_finds_no_error(tmp_path):
     """In the package and in each page's Python; lines are those of the page.
 

@@ -23,7 +23,6 @@ from tests.support.soak import in_turn
 from tests.support.worlds import World
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("deepspeed") is None, reason="there is no DeepSpeed here"
     ),

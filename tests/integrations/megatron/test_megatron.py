@@ -23,7 +23,6 @@ from tests.support.worlds import World
 transformers = Later("transformers")
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(
         importlib.util.find_spec("mbridge") is None, reason="needs mbridge: python3 dev.py megatron"

@@ -224,7 +224,6 @@ def publish_under_a_limit(connection: Connection, store: Path) -> None:
         connection.send(error_of(lambda: copy.deepcopy(model).merge_and_unload()))
 
 
-@pytest.mark.slow
 def test_no_second_copy_of_the_model(store):
     """Of 32 layers of 4 MiB one or two are there twice; a copy of the model would be 128 MiB."""
     with Child(publish_under_a_limit, store) as child:

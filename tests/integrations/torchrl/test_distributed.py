@@ -238,7 +238,6 @@ def on_ray(num_batches: int, **options: Any) -> dict[str, Any]:
 
 
 @IN_SOAKS_ALONE
-@pytest.mark.slow
 def test_ray_collector_updatepolicy(cluster, address):
     """Synchronously, by worker, and when an actor has been killed."""
     policy = parts.ConstantPolicy(1.0)

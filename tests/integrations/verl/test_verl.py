@@ -27,7 +27,6 @@ from tests.support.engines.vllm_engines import (
 
 pytestmark = [
     pytest.mark.verl,
-    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("verl") is None, reason="needs verl: python3 dev.py verl"
     ),

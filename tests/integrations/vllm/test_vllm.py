@@ -8,11 +8,9 @@ fit, a busy engine, and engines that start from a store or from a local copy of 
 
 from __future__ import annotations
 
-import pytest
-
 from tests.support.engines.vllm_engines import NEEDS_VLLM, observe
 
-pytestmark = [*NEEDS_VLLM, pytest.mark.xdist_group("vllm")]
+pytestmark = NEEDS_VLLM
 
 
 def test_switched_engines_answer_as_fresh_ones(tmp_path):

@@ -26,7 +26,6 @@ WHOLE = PYTHON.parent.parent / "made-from"
 
 NEEDS_SGLANG = [
     pytest.mark.sglang,
-    pytest.mark.slow,
     pytest.mark.skipif(
         not WHOLE.is_file(), reason=f"there is no {PYTHON}: `python3 dev.py sglang` makes it"
     ),

@@ -33,7 +33,6 @@ from tests.support.waiting import error_of
 
 NEEDS_VLLM = [
     pytest.mark.vllm,
-    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
 ]
 
