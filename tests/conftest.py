@@ -53,7 +53,7 @@ from tests.support.schedule import (  # noqa: E402
     durations,
     scope_of,
 )
-from tests.support.soak import ONLY_IN_SOAKS, is_soak  # noqa: E402
+from tests.support.soak import ONLY_IN_SOAKS  # noqa: E402
 from tests.support.stores import SHARED_MEMORY  # noqa: E402
 from tests.support.timings import set_timings, timings  # noqa: E402
 
@@ -186,9 +186,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             done[name] += number
     for name, number in done.items():
         terminalreporter.write_line(f"{number:,} {name}")
-    if not is_soak():
-        skipped = terminalreporter.getreports("skipped")
-        num_left = sum(ONLY_IN_SOAKS in str(report.longrepr) for report in skipped)
+    skipped = terminalreporter.getreports("skipped")
+    if num_left := sum(ONLY_IN_SOAKS in str(report.longrepr) for report in skipped):
         terminalreporter.write_line(
             f"left to `python3 dev.py soak`: {num_left} tests, which are named below, and most "
             "random examples, moments of crashes and versions at full speed"
