@@ -181,26 +181,7 @@ class WeightReceiver(Closing, ProcessBound):
             _check_version("version", version)
         options.seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + timeout_s
-        # A version that has an id was published.
-        above = version - 1 if isinstance(version, int) else newer_than
-
-        def hold() -> Held | None:
-            if self.wait_for_version(above, max(0.0, deadline - time.monotonic())) is None:
-                missing = "no version" if above is None else f"no version above {above}"
-                raise errors.WaitTimeoutError(
-                    f"{missing} was published within {timeout_s:g} s in {self.store}"
-                    f"{self._store.state_without_version()}"
-                )
-            if version is None:
-                return self._hold(newer_than, reread=False)
-            # The newest is not held: what may be wrong with it says nothing of this one.
-            return self._hold_exactly(version)
-
-        with self._open(hold, acknowledge=acknowledge) as snapshot:
-            yield snapshot
-
-    @contextlib.contextmanager
-    def _open(self, hold: Callable[[], Held | None], *, acknowledge: bool) -> Iterator[Snapshot]:
+        hold = functools.partial(self._wait_and_hold, newer_than, version, deadline, timeout_s)
         while True:
             with self._holding(hold, is_reported=acknowledge) as held:
                 if held is None:
@@ -575,7 +556,24 @@ class WeightReceiver(Closing, ProcessBound):
         if self.record.current.held != version:
             self.record.write(held=version)
 
-    def _hold_exactly(self, version: int | VersionId) -> Held:
+    def _wait_and_hold(
+        self,
+        newer_than: int | None,
+        version: int | VersionId | None,
+        deadline: float,
+        timeout_s: float,
+    ) -> Held | None:
+        # A version that has an id was published.
+        above = version - 1 if isinstance(version, int) else newer_than
+        if self.wait_for_version(above, max(0.0, deadline - time.monotonic())) is None:
+            missing = "no version" if above is None else f"no version above {above}"
+            raise errors.WaitTimeoutError(
+                f"{missing} was published within {timeout_s:g} s in {self.store}"
+                f"{self._store.state_without_version()}"
+            )
+        if version is None:
+            return self._hold(newer_than, reread=False)
+        # The newest is not held: what may be wrong with it says nothing of this one.
         if not isinstance(version, VersionId) and self._seen is not None:
             version = self._seen.lineage.at(version) or version
         held = hold_version(self._store, version, self._announce)
