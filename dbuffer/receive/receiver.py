@@ -37,6 +37,7 @@ from dbuffer.receive.reader import VersionReader
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors, copy_matched
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
+from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer, pointer_to
 from dbuffer.store.hold import Held, OvertakenError, hold_newest, hold_version
@@ -515,7 +516,8 @@ class WeightReceiver(Closing, ProcessBound):
         """Log, at the first look alone, if there is no store: its path may be mistyped."""
         if not self._has_looked:
             self._has_looked = True
-            self._store.note_wait()
+            if state := self._store.state_without_version():
+                log_once(logger, "waiting for a first version in %s%s", self.store, state)
 
     def _hold(self, newer_than: int | None, *, reread: bool = True) -> Held | None:
         """Hold the newest version; with ``reread`` False, the version of the last pointer read."""

@@ -126,11 +126,6 @@ class DoubleBuffer:
         contents = other_contents(self.root)
         return "" if contents is None else f", which holds {contents}, and no store"
 
-    def note_wait(self) -> None:
-        """Log once that there is no store to wait at: the path may be mistyped."""
-        if state := self.state_without_version():
-            log_once(logger, "waiting for a first version in %s%s", self.root, state)
-
     def _pointer_by_manifests(self, seen: Pointer | None) -> Pointer | None:
         """Derive the pointer from the manifests, while ``CURRENT`` is missing.
 
