@@ -182,6 +182,20 @@ def test_a_version_that_is_read_elsewhere_outlives_many_publishes(store, sender,
     assert not (store / "B" / held).exists()
 
 
+def test_a_version_that_is_read_elsewhere_outlives_its_withdrawal(store, sender, clock):
+    """As a mirror withdraws versions that the store it copies has lost."""
+    publish(sender, 1, 2)
+    [held] = weights_files(store)["A"]
+    put_record(store, 2)
+    sender._writer.withdraw()
+    clock.now_s += KEEP_S
+    publish(sender, 3)
+    assert (store / "A" / held).exists()
+    put_record(store, None)
+    publish(sender, 4)
+    assert not (store / "A" / held).exists()
+
+
 @pytest.mark.parametrize("is_here", [True, False], ids=["this host", "another host"])
 def test_records_of_dead_processes_count_only_where_nobody_can_tell(store, sender, clock, is_here):
     with Child(do_nothing) as child:
