@@ -199,6 +199,7 @@ def test_a_snapshot_of_a_pinned_version_can_be_sent(store):
 def test_a_kept_version_with_a_damaged_manifest_is_removed_unless_it_is_pinned(store, keeper):
     kept.pin(DoubleBuffer(store), 1)
     publish(keeper, 4)
+    pinned = file_of(store, 1)
     directories = [file_of(store, version).parent for version in (1, 2)]
     for directory in directories:
         (directory / "manifest.json").write_bytes(b"")
@@ -206,6 +207,21 @@ def test_a_kept_version_with_a_damaged_manifest_is_removed_unless_it_is_pinned(s
     with dbuffer.WeightSender(store, reader_timeout_s=0) as sender:
         publish(sender, 20, 21, 22)
     assert [directory.exists() for directory in directories] == [True, False]
+    assert pinned.exists()
+
+
+def test_a_version_that_is_pinned_while_it_is_dropped_stays(store, keeper, monkeypatch):
+    """The pin comes after the sender has looked for it, and before the manifest is away."""
+    rename = filesystem.rename
+
+    def pin_first(path: Path, name: Path) -> None:
+        if name.name == "dropped.json":
+            path.with_name("pinned").touch()
+        rename(path, name)
+
+    monkeypatch.setattr(filesystem, "rename", pin_first)
+    publish(keeper, 4, 5, 6)
+    assert [opened(store, version) for version in (1, 2)] == [1, 2]
 
 
 def test_a_reader_of_a_kept_version_outlives_it(store, keeper):
