@@ -174,7 +174,7 @@ class VersionReader(VersionVerifier):
         if self.maps_files:
             is_kept = (keep or self._keeps_snapshots) and self._is_rewritten(held)
             mapped = self._map_kept(held) if is_kept else map_privately(held)
-            if self._must_verify(held):
+            if self.verifies_copies:
                 self.verify(held, mapped.layout, self._copier.checksums(mapped))
             return mapped
         tensors = self._read_into_memory(held)
@@ -187,7 +187,7 @@ class VersionReader(VersionVerifier):
 
         Its user may have written into it, which checksums show; without them it is not used.
         """
-        if held.manifest.chain and not self.maps_files and self._must_verify(held):
+        if held.manifest.chain and not self.maps_files and self._must_verify(held.manifest):
             self._in_memory = held.manifest, tensors
 
     def expect_device(self, tensors: FileTensors) -> None:
@@ -195,15 +195,15 @@ class VersionReader(VersionVerifier):
         if isinstance(tensors, MappedTensors) and self._store.medium.is_in_memory:
             tensors.expect_device()
 
-    def must_verify_copy(self, held: Held) -> bool:
-        """Whether copies of a version's tensors must be verified as well."""
-        # A version that was read into memory was verified there, where no writer reaches it.
-        return self.maps_files and self._must_verify(held)
+    @property
+    def verifies_copies(self) -> bool:
+        """Whether copies of mapped tensors are verified, as the tensors are."""
+        # By default, locks and generations are enough. A version that was read into memory was
+        # verified there, where no writer reaches it.
+        return self.maps_files and self._verify is True
 
-    def _must_verify(self, held: Held) -> bool:
-        manifest = held.manifest
-        if self.maps_files:
-            return self._verify is True  # locks and generations are enough
+    def _must_verify(self, manifest: Manifest) -> bool:
+        """Whether to verify a version that is read over a network."""
         if not manifest.is_final:
             return True  # nothing else shows whether it was rewritten meanwhile
         return manifest.checksums_xxh3 is not None if self._verify == "auto" else self._verify
@@ -246,13 +246,14 @@ class VersionReader(VersionVerifier):
         self, before: Manifest, tensors: FileTensors, held: Held
     ) -> FileTensors | None:
         """Apply deltas to the version in memory; return None if they do not lead to ``held``."""
-        if before.layout_xxh3 != held.manifest.layout_xxh3 or not self._must_verify(held):
+        is_alike = before.layout_xxh3 == held.manifest.layout_xxh3
+        if not (is_alike and self._must_verify(held.manifest)):
             return None
         checksums = self.apply_changes(tensors, before.id, held)
         return None if checksums is None else tensors
 
     def _read_whole(self, held: Held, memory: torch.Tensor | None) -> FileTensors:
-        hashed = self._must_verify(held)
+        hashed = self._must_verify(held.manifest)
         tensors, checksums = read_whole(held, self._copier, memory, hashed=hashed)
         self.verify(held, tensors.layout, checksums)
         return tensors

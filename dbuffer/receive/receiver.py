@@ -191,7 +191,7 @@ class WeightReceiver(Closing, ProcessBound):
                     tensors = self.reader.read(held)
                 except OvertakenError:
                     continue
-                verify = self.reader.must_verify_copy(held)
+                verify = self.reader.verifies_copies
                 try:
                     yield Snapshot(held, tensors, self._copier, verify=verify)
                 finally:
@@ -610,7 +610,7 @@ class WeightReceiver(Closing, ProcessBound):
         if any_on_gpu(match.targets):
             self.reader.expect_device(tensors)
         # A writer that locks do not hold back may come in between: a second look shows it.
-        hashed = self.reader.must_verify_copy(held)
+        hashed = self.reader.verifies_copies
         checksums = copy_matched(match, tensors, self._copier, hashed=hashed)
         self.reader.verify(held, tensors.layout, checksums)
 
