@@ -210,6 +210,16 @@ def test_a_kept_version_with_a_damaged_manifest_is_removed_unless_it_is_pinned(s
     assert pinned.exists()
 
 
+def test_a_pinned_version_that_a_killed_sender_was_dropping_comes_back(store, keeper):
+    directory = file_of(store, 1).parent
+    keeper.close()
+    (directory / "manifest.json").rename(directory / "dropped.json")
+    (directory / "pinned").touch()
+    assert opened(store, 1) is None
+    dbuffer.WeightSender(store).close()
+    assert opened(store, 1) == 1
+
+
 def test_a_version_that_is_pinned_while_it_is_dropped_stays(store, keeper, monkeypatch):
     """The pin comes after the sender has looked for it, and before the manifest is away."""
     rename = filesystem.rename
