@@ -261,6 +261,24 @@ def test_what_a_dead_writer_kept_goes_when_readers_were_waited_for(store, clock,
     assert "of an unknown version, which far has read" in caplog.text
 
 
+def begin_a_version_and_die(connection: Connection, store: Path) -> None:
+    os.environ["DBUFFER_MOUNT"] = "network"
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        publish(sender, 1, 2)
+        sender._writer.claim(sender._writer.version(3), layout_xxh3=None, file_bytes=1)
+        die()
+
+
+def test_half_a_version_makes_room_for_the_next_one_at_once(store, clock):
+    """No reader has looked for it."""
+    with Child(begin_a_version_and_die, store) as child:
+        assert child.wait() == -signal.SIGKILL
+    [half] = {path for path in version_files(store) if not path.stat().st_size}
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        publish(sender, 3)
+    assert half not in version_files(store)
+
+
 def grow_older(store: Path, age_s: float) -> None:
     """Let all that is there have been written so much earlier."""
     for path in (*store.glob("[AB]/*"), *store.glob("deltas/*"), store / "writer.json"):
