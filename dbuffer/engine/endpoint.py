@@ -115,7 +115,6 @@ class RankEndpoint:
                 self.begin(
                     make_rank,
                     request.options,
-                    if_idle=request.if_idle,
                     takes_over=request.takes_over,
                 )
             case "reserve":
@@ -147,15 +146,13 @@ class RankEndpoint:
         make_rank: Callable[[], EngineRank],
         options: EngineOptions,
         *,
-        if_idle: bool = False,
         takes_over: bool = True,
     ) -> None:
-        """Follow a store, on all ranks or on none.
+        """Follow a store, on all ranks or on none; if all do so already, only write their records.
 
         Args:
             make_rank: makes this rank, the first time.
             options: the store, and how to follow it.
-            if_idle: only write their records, if all ranks follow with these options already.
             takes_over: do it also if some rank follows with others.
 
         Raises:
@@ -169,13 +166,12 @@ class RankEndpoint:
             instance_id=options.instance_id or rank.instance_id,
         )
         try:
-            if if_idle:
-                # Together: a rank that began alone would wait for those that need not.
-                # vLLM's ``init_info`` is of a class of its own.
-                before = None if self.receiver is None else asdict(self.receiver.options)
-                if all(rank.ranks.gather(before == asdict(options), begins=True)):
-                    self.following().write_records()
-                    return
+            # Together: a rank that began alone would wait for those that need not.
+            # vLLM's ``init_info`` is of a class of its own.
+            before = None if self.receiver is None else asdict(self.receiver.options)
+            if all(rank.ranks.gather(before == asdict(options), begins=True)):
+                self.following().write_records()
+                return
             if not takes_over and any(rank.ranks.gather(self.receiver is not None)):
                 raise errors.EngineUpdateError(
                     f"{options.engine_id} no longer follows {options.store}: another follower let "

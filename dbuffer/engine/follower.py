@@ -212,9 +212,7 @@ class Follower(Closing):
         self._report.begin(engine_id_of(facts, options))
         self._view = view = StoreView(facts, options)
         view.require_version()
-        # Ranks that follow since the engine's start need not begin again, but restarted ones must.
-        if_idle = is_new and self._options in (None, facts.configured)
-        begin = RankRequest("begin", options=options, if_idle=if_idle)
+        begin = RankRequest("begin", options=options)
         self._begin_ranks(begin, "follow the store", facts, was_paused=was_paused)
         view.note_ranks()
         self._record = None
@@ -269,7 +267,7 @@ class Follower(Closing):
         if view is None or not self._is_certain or self.has_restarted():
             self.start()
         elif view.has_lost_ranks():  # something let them follow no store
-            begin = RankRequest("begin", options=view.options, if_idle=True, takes_over=False)
+            begin = RankRequest("begin", options=view.options, takes_over=False)
             was_paused = self._engine.is_paused()
             self._begin_ranks(begin, "follow the store again", view.facts, was_paused=was_paused)
             self._refresh_applied(view)

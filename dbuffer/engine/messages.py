@@ -23,7 +23,8 @@ from dbuffer.runtime.messages import described
 class RankRequest:
     """Request to all ranks of an engine.
 
-    * ``begin``: follow a store, in place of the one that was followed before;
+    * ``begin``: follow a store, in place of the one that was followed before, unless all ranks
+      follow this one already, with these options;
     * ``reserve``: keep the version that is ready for an update to come, or answer an error;
     * ``update``: switch to a version, and answer the engine's record;
     * ``acknowledge``: answer that record, and let a thread write it into the store;
@@ -37,8 +38,6 @@ class RankRequest:
     _: KW_ONLY
     options: EngineOptions | None = None
     """Options to begin with."""
-    if_idle: bool = False
-    """Whether to begin only if some rank does not follow this store yet, with these options."""
     takes_over: bool = True
     """Whether to begin also if a rank follows another store, or with other options."""
     update: UpdateRequest | None = None
@@ -70,7 +69,6 @@ class RankRequest:
 _ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "begin": {
         "options": EngineOptions.parse,
-        "if_idle": partial(checks.flag, "if_idle"),
         "takes_over": partial(checks.flag, "takes_over"),
     },
     "reserve": {"update": UpdateRequest.parse},

@@ -902,6 +902,7 @@ def test_engine_is_resumed_while_its_store_cannot_be_followed(scene, monkeypatch
             follower.sync()
         assert engine.paused
         engine.error = None
+        engine.endpoint.end()  # its ranks must begin again
         with monkeypatch.context() as patch:
             patch.setattr(Rank, "make_check", fail)
             with pytest.raises(dbuffer.EngineUpdateError, match="the mount is away"):

@@ -34,7 +34,7 @@ from tests.support.patterns import SMALL
 OPTIONS = EngineOptions(store="/s", engine_id="e", instance_id="i", timeout_s=5)
 REQUESTS = [
     RankRequest("begin", options=OPTIONS),
-    RankRequest("begin", options=OPTIONS, if_idle=True),
+    RankRequest("begin", options=OPTIONS, takes_over=False),
     RankRequest("update", update=UpdateRequest(at_least=3, run="0" * 16, attempt="1" * 16)),
     RankRequest("forget"),
     RankRequest("awake"),
@@ -55,14 +55,14 @@ def test_requests_survive_json(request_):
         "begin",
         {},
         {"call": "begin"},
-        {"call": "begin", "options": None, "if_idle": False},
-        {"call": "begin", "options": {"store": "/s"}, "if_idle": "false"},
+        {"call": "begin", "options": None, "takes_over": False},
+        {"call": "begin", "options": {"store": "/s"}, "takes_over": "false"},
         {"call": "end", "more": 1},
         {"call": "another"},
         {"call": ["end"]},
         {"call": "update", "update": None},
         {"call": "update", "update": {"at_least": 0}},
-        {"call": "begin", "options": {}, "if_idle": False},
+        {"call": "begin", "options": {}, "takes_over": False},
     ],
     ids=repr,
 )
@@ -160,13 +160,11 @@ def test_a_model_keeps_its_endpoint():
 
 
 def test_a_rank_that_follows_already_begins_again_only_where_it_must(rank):
-    first = rank.begin(if_idle=True)
-    assert rank.begin(if_idle=True) is first
     second = rank.begin()
-    assert second is not first
+    assert rank.begin() is second
     for changed in ({"timeout_s": 6}, {"engine_id": "another"}, {"instance_id": "another"}):
         rank.options = replace(rank.options, **changed)
-        before, second = second, rank.begin(if_idle=True)
+        before, second = second, rank.begin()
         assert second is not before, "whoever asks would not find it under the name that it has"
 
 
@@ -221,7 +219,7 @@ def test_a_bug_on_one_rank_is_an_answer(rank):
 @pytest.mark.parametrize("others", [True, False], ids=["follow", "do not"])
 def test_a_rank_begins_again_where_another_must(rank, monkeypatch, others):
     """A rank that began alone would wait for those that follow already."""
-    first = rank.begin(if_idle=True)
+    first = rank.begin()
     gather = RankChannel.gather
 
     def gather_with_another(self: RankChannel, mine: Any, **more: Any) -> list[Any]:
@@ -229,4 +227,4 @@ def test_a_rank_begins_again_where_another_must(rank, monkeypatch, others):
         return [*found, others] if isinstance(mine, bool) else found
 
     monkeypatch.setattr(RankChannel, "gather", gather_with_another)
-    assert (rank.begin(if_idle=True) is first) == others
+    assert (rank.begin() is first) == others
