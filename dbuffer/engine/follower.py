@@ -9,7 +9,7 @@ One switch (`Follower.sync`, in its caller's thread; the ranks act in the engine
    is ``in_place``. That can fail, and a failure must precede the change of the weights.
 3. `_load`: the ranks agree and load (`RankReceiver.update`, in each worker's main thread). The
    engine's record, which its first rank answers with, is the one statement about the outcome; any
-   other answer only gives a failure its words. `_adopt_record` sets the engine's label.
+   other answer only gives a failure its words. `_adopt_and_label` sets the engine's label.
 4. `_label_and_resume`, where the pause ends.
 5. `_acknowledge`: the record is written into the store, in a thread of the first rank's process.
    Senders wait for it. The stager attests the version, and lets it go.
@@ -216,7 +216,7 @@ class Follower(Closing):
         self._begin_ranks(begin, "follow the store", facts, was_paused=was_paused)
         view.note_ranks()
         self._record = None
-        self._adopt_record(view.engine_record())
+        self._adopt_and_label(view.engine_record())
         if self._applied is None and WeightLabel(self._engine.weight_version()).number is not None:
             # A version of another store, or one that the engine has lost since.
             self._label(WeightLabel())
@@ -301,13 +301,13 @@ class Follower(Closing):
                 # A core believes no label that may be of a record from before another load.
                 self._engine.call(RankRequest("awake"))
                 record = view.readable_record() or record
-            self._adopt_record(record)
+            self._adopt_and_label(record)
 
     def _is_earlier(self, record: ReceiverRecord) -> bool:
         """Whether a record is an earlier one of this start of the engine, from a copied store."""
         return self._record is not None and record.updated_at < self._record.updated_at
 
-    def _adopt_record(self, record: ReceiverRecord | None) -> None:
+    def _adopt_and_label(self, record: ReceiverRecord | None) -> None:
         """Believe the engine's record, and label the engine with the version that it names."""
         applied = served_by(record)
         if applied != self._applied:
@@ -401,7 +401,7 @@ class Follower(Closing):
         with self._translating("compare its weights"):
             record = self._engine.do(RankRequest("attest"))
         if record is not None:
-            self._adopt_record(record)
+            self._adopt_and_label(record)
             self._report.attested(record)
 
     def _find_goal(self, view: StoreView, at_least: int | None = None) -> int | VersionId | None:
@@ -557,14 +557,14 @@ class Follower(Closing):
                 record = self._engine.do(RankRequest("acknowledge"))
         if record is None or record.attempt != attempt:
             return None
-        self._adopt_record(record)
+        self._adopt_and_label(record)
         if not record.is_broken:
             self._note("known")
         return record
 
     def _acknowledge(self) -> None:
         """Write the engine's record into the store. After a failure, following begins anew."""
-        self._note("lost")
+        self._note("lost")  # until all ranks have answered
         with self._translating("acknowledge its version"):
             self._engine.do(RankRequest("acknowledge"))
         self._note("known")

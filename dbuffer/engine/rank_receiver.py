@@ -116,68 +116,15 @@ class RankReceiver:
             attest=self._model.attest if self._attests else None,
         )
 
-    # Loads that are not dbuffer's
+    def close(self) -> None:
+        """Stop following. What the engine acknowledged stays in the store."""
+        self._stager.close()
+        self._model.close()
+        self._record.close()
+        if self._mirror is not None:
+            self._mirror.close()
 
-    def note_foreign_load(self, what: str) -> None:
-        """Stage the newest version for a reload, after ``what`` wrote or discarded the weights.
-
-        Called in the worker's main thread; the engine's record then names no version.
-        """
-        if self._version is not None:
-            logger.warning(
-                "rank %d no longer has version %d of %s after %s: its weights are unknown until "
-                "the next update",
-                self.ranks.rank,
-                self._version,
-                self.options.store,
-                what,
-            )
-        self._model.note_foreign_load()
-        self._attested_at, self._is_attestable = None, False
-        self._stager.stage_again()
-        self._write_record()
-
-    def attest(self) -> bool:
-        """Collect the comparisons of all ranks; return whether they are in the record now.
-
-        If a rank has other weights than its version, the next update reloads all ranks.
-        """
-        attestation = self._attestation
-        mine = None if attestation is None else [attestation.differing]
-        findings = [
-            finding[0] for finding in self.ranks.gather(mine, begins=True) if finding is not None
-        ]
-        if self._id is None or len(findings) < self.ranks.size:
-            return False
-        if any(findings):
-            self._note_other_weights(by_rank([listed(each) if each else None for each in findings]))
-            return False  # which has written the record
-        self._is_attestable = False
-        self._attested_at = None if None in findings else time.time()
-        self._set_record()
-        return True
-
-    def _note_other_weights(self, what: str) -> None:
-        logger.error(
-            "%s served other weights than version %s of %s, under its label: %s; all of them are "
-            "loaded again",
-            self.options.engine_id,
-            self._version,
-            self.options.store,
-            what,
-        )
-        self.note_foreign_load("they were compared with it")
-
-    def note_asleep(self) -> None:
-        """Leave the device to others, before the weights fall asleep; wait until none are read."""
-        with self._model.reading:
-            pass
-        self._stager.leave_device()
-
-    def note_awake(self) -> None:
-        """Stage anew: what came while the weights slept could not be compared with them."""
-        self._stager.use_device()
-        self._stager.stage_again(applied=self._id)
+    # What this rank has
 
     @property
     def _applied(self) -> Lineage | None:
@@ -193,10 +140,10 @@ class RankReceiver:
         return None if self._applied is None else self._applied.id
 
     @property
-    def _attestation(self) -> Attestation | None:
-        """Result of comparing this rank's weights with its version, or None before."""
-        last = self._stager.attestation
-        return None if last is None or last.version != self._id else last
+    def _serves_on(self) -> str:
+        return f"the engine serves on with {describe_weights(self._applied)}"
+
+    # Before a switch
 
     def catch_up(self) -> None:
         """Switch to the newest version, if there is one; for an engine that is just starting.
@@ -229,6 +176,8 @@ class RankReceiver:
         request = self.options.admit(request)
         if not self._has_already(request) and not self._stager.reserve(request.goal or 1):
             raise EngineUpdateError(f"rank {self.ranks.rank} is staging a newer version")
+
+    # A switch
 
     def update(self, request: UpdateRequest | OptionError) -> None:
         """Switch the engine to a version. Nothing may be generating.
@@ -269,28 +218,6 @@ class RankReceiver:
             self._state.is_updating = False
             self._stager.release(applied=self._id)
 
-    @property
-    def engine_record(self) -> ReceiverRecord | None:
-        """The engine's record, written or not, or None if another rank keeps it."""
-        return self._record.current if self.ranks.rank == 0 else None
-
-    def acknowledge(self) -> None:
-        """Write the engine's record, which senders wait for; from any thread."""
-        if self.ranks.rank == 0:
-            self._record.write()
-
-    def close(self) -> None:
-        """Stop following. What the engine acknowledged stays in the store."""
-        self._stager.close()
-        self._model.close()
-        self._record.close()
-        if self._mirror is not None:
-            self._mirror.close()
-
-    def _take_whole(self, version: VersionId) -> Staged:
-        self._stager.release()
-        return self._stager.take(version, whole=True, timeout_s=self.options.timeout_s)
-
     def _take_on_all_ranks(self, request: UpdateRequest) -> Staged | None:
         """Take the same version on all ranks, or raise on all.
 
@@ -325,41 +252,6 @@ class RankReceiver:
             f"ranks took different weights {_MAX_ROUNDS} times, versions {versions}; "
             f"{self._serves_on}"
         )
-
-    def _gather_offers(
-        self, staged: Staged | None, error: Exception | None, *, begins: bool
-    ) -> list[_Offer]:
-        """Tell all ranks what this one has taken, and return all offers; raise if one could not.
-
-        An error of the same kind on all ranks is raised as it is: vLLM's contract has a
-        ``ValueError`` for an invalid request.
-        """
-        offer = _Offer(self._version)
-        if staged is not None:
-            offer = _Offer(staged.version, str(staged.id), unread=self._model.unread(staged))
-        elif error is not None:
-            logger.warning("rank %d cannot prepare: %s", self.ranks.rank, str(error))
-            offer = offer._replace(problem=described(error))
-        offers = [_Offer(*answer) for answer in self.ranks.gather(offer, begins=begins)]
-        problems = [offer.problem for offer in offers]
-        if not any(problems):
-            return offers
-        if all(problems) and isinstance(error, OptionError | EngineBusyError):
-            raise error
-        what = f"{self._describe('prepare', problems)}; no rank was touched"
-        if self._state.broken is not None:
-            raise EngineBrokenError(f"{what}; {self._state.broken}")
-        raise EngineUpdateError(f"{what}, and {self._serves_on}")
-
-    def _check_pipeline(self, staged: Staged, offers: Sequence[_Offer]) -> None:
-        try:
-            unread = [Unread(*offer.unread) for offer in offers]
-            self._model.unused.check_pipeline(staged.layout, unread)
-        except WeightsMismatchError as error:
-            raise EngineUpdateError(
-                f"engine {self.options.engine_id} could not prepare: {error}; no rank was touched, "
-                f"and {self._serves_on}"
-            ) from None
 
     def _take(
         self, request: UpdateRequest, *, must_load: bool, is_first: bool
@@ -442,6 +334,41 @@ class RankReceiver:
             )
         return self._state.broken is None
 
+    def _gather_offers(
+        self, staged: Staged | None, error: Exception | None, *, begins: bool
+    ) -> list[_Offer]:
+        """Tell all ranks what this one has taken, and return all offers; raise if one could not.
+
+        An error of the same kind on all ranks is raised as it is: vLLM's contract has a
+        ``ValueError`` for an invalid request.
+        """
+        offer = _Offer(self._version)
+        if staged is not None:
+            offer = _Offer(staged.version, str(staged.id), unread=self._model.unread(staged))
+        elif error is not None:
+            logger.warning("rank %d cannot prepare: %s", self.ranks.rank, str(error))
+            offer = offer._replace(problem=described(error))
+        offers = [_Offer(*answer) for answer in self.ranks.gather(offer, begins=begins)]
+        problems = [offer.problem for offer in offers]
+        if not any(problems):
+            return offers
+        if all(problems) and isinstance(error, OptionError | EngineBusyError):
+            raise error
+        what = f"{self._describe('prepare', problems)}; no rank was touched"
+        if self._state.broken is not None:
+            raise EngineBrokenError(f"{what}; {self._state.broken}")
+        raise EngineUpdateError(f"{what}, and {self._serves_on}")
+
+    def _check_pipeline(self, staged: Staged, offers: Sequence[_Offer]) -> None:
+        try:
+            unread = [Unread(*offer.unread) for offer in offers]
+            self._model.unused.check_pipeline(staged.layout, unread)
+        except WeightsMismatchError as error:
+            raise EngineUpdateError(
+                f"engine {self.options.engine_id} could not prepare: {error}; no rank was touched, "
+                f"and {self._serves_on}"
+            ) from None
+
     def _load_on_all_ranks(self, staged: Staged) -> dict[str, float]:
         """Load a version on all ranks; return the stats of that."""
         started = time.monotonic()
@@ -492,18 +419,6 @@ class RankReceiver:
         again = self._describe(f"load version {staged.version} once more", failures)
         raise EngineBrokenError(self._refuse(f"{what}; {why}; {again}"))
 
-    def _refuse(self, why: str) -> str:
-        broken = f"half-loaded weights: {why}; update again, or restart the engine"
-        self._model.refuse_to_serve(broken)
-        self._problem = broken, None
-        self._write_record()
-        return broken
-
-    def _note_unattested(self) -> None:
-        """Forget the comparison of earlier weights: others were loaded now."""
-        self._stager.attestation = None
-        self._attested_at, self._is_attestable = None, self._attests
-
     def _load_again(self, goal: VersionId | None) -> None:
         self._note_unattested()
         if goal is not None:
@@ -511,6 +426,17 @@ class RankReceiver:
         else:
             self._model.load_checkpoint()
             self._state.note_loaded(None, self.options.store, {})
+
+    def _take_whole(self, version: VersionId) -> Staged:
+        self._stager.release()
+        return self._stager.take(version, whole=True, timeout_s=self.options.timeout_s)
+
+    def _refuse(self, why: str) -> str:
+        broken = f"half-loaded weights: {why}; update again, or restart the engine"
+        self._model.refuse_to_serve(broken)
+        self._problem = broken, None
+        self._write_record()
+        return broken
 
     def _on_all_ranks(self, action: Callable[[], None]) -> list[str | None]:
         """Do something on every rank; return the problem on each."""
@@ -522,12 +448,94 @@ class RankReceiver:
             problem = described(error)
         return self.ranks.gather(problem)
 
-    @property
-    def _serves_on(self) -> str:
-        return f"the engine serves on with {describe_weights(self._applied)}"
-
     def _describe(self, step: str, problems: list[str | None]) -> str:
         return f"engine {self.options.engine_id} could not {step}: {by_rank(problems)}"
+
+    # After a switch
+
+    def attest(self) -> bool:
+        """Collect the comparisons of all ranks; return whether they are in the record now.
+
+        If a rank has other weights than its version, the next update reloads all ranks.
+        """
+        attestation = self._attestation
+        mine = None if attestation is None else [attestation.differing]
+        findings = [
+            finding[0] for finding in self.ranks.gather(mine, begins=True) if finding is not None
+        ]
+        if self._id is None or len(findings) < self.ranks.size:
+            return False
+        if any(findings):
+            self._note_other_weights(by_rank([listed(each) if each else None for each in findings]))
+            return False  # which has written the record
+        self._is_attestable = False
+        self._attested_at = None if None in findings else time.time()
+        self._set_record()
+        return True
+
+    @property
+    def _attestation(self) -> Attestation | None:
+        """Result of comparing this rank's weights with its version, or None before."""
+        last = self._stager.attestation
+        return None if last is None or last.version != self._id else last
+
+    def _note_unattested(self) -> None:
+        """Forget the comparison of earlier weights: others were loaded now."""
+        self._stager.attestation = None
+        self._attested_at, self._is_attestable = None, self._attests
+
+    def _note_other_weights(self, what: str) -> None:
+        logger.error(
+            "%s served other weights than version %s of %s, under its label: %s; all of them are "
+            "loaded again",
+            self.options.engine_id,
+            self._version,
+            self.options.store,
+            what,
+        )
+        self.note_foreign_load("they were compared with it")
+
+    def note_foreign_load(self, what: str) -> None:
+        """Stage the newest version for a reload, after ``what`` wrote or discarded the weights.
+
+        Called in the worker's main thread; the engine's record then names no version.
+        """
+        if self._version is not None:
+            logger.warning(
+                "rank %d no longer has version %d of %s after %s: its weights are unknown until "
+                "the next update",
+                self.ranks.rank,
+                self._version,
+                self.options.store,
+                what,
+            )
+        self._model.note_foreign_load()
+        self._attested_at, self._is_attestable = None, False
+        self._stager.stage_again()
+        self._write_record()
+
+    def note_asleep(self) -> None:
+        """Leave the device to others, before the weights fall asleep; wait until none are read."""
+        with self._model.reading:
+            pass
+        self._stager.leave_device()
+
+    def note_awake(self) -> None:
+        """Stage anew: what came while the weights slept could not be compared with them."""
+        self._stager.use_device()
+        self._stager.stage_again(applied=self._id)
+
+    # Records
+
+    @property
+    def engine_record(self) -> ReceiverRecord | None:
+        """The engine's record, written or not, or None if another rank keeps it."""
+        return self._record.current if self.ranks.rank == 0 else None
+
+    def acknowledge(self) -> None:
+        """Write the engine's record, which senders wait for; from any thread."""
+        if self.ranks.rank == 0:
+            self._record.write()
 
     def record_problem(self, problem: str) -> None:
         """Record why an update failed, where the engine passes no answer on."""
