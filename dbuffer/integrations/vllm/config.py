@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,13 +69,6 @@ def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
         replica: of several that are followed each by itself, this one.
     """
     parallel = _get(config, "parallel_config")
-    if not (has_backend(config) or has_extension(config)):
-        raise UnsupportedError(
-            "this engine was not started for dbuffer: start it with weight_transfer_config="
-            f"WeightTransferConfig(backend={BACKEND!r}), or with worker_extension_cls="
-            f'{EXTENSION!r}; a server: --weight-transfer-config \'{{"backend": '
-            f'"{BACKEND}"}}\', or --worker-extension-cls {EXTENSION}'
-        )
     replicas = replicas_of(config)
     if replica is None and len(replicas) > 1:
         raise UnsupportedError(
@@ -152,29 +144,40 @@ def has_backend(config: Any) -> bool:
     return transfer is not None and _get(transfer, "backend") == BACKEND
 
 
-def has_extension(config: Any) -> bool:
-    """Whether its workers have the method of `WorkerExtension`, by an option or by our plugin."""
-    if _get(_get(config, "parallel_config"), "worker_extension_cls") == EXTENSION:
-        return True
-    # An engine in this process, or started from it, has loaded the plugins that this one has.
-    return not isinstance(config, Mapping) and serves_every_worker()
-
-
-def serves_every_worker() -> bool:
-    """Whether engines that are started from this process can follow without any option."""
-    # Its plugin, which vLLM has loaded here as in its workers, has added our method.
-    wrapper = getattr(sys.modules.get("vllm.v1.worker.worker_base"), "WorkerWrapperBase", None)
-    return wrapper is not None and CALL in vars(wrapper)
-
-
 def _get(config: Any, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name)
 
 
 def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
-    """Read the facts of an engine that this process, or one of its children, runs."""
+    """Read the facts of an engine that this process, or one of its children, runs.
+
+    Raises:
+        UnsupportedError: vLLM has not loaded dbuffer's plugin in them.
+    """
     from vllm.plugins import load_general_plugins
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     # A front end whose configuration was made in another process has loaded none; its workers have.
     load_general_plugins()
+    # An engine's processes load the plugins that this one has.
+    if CALL not in vars(WorkerWrapperBase):
+        raise UnsupportedError(
+            "vLLM has not loaded dbuffer's plugin: install dbuffer in vLLM's environment, and name "
+            "it in VLLM_PLUGINS if you set that"
+        )
     return facts_of(config, replica)
+
+
+def facts_of_server(config: Mapping[str, Any]) -> EngineFacts:
+    """Read the facts about a server's engine from the JSON of its ``VllmConfig``.
+
+    Raises:
+        UnsupportedError: its workers may lack the methods that a follower calls.
+    """
+    extension = config["parallel_config"]["worker_extension_cls"]
+    if not has_backend(config) and extension != EXTENSION:
+        raise UnsupportedError(
+            "this server was not started for dbuffer: start it with --weight-transfer-config "
+            f'\'{{"backend": "{BACKEND}"}}\', or with --worker-extension-cls {EXTENSION}'
+        )
+    return facts_of(config)

@@ -38,14 +38,6 @@ _IS_VOID = "dbuffer_labels_are_void"
 """Attribute of a core: whether what a follower knows of its weights may be of before a load."""
 
 
-def as_core_takes(label: WeightLabel) -> str:
-    """Return a label for the core of an engine that this process, or one of its children, runs."""
-    from vllm.v1.engine.core import EngineCore
-
-    # An engine's processes load the plugins that this one has.
-    return label.encode() if hasattr(EngineCore, LABEL) else label.version
-
-
 def label_cores(core: Any) -> None:
     """Let cores (``EngineCore``) keep whole labels."""
     if hasattr(core, LABEL):

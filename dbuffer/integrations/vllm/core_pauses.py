@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
 from dbuffer.engine.contract import ASLEEP
-from dbuffer.errors import EngineBusyError, EngineUpdateError, UnsupportedError
+from dbuffer.errors import EngineBusyError, EngineUpdateError
 from dbuffer.runtime.messages import counted
 
 HOLD, RELEASE = "dbuffer_hold", "dbuffer_release"
@@ -36,17 +35,6 @@ class _Hold:
     """vLLM's state of a pause that others have begun, or None."""
     deferred: list[tuple[Callable[[], Any], Future[Any]]] = field(default_factory=list)
     """Calls that pause the engine when the switch ends, and their results."""
-
-
-def require_pauses() -> None:
-    """Raise :class:`UnsupportedError` if cores of engines of this process lack these methods."""
-    # An engine's processes load the plugins that this one has.
-    core = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCoreProc", None)
-    if not hasattr(core, HOLD):
-        raise UnsupportedError(
-            "vLLM has not loaded dbuffer's plugin, which pauses an AsyncLLM: install dbuffer in "
-            "vLLM's environment, and name it in VLLM_PLUGINS if you set that"
-        )
 
 
 def refusal_in(error: Exception) -> str | None:

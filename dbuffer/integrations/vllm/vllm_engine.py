@@ -31,17 +31,15 @@ from dbuffer.errors import (
 from dbuffer.integrations.vllm.config import (
     CALL,
     facts_here,
-    facts_of,
+    facts_of_server,
     is_launched,
     shared_caches,
 )
-from dbuffer.integrations.vllm.core_labels import as_core_takes
 from dbuffer.integrations.vllm.core_pauses import (
     HOLD,
     NOT_RESET,
     RELEASE,
     refusal_in,
-    require_pauses,
 )
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
@@ -104,7 +102,7 @@ class OfflineVllm(Engine):
 
     def set_weight_version(self, label: WeightLabel) -> None:
         with self._ending_with_the_engine():
-            self._engine.set_weight_version(as_core_takes(label))
+            self._engine.set_weight_version(label.encode())
 
 
 @contextlib.contextmanager
@@ -189,9 +187,7 @@ class AsyncVllm(Engine):
             )
 
     def facts(self) -> EngineFacts:
-        facts = facts_here(self._engine.vllm_config, self._replica)
-        require_pauses()
-        return facts
+        return facts_here(self._engine.vllm_config, self._replica)
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
         arguments = {"request": request.as_json()}
@@ -227,7 +223,7 @@ class AsyncVllm(Engine):
         return str(self._call(self._ask_core("get_weight_version")))
 
     def set_weight_version(self, label: WeightLabel) -> None:
-        self._call(self._ask_core("set_weight_version", as_core_takes(label)))
+        self._call(self._ask_core("set_weight_version", label.encode()))
 
     def _call(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
         if asyncio._get_running_loop() is self._loop:  # noqa: SLF001 - None outside of any
@@ -281,7 +277,7 @@ class VllmServer(EngineServer):
     )
 
     def facts(self) -> EngineFacts:
-        facts = facts_of(self._get("/server_info", "vllm_config", config_format="json"))
+        facts = facts_of_server(self._get("/server_info", "vllm_config", config_format="json"))
         if self._follows_by_itself():
             raise UnsupportedError(
                 f"{self.url} follows a store by itself (FollowStore), and an engine has one "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -21,25 +20,24 @@ from typing import Any
 import pytest
 
 import dbuffer
-from dbuffer.engine.contract import EngineFacts
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.errors import OptionError, UnsupportedError, VersionError, VersionRegressedError
 from dbuffer.format.manifest import MAX_INTEGER, is_receiver_id
-from dbuffer.integrations.vllm import plugin, vllm_engine
+from dbuffer.integrations.vllm import plugin
 from dbuffer.integrations.vllm.callback_loading import CallbackLoader
 from dbuffer.integrations.vllm.config import (
     BACKEND,
+    CALL,
     EXTENSION,
     default_engine_id,
     engine_settings,
+    facts_here,
     facts_of,
+    facts_of_server,
     has_backend,
-    has_extension,
     options_of,
     replicas_of,
-    serves_every_worker,
 )
-from dbuffer.integrations.vllm.core_pauses import HOLD
 from tests.support.patterns import SMALL
 
 STORE = "/dev/shm/policy"
@@ -260,35 +258,32 @@ def as_object(value: Any) -> Any:
     return SimpleNamespace(**{name: as_object(inner) for name, inner in value.items()})
 
 
-@pytest.mark.parametrize("is_json", [True, False], ids=["json", "object"])
 @pytest.mark.parametrize(
-    ("changes", "backend", "extension"),
+    ("changes", "backend"),
     [
-        ({}, True, False),
-        ({"worker_extension_cls": EXTENSION}, True, True),
-        ({"worker_extension_cls": EXTENSION, "weight_transfer_config": None}, False, True),
+        ({}, True),
+        ({"worker_extension_cls": EXTENSION}, True),
+        ({"worker_extension_cls": EXTENSION, "weight_transfer_config": None}, False),
         (
             {"worker_extension_cls": EXTENSION, "weight_transfer_config": {"backend": "nccl"}},
             False,
-            True,
         ),
-        ({"worker_extension_cls": None}, True, False),
+        ({"worker_extension_cls": None}, True),
     ],
     ids=str,
 )
-def test_how_an_engine_takes_weights(changes, backend, extension, is_json):
+def test_how_an_engine_takes_weights(changes, backend):
     config = config_of(**changes)
-    given = config if is_json else as_object(config)
-    facts = facts_of(given)
-    assert (has_backend(given), has_extension(given)) == (backend, extension)
-    assert (facts.instance_id, facts.num_ranks) == ("abc", 2)
+    for facts in (facts_of_server(config), facts_of(as_object(config))):
+        assert (facts.instance_id, facts.num_ranks) == ("abc", 2)
+    assert has_backend(config) == has_backend(as_object(config)) == backend
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"weight_transfer_config": None}, "weight_transfer_config"),
-        ({"weight_transfer_config": {"backend": "nccl"}}, "weight_transfer_config"),
+        ({"weight_transfer_config": None}, "weight-transfer-config"),
+        ({"weight_transfer_config": {"backend": "nccl"}}, "weight-transfer-config"),
         ({"data_parallel_size": 2}, "2 replicas.*FollowStore"),
         (
             {"is_moe_model": True, "data_parallel_size": 2, "data_parallel_external_lb": True},
@@ -303,7 +298,26 @@ def test_how_an_engine_takes_weights(changes, backend, extension, is_json):
 )
 def test_an_engine_that_cannot_follow_is_told(changes, told):
     with pytest.raises(UnsupportedError, match=told):
-        facts_of(config_of(**changes))
+        facts_of_server(config_of(**changes))
+
+
+@pytest.mark.parametrize("has_plugin", [True, False])
+def test_an_engine_without_the_plugin_is_refused(monkeypatch, has_plugin):
+    """A front end may load plugins late, or be kept from it."""
+    plugins, base = ModuleType("vllm.plugins"), ModuleType("vllm.v1.worker.worker_base")
+    wrapper = type("WorkerWrapperBase", (), {})
+
+    def load() -> None:
+        if has_plugin:
+            setattr(wrapper, CALL, None)
+
+    plugins.load_general_plugins = load  # type: ignore[attr-defined]
+    base.WorkerWrapperBase = wrapper  # type: ignore[attr-defined]
+    for module in (plugins, base):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    refused = pytest.raises(UnsupportedError, match="has not loaded dbuffer's plugin")
+    with contextlib.nullcontext() if has_plugin else refused:
+        facts_here(as_object(config_of()))
 
 
 def test_an_engines_configuration_is_read_for_its_options():
@@ -377,24 +391,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **factories: Any) -> None:
     sys.modules["vllm"].__version__ = ".".join(map(str, plugin.NEWEST))
 
 
-@pytest.mark.parametrize("has_plugin", [True, False])
-def test_an_engine_whose_pause_is_not_dbuffers_own_is_refused(monkeypatch, has_plugin):
-    """A front end may load plugins late, or be kept from it."""
-    core = ModuleType("vllm.v1.engine.core")
-    core.EngineCoreProc = type("EngineCoreProc", (), {})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, core.__name__, core)
-
-    def load_plugins(config: Any, replica: int | None) -> EngineFacts:
-        if has_plugin:
-            setattr(core.EngineCoreProc, HOLD, None)
-        return EngineFacts(instance_id="one", name="engine", num_ranks=1)
-
-    monkeypatch.setattr(vllm_engine, "facts_here", load_plugins)
-    engine = vllm_engine.AsyncVllm(SimpleNamespace(vllm_config=None), asyncio.new_event_loop())
-    with (
-        contextlib.nullcontext() if has_plugin else pytest.raises(UnsupportedError, match="plugin")
-    ):
-        engine.facts()
+def serves_every_worker() -> bool:
+    return CALL in vars(sys.modules[WORKERS].WorkerWrapperBase)
 
 
 def test_register_makes_both_halves_known_and_may_be_called_again(monkeypatch, caplog):
@@ -415,11 +413,6 @@ def test_register_makes_both_halves_known_and_may_be_called_again(monkeypatch, c
     assert "newer than 0.33" in entry.getMessage()
     # Every worker answers to our methods.
     assert serves_every_worker()
-    plain = config_of(weight_transfer_config=None)
-    assert facts_of(as_object(plain))
-    # What plugins a server has cannot be seen from here.
-    with pytest.raises(UnsupportedError):
-        facts_of(plain)
 
 
 def test_a_vllm_that_lacks_what_dbuffer_uses_is_warned_and_starts_without_it(monkeypatch, caplog):
