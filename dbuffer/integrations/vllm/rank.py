@@ -256,8 +256,9 @@ def _connectors_of(transfer: Any) -> Iterator[tuple[str, bool]]:
 class WorkerExtension:
     """A method for ``collective_rpc``, on all ranks; vLLM adds it to its worker.
 
-    Start the engine with ``worker_extension_cls="dbuffer.integrations.vllm.WorkerExtension"``.
-    Where dbuffer is installed beside vLLM, its plugin adds it without that.
+    A server that is driven from outside tells by this option that its workers have the method:
+    ``--worker-extension-cls dbuffer.integrations.vllm.WorkerExtension``. dbuffer's plugin adds it
+    to workers of all engines.
     """
 
     def dbuffer_call(self: Any, request: dict[str, Any]) -> dict[str, Any]:
