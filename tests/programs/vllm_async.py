@@ -367,7 +367,7 @@ async def close_in_a_switch(program: Program, directory: Path) -> None:
     """A follower that is closed in the middle of a switch ends it first."""
     follower = program.follow()
     await asyncio.wait_for(follower.wait_started_async(), STEP_TIMEOUT_S)
-    await program.engine.collective_rpc(let_wait, args=("reload", str(directory)))
+    await program.engine.collective_rpc(let_wait, args=("load", str(directory)))
     version = await program.trainer.publish("reveal")
     await until((directory / "entered").exists)
     closing = asyncio.create_task(follower.aclose())

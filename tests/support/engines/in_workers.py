@@ -17,7 +17,6 @@ def _places(worker: Any) -> dict[str, tuple[Any, str]]:
     return {
         "load": (receiver._model, "load"),
         "prepare": (receiver._stager, "take"),
-        "reload": (receiver._model._rank, "load"),
     }
 
 
