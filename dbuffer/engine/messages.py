@@ -23,8 +23,8 @@ from dbuffer.runtime.messages import described
 class RankRequest:
     """Request to all ranks of an engine.
 
-    * ``begin``: follow a store, in place of the one that was followed before, unless all ranks
-      follow this one already, with these options;
+    * ``begin``: follow a store instead of any other, unless all ranks follow it already, with these
+      options;
     * ``reserve``: keep the version that is ready for an update to come, or answer an error;
     * ``update``: switch to a version, and answer the engine's record;
     * ``acknowledge``: answer that record, and let a thread write it into the store;

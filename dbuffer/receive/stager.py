@@ -42,7 +42,7 @@ from dbuffer.runtime.trouble import log_once
 logger = logging.getLogger(__name__)
 
 RESERVED_S = 10.0
-"""Longest time for which a version that is ready is kept for an engine that is about to pause."""
+"""Longest reservation of a ready version, for an engine that is about to pause."""
 
 DEVICE_RESERVE_BYTES = 1 << 30
 """Memory of a device that is left to others: a larger batch of the engine's, for instance."""
@@ -539,7 +539,7 @@ class Stager(ProcessBound):
 
     @property
     def _reserved_s(self) -> float:
-        """Time for which the version that is ready is still reserved."""
+        """Time left of the ready version's reservation."""
         if self._reserved is None or self._state is not State.READY or self._staged is None:
             return 0.0
         request, until_s = self._reserved

@@ -389,7 +389,7 @@ def refuse_latent_attention(directory: Path, checkpoint: Path) -> None:
 def switch_scales(store: Path, scaled: Path, plain: Path) -> None:
     """Scales of caches that do not come are the defaults, as where an engine is started so.
 
-    They are not those of the version before.
+    The scales of the version before are gone.
     """
 
     def ask(llm: Any) -> list[list[int]]:

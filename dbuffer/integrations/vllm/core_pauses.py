@@ -97,7 +97,7 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
 
 
 def _drop_caches(core: Any, paused: Future[Any] | None = None) -> None:
-    """Drop what was computed with the present weights, once the core is paused.
+    """Drop all caches of the present weights, once the core is paused.
 
     Requests that are kept lose theirs too: it is recomputed, so that no token comes from two
     versions.

@@ -156,7 +156,7 @@ class Core:
 
 
 class HeldCore(Core):
-    """A core that can be held, and notes what it is asked for."""
+    """A core that can be held, and notes the calls."""
 
     def __init__(self, paused: Future[None] | None, *, resets: bool = True) -> None:
         self.calls: list[str] = []
