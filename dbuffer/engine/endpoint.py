@@ -22,6 +22,7 @@ from dbuffer import errors
 from dbuffer.engine import messages
 from dbuffer.engine.contract import ENDPOINT_ATTR, EngineRank, ModelState
 from dbuffer.engine.engine_options import NO_STORE_YET, EngineOptions
+from dbuffer.engine.rank_model import no_places
 from dbuffer.engine.rank_receiver import RankReceiver, by_rank
 from dbuffer.runtime.messages import described
 
@@ -132,6 +133,8 @@ class RankEndpoint:
                 # The engine generates, and must not wait for a disk.
                 threading.Thread(target=receiver.acknowledge, name="dbuffer-acknowledge").start()
                 return receiver.engine_record
+            case "check":
+                _check(self._rank or make_rank(), request)
             case "forget":
                 self.following()
                 self.note_foreign_load("a request to load it again")
@@ -284,3 +287,9 @@ def waking_up(model_of: Callable[[], Any]) -> Iterator[None]:
     """Read and write a model's weights again, once they were woken."""
     yield
     RankEndpoint.of(model_of()).note_awake()
+
+
+def _check(rank: EngineRank, request: messages.RankRequest) -> None:
+    trace = rank.make_check()(request.tensors)
+    if trace.unused and not rank.is_pipeline_stage and not request.allows_unused:
+        raise errors.WeightsMismatchError(no_places(trace.unused))

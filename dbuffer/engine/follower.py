@@ -37,7 +37,7 @@ from dbuffer.engine.contract import (
     served_by,
 )
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.engine.messages import RankRequest
+from dbuffer.engine.messages import RankRequest, specs_of, worst_of
 from dbuffer.engine.reporting import FollowerReport, Switch
 from dbuffer.engine.store_view import StoreView, engine_id_of
 from dbuffer.format.lineage import Lineage, VersionId, number_of
@@ -608,6 +608,22 @@ class Follower(Closing):
                 ) from error
 
         return TranslatedErrors(translate)
+
+    def mismatches(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
+        """Return why such tensors do not fit, for each rank on which they do not.
+
+        Args:
+            tensors: name, dtype (``"bfloat16"``) and shape of each.
+        """
+        with self._translating("check the tensors"):
+            may_warn = self._options_for(self._engine.facts()).unused_tensors == "warn"
+            answers = self._engine.call(
+                RankRequest("check", tensors=specs_of(tensors), allows_unused=may_warn)
+            )
+            worst = worst_of(answers)
+        if worst is not None and not isinstance(worst, errors.WeightsMismatchError):
+            raise worst
+        return [str(answer) for answer in answers if answer is not None]
 
     def apply_once(self, store: str) -> None:
         """Load the newest version of another store, then follow this one again.

@@ -7,13 +7,14 @@ engine's first rank answers with the engine's record, which tells the outcome.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
 from functools import partial
 from typing import Any, Literal, Self
 
 from dbuffer import errors
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
+from dbuffer.format.layout import TensorSpec
 from dbuffer.format.manifest import ReceiverRecord, fields_of, made_of
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.messages import described
@@ -29,18 +30,25 @@ class RankRequest:
     * ``update``: switch to a version, and answer the engine's record;
     * ``acknowledge``: answer that record, and let a thread write it into the store;
     * ``attest``: collect the ranks' comparisons of their weights, and answer that record;
+    * ``check``: answer whether the model has places for these tensors;
     * ``forget``: treat the model's weights as unknown, so that the next update reloads all of them;
     * ``awake``: answer whether the weights are awake;
     * ``end``: stop following; the model keeps its weights.
     """
 
-    call: Literal["begin", "reserve", "update", "acknowledge", "attest", "forget", "awake", "end"]
+    call: Literal[
+        "begin", "reserve", "update", "acknowledge", "attest", "check", "forget", "awake", "end"
+    ]
     _: KW_ONLY
     options: EngineOptions | None = None
     """Options to begin with."""
     takes_over: bool = True
     """Whether to begin also if a rank follows another store, or with other options."""
     update: UpdateRequest | None = None
+    tensors: tuple[TensorSpec, ...] = ()
+    """Tensors to check."""
+    allows_unused: bool = False
+    """Whether the model may lack a place for some of them."""
 
     def as_json(self) -> dict[str, Any]:
         values = asdict(self)
@@ -66,6 +74,11 @@ class RankRequest:
             ) from None
 
 
+def specs_of(tensors: Iterable[tuple[str, str, list[int]]]) -> tuple[TensorSpec, ...]:
+    """Make specs of the name, dtype (``"bfloat16"``) and shape of each tensor, as JSON has them."""
+    return tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
+
+
 _ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "begin": {
         "options": EngineOptions.parse,
@@ -75,6 +88,7 @@ _ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "update": {"update": UpdateRequest.parse},
     "acknowledge": {},
     "attest": {},
+    "check": {"tensors": specs_of, "allows_unused": partial(checks.flag, "allows_unused")},
     "forget": {},
     "awake": {},
     "end": {},

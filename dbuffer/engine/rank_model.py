@@ -123,7 +123,7 @@ class UnusedTensors:
 
     def _refuse_or_warn(self, unused: Sequence[str]) -> None:
         if unused and self._treatment == "refuse":
-            raise WeightsMismatchError(_no_places(unused))
+            raise WeightsMismatchError(no_places(unused))
         new = [each for each in unused if each not in self._warned]
         if new and self._is_first:
             logger.warning(
@@ -134,7 +134,7 @@ class UnusedTensors:
         self._warned.update(unused)
 
 
-def _no_places(unused: Sequence[str]) -> str:
+def no_places(unused: Sequence[str]) -> str:
     """Return a message: these tensors were published for a model that has no places for them."""
     return (
         f"the engine's model has no place for {listed(unused)}, and would answer as a model "

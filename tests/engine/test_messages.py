@@ -25,6 +25,7 @@ from dbuffer.engine.messages import (
 )
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.rank_receiver import RankReceiver
+from dbuffer.format.layout import TensorSpec
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import OwnRecord
@@ -36,6 +37,11 @@ REQUESTS = [
     RankRequest("begin", options=OPTIONS),
     RankRequest("begin", options=OPTIONS, takes_over=False),
     RankRequest("update", update=UpdateRequest(at_least=3, run="0" * 16, attempt="1" * 16)),
+    RankRequest(
+        "check",
+        tensors=(TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "int8", ())),
+        allows_unused=True,
+    ),
     RankRequest("forget"),
     RankRequest("awake"),
     RankRequest("end"),
@@ -203,6 +209,14 @@ def test_what_the_model_has_outlives_an_end_and_a_beginning_that_fails(
     assert str(error) in str(answer)
     rank.begin()
     assert DoubleBuffer(rank.options.store).receiver("engine").applied_version == 1
+
+
+def test_tensors_that_do_not_fit_are_told_and_nothing_else_is(rank):
+    fitting = tuple(TensorSpec(name, "float32", (1,)) for name in SMALL.names)
+    assert rank.ask(RankRequest("check", tensors=fitting)) is None
+    answer = rank.ask(RankRequest("check", tensors=(TensorSpec("another", "float32", (1,)),)))
+    assert isinstance(answer, dbuffer.WeightsMismatchError)
+    assert "another" in str(answer)
 
 
 def test_a_bug_on_one_rank_is_an_answer(rank):

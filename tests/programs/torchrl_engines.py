@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ from dbuffer.integrations.torchrl import (
 from tests.support import ROOT
 
 HEAD = "lm_head.weight"
+NORM = "model.norm.weight"
+WRONG_METADATA: dict[str, tuple[str, Any]] = {
+    "a name too few": (NORM, None),
+    "a name too many": ("bogus", (torch.float32, torch.Size([2]))),
+    "another shape": (HEAD, (torch.float32, torch.Size([500, 5]))),
+    "another dtype": (NORM, (torch.int64, torch.Size([64]))),
+}
+"""Wrong metadata by what is wrong: a name, and its wrong entry; None: it has none."""
 SOON_S = 0.3
 
 Models = dict[int, torch.nn.Module]
@@ -52,6 +61,12 @@ Models = dict[int, torch.nn.Module]
 Answers = list[list[int]]
 Fresh = list[Answers]
 """Answers of fresh engines, by the seed of the weights that they were started on."""
+
+
+def wrong_metadata(metadata: Mapping[str, Any], wrong: str) -> dict[str, Any]:
+    name, entry = WRONG_METADATA[wrong]
+    others = {key: value for key, value in metadata.items() if key != name}
+    return others if entry is None else others | {name: entry}
 
 
 def misfit(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -209,6 +224,9 @@ def push(store: Path, llm: Any, models: Models, fresh: Fresh) -> None:
     metadata = get_model_metadata(models[2])
     with both_ends(scheme, llm) as (receiver, sender):
         receiver.init_all_workers_group(metadata)
+        for wrong, (name, _) in WRONG_METADATA.items():
+            with pytest.raises(dbuffer.WeightsMismatchError, match=re.escape(name)):
+                receiver.init_all_workers_group(wrong_metadata(metadata, wrong))
         assert greedy(llm) == fresh[1]
         begun = time.monotonic()
         assert receiver.poll_and_apply() is False

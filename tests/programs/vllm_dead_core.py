@@ -88,7 +88,7 @@ def kill_in_calls(llm: Any) -> None:
     client = llm.llm_engine.engine_core
     [core] = client.resources.engine_manager.processes
     calls: list[Callable[[], Any]] = [
-        lambda: engine.call(RankRequest("awake")),
+        lambda: engine.call(RankRequest("check")),
         lambda: engine.pause("keep"),
         engine.weight_version,
         lambda: engine.set_weight_version(WeightLabel("3")),

@@ -75,6 +75,8 @@ class _Sglang(Engine):
     pauses = tuple(_PAUSES)
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
+        if request.call == "check":
+            raise UnsupportedError("SGLang's ranks cannot check whether tensors fit")
         # An update acknowledges; and no rank could answer that it has nothing ready.
         if request.call in ("acknowledge", "reserve"):
             return [None]

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from dbuffer.errors import OptionError
+from dbuffer.errors import OptionError, WeightsMismatchError
 from dbuffer.integrations.torchrl.base import Strategy
 from dbuffer.integrations.torchrl.vllm_double_buffer import (
     VLLMDoubleBufferSyncScheme,
@@ -22,6 +22,7 @@ from dbuffer.integrations.torchrl.vllm_double_buffer import (
     VLLMDoubleBufferWeightSender,
     engine_in,
 )
+from dbuffer.io.tensors import DTYPE_NAMES
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.trouble import RetryLoop
 
@@ -154,7 +155,19 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             self._thread.start()
 
     def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
-        """Do nothing: each version is checked against the engine's model before it is loaded."""
+        """Check that weights of these dtypes and shapes fit the engine.
+
+        Raises:
+            WeightsMismatchError: they do not; the message lists how.
+        """
+        tensors = [
+            (name, DTYPE_NAMES.get(dtype, str(dtype)), list(shape))
+            for name, (dtype, shape) in model_metadata.items()
+        ]
+        with self._open():
+            mismatches = [m for follower in self._followers for m in follower.mismatches(tensors)]
+        if mismatches:
+            raise WeightsMismatchError("; ".join(dict.fromkeys(mismatches)))
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
         """Call :meth:`VLLMDoubleBufferWeightReceiver.poll_and_apply`; an ``LLM`` needs it."""

@@ -84,6 +84,9 @@ class RayFollower:
     def apply_once(self, store: str) -> None:
         self._call(Follower.apply_once, store)
 
+    def mismatches(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
+        return self._call(Follower.mismatches, tensors)
+
     def stop_workers(self) -> None:
         self._call(Follower.stop_workers)
 

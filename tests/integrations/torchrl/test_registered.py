@@ -21,6 +21,7 @@ import torch
 
 import dbuffer
 from dbuffer.engine.follower import Follower
+from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.errors import EngineBusyError
 from dbuffer.integrations.torchrl import (
     VLLMDoubleBufferSyncScheme,
@@ -32,7 +33,7 @@ from dbuffer.integrations.torchrl import (
 from dbuffer.receive.stager import Stager
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child
-from tests.support.light_engines import WAIT_S, LightEngine, options
+from tests.support.light_engines import WAIT_S, LightEngine, Rank, options
 from tests.support.patterns import SMALL
 from tests.support.waiting import Gate, until
 
@@ -252,3 +253,24 @@ def raising(error: Exception) -> Callable[[str], None]:
         raise error
 
     return call
+
+
+class WithoutValueHead(LightEngine):
+    """A light engine that has no place for a tensor."""
+
+    def make_rank(self) -> Rank:
+        rank = super().make_rank()
+        unused = LoadTrace({}, frozenset(SMALL.names), unused=("value_head",))
+        rank.make_check = lambda: lambda *_: unused  # type: ignore[method-assign]
+        return rank
+
+
+@pytest.mark.parametrize("treatment", ["warn", "refuse"])
+def test_metadata_may_name_unused_tensors_before_the_first_version(receiver_of, treatment):
+    receiver = receiver_of(WithoutValueHead(), unused_tensors=treatment)
+    with (
+        contextlib.nullcontext()
+        if treatment == "warn"
+        else pytest.raises(dbuffer.WeightsMismatchError)
+    ):
+        receiver.init_all_workers_group({"value_head": (torch.float32, torch.Size([3]))})
