@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -131,6 +131,20 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in (*self.model.parameters(), *self.model.buffers())
         )
 
+    @contextlib.contextmanager
+    def with_data(self, name: str) -> Iterator[torch.Tensor]:
+        """Give a parameter or buffer memory, of zeros, for a while."""
+        path, _, own = name.rpartition(".")
+        tables = tables_of(self.model.get_submodule(path))
+        without = next(table[own] for table in tables if own in table)
+        made = _empty_like(without, "cpu")
+        made.data.zero_()
+        _put_in_place(self.model, without, made)
+        try:
+            yield made.data
+        finally:
+            _put_in_place(self.model, made, without)
+
     def require_whole(self, name: str, tensor: Any, num_elements: int) -> None:
         """Raise :class:`WeightsMismatchError` if fewer elements of this were written."""
         loaded = self.count_of(tensor)
@@ -210,6 +224,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def watched(*args: Any, **kwargs: Any) -> Any:
             # All take the parameter and what is loaded first, some by name.
             param, loaded, *which_part = signature.bind(*args, **kwargs).arguments.values()
+            if not param.is_meta:  # with data, what was counted without is done once more
+                return loader(*args, **kwargs)
             self.note_read(loaded)
             # A trainer's float32 into an engine's bfloat16 is the usual case; bits are not numbers.
             if loaded.is_floating_point() != param.is_floating_point():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -187,6 +187,15 @@ class ShapeCheck:
         except Exception as error:  # noqa: BLE001
             return tensors, current, error
         return tensors, None, None
+
+    def loaded(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
+        """Load some tensors with data, and return how they fill the parameter of this name.
+
+        For the same thread as the check. Errors of the loaders are raised.
+        """
+        with self._meta.with_data(name) as real:
+            self._meta.model.load_weights(iter(tensors))
+        return real
 
 
 _COMPUTED = re.compile(r".*(inv_freq|\b(cos|sin)_cached|\bposition_ids)")

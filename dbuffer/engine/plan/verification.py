@@ -55,6 +55,7 @@ class Verifier:
     """Its threads compare."""
     not_weights: Collection[str]
     """Attributes in the model that serving changes."""
+    random: np.random.Generator
 
     def verify(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
         """Load a version by a reload, and verify the plan of a switch to it.
@@ -68,8 +69,7 @@ class Verifier:
         """
         plan = switch.plan
         plan.verified_for = None
-        # The engine's generators are seeded, and sample tokens.
-        stand_ins = stand_ins_for(tensors, plan.reloaded_sources, np.random.default_rng())
+        stand_ins = stand_ins_for(tensors, plan.reloaded_sources, self.random)
         # Anything may be in a model, and a switch must not fail because it cannot be looked at.
         try:
             self.reload(stand_ins)

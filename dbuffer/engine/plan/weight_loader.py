@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 
+import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
@@ -54,7 +55,7 @@ class WeightLoader:
 
     Args:
         model: the model, as it serves; ``rank`` reloads it.
-        check: traces parts of a layout.
+        check: traces parts of a layout, and runs the model's loaders again.
         plans: whether to copy at all.
         patches: whether to patch where little changed; its weights are on a device.
         not_weights: attributes of its layers that serving changes.
@@ -80,7 +81,11 @@ class WeightLoader:
         self._plans = plans
         self._may_patch = patches
         self._packing = packing
-        self._verifier = Verifier(model, self._reload, self._reload_part, copier, not_weights)
+        # The engine's generators are seeded, and sample tokens.
+        self._random = np.random.default_rng()
+        self._verifier = Verifier(
+            model, self._reload, self._reload_part, copier, not_weights, self._random
+        )
         self._trace: LoadTrace | None = None
         """Trace of the current layout."""
         self._rewritten: Collection[str] = ()
@@ -98,6 +103,7 @@ class WeightLoader:
         self._digest: int | None = None
         """Digest of its parameters, as they were seen to be that version's while they served."""
         self._comes_as_deltas = False
+        self._rechecks_loaders = True
 
     @torch.no_grad()
     def prepare(
@@ -119,6 +125,10 @@ class WeightLoader:
         """
         plan = self._plan_of(trace)
         if plan is None:
+            return None
+        if plan.verified_for is not None and (name := self._changed_loader(plan, tensors)):
+            changed = f"the loader of {name} does something else than when it was traced"
+            self._give_up(changed, logging.WARNING)
             return None
         try:
             switch = PreparedSwitch.of_plan(plan, version, tensors, aliases or {})
@@ -164,6 +174,27 @@ class WeightLoader:
             )
         except UnsupportedError as error:
             self._give_up(str(error))
+
+    def _changed_loader(self, plan: CopyPlan, tensors: Tensors) -> str | None:
+        """Load one parameter, a random one, and return its name if that is not as it was traced."""
+        if not self._rechecks_loaders or not plan.traced:
+            return None
+        name = str(self._random.choice(list(plan.traced)))
+        sources = {op.source for op in plan.traced[name].ops}
+        try:
+            given = self._given({n: t for n, t in tensors.items() if n in sources})
+            loaded = self._check.loaded(name, given)
+        # Some models' loaders want all tensors, or none.
+        except Exception as error:  # noqa: BLE001
+            self._rechecks_loaders = False
+            logger.info(
+                "the plan is not verified again: loaders refuse what %s is made of, alone: %s",
+                name,
+                described(error),
+            )
+            return None
+        copies = plan.traced[name].bind(loaded, tensors)
+        return None if all(same_bytes(*copy) for copy in copies) else name
 
     def _add_patches(
         self, switch: PreparedSwitch, changed_since: Callable[[VersionId], Changed | None]
@@ -332,11 +363,11 @@ class WeightLoader:
             self._reloaded = {}
             self._drop_plan()
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, why: str, level: int = logging.INFO) -> None:
         """Reload all versions of this layout."""
         self._drop_plan()
         self._num_skipped = _NEVER
-        logger.info("no fast path: switches go through the engine's reload: %s", why)
+        logger.log(level, "no fast path: switches go through the engine's reload: %s", why)
 
     def _set_aside(self, why: str) -> None:
         """Reload some versions, and plan again then: memory may have been short for a moment."""
