@@ -96,9 +96,9 @@ def switch_parts(world: World, directory: Path, case: str) -> None:
             for scale in (2, 3):
                 differs = f"{HEAD} (it differs from {EMBEDDING}"
                 require_refused(weights | {HEAD: scale * weights[HEAD]}, differs)
+        world.run(end)
         for answer in world.run(follow_with_balancing, sender.store):
             assert "enable_eplb" in answer
-        world.run(end)
 
 
 def require_different(first: list[dict[str, str]], second: list[dict[str, str]]) -> None:
