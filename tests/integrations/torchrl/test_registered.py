@@ -266,11 +266,12 @@ class WithoutValueHead(LightEngine):
 
 
 @pytest.mark.parametrize("treatment", ["warn", "refuse"])
-def test_metadata_may_name_unused_tensors_before_the_first_version(receiver_of, treatment):
-    receiver = receiver_of(WithoutValueHead(), unused_tensors=treatment)
-    with (
-        contextlib.nullcontext()
-        if treatment == "warn"
-        else pytest.raises(dbuffer.WeightsMismatchError)
-    ):
+def test_metadata_may_name_unused_tensors_before_the_first_version(
+    light_engines, tmp_path, treatment
+):
+    scheme = scheme_of(tmp_path / "light", unused_tensors=treatment)
+    receiver = scheme.create_receiver(WithoutValueHead())
+    refused = pytest.raises(dbuffer.WeightsMismatchError)
+    with contextlib.nullcontext() if treatment == "warn" else refused:
         receiver.init_all_workers_group({"value_head": (torch.float32, torch.Size([3]))})
+    receiver.shutdown()
