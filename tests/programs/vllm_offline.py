@@ -238,10 +238,10 @@ def lose_the_weights_of_launched_ranks() -> None:
     """Ranks of torchrun's know what the engine has after a sync that failed; with no engine."""
     orders: list[dict[str, Any]] = []
     failing = Mock(applied=None, **{"sync.side_effect": dbuffer.WaitTimeoutError("not ready")})
-    leading = Mock(is_open=True, first=lambda _, order: orders.append(order()))
+    leading = Mock(is_open=True, share=lambda _, order: [orders.append(order)])
     for leader, agreement in (
         (failing, leading),
-        (None, Mock(is_open=True, first=lambda *_: orders[0])),
+        (None, Mock(is_open=True, share=lambda *_: orders[:1])),
     ):
         follower = object.__new__(LaunchedFollower)
         follower._leader, follower._agreement, follower.applied = leader, agreement, 7
