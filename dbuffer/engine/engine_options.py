@@ -79,8 +79,8 @@ class EngineOptions:
     """Switch by direct copies, once a switch through the engine's own reload has verified that
     copies give the same result. Off: every switch is such a reload."""
     images: bool = True
-    """Pack layers that pack their weights while the engine serves, and switch to the result. Takes
-    the memory of those layers once more. Off: a model that has such layers is reloaded."""
+    """Process layers that pack or quantize their weights while the engine serves, and switch to the
+    result. Takes the memory of those layers once more. Off: a model that has them is reloaded."""
     attest: bool | Literal["auto"] = "auto"
     """After each switch, while the engine serves, compare its weights with the published ones; if
     some differ, load the version again, whole. ``"auto"``: if they are on a GPU."""

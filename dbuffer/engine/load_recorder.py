@@ -192,13 +192,19 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 
 def _not_once(ops: tuple[CopyOp, ...], num_elements: int) -> str | None:
     """Return why copies do not write each element of a parameter exactly once; None: they do."""
-    end = 0
-    for view in sorted((op.to for op in ops), key=lambda view: view.offset):
-        if not view.num_elements:
-            continue
-        if view.offset < end or view.end - view.offset != view.num_elements:
-            return "is loaded in parts that overlap, or lie in between each other"
-        end = view.end
-    if sum(op.to.num_elements for op in ops) != num_elements:
+    num_loaded = sum(op.to.num_elements for op in ops)
+    if num_loaded < num_elements:
         return "is loaded in part only"
-    return None
+    views = sorted((op.to for op in ops if op.to.num_elements), key=lambda view: view.offset)
+    ends = [0, *(view.end for view in views)]
+    if all(
+        view.offset >= end and view.end - view.offset == view.num_elements
+        for view, end in zip(views, ends, strict=False)
+    ):
+        return None
+    # Parts that are columns of a matrix alternate in memory.
+    is_written = torch.zeros(max(ends), dtype=torch.bool, device="cpu")
+    for view in views:
+        is_written.as_strided(view.shape, view.stride, view.offset).fill_(True)
+    is_once = num_loaded == num_elements == int(is_written.sum())
+    return None if is_once else "is loaded in parts that overlap"

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from copy import copy as copy_layer
 from typing import Any
@@ -23,7 +25,7 @@ from torch import nn
 from dbuffer.engine.meta_model import MetaModel
 from dbuffer.engine.plan import attestation, patching, prepared_switch
 from dbuffer.engine.plan.attestation import digest_of_all
-from dbuffer.engine.plan.images import Packing
+from dbuffer.engine.plan.images import NotAloneError, Packing
 from dbuffer.engine.plan.load_trace import CopyOp, LoadTrace, View
 from dbuffer.engine.plan.patching import Changed
 from dbuffer.engine.plan.prepared_switch import PreparedSwitch
@@ -171,6 +173,11 @@ def random(shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.float32) -
     return torch.randn(shape).to(dtype)
 
 
+def codes() -> torch.Tensor:
+    """Integers, as a quantized checkpoint has them."""
+    return torch.randint(-(2**31), 2**31, SHAPE).to(torch.int32)
+
+
 def strange() -> torch.Tensor:
     """Values that are no numbers, or equal without being the same."""
     values = torch.tensor([float("nan"), -0.0, float("inf"), 1.0]) * random((1,)).sign()
@@ -291,6 +298,11 @@ def fused(parameter: torch.Tensor, loaded: torch.Tensor, part: str) -> None:
     parameter.data.narrow(0, 2 * "qkv".index(part), 2).copy_(loaded)
 
 
+def fused_columns(parameter: torch.Tensor, loaded: torch.Tensor, part: str) -> None:
+    """As a loader fills a fused layer whose matrix is stored transposed."""
+    parameter.data.narrow(1, 2 * "kv".index(part), 2).copy_(loaded)
+
+
 def padded(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
     parameter[: len(loaded)].data.copy_(loaded)
     parameter[len(loaded) :].data.fill_(0)
@@ -342,6 +354,11 @@ def make_tied() -> Model:
 KINDS: dict[str, tuple[Callable[[], Layer], Callable[[], Tensors]]] = {
     "plain": (Layer, lambda: {"weight": random()}),
     "fused": (lambda: Layer(fused), lambda: {part: random((2, 4)) for part in "qkv"}),
+    "fused columns": (
+        lambda: Layer(fused_columns),
+        lambda: {part: random((6, 2)) for part in "kv"},
+    ),
+    "codes": (lambda: Layer(dtype=torch.int32), lambda: {"weight": codes()}),
     "padded": (lambda: Layer(padded), lambda: {"weight": random((5, 4))}),
     "experts": (
         lambda: Layer(expert, (12, 6, 4)),
@@ -605,14 +622,14 @@ def test_what_is_derived_from_integers_is_derived_when_they_change():
     alike = torch.ones(SHAPE, dtype=torch.int32)
     switched = Switched(lambda: Coded(a=Layer(), b=Layer(dtype=torch.int32)), tensors(alike))
     assert [switched.switch(tensors(alike)) for _ in range(3)] == [False, True, True]
-    codes = torch.arange(24, dtype=torch.int32).view(SHAPE)
-    switched.model.reload(tensors(codes))  # as something else loads a checkpoint
+    in_order = torch.arange(24, dtype=torch.int32).view(SHAPE)
+    switched.model.reload(tensors(in_order))  # as something else loads a checkpoint
     switched.loads.forget()
     assert not switched.switch(tensors(alike))
-    assert not switched.switch(tensors(codes))
-    assert not switched.switch(tensors(codes.flip(1)))
-    assert not any(switched.switch(tensors(codes + number)) for number in range(4))
-    assert switched.reloads == 12  # two for each of four proofs, and four
+    assert not switched.switch(tensors(in_order))
+    assert not switched.switch(tensors(in_order.flip(1)))
+    assert not any(switched.switch(tensors(in_order + number)) for number in range(4))
+    assert switched.reloads == 11  # two for each of three proofs (the last fails), and five
 
 
 # Layers that pack their weights, and have images.
@@ -643,23 +660,25 @@ class PackingLayer(Layer):
             self.pack()
 
     def begin(self) -> None:
-        self.packed_weight = self.weight
+        self.places = {
+            name: self._parameters.pop(name) for name in ("weight", "scale") if hasattr(self, name)
+        }
         self.weight = nn.Parameter(torch.zeros(SHAPE), requires_grad=False)
         self.weight.weight_loader = copy
 
     def process(self) -> None:
         self.pack()
-        self.keep_place()
+        self.keep_places()
 
     def pack(self) -> None:
         raise NotImplementedError
 
-    def keep_place(self) -> None:
+    def keep_places(self) -> None:
         """A reload leaves parameters where they were."""
-        packed = self.weight
-        self.weight = self.packed_weight
-        self.weight.data.copy_(packed)
-        del self.packed_weight
+        for name, place in self.places.items():
+            place.data.copy_(self._parameters[name])
+            self._parameters[name] = place
+        del self.places
 
 
 class IntoAKernel(PackingLayer):
@@ -677,6 +696,37 @@ class IntoItself(PackingLayer):
         self.weight = nn.Parameter(packed, requires_grad=False)
 
 
+class Rounding:
+    """Method of a layer's quantization, which keeps something of the layer."""
+
+    largest = 0.0
+
+    def quantize(self, layer: Any) -> None:
+        scale = layer.weight.abs().amax(1, keepdim=True) / 127
+        rounded = (layer.weight / scale).round().to(torch.int8)
+        layer.weight = nn.Parameter(rounded, requires_grad=False)
+        layer.scale = nn.Parameter(scale * layer.factor, requires_grad=False)
+        self.largest = float(scale.max())
+        self.kernel = PackedKernel(scale)
+        self.compute = self.compute_with_kernel
+
+    def compute_with_kernel(self, layer: Any) -> torch.Tensor:
+        values = layer.weight.float() * layer.scale + self.largest
+        return torch.cat([values.flatten(), self.kernel.compute()])
+
+
+class Quantizing(PackingLayer):
+    def __init__(self) -> None:
+        self.__dict__["method"] = Rounding()
+        super().__init__()
+
+    def pack(self) -> None:
+        self.method.quantize(self)
+
+    def compute(self) -> torch.Tensor:
+        return self.method.compute(self)
+
+
 class Packer:
     """Packer as an engine has it, which knows its layers; or one with a mistake about them."""
 
@@ -684,11 +734,21 @@ class Packer:
         self,
         pack: Callable[[Any], None] = lambda layer: layer.pack(),
         computed: Callable[[Any], torch.Tensor | None] = lambda layer: layer.compute(),
+        *,
+        is_sure: bool = True,
     ) -> None:
-        self.pack, self.computed = pack, computed
+        self._pack, self.computed, self._is_sure = pack, computed, is_sure
 
-    def packs(self, layer: nn.Module) -> bool:
-        return isinstance(layer, PackingLayer)
+    def packs(self, layer: nn.Module, *, is_as_loaded: bool) -> bool:
+        return isinstance(layer, PackingLayer) and (self._is_sure or not is_as_loaded)
+
+    def pack(self, shadow: Any, layer: Any) -> list[tuple[Any, Any]]:
+        copies = []
+        if isinstance(layer, Quantizing):
+            shadow.method = copy_layer(layer.method)
+            copies.append((layer.method, shadow.method))
+        self._pack(shadow)
+        return copies
 
 
 def scale(layer: Any) -> None:
@@ -727,7 +787,7 @@ def mixed_model(
     return kind(a=make_a(), b=Layer(), c=Layer(shape=(20, 4)))
 
 
-PACKED = {"into a kernel": IntoAKernel, "into itself": IntoItself}
+PACKED = {"into a kernel": IntoAKernel, "into itself": IntoItself, "into codes": Quantizing}
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -753,6 +813,56 @@ def test_a_layer_that_packs_is_packed_beside_it_and_handed_over(kind, staged):
     assert switched.switch_often(mixed_tensors) == PLANNED
     assert switched.reloads == 2
     assert switched.model.layers["a"].weight is weight
+
+
+def test_what_a_layer_had_before_a_switch_is_freed_without_a_collection_of_garbage():
+    switched = Switched(lambda: mixed_model(Quantizing), mixed_tensors(), packing=Packer())
+    gc.disable()
+    try:
+        kernels = []
+        for _ in range(NUM_SWITCHES):
+            switched.switch(mixed_tensors())
+            kernels.append(weakref.ref(switched.model.layers["a"].method.kernel))
+    finally:
+        gc.enable()
+    assert [kernel() is None for kernel in kernels[2:]] == [True] * (NUM_SWITCHES - 4) + [False] * 2
+
+
+def test_a_layer_that_does_not_look_processed_gets_an_image_once_a_reload_shows_that_it_is():
+    class Unseen(IntoItself):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.unpacked
+
+    packing = Packer(is_sure=False)
+    switched = Switched(lambda: mixed_model(Unseen), mixed_tensors(), packing=packing)
+    assert switched.switch_often(mixed_tensors) == [False, *PLANNED[:-1]]
+    assert switched.reloads == 4
+
+
+def test_a_layer_that_cannot_be_processed_beside_itself_is_reloaded_alone(log):
+    packing = Packer(lambda layer: layer.no_room)
+    switched = Switched(
+        lambda: mixed_model(IntoItself), mixed_tensors(), packing=packing, in_parts=True
+    )
+    assert switched.switch_often(mixed_tensors) == PLANNED
+    assert switched.parts[-1] == {"a.weight"}
+    assert "layers.a stays with the engine's reload: no image of it can be made" in log.text
+
+
+def test_ranks_that_process_layers_together_reload_all(log):
+    """Each as often as the others, or one would wait for a rank that reloads less."""
+
+    def refuse(_: Any) -> None:
+        raise NotAloneError("common scales")
+
+    switched = Switched(
+        lambda: mixed_model(Quantizing), mixed_tensors(), packing=Packer(refuse), in_parts=True
+    )
+    assert not any(switched.switch_often(mixed_tensors))
+    assert switched.reloads == NUM_SWITCHES
+    [message] = log.messages
+    assert message == "no fast path: switches go through the engine's reload: common scales"
 
 
 # Layers that stay with the reload, beside others that are copied to.
@@ -1227,7 +1337,7 @@ def changed_a_little(tensors: Tensors) -> Tensors:
     for tensor in changed.values():
         if tensor.numel():
             places = torch.randperm(tensor.numel())[:2]  # two of them, and not one twice
-            tensor.view(-1)[places] = random((len(places),))
+            tensor.view(-1)[places] = (9 * random((len(places),))).to(tensor.dtype)
     return changed
 
 

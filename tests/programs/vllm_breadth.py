@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import dbuffer
 from dbuffer.integrations.vllm import follow
@@ -20,10 +17,8 @@ from tests.support.engines.async_engines import Asking
 from tests.support.engines.families import CONFIGURATIONS, make_family, save_family
 from tests.support.engines.media_models import MEDIA, media_prompts, save_media_model
 from tests.support.engines.tiny_models import (
-    compressed_tensors,
     make_model,
     save_model,
-    weights_in,
 )
 from tests.support.engines.vllm_engines import (
     PROMPTS,
@@ -93,70 +88,6 @@ def few_words(directory: Path, seed: int) -> Path:
     path = directory / f"few-words-{seed}"
     model.save_pretrained(path)
     return path
-
-
-GROUP = 32
-"""Inputs that share a scale."""
-
-
-def int4(method: str) -> Callable[[Path, int], Path]:
-    """A checkpoint of 4-bit weights; any bits are weights of some model."""
-
-    def make(directory: Path, seed: int) -> Path:
-        from safetensors.torch import save_file
-
-        path = DENSE.make(directory, seed)
-        config = json.loads((path / "config.json").read_text())
-        config["quantization_config"] = {"quant_method": method, **INT4[method]}
-        config["dtype"] = "bfloat16"
-        (path / "config.json").write_text(json.dumps(config))
-        weights: dict[str, torch.Tensor] = {}
-        for name, tensor in weights_in(path).items():
-            weights |= bits_of(method, name, tensor)
-        save_file(weights, path / "model.safetensors", {"format": "pt"})
-        return path
-
-    return make
-
-
-def bits_of(method: str, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    if not name.endswith("_proj.weight"):
-        return {name: tensor.bfloat16().contiguous()}
-    base, (num_out, num_in) = name.removesuffix("weight"), tensor.shape
-    num_groups = num_in // GROUP
-
-    def bits(*shape: int) -> torch.Tensor:
-        return torch.randint(-(2**31), 2**31, shape).to(torch.int32)
-
-    scales = 0.05 * torch.rand(num_groups, num_out)
-    if method == "compressed-tensors":
-        return {
-            f"{base}weight_packed": bits(num_out, num_in // 8),
-            f"{base}weight_scale": scales.T.bfloat16().contiguous(),
-            f"{base}weight_shape": torch.tensor([num_out, num_in]),
-        }
-    if method == "awq":
-        return {
-            f"{base}qweight": bits(num_in, num_out // 8),
-            f"{base}qzeros": bits(num_groups, num_out // 8),
-            f"{base}scales": scales.bfloat16(),
-        }
-    return {
-        f"{base}qweight": bits(num_in // 8, num_out),
-        f"{base}qzeros": torch.full((num_groups, num_out // 8), 0x77777777, dtype=torch.int32),
-        f"{base}scales": scales.bfloat16(),
-        f"{base}g_idx": torch.arange(num_in, dtype=torch.int32) // GROUP,
-    }
-
-
-_BITS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
-INT4: dict[str, dict[str, Any]] = {
-    "gptq": {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
-    "awq": {"bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
-    "compressed-tensors": compressed_tensors(
-        "pack-quantized", {**_BITS, "group_size": GROUP, "dynamic": False}
-    ),
-}
 
 
 DENSE = saved("qwen3")
@@ -244,8 +175,18 @@ SEES_OR_HEARS = {
     )
     for model_type in MEDIA
 }
-QUANTISED = {method: Case(int4(method), arguments={"dtype": "bfloat16"}) for method in INT4}
-CASES = FAMILIES | BFLOAT16 | HYBRID | TWO_RANKS | QUANTISED | FEATURES | SEES_OR_HEARS
+QUANTIZED = {
+    # The ranks have common scales for layers that are cut along their inputs.
+    "fp8 per channel, online, two ranks": saved(
+        "qwen3",
+        arguments={
+            "quantization": "fp8_per_channel",
+            "dtype": "bfloat16",
+            "tensor_parallel_size": 2,
+        },
+    )
+}
+CASES = FAMILIES | BFLOAT16 | HYBRID | TWO_RANKS | QUANTIZED | FEATURES | SEES_OR_HEARS
 
 
 def run(directory: Path, name: str) -> dict[str, int]:

@@ -1,9 +1,9 @@
 """`CopyPlan`: the way in which each layer of a model gets the tensors of one layout.
 
-Most layers are copied to, as the trace of their loaders says. A layer that packs its weights gets
-an image. A layer whose loader computes, or from which something is derived, stays with the engine's
-reload, of that layer alone where its published tensors are not those of other layers too. Whether
-that is all that a reload does, `verification` finds out.
+Most layers are copied to, as the trace of their loaders says. A layer that packs or quantizes its
+weights gets an image. If a layer's loader computes, or other values depend on the layer, it stays
+with the engine's reload: alone, unless other layers share its published tensors. `verification`
+finds out whether a reload does more.
 """
 
 from __future__ import annotations
@@ -126,12 +126,14 @@ def plan_copies(
     check: ShapeCheck,
     *,
     packing: Packing | None,
+    derived: Collection[str],
     reloaded: Mapping[str, str],
 ) -> CopyPlan:
     """Bind a trace to the live parameters of a model.
 
-    Layers get images if there is a ``packing`` of them. ``reloaded`` layers stay with the reload
-    whatever the trace says; ``check`` traces their part of the layout.
+    Layers get images if there is a ``packing`` of them. ``derived``: layers that a reload does
+    more to than copy. ``reloaded`` layers stay with the reload whatever the trace
+    says; ``check`` traces their part of the layout.
 
     Raises:
         UnsupportedError: too little of the model is only copied.
@@ -141,7 +143,7 @@ def plan_copies(
         for tensors in (model.named_parameters, model.named_buffers)
         for name, tensor in tensors(remove_duplicate=False)
     }
-    packed = packed_layers(model, packing, trace) if packing is not None else {}
+    packed = packed_layers(model, packing, trace, derived) if packing is not None else {}
     packed = {name: each for name, each in packed.items() if name not in reloaded}
     in_images = {full for each in packed.values() for full in each.loaded.values()}
     reloaded = {**_refused_layers(live, trace, without=in_images), **reloaded}

@@ -55,21 +55,21 @@ class PreparedSwitch:
 
     @classmethod
     def of_plan(
-        cls, plan: CopyPlan, version: VersionId, tensors: Tensors, aliases: Mapping[str, str]
+        cls,
+        plan: CopyPlan,
+        version: VersionId,
+        tensors: Tensors,
+        aliases: Mapping[str, str],
+        images: Sequence[Image],
     ) -> Self:
-        """Bind the copies of a plan to a version's tensors, and pack all layers that have images.
-
-        Raises:
-            UnsupportedError: a layer cannot take its image over.
-            Exception: a layer could not be packed.
-        """
+        """Bind the copies of a plan to a version's tensors; ``images`` are of these, too."""
         return cls(
             plan,
             version,
             tensors,
             aliases,
             copies=plan.copies_of(tensors),
-            images=[Image(packed, plan.traced, tensors) for packed in plan.packed.values()],
+            images=[image for image in images if image.name in plan.packed],
             digests={name: digest_of(tensors[name]) for name in plan.verified_for or ()},
         )
 

@@ -9,12 +9,13 @@ everything else that can be reached from the model must stay as it was.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from dbuffer.engine.plan.attestation import as_integers
 from dbuffer.engine.plan.copy_plan import Tensors, address_of
 from dbuffer.engine.plan.fingerprint import ModelFingerprint
 from dbuffer.engine.plan.load_trace import unwrapped
@@ -69,7 +70,7 @@ class Verifier:
         """
         plan = switch.plan
         plan.verified_for = None
-        stand_ins = stand_ins_for(tensors, plan.reloaded_sources, self.random)
+        stand_ins = StandIns(tensors, plan.reloaded_sources, self.random)
         # Anything may be in a model, and a switch must not fail because it cannot be looked at.
         try:
             self.reload(stand_ins)
@@ -89,8 +90,7 @@ class Verifier:
         except Exception as error:
             raise UnverifiableError("a reload cannot be compared with copies", error) from error
         if not mismatch:
-            unvaried = [name for name in tensors if not has_varied(tensors[name], stand_ins[name])]
-            plan.verified_for = {name: digest_of(tensors[name]) for name in unvaried}
+            plan.verified_for = {name: digest_of(tensors[name]) for name in stand_ins.unvaried()}
         return mismatch
 
     def _fingerprint(self, switch: PreparedSwitch) -> ModelFingerprint:
@@ -144,40 +144,53 @@ def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
     return layers
 
 
-def stand_ins_for(
-    tensors: Tensors, reloaded: Collection[str], random: np.random.Generator
-) -> dict[str, torch.Tensor]:
-    """Return tensors of the same form, without memory, whose elements are all another number.
+class StandIns(Mapping[str, torch.Tensor]):
+    """Tensors of the same form as a version's, with other elements; each access makes one anew.
 
-    Integers may be indices or codes, so one of their own stands in for them. A value derived from
-    their order would not show, so nothing stands in where a copy could leave it behind: for those
-    that are not ``reloaded`` with each switch.
+    Floating-point tensors get one other number, and take no memory. Integers may be indices or
+    codes, so a matrix gets its own integers: in another order, and one of them more often, since a
+    model may derive a value from their order or from their sum. Other integers stay as they are,
+    unless their tensor is ``reloaded`` with each switch.
     """
-    stand_ins = {}
-    for name, tensor in tensors.items():
-        stand_ins[name] = tensor
+
+    def __init__(
+        self, tensors: Tensors, reloaded: Collection[str], random: np.random.Generator
+    ) -> None:
+        self._tensors, self._reloaded = tensors, reloaded
+        self._number = {name: float(random.uniform(*_RANGE)) for name in tensors}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
         if not tensor.numel():
-            continue
-        first, last = tensor[(0,) * tensor.dim()], tensor[(-1,) * tensor.dim()]
+            return tensor
         if _has_numbers(tensor):
-            value = torch.tensor(random.uniform(*_RANGE)).to(tensor.dtype)
-            if first.float() == value.float():
+            value = torch.tensor(self._number[name]).to(tensor.dtype)
+            if tensor[(0,) * tensor.dim()].float() == value.float():
                 value = (2 * value.float()).to(tensor.dtype)
-            stand_ins[name] = value.expand(tensor.shape)
-        elif name in reloaded:
-            stand_ins[name] = last.expand(tensor.shape)
-    return stand_ins
+            return value.expand(tensor.shape)
+        if name in self._reloaded:
+            return tensor[(-1,) * tensor.dim()].expand(tensor.shape)
+        if tensor.dim() < 2:
+            return tensor
+        codes = as_integers(tensor).flatten().flip(0)
+        codes[: len(codes) // 2] = codes[0]
+        return codes.view(tensor.shape).view(tensor.dtype)
+
+    def unvaried(self) -> list[str]:
+        """Return the tensors whose stand-ins have most elements in common with them."""
+        return [name for name, tensor in self._tensors.items() if not _differ(tensor, self[name])]
 
 
-def has_varied(tensor: torch.Tensor, stand_in: torch.Tensor) -> bool:
-    """Whether most elements differ from the stand-in's."""
-    if stand_in is tensor:
-        return False
-    if _has_numbers(tensor):
-        return True
-    if tensor.itemsize == 1:
-        tensor, stand_in = tensor.view(torch.uint8), stand_in.view(torch.uint8)
-    return 2 * int((tensor == stand_in).sum()) <= tensor.numel()
+def _differ(tensor: torch.Tensor, stand_in: torch.Tensor) -> bool:
+    if stand_in is tensor or _has_numbers(tensor):
+        return stand_in is not tensor
+    return 2 * int((as_integers(tensor) == as_integers(stand_in)).sum()) <= tensor.numel()
 
 
 def _has_numbers(tensor: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from dbuffer.engine.contract import EngineRank
 from dbuffer.engine.plan.attestation import digest_of_all, same_bytes
 from dbuffer.engine.plan.copy_plan import CopyPlan, Tensors, plan_copies
-from dbuffer.engine.plan.images import Packing
+from dbuffer.engine.plan.images import Image, NotAloneError, Packing, packed_layers
 from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.engine.plan.patching import Changed
 from dbuffer.engine.plan.prepared_switch import PreparedSwitch, log_copied_whole
@@ -59,7 +59,7 @@ class WeightLoader:
         plans: whether to copy at all.
         patches: whether to patch where little changed; its weights are on a device.
         not_weights: attributes of its layers that serving changes.
-        packing: of layers that get images, or None if no layer does.
+        packing: processes layers, so that they get images. Default: none gets one.
     """
 
     def __init__(
@@ -92,6 +92,8 @@ class WeightLoader:
         """Published tensors of the last reload that loaders write into: each load gets copies."""
         self._plan: CopyPlan | None = None
         """Plan of this trace, or None if it is unplanned or set aside."""
+        self._derived: set[str] = set()
+        """Layers of this layout that a reload does more to than copy."""
         self._reloaded: Mapping[str, str] = {}
         """Layers of this layout that stay with the reload, and why."""
         self._num_verifications = 0
@@ -130,15 +132,10 @@ class WeightLoader:
             changed = f"the loader of {name} does something else than when it was traced"
             self._give_up(changed, logging.WARNING)
             return None
-        try:
-            switch = PreparedSwitch.of_plan(plan, version, tensors, aliases or {})
-        except UnsupportedError as error:
-            self._give_up(str(error))
+        images = self._images_of(plan, tensors)
+        if self._plan is None:
             return None
-        # Anything may go wrong when a layer packs, and it does so in the reload as well.
-        except Exception as error:  # noqa: BLE001
-            self._set_aside(f"a layer could not be packed: {described(error)}")
-            return None
+        switch = PreparedSwitch.of_plan(self._plan, version, tensors, aliases or {}, images)
         try:
             self._add_patches(switch, changed_since)
         # Memory that is short for a moment, say. The copies are there.
@@ -152,7 +149,7 @@ class WeightLoader:
             return None
         if trace is not self._trace:
             self._drop_plan()
-            self._trace, self._reloaded = trace, {}
+            self._trace, self._derived, self._reloaded = trace, set(), {}
             self._num_verifications, self._num_skipped = 0, 0
         self._drop_plan_of_replaced()
         if self._plan is None and self._num_skipped:
@@ -170,10 +167,34 @@ class WeightLoader:
                 self._trace,
                 self._check,
                 packing=self._packing,
+                derived=self._derived,
                 reloaded=self._reloaded,
             )
         except UnsupportedError as error:
             self._give_up(str(error))
+
+    def _images_of(self, plan: CopyPlan, tensors: Tensors) -> list[Image]:
+        """Return the images of a plan; plan again if a layer cannot be processed beside itself."""
+        images: list[Image] = []
+        failed: dict[str, str] = {}
+        with fork_streams(plan.written)():
+            for packed in plan.packed.values():
+                try:
+                    images.append(Image(packed, plan.traced, tensors))
+                except NotAloneError as error:
+                    self._give_up(str(error))
+                    return []
+                except (MemoryError, torch.OutOfMemoryError) as error:
+                    self._set_aside(f"there is no image of {packed.name}: {described(error)}")
+                    return []
+                # Each method fails in its own way, on a layer that a reload would load.
+                except Exception as error:  # noqa: BLE001
+                    failed[packed.name] = f"no image of it can be made: {described(error)}"
+        if failed:
+            self._drop_plan()
+            self._reloaded = {**failed, **plan.reloaded}
+            self._make_plan()
+        return images
 
     def _changed_loader(self, plan: CopyPlan, tensors: Tensors) -> str | None:
         """Load one parameter, a random one, and return its name if that is not as it was traced."""
@@ -323,7 +344,7 @@ class WeightLoader:
                 self._set_aside(str(error))
                 break
             if mismatch:
-                self._leave_to_reload(mismatch, switch.plan)
+                self._plan_more(mismatch, switch.plan)
             if not mismatch or self._plan is None:
                 break
             switch = switch.with_plan(self._plan)
@@ -337,14 +358,25 @@ class WeightLoader:
             self._held = switch.version
             _log_verified(self._plan, time.monotonic() - started)
 
-    def _leave_to_reload(self, mismatch: Mapping[str, str], plan: CopyPlan) -> None:
-        """Plan again, and leave more layers to the reload, which does more with them."""
+    def _plan_more(self, mismatch: Mapping[str, str], plan: CopyPlan) -> None:
+        """Plan again: layers that a reload does more to get images, or stay with the reload."""
         if mismatch.keys() <= plan.reloaded.keys():
             self._give_up(listed(sorted({*mismatch.values()}), "; "))
-        else:
-            self._drop_plan()
-            self._reloaded = {**mismatch, **plan.reloaded}
-            self._make_plan()
+            return
+        self._drop_plan()
+        derived = self._derived | mismatch.keys()
+        if self._has_more_images(plan, derived):
+            self._derived = derived  # the next version is planned with them, while it serves
+            return
+        self._reloaded = {**mismatch, **plan.reloaded}
+        self._make_plan()
+
+    def _has_more_images(self, plan: CopyPlan, derived: Collection[str]) -> bool:
+        """Whether a plan has more images if a reload does more to these layers than copy."""
+        if self._packing is None or self._trace is None:
+            return False
+        packed = packed_layers(self._model, self._packing, self._trace, derived)
+        return not packed.keys() - plan.reloaded.keys() <= plan.packed.keys()
 
     def _drop_plan(self) -> None:
         """Plan the trace again with the next version; switches of this plan are not enough."""
@@ -360,7 +392,7 @@ class WeightLoader:
                 "fills the model that serves, and they are planned again",
                 name,
             )
-            self._reloaded = {}
+            self._derived, self._reloaded = set(), {}
             self._drop_plan()
 
     def _give_up(self, why: str, level: int = logging.INFO) -> None:
@@ -383,7 +415,7 @@ class WeightLoader:
 def _log_verified(plan: CopyPlan, verified_s: float) -> None:
     logger.info(
         "fast path: from now on a switch copies into %d parameters (%.3f GB), uses %d layers "
-        "packed beforehand, and reloads %d (verified in %.0f ms)",
+        "processed beforehand, and reloads %d (verified in %.0f ms)",
         len(plan.parameters),
         plan.copied_bytes / 1e9,
         len(plan.packed),

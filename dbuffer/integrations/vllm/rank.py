@@ -34,6 +34,7 @@ from dbuffer.errors import DBufferError, EngineBrokenError, UnsupportedError
 from dbuffer.integrations.vllm import reload_fixes as fixes
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched, replica_name
 from dbuffer.integrations.vllm.meta_layers import vllm_shape_check
+from dbuffer.integrations.vllm.packing import VllmPacking, onednn_kernels_keep_scales
 from dbuffer.runtime.cores import use_cores_of_parent
 
 
@@ -41,15 +42,16 @@ class WorkerRank(EngineRank):
     """One rank of a vLLM engine."""
 
     module: Any
-    # The last is what vLLM knows of adapters and of the requests that asked for them.
-    not_weights = ("kv_cache", ENDPOINT_ATTR, "lora_manager")
+    # The last two are what vLLM knows of adapters and of the requests that asked for them, and the
+    # seconds that it has spent on quantizing.
+    not_weights = ("kv_cache", ENDPOINT_ATTR, "lora_manager", "online_quantization_time")
 
     def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
         require_droppable(vllm_config)
         self._vllm_config = vllm_config
         self.module = model
         self.device = device
-        self.packing = None if self.on_device else fixes.CpuPacking()
+        self.packing = VllmPacking()
         if not self.on_device:
             use_cores_of_parent()
         self.ranks = RankChannel.of(worker_group(vllm_config.parallel_config))
@@ -108,7 +110,7 @@ class WorkerRank(EngineRank):
         with (
             set_current_vllm_config(config),
             set_default_torch_dtype(config.model_config.dtype),
-            fixes.onednn_kernels_keep_scales(),
+            onednn_kernels_keep_scales(config.model_config.dtype),
         ):
             yield
 

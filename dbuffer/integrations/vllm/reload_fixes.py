@@ -1,69 +1,21 @@
-"""Repairs of what vLLM's layerwise reload leaves wrong; `CpuPacking`, its packing of layers."""
+"""Repairs of what vLLM's layerwise reload leaves wrong."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from vllm import _custom_ops
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-    UnquantizedFusedMoEMethod,
-)
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from dbuffer.engine.plan.load_trace import tables_of
-
-_NUM_ROWS = 4
-
-
-class CpuPacking:
-    """Packing of vLLM's layers on a CPU, for images of them (`engine/plan/images.py`).
-
-    Linear layers and heads are packed into memory of a kernel, experts into another form of their
-    parameters.
-    """
-
-    def packs(self, layer: torch.nn.Module) -> bool:
-        method: Any = getattr(layer, "quant_method", None)
-        if type(method) is UnquantizedFusedMoEMethod:
-            return method.moe_kernel is not None
-        # A kernel that holds nothing computes from the weights as they were loaded.
-        kernel = getattr(layer, "cpu_linear", None)
-        is_linear = type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-        return is_linear and bool(getattr(kernel, "__closure__", None))
-
-    def pack(self, layer: Any) -> None:
-        method = layer.quant_method
-        if isinstance(method, UnquantizedFusedMoEMethod):
-            # vLLM does it once, when it makes the kernel, which keeps nothing of the layer.
-            copy.copy(method.moe_kernel.fused_experts).process_weights_after_loading(layer)
-        else:
-            method.process_weights_after_loading(layer)
-
-    def computed(self, layer: Any) -> torch.Tensor | None:
-        method = layer.quant_method
-        if isinstance(method, UnquantizedFusedMoEMethod):
-            return None
-        width = next(
-            getattr(layer, name)
-            for name in ("embedding_dim", "input_size_per_partition", "input_size")
-            if hasattr(layer, name)
-        )
-        numbers = torch.arange(_NUM_ROWS * width, dtype=torch.float32).mul_(12.9898).sin_()
-        rows = numbers.view(_NUM_ROWS, width).to(layer.weight.dtype)
-        result: torch.Tensor = method.apply(layer, rows)
-        return result
-
+from dbuffer.integrations.vllm.packing import has_cpu_experts, has_cpu_kernel
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -148,27 +100,6 @@ def finish_caches_without_scales(model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def onednn_kernels_keep_scales() -> Iterator[None]:
-    """Keep the scales alive that int8 kernels are made with on a CPU, during a reload.
-
-    oneDNN keeps the scales' address; reload copies them into the layer's own, and frees these (vLLM
-    0.28 to 0.33), so that the kernel would read memory that was reused.
-    """
-    make = _custom_ops.create_onednn_scaled_mm
-
-    def make_and_keep(weight: Any, scales: Any, *args: Any, **kwargs: Any) -> Any:
-        kernel = make(weight, scales, *args, **kwargs)
-        kernel.scales = scales
-        return kernel
-
-    _custom_ops.create_onednn_scaled_mm = make_and_keep
-    try:
-        yield
-    finally:
-        _custom_ops.create_onednn_scaled_mm = make
-
-
-@contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
     """Suppress warnings of reload that it found nothing for a layer.
 
@@ -202,17 +133,17 @@ def repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
     A head tied to the embedding is such a layer. On a CPU vLLM packs most embeddings, too, which
     never multiply by it: that copy was just made anew, and is the one that the head needs.
     """
-    packing = CpuPacking()
     owners = {id(weight): module for module in loaded for weight in module.parameters(False)}
+    module: Any
     for module in model.modules():
         # Its own: a layer that wraps another for LoRA requests shows what that one has.
         owner = owners.get(id(tables_of(module)[0].get("weight")))
-        if owner is None or owner is module or not packing.packs(module):
+        if owner is None or owner is module or not has_cpu_kernel(module):
             continue
         if hasattr(owner, "cpu_linear") and getattr(module, "bias", None) is None:
             module.cpu_linear = owner.cpu_linear
         else:
-            packing.pack(module)
+            module.quant_method.process_weights_after_loading(module)
 
 
 def repack_cpu_experts(loaded: list[torch.nn.Module]) -> None:
@@ -221,16 +152,11 @@ def repack_cpu_experts(loaded: list[torch.nn.Module]) -> None:
     vLLM (0.28 to 0.33) packs them when it first makes their kernel, and not again. Experts that got
     nothing are still packed.
     """
+    module: Any
     for module in loaded:
-        method = getattr(module, "quant_method", None)
-        kernel = getattr(method, "moe_kernel", None)
-        if (
-            isinstance(method, UnquantizedFusedMoEMethod)
-            and kernel is not None
-            and module.w13_weight.device.type == "cpu"
-        ):
+        if has_cpu_experts(module):
             places = {name: getattr(module, name) for name in ("w13_weight", "w2_weight")}
-            kernel.fused_experts.process_weights_after_loading(module)
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
             for name, place in places.items():
                 place.data.copy_(getattr(module, name))
                 module.register_parameter(name, place)

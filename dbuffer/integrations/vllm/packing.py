@@ -1,0 +1,170 @@
+"""`VllmPacking`: vLLM's processing of loaded weights, for images of layers that pack or quantize.
+
+After loading a layer, vLLM calls its quantization method's ``process_weights_after_loading``, which
+may call a scheme's or a kernel's. Here they process a shadow of it (`engine/plan/images.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import _custom_ops
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+from dbuffer.engine.plan.images import NotAloneError
+from dbuffer.engine.plan.load_trace import tables_of
+from dbuffer.errors import UnsupportedError
+
+_HOOK = "process_weights_after_loading"
+
+_IS_PROCESSED = "_already_called_process_weights_after_loading"
+"""Attribute of a layer that the hook passes over."""
+
+_WIDTHS = ("embedding_dim", "input_size_per_partition", "input_size")
+"""Attributes that say how many numbers a layer computes from."""
+
+_NUM_ROWS = 4
+
+
+class VllmPacking:
+    """Processing of vLLM's layers, as vLLM's reload does it."""
+
+    def packs(self, layer: torch.nn.Module, *, is_as_loaded: bool) -> bool:
+        method = getattr(layer, "quant_method", None)
+        # A cache's scales are processed with the attention's, when all layers are loaded.
+        if isinstance(method, (UnquantizedFusedMoEMethod, BaseKVCacheMethod)):
+            return has_cpu_experts(layer)
+        if not isinstance(method, QuantizeMethodBase):
+            return False
+        has_hook = getattr(type(method), _HOOK) is not getattr(QuantizeMethodBase, _HOOK)
+        return has_hook and (not is_as_loaded or has_cpu_kernel(layer))
+
+    def pack(self, shadow: Any, layer: torch.nn.Module) -> list[tuple[Any, Any]]:
+        _restore_form(shadow, layer)
+        copies: dict[int, tuple[Any, Any]] = {}
+        _copy_hooks(shadow, copies)
+        vars(shadow).pop(_IS_PROCESSED, None)
+        method = shadow.quant_method
+        alone = _WithoutOtherRanks()  # type: ignore[no-untyped-call]
+        with alone, onednn_kernels_keep_scales(_dtype_of(shadow)):
+            if isinstance(method, UnquantizedFusedMoEMethod):
+                # vLLM does it once, when it makes the kernel, which keeps nothing of the layer.
+                copy.copy(method.moe_kernel.fused_experts).process_weights_after_loading(shadow)
+            else:
+                method.process_weights_after_loading(shadow)
+        return list(copies.values())
+
+    def computed(self, layer: Any) -> torch.Tensor | None:
+        width = next((getattr(layer, name) for name in _WIDTHS if hasattr(layer, name)), None)
+        if width is None:
+            return None
+        numbers = torch.arange(_NUM_ROWS * width, dtype=torch.float32).mul_(12.9898).sin_()
+        rows = numbers.view(_NUM_ROWS, width).to(_device_of(layer), _dtype_of(layer))
+        result: torch.Tensor = layer.quant_method.apply(layer, rows)
+        return result
+
+
+def has_cpu_kernel(layer: torch.nn.Module) -> bool:
+    """Whether a kernel has packed the layer's weight, on a CPU; the weight may be kept, too.
+
+    A kernel that holds nothing computes from the weight as it was loaded.
+    """
+    return bool(getattr(getattr(layer, "cpu_linear", None), "__closure__", None))
+
+
+def has_cpu_experts(layer: Any) -> bool:
+    """Whether these are experts that are not quantized, packed on a CPU."""
+    method = getattr(layer, "quant_method", None)
+    return (
+        isinstance(method, UnquantizedFusedMoEMethod)
+        and method.moe_kernel is not None
+        and layer.w13_weight.device.type == "cpu"
+    )
+
+
+@contextlib.contextmanager
+def onednn_kernels_keep_scales(dtype: torch.dtype) -> Iterator[None]:
+    """Let int8 kernels that are made on a CPU keep their scales alive, and compute in a dtype.
+
+    oneDNN keeps the scales' address; reload copies them into the layer's own, and frees these (vLLM
+    0.28 to 0.33), so that the kernel would read memory that was reused. vLLM names torch's default
+    dtype, which belongs to the process; a thread beside the engine must not set it.
+    """
+    make = _custom_ops.create_onednn_scaled_mm
+
+    def make_and_keep(weight: Any, scales: Any, _default_dtype: Any, *args: Any) -> Any:
+        kernel = make(weight, scales, dtype, *args)
+        kernel.scales = scales
+        return kernel
+
+    _custom_ops.create_onednn_scaled_mm = make_and_keep
+    try:
+        yield
+    finally:
+        _custom_ops.create_onednn_scaled_mm = make
+
+
+class _WithoutOtherRanks(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses collectives in this thread: other ranks may be at another place."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise NotAloneError("the ranks quantize layers with common scales")
+        return func(*args, **(kwargs or {}))
+
+
+def _dtype_of(layer: Any) -> torch.dtype:
+    """Return the dtype that a layer computes in."""
+    dtype: torch.dtype = getattr(layer, "params_dtype", None) or layer.weight.dtype
+    return dtype
+
+
+def _device_of(layer: Any) -> torch.device:
+    tensors = (tensor for table in tables_of(layer) for tensor in table.values())
+    device: torch.device = next(tensor.device for tensor in tensors if tensor is not None)
+    return device
+
+
+def _restore_form(shadow: Any, layer: Any) -> None:
+    """Give a shadow with loaded tensors the form of a layer that vLLM has just made.
+
+    A reload begins with this form, too: without the tensors that processing added.
+
+    Raises:
+        UnsupportedError: a tensor was not loaded.
+    """
+    made_of = get_layerwise_info(layer).restore_metadata
+    for table, live, made in zip(tables_of(shadow), tables_of(layer), made_of, strict=True):
+        for name, tensor in live.items():
+            if table[name] is tensor and tensor is not None and name not in SKIP_TENSORS:
+                del table[name]
+        for name, form in made.items():
+            tensor = table.get(name)
+            if tensor is None:
+                raise UnsupportedError(f"{name} is not loaded")
+            tensor.__class__ = form.__class__
+            tensor.__dict__.update(form.__dict__)
+
+
+def _copy_hooks(owner: Any, copies: dict[int, tuple[Any, Any]]) -> None:
+    """Put copies in the place of an owner's objects that process weights: they may keep some."""
+    for name, value in list(vars(owner).items()):
+        if not hasattr(type(value), _HOOK) or isinstance(value, torch.nn.Module):
+            continue
+        if id(value) not in copies:
+            copies[id(value)] = value, copy.copy(value)
+            _copy_hooks(copies[id(value)][1], copies)
+        vars(owner)[name] = copies[id(value)][1]
