@@ -14,7 +14,7 @@ import contextlib
 import os
 import shutil
 
-from dbuffer.errors import StoreNotFoundError, VersionError
+from dbuffer.errors import VersionError
 from dbuffer.format import places
 from dbuffer.format.lineage import VersionId, number_of
 from dbuffer.format.manifest import Manifest, encode
@@ -32,8 +32,8 @@ def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool)
     The caller holds the version, or is the store's writer.
 
     Raises:
-        StoreNotFoundError: a file of the version was removed meanwhile, or remains of it are in
-            the place where it would be kept.
+        StoreNotFoundError: a file of the version was removed meanwhile.
+        VersionError: remains of it are in the place where it would be kept.
         StoreAccessError: the filesystem refused, for instance because its files have one name only.
     """
     kept = places.kept_buffer(manifest.id)
@@ -59,7 +59,7 @@ def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool)
     finally:
         shutil.rmtree(made, ignore_errors=True)
     if store.undamaged_manifest(kept) is None:
-        raise StoreNotFoundError(
+        raise VersionError(
             f"{path} has remains of version {manifest.version}, which a sender removes as it "
             "publishes"
         )

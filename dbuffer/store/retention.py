@@ -47,7 +47,7 @@ from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import NamedTuple
 
-from dbuffer.errors import DBufferError, StoreNotFoundError
+from dbuffer.errors import DBufferError, StoreNotFoundError, VersionError
 from dbuffer.format import places
 from dbuffer.format.lineage import Lineage
 from dbuffer.format.manifest import Manifest, ReceiverRecord
@@ -125,7 +125,7 @@ class Retention:
         """Keep a version that is about to leave its buffer."""
         try:
             kept.keep(self._store, buffer, manifest, durable=self._durable)
-        except StoreNotFoundError as error:
+        except (StoreNotFoundError, VersionError) as error:
             logger.warning("version %d is not kept: %s", manifest.version, str(error))
 
     def named_by(self, manifests: Manifests) -> dict[Path, range]:
