@@ -6,7 +6,8 @@ The extra state of all modules is packed into one tensor of bytes, named ``__ext
 
 from __future__ import annotations
 
-import io
+import base64
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self, TypeAlias
@@ -17,6 +18,7 @@ from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from dbuffer.errors import InvalidWeightsError, StoreCorruptError
+from dbuffer.io.tensors import DTYPE_NAMES, DTYPES
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.lazy_tensor import LazyTensor
@@ -140,17 +142,14 @@ def _check_complete(model: nn.Module, named: Mapping[str, Any]) -> None:
 def unpacked(packed: torch.Tensor) -> Any:
     """Return extra states by the paths of their modules."""
     try:
-        # No other code than torch's own runs: only tensors, numbers, text and containers pass.
-        return torch.load(
-            io.BytesIO(packed.numpy().tobytes()), weights_only=True, map_location="cpu"
-        )
-    # Bytes that were not packed here lead to any error.
-    except Exception as error:
-        raise StoreCorruptError(f"invalid extra state of modules: {error!s:.200}") from error
+        return json.loads(packed.numpy().tobytes(), object_hook=_from_plain)
+    # Bytes that were not packed here lead to any of these.
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise StoreCorruptError(f"invalid extra state of modules: {error}") from error
 
 
 def _packed(states: Mapping[str, Any]) -> torch.Tensor:
-    """Return the bytes of modules' extra states, if :func:`unpacked` can read them."""
+    """Return the bytes of modules' extra states: JSON, so that reading them executes nothing."""
     plain = {
         # TorchRL's own receivers hand it to set_extra_state flat, too.
         clean_path(path): state.flatten_keys(".").to_dict()
@@ -158,19 +157,41 @@ def _packed(states: Mapping[str, Any]) -> torch.Tensor:
         else state
         for path, state in states.items()
     }
-    written = io.BytesIO()
     try:
-        torch.save(plain, written)
-        packed = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
-        unpacked(packed)
-    # What a state's own code raises, or torch for what it would have to execute.
-    except Exception as error:
+        text = json.dumps(_plain(plain))
+    except (InvalidWeightsError, KeyError, ValueError, RecursionError) as error:
         owners = ", ".join(path or "the model" for path in states)
         raise InvalidWeightsError(
-            f"the extra state of {owners} cannot be published; tensors, numbers, text, and "
-            f"containers of them can: {error!s:.300}"
+            f"the extra state of {owners} cannot be published, but tensors, numbers, strings, and "
+            f"lists and dictionaries of them: {error}"
         ) from error
-    return packed
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON holds it, with a mark for dictionaries and tensors."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        data = base64.b64encode(flat.numpy().tobytes()).decode()
+        return {"tensor": [DTYPE_NAMES[value.dtype], list(value.shape), data]}
+    if type(value) is dict:
+        return {"items": [[_plain(key), _plain(each)] for key, each in value.items()]}
+    if type(value) is list:
+        return [_plain(each) for each in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise InvalidWeightsError(f"a {type(value).__name__}")
+
+
+def _from_plain(marked: dict[str, Any]) -> Any:
+    """Return the value that `_plain` marked, once its parts are decoded."""
+    match marked:
+        case {"tensor": [str(dtype), list(shape), str(data)], **rest} if not rest:
+            flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
+            return flat.view(DTYPES[dtype]).view(shape)
+        case {"items": list(items), **rest} if not rest:
+            return dict(items)
+    return marked
 
 
 def _named_values(weights: Any) -> dict[str, Any]:

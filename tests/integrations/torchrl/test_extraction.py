@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -152,15 +151,8 @@ def test_a_state_dict_brings_its_own_extra_states():
     assert back(extracted(model.state_dict())) == {"1": {"n": 5}}
 
 
-class Harmful:
-    """Does something as it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return pytest.fail, ("code from the store was executed",)
-
-
 @pytest.mark.parametrize(
-    "state", [{"a": Path()}, Harmful(), threading.Lock()], ids=["path", "class", "lock"]
+    "state", [..., {"a": Path()}, (1, 2), b"bytes"], ids=["ellipsis", "path", "tuple", "bytes"]
 )
 def test_extra_state_that_cannot_travel_is_refused_and_its_module_named(state):
     with pytest.raises(InvalidWeightsError, match=r"extra state of 1 "):
@@ -181,6 +173,13 @@ def test_state_that_torchrl_would_drop_is_refused_and_named(value):
 def test_what_holds_no_weights_is_refused(weights):
     with pytest.raises(InvalidWeightsError):
         extracted(weights)
+
+
+class Harmful:
+    """Does something as it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("code from the store was executed",)
 
 
 def test_bytes_that_are_no_such_state_are_refused():
