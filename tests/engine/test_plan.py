@@ -823,9 +823,10 @@ def test_what_a_layer_had_before_a_switch_is_freed_without_a_collection_of_garba
         for _ in range(NUM_SWITCHES):
             switched.switch(mixed_tensors())
             kernels.append(weakref.ref(switched.model.layers["a"].method.kernel))
+        is_freed = [kernel() is None for kernel in kernels]
     finally:
         gc.enable()
-    assert [kernel() is None for kernel in kernels[2:]] == [True] * (NUM_SWITCHES - 4) + [False] * 2
+    assert is_freed[2:] == [True] * (NUM_SWITCHES - 4) + [False] * 2
 
 
 def test_a_layer_that_does_not_look_processed_gets_an_image_once_a_reload_shows_that_it_is():
