@@ -37,6 +37,7 @@ _MODULES = {
     "cpu": "cpu",
     "gpu": "gpu",
     "pause": "pause",
+    "quantized": "quantized",
     "latency": "latency",
     "served": "served",
     "sharded": "sharded",
@@ -48,7 +49,7 @@ _MODULES = {
 """Module of each, which is imported when it is asked for: each needs other packages."""
 
 _NEEDS = {
-    **dict.fromkeys(("pause", "latency", "served"), ("vllm",)),
+    **dict.fromkeys(("pause", "quantized", "latency", "served"), ("vllm",)),
     "torchrl": ("torchrl",),
     "objects": ("obstore",),
 }
@@ -67,8 +68,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=_MODULES,
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
-        "weights (4 minutes, 10 GB), or the streams that it answers wait (3 minutes, 4 GB), or how "
-        "soon it serves a published version (6 minutes, 12 GB); or a trainer of four ranks "
+        "weights (4 minutes, 10 GB; quantized: 4 minutes, 8 GB), or the streams that it answers "
+        "wait (3 minutes, 4 GB), or how soon it serves a published version (6 minutes, 12 GB); or "
+        "a trainer of four ranks "
         "(2 minutes, 6 GB); or TorchRL's double buffer next to ours: speed, torn reads and killed "
         "writers (3 minutes, 14 GB); or how long a step of TRL's trainer waits for its engine "
         "(2 minutes, 8 GB); or the time of a delta (a minute, 6 GB); or versions through a bucket "

@@ -130,17 +130,18 @@ def versions() -> dict[str, str]:
     }
 
 
-def start_engine(checkpoint: Checkpoint, *, live: bool) -> Any:
+def start_engine(checkpoint: Checkpoint, *, live: bool, **more: Any) -> Any:
     """A ``vllm.LLM`` on what the checkpoint holds, that takes weights from dbuffer.
 
     Args:
         checkpoint: the model.
         live: see :func:`import_vllm`.
+        more: arguments of vLLM's engine.
     """
     import_vllm(live=live)
     import vllm
 
-    return vllm.LLM(**_arguments(checkpoint, max_num_seqs=4), use_tqdm_on_load=False)
+    return vllm.LLM(**_arguments(checkpoint, max_num_seqs=4), use_tqdm_on_load=False, **more)
 
 
 def start_async_engine(checkpoint: Checkpoint, *, max_num_seqs: int, **more: Any) -> Any:
