@@ -1,4 +1,4 @@
-"""Tensors and a mapped weights file: typed views, parallel copies, checksums.
+"""Tensors and a mapped weights file: typed views, checksums.
 
 The checksum of a tensor is xxh3 (64 bits) of its bytes; for one longer than a block, xxh3 of the
 digests of its blocks, so that any number of threads can work on one tensor.

@@ -10,7 +10,7 @@ A version has no delta if
 - it is the sender's first, or the publish before it failed;
 - it has other tensors than the last one, or ranks hold other tensors;
 - too much changed (`MAX_CHANGED_SHARE`);
-- on a local mount, its delta would be too long (`is_long`), or the store has no room for it.
+- it has a whole file, and its delta would be too long (`is_long`), or has no room.
 
 A version with a delta gets a whole file on a network mount too if
 
@@ -302,10 +302,11 @@ class Deltas:
         Return whether the file holds the last version now, undamaged if that has checksums.
         """
         mapped, since = draft.mapped, draft.claim.held_before
-        held = hold_newest(self._store, newer_than=None)
-        if held is None:
-            return False
-        with held, contextlib.suppress(*_UNREADABLE):
+        with contextlib.suppress(*_UNREADABLE), contextlib.ExitStack() as stack:
+            held = hold_newest(self._store, newer_than=None)
+            if held is None:
+                return False
+            stack.enter_context(held)
             if since is not None and since in held.manifest.chain:
                 ChainReader(held, mapped.layout).read(mapped, self._copier, since=since)
                 if not _damaged(mapped, base, self._copier):

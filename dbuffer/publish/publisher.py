@@ -3,10 +3,10 @@
 1. Describe: the sender's `send` makes a `Source`, and checks all that can be checked before
    anything is touched. The layout, and the `Part` of it that this rank writes, are known then; of a
    stream they are known at its end.
-2. Compare, on a network mount with deltas: `Deltas.begin`.
+2. With deltas: `Deltas.begin`. On a network mount it compares the weights with the last version's.
 3. Claim the idle buffer: `Draft.claimed`, `BufferWriter.claim`.
-4. Write: each rank its boxes, by `fill`. With deltas, `Deltas.write` writes them from a copy, or
-   compares files.
+4. Write: each rank its boxes, by `fill`. With deltas, `Deltas.write` does it, and compares files,
+   or writes them from a copy.
 5. Commit: `Deltas.commit` writes the delta first; `Draft.commit`, `BufferWriter.commit` replaces
    the pointer: from then on receivers see the version.
 

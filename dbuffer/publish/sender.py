@@ -238,7 +238,8 @@ class WeightSender(Publisher):
         """Publish an earlier version's weights again, under a new number: go back to them.
 
         The weights file gets a second name, and no byte is copied. A sender with ``delta=True``
-        reads the weights, and publishes what differs from the newest version, if that is less.
+        reads the weights, and publishes what differs from the newest version, if that is less. They
+        are also read and written if that version stands on deltas, or has other checksums.
 
         Args:
             version: number or id of one of the newest two versions, or of a kept one.
@@ -262,6 +263,7 @@ class WeightSender(Publisher):
                     views = self._read_whole(held, layout).views
                     source = Source(layout.specs, views, layout.aliases, is_lazy=False)
                     return self._send(started, source, number, checked, None)
+                self._mappings.clear()  # they keep the room of files that are removed now
                 published = self._writer.republish(held, number, checked)
         return self._count(Publication.of(published.id, layout, started, None))
 

@@ -427,7 +427,7 @@ def remove_stale_temporaries(directory: Path, now: float) -> None:
 
 def make_file(path: Path, access: int) -> Descriptor:
     """Make a file that only its owner can read or write; ``access`` as for `os.open`."""
-    with os_errors("make a file for weights", path):
+    with os_errors("make a file", path):
         return Descriptor.open(path, access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
 
 

@@ -121,6 +121,7 @@ def pin(store: DoubleBuffer, version: int | VersionId) -> None:
         with contextlib.suppress(FileNotFoundError):
             pinned.touch(mode=0o600)
         if not held.is_still_named():
+            pinned.unlink(missing_ok=True)
             raise VersionError(f"{store.root} drops version {version} at this moment")
 
 

@@ -9,18 +9,20 @@ All that a killed process may leave in a store, and who removes it. The kernel d
 ====================================== ============= ==========================================
 file                                   left by       removed by
 ====================================== ============= ==========================================
-weights file or part, whole or half;   sender, rank, `Retention.sweep` of any writer, as it
-delta; in A, B, ``deltas``             mirror        starts and as it begins each version. Local
+weights file or part, delta: in A, B,  sender, rank, `Retention.sweep` of any writer, as it
+``deltas``, named by no manifest       mirror        starts and as it begins each version. Local
                                                      mount: at once. Network mount: once no reader
                                                      may need it (`_may_be_read`)
-``complete`` manifest in A or B, with  sender,       the same, after the next version's mark has
-its file, that CURRENT never named     mirror        taken the manifest's place
+the same, named by a ``writing``       sender, rank, the same, after the next version's mark has
+manifest, or by a ``complete`` one     mirror        taken the manifest's place
+that CURRENT never named
 ``kept/ID`` without a manifest: it was sender,       the same; a pinned version gets its manifest
 being dropped                          mirror        back instead
+``kept/ID``, pinned by nobody          a killed pin  the same, beyond the versions to keep
 ``kept/ID`` with a damaged manifest    the disk      the same, unless the version is pinned
 ``tmp/.NAME.RANDOM.tmp``: a record, a  any process   `Retention.clear_up` of any writer, as it
-version that was being kept                          starts and every ten seconds, if older than a
-                                                     minute
+version that was being kept                          starts and with a commit, every ten seconds at
+                                                     most, if older than a minute
 ``receivers/ID.TOKEN.json``            receiver,     the same, if no sender can wait for it any
                                        mirror        more; or at once a new receiver of that id
                                                      (`RecordFile`)
@@ -31,8 +33,9 @@ CURRENT, ``A/manifest.json``,          sender,       no process: the next writer
                                        mirror
 ====================================== ============= ==========================================
 
-Outside a store, ``dbuffer export`` leaves ``.NAME.*`` beside the checkpoint, ``dbuffer doctor``
-``.dbuffer-doctor-*``: a person removes them. For a bucket see `dbuffer.mirror.retention`.
+``dbuffer export`` leaves ``.NAME.*`` beside the checkpoint, ``dbuffer doctor``
+``.dbuffer-doctor-*`` in the directory that it examines: a person removes them. For a bucket see
+`dbuffer.mirror.sweep`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ On a local mount that can rewrite in place, and unless versions are kept, each b
 which is written again if the layout stays. The writer takes an exclusive lock first, and so waits
 for readers.
 
-Elsewhere each version has a new file, which is never written again. On a network mount readers on
-other hosts would see torn data, so it is flushed and read back. `retention` says when an old one is
-removed.
+Elsewhere each version has a new file, which is never written again: on a network mount readers on
+other hosts would see torn data. There a file is flushed and read back, too. `retention` says when
+an old one is removed.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import dbuffer
 from dbuffer.format import chain
 from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
+from dbuffer.store.hold import Held
 from tests.support.children import Child, call
 from tests.support.moments import die_before_call
 from tests.support.patterns import SMALL, SPARSE, Pattern, newest, opened, publish, received
@@ -115,6 +116,17 @@ def test_going_back(store, mount, delta):
                 assert snapshot.metadata == expected
         publish(sender, 20, 21, pattern=pattern)
     assert newest(store) == 21
+
+
+def test_going_back_unmaps_files_that_are_removed(shm_path):
+    """A mapping keeps the room of a file that has no name any more."""
+    store = shm_path / "store"
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1, 2, 3)
+        sender.republish(2)
+        publish(sender, 5)
+        mapped = Path("/proc/self/maps").read_text().splitlines()
+        assert not [line for line in mapped if str(store) in line and "(deleted)" in line]
 
 
 @pytest.fixture
@@ -232,6 +244,13 @@ def test_a_version_that_is_pinned_while_it_is_dropped_stays(store, keeper, monke
     monkeypatch.setattr(filesystem, "rename", pin_first)
     publish(keeper, 4, 5, 6)
     assert [opened(store, version) for version in (1, 2)] == [1, 2]
+
+
+def test_a_version_that_goes_while_it_is_pinned_is_not_pinned(store, keeper, monkeypatch):
+    monkeypatch.setattr(Held, "is_still_named", lambda _: False)
+    with pytest.raises(dbuffer.VersionError):
+        kept.pin(DoubleBuffer(store), 1)
+    assert not list(store.glob("kept/*/pinned"))
 
 
 def test_a_reader_of_a_kept_version_outlives_it(store, keeper):
