@@ -77,7 +77,7 @@ class WeightLabel:
 
     @property
     def number(self) -> int | None:
-        """The version's number; None: the weights did not come from a store."""
+        """The version's number, or None if the weights did not come from a store."""
         is_number = self.version.isascii() and self.version.isdecimal()
         return int(self.version) if is_number else None
 
@@ -87,7 +87,7 @@ class WeightLabel:
         return step_in(self.metadata)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as responses have it, without what is not known."""
+        """Return it as responses show it, without unknown values."""
         values = {
             "version": self.version,
             "run": self.run,

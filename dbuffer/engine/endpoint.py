@@ -169,7 +169,7 @@ class RankEndpoint:
             instance_id=options.instance_id or rank.instance_id,
         )
         try:
-            # Together: a rank that began alone would wait for those that need not.
+            # All ranks or none: a rank that began alone would wait for the others.
             # vLLM's ``init_info`` is of a class of its own.
             before = None if self.receiver is None else asdict(self.receiver.options)
             if all(rank.ranks.gather(before == asdict(options), begins=True)):

@@ -286,8 +286,8 @@ class Deltas:
             copier.write(mapped, self._file.views)
             if damaged := _damaged(mapped, base, copier):
                 raise StoreCorruptError(
-                    f"{self._store.root}: {damaged} was damaged after it was published, so what "
-                    "changed since cannot be published upon it; send all weights"
+                    f"{self._store.root}: {damaged} was damaged after it was published, so "
+                    "patches cannot follow it: send all weights"
                 )
         self._changes = changes = apply_patch(patch, mapped.data, mapped.layout, copier)
         if base.checksums is None:

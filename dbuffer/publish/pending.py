@@ -123,7 +123,7 @@ def _log_unreported(unreported: list[str], pid: int) -> None:
 
 
 def with_short_copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors, with copies of the ones that a forward pass may write."""
+    """Return the tensors, with copies of short ones, which a forward pass may write."""
     return [
         tensor if tensor.requires_grad or tensor.nbytes > _COPIED_BYTES else tensor.detach().clone()
         for tensor in tensors

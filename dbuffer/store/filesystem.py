@@ -100,7 +100,7 @@ def os_errors(action: str, path: Path | str, num_bytes: int = 0) -> TranslatedEr
 
 
 def _room(path: Path, num_bytes: int) -> str:
-    """Return a file's size, and what is free where it belongs, if its filesystem tells."""
+    """Return a file's size, and the free space of its filesystem, if that is known."""
     with contextlib.suppress(OSError):
         status = os.statvfs(path.parent)
         return f"{format_bytes(num_bytes)} ({format_bytes(status.f_bavail * status.f_frsize)} free)"

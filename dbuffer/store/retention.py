@@ -18,7 +18,7 @@ manifest, or by a ``complete`` one     mirror        taken the manifest's place
 that CURRENT never named
 ``kept/ID`` without a manifest: it was sender,       the same; a pinned version gets its manifest
 being dropped                          mirror        back instead
-``kept/ID``, pinned by nobody          a killed pin  the same, beyond the versions to keep
+``kept/ID``, not pinned                a killed pin  the same, beyond the versions to keep
 ``kept/ID`` with a damaged manifest    the disk      the same, unless the version is pinned
 ``tmp/.NAME.RANDOM.tmp``: a record, a  any process   `Retention.clear_up` of any writer, as it
 version that was being kept                          starts and with a commit, every ten seconds at

@@ -41,7 +41,7 @@ _GAP = 2
 """Spaces behind each column."""
 
 _WORD = 9
-"""Width down to which longer words, such as names of tensors, are folded."""
+"""Least width of a column: longer words, such as names of tensors, are folded."""
 
 
 @dataclasses.dataclass

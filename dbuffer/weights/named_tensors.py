@@ -133,7 +133,7 @@ def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
 
 
 def _refuse_lazy_stack(value: Any, where: str) -> None:
-    """Refuse a stack that makes its tensors at each access, and hides those that differ."""
+    """Refuse a stack that makes its tensors at each access, and hides tensors that differ."""
     from tensordict import LazyStackedTensorDict
 
     if isinstance(value, LazyStackedTensorDict):

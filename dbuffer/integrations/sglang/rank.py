@@ -47,7 +47,7 @@ class SchedulerRank(EngineRank):
             # As SGLang loads a checkpoint into an engine that runs; quantized layers need both.
             DefaultModelLoader.restore_weights_before_loading(self.module, self.device)
             DefaultModelLoader.load_weights_and_postprocess(self.module, tensors, self.device)
-        # The next step reads what was copied, and staging may write anew where it was copied from.
+        # The next step reads the copies, and staging may overwrite their sources.
         if self.on_device:
             torch.accelerator.synchronize(self.device)
 

@@ -97,7 +97,7 @@ class WorkerRank(EngineRank):
             fixes.restore_absent_names(before)
             fixes.repack_tied(self.module, loaded)
             fixes.repack_cpu_experts(loaded)
-        # The next step reads what was copied, and staging may write anew where it was copied from.
+        # The next step reads the copies, and staging may overwrite their sources.
         if self.on_device:
             torch.accelerator.synchronize(self.device)
         if self._addresses() != places:
@@ -105,7 +105,7 @@ class WorkerRank(EngineRank):
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
-        """Set what is set when vLLM loads for the first time: kernels are made for it."""
+        """Set the context of vLLM's first load, for which kernels are made."""
         config = self._vllm_config
         with (
             set_current_vllm_config(config),
