@@ -49,8 +49,8 @@ class BucketRecords:
         self._current: list[ReceiverRecord] = []
         self._put: list[ReceiverRecord] = []
         """Records that the object holds."""
-        self._put_at = -TIMING.bucket_heartbeat_s
-        """Time of the last put."""
+        self._put_at = self._same_at = -TIMING.bucket_heartbeat_s
+        """Time of the last put, and of the last look that found no change since."""
 
     @property
     def name(self) -> str:
@@ -58,8 +58,14 @@ class BucketRecords:
 
     def write(self, records: Collection[ReceiverRecord]) -> None:
         self._current = [self._relayed_own(), *records]
-        limit_s = TIMING.bucket_records_s if self._has_changed else TIMING.bucket_heartbeat_s
-        if time.monotonic() - self._put_at >= limit_s:
+        since, limit_s, now = self._put_at, TIMING.bucket_records_s, time.monotonic()
+        if not self._has_changed:
+            self._same_at, limit_s = now, TIMING.bucket_heartbeat_s
+        elif _without_times(self._current[1:]) == _without_times(self._put[1:]):
+            # Only the mirror's own record changed. Receivers are about to apply the version that it
+            # has copied: a put now would delay their records by an interval.
+            since = max(self._put_at, self._same_at)
+        if now - since >= limit_s:
             self._put_object()
 
     def close(self) -> None:

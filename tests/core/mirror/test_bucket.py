@@ -638,6 +638,23 @@ def test_a_sender_hears_of_readers_behind_the_bucket(remote, local, bucket_url, 
         until("its end is relayed", lambda: DoubleBuffer(remote).receiver("far").has_ended)
 
 
+@pytest.mark.timing(bucket_records_s=0.5)
+def test_one_put_has_acknowledgements_and_their_mirrors_record(
+    remote, local, proxy, bucket_url, far
+):
+    """The record of the mirror changes before they do."""
+    with Way(remote, bucket_url, local) as way:
+        for version in (1, 2):
+            num_before = len(proxy.requests)
+            way.sender.send(SMALL.weights(version))
+            with far.open(version - 1, timeout_s=TIMEOUT_S):
+                time.sleep(0.2)  # it takes a while to apply it
+            way.sender.wait_applied(version, receivers=["far"], timeout_s=TIMEOUT_S)
+            time.sleep(0.6)  # a record that changes next may be put at once
+    requests = [each for each in proxy.requests[num_before:] if "/receivers/" in each.path]
+    assert [each.method for each in requests].count("PUT") == 2  # and one as it ended
+
+
 @pytest.mark.timing(bucket_records_s=1.0)
 def test_records_are_put_once_an_interval(remote, local, proxy, bucket_url, far):
     """However many of them change meanwhile, and how often."""
