@@ -1222,6 +1222,9 @@ def test_pause_for_a_beginning_that_fails_is_ended(scene):
         with group_writable(scene.store), pytest.raises(dbuffer.EngineUpdateError):
             follower.sync()  # the first resume fails, the second is ours as well
         assert not engine.paused
+        # Its stager may just have found the store as it was.
+        view = DoubleBuffer(scene.store)
+        until("the rank has it ready", lambda: any(each.staged for each in view.receivers()))
         follower.sync()
         assert engine.began_paused == [True, True]
         assert not engine.paused

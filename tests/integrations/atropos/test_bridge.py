@@ -567,8 +567,22 @@ def test_bridge_that_one_rank_makes_alone(store, tmp_path, place, error):
     assert left == [False, False]
 
 
+class AnsweredLate(dict[str, int]):
+    """Routes whose answers wait for the end of a test."""
+
+    def __init__(self) -> None:
+        super().__init__(WITH_ROUTES)
+        self.is_over = threading.Event()
+
+    def get(self, route: str, default: Any = None) -> Any:
+        self.is_over.wait(TIMEOUT_S)
+        return super().get(route, default)
+
+
 def test_rank_that_is_lost_while_it_tells_the_server(store, tmp_path):
-    with running(store, WITH_ROUTES, follows=False) as server, contextlib.ExitStack() as stack:
+    routes = AnsweredLate()
+    with running(store, routes, follows=False) as server, contextlib.ExitStack() as stack:
+        stack.callback(routes.is_over.set)
         told = tmp_path / "meeting", store, server.url, TIMEOUT_S
         first, second = (stack.enter_context(Child(rank, number, *told)) for number in (0, 1))
         until("the server is notified", lambda: server.calls, TIMEOUT_S)
