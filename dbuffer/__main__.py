@@ -6,7 +6,7 @@ import signal
 import sys
 
 from dbuffer.errors import DBufferError
-from dbuffer.runtime.translated import needed_for
+from dbuffer.runtime.extras import needed_for
 
 _SIGNALED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGPIPE)
 

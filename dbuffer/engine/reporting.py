@@ -18,7 +18,7 @@ from typing import Any
 from dbuffer.errors import DBufferError
 from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import Lag, Manifest, ReceiverRecord, lag_between, step_in
-from dbuffer.runtime.translated import needed_for
+from dbuffer.runtime.extras import needed_for
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from dbuffer.errors import (
     UnsupportedError,
 )
 from dbuffer.runtime import options as checks
-from dbuffer.runtime.translated import needed_for
+from dbuffer.runtime.extras import needed_for
 
 _UNAVAILABLE = (502, 503, 504)
 """Status codes of a proxy whose server is away, and of a server that starts."""

@@ -34,8 +34,8 @@ from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format.layout import Layout, digest
 from dbuffer.format.lineage import Count, Token, VersionId
 from dbuffer.format.manifest import Record, decodable, decode, encode
+from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.lazy import cached_property
-from dbuffer.runtime.translated import needed_for
 
 MAGIC = b"dbufdelt"
 DELTA_FORMAT = 1

@@ -32,9 +32,9 @@ from dbuffer.format.manifest import UNDECODABLE, RecordT, decode
 from dbuffer.format.objects import MAX_OBJECT_BYTES
 from dbuffer.io.copier import Copier
 from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.messages import first_line
 from dbuffer.runtime.timing import TIMING
-from dbuffer.runtime.translated import needed_for
 from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)

@@ -153,9 +153,12 @@ class WeightsFiles:
         return filesystem.lock_within(file.number, patience_s - quiet_s)
 
     def _open_again(self, path: Path) -> Descriptor | None:
-        if (known := self._open.get(path)) is not None:
-            self.close_one(known)
+        known = self._open.get(path)
         try:
+            if known is not None and os.path.samestat(os.fstat(known.number), path.stat()):
+                return known
+            if known is not None:
+                self.close_one(known)
             owner_only = self._store.owner_only
             file = filesystem.open_regular(path, os.O_RDWR, owner_only=owner_only)
         except FileNotFoundError:

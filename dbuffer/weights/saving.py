@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dbuffer.errors import InvalidWeightsError
-from dbuffer.runtime.translated import needed_for
+from dbuffer.runtime.extras import needed_for
 from dbuffer.store import filesystem
 from dbuffer.weights.checkpoint import INDEX
 

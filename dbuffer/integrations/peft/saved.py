@@ -26,7 +26,7 @@ from dbuffer.format.layout import digest
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime import options
-from dbuffer.runtime.translated import needed_for
+from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.weights.targets import ADAPTER_KEY

@@ -8,7 +8,7 @@ import typer
 
 import dbuffer
 from dbuffer.errors import DBufferError
-from dbuffer.runtime.translated import needed_for
+from dbuffer.runtime.extras import needed_for
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import progress
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dbuffer
-from dbuffer.runtime.translated import EXTRAS, needed_for
+from dbuffer.runtime.extras import EXTRAS, needed_for
 from tests.support.children import call, run_program
 
 ROOT = Path(__file__).parents[3]

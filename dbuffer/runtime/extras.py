@@ -1,0 +1,39 @@
+"""`needed_for`: imports of optional packages, whose errors say what to install."""
+
+from __future__ import annotations
+
+from dbuffer.errors import DBufferError
+from dbuffer.runtime.translated import TranslatedErrors
+
+EXTRAS: dict[str, str | None] = {
+    "httpx": None,
+    "obstore": "objects",
+    "prometheus_client": None,
+    "rich": "cli",
+    "safetensors": "safetensors",
+    "typer": "cli",
+    "zstandard": "delta",
+}
+"""Extra of dbuffer that installs a module's package; of several, one with few others. None: they
+all install an engine or a framework, too."""
+
+
+def needed_for(use: str) -> TranslatedErrors:
+    """Translate a failed import in a ``with`` block; ``use`` names what needs the package.
+
+    Raises:
+        DBufferError: an optional package is not installed; the message says how to install it.
+    """
+
+    def translate(error: BaseException) -> None:
+        if not isinstance(error, ModuleNotFoundError) or error.name is None:
+            return
+        module = error.name.partition(".")[0]
+        if module not in EXTRAS:  # of a package that is incomplete
+            return
+        package = module.replace("_", "-")
+        extra = EXTRAS[module]
+        clone = "" if extra is None else f", or '.[{extra}]' in a clone of dbuffer"
+        raise DBufferError(f"{use} needs {package}: pip install {package}{clone}") from error
+
+    return TranslatedErrors(translate)
