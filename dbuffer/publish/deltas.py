@@ -138,8 +138,9 @@ class Deltas:
         self._part: Part | None = None
         """Part of the version published last, or being published."""
         self._copy: KeptCopy | None = None
+        """Copy of the last version, on a network mount."""
         self._file: MappedTensors | None = None
-        """Copy of the last version, or its file."""
+        """File of the last version, on a local mount."""
         self._base: DeltaBase | None = None
         """The last version on rank 0."""
         self._has_last = False
@@ -186,7 +187,6 @@ class Deltas:
         is_first = not self._has_last
         if is_first:
             self._explain(self._why_none)
-            self.forget()
         # However this publish ends: there is no last version until `keep`.
         self._has_last, self._why_none, self._changes = False, _FAILED, None
         self._part = part
