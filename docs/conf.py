@@ -33,7 +33,7 @@ autodoc_mock_imports = ["peft", "ray", "sglang", "torchrl", "verl", "vllm"]
 sys.meta_path.insert(0, MockFinder(autodoc_mock_imports))
 # A class of dbuffer passes keywords to the metaclass of vLLM's that it derives from.
 _MockObject.__init_subclass__ = classmethod(lambda _cls, **_keywords: None)
-# dbuffer compares vLLM's version with the newest one that it was tested with.
+# dbuffer compares vLLM's version with the newest tested one.
 _MockModule.__version__ = "0"
 autodoc_class_signature = "separated"
 autodoc_default_options = {"exclude-members": "__new__"}

@@ -293,7 +293,7 @@ class EngineRank:
     def make_check(self) -> ShapeCheck:
         """Return a check of weights against the model, for use while the model serves.
 
-        It traces what the model's loaders do with them.
+        It traces the model's loaders.
         """
         raise NotImplementedError
 

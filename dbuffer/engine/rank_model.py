@@ -127,7 +127,7 @@ class UnusedTensors:
         new = [each for each in unused if each not in self._warned]
         if new and self._is_first:
             logger.warning(
-                "versions of %s are served without %s, for which the engine's model has no place",
+                "versions of %s are served without %s: the engine's model has no place for them",
                 self._store,
                 listed(new),
             )
@@ -137,8 +137,9 @@ class UnusedTensors:
 def no_places(unused: Sequence[str]) -> str:
     """Return a message: these tensors were published for a model that has no places for them."""
     return (
-        f"the engine's model has no place for {listed(unused)}, and would answer as a model "
-        "without: publish what it has, or start the engine from a checkpoint of what is published. "
+        f"the engine's model has no place for {listed(unused)}, and would answer "
+        "without them: publish only tensors that it has, or start the engine from a checkpoint of "
+        "the published model. "
         "With unused_tensors='warn' such tensors are left out"
     )
 

@@ -117,7 +117,7 @@ class RankReceiver:
         )
 
     def close(self) -> None:
-        """Stop following. What the engine acknowledged stays in the store."""
+        """Stop following. The engine's acknowledgements stay in the store."""
         self._stager.close()
         self._model.close()
         self._record.close()

@@ -165,7 +165,7 @@ def join(ranks: Agreement, source: Source, mine: Inventory, *, rows_only: bool) 
         for one, encoded in zip(digests, sent, strict=True):
             if one not in described:
                 described[one] = Inventory.decode_description(encoded)
-    boxes = ranks.share("say what it holds", mine.encode_boxes())
+    boxes = ranks.share("send its boxes", mine.encode_boxes())
     with ranks.step("join what the ranks hold"):
         assignment = _join(digests, described, boxes, rows_only=rows_only)
     _compare_replicas(ranks, source, mine)

@@ -103,7 +103,7 @@ def only_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         extra = listed([f"{name!r} ({type(state[name]).__name__})" for name in lost])
         raise InvalidWeightsError(
             f"the module's state has more than tensors, which would be lost: {extra}; give a "
-            "dictionary of the tensors that are to be published, and the rest as metadata"
+            "dictionary of the tensors to publish, and the rest as metadata"
         )
     return dict(state)
 

@@ -27,7 +27,7 @@ from tests.support.waiting import until
 OLD, NEW = 5, 7
 """Values of the tensors of the run before and of the next one; versions have other numbers."""
 LOST = 100
-"""Added to a version's number: the value of its tensors in the run after one that is lost."""
+"""Offset of a version's value from its number, in the run that follows a lost one."""
 
 NUMBERS = pytest.mark.parametrize("version", [1, 5, 6], ids=["lower", "equal", "higher"])
 

@@ -1,7 +1,7 @@
 """`WorkerRank`: the vLLM worker that a receiver runs in, its model, and the group of all workers.
 
-Weights go through vLLM's layerwise reload, which serves packed, quantized and plain layers alike;
-what it leaves wrong is in `reload_fixes`.
+Weights go through vLLM's layerwise reload, which serves packed, quantized and plain layers alike.
+`reload_fixes` repairs its faults.
 
 `WorkerExtension` has the method that ``collective_rpc`` calls in each worker.
 """
@@ -105,7 +105,7 @@ class WorkerRank(EngineRank):
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
-        """Set the context of vLLM's first load, for which kernels are made."""
+        """Set the config and the dtype of vLLM's first load: kernels are made for them."""
         config = self._vllm_config
         with (
             set_current_vllm_config(config),

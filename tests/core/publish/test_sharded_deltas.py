@@ -57,7 +57,7 @@ def tensors_of(weights: Any) -> dict[str, torch.Tensor]:
 
 
 def nudge(weights: Any, one_in: int, number: int) -> None:
-    """Change a bit of some elements, chosen by what they are: the same in each shard and in all.
+    """Change a bit of some elements. Their values choose them, so shards and the whole agree.
 
     Of all elements, if ``one_in`` is 1, a bit of each byte.
     """

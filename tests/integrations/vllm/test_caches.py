@@ -124,7 +124,7 @@ def test_a_pause_drops_every_cache(make, loop):
     engine = make(calls, loop)
     engine.pause("keep")
     first, *resets = ["pause", *calls] if make is offline else calls
-    assert first == "pause", "what is computed after a reset would stay"
+    assert first == "pause", "a cache filled after a reset would stay"
     assert resets == [PREFIX, ENCODER]
     engine.close()
 
@@ -189,7 +189,7 @@ def test_a_core_drops_every_cache_once_it_is_paused():
     paused: Future[None] = Future()
     core = HeldCore(paused)
     dropped = core_pauses._hold(core, "wait", True)
-    assert core.calls == ["pause wait"], "what is computed after a reset would stay"
+    assert core.calls == ["pause wait"], "a cache filled after a reset would stay"
     paused.set_result(None)
     assert dropped.result(0) is None
     assert core.calls == ["pause wait", PREFIX, ENCODER]
