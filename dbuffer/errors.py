@@ -130,7 +130,7 @@ class WeightsMismatchError(DBufferError, ValueError):
 
 
 class SnapshotEvictedError(DBufferError, RuntimeError):
-    """A snapshot was held for longer than the sender waits, and the sender reused its buffer.
+    """A snapshot was open for longer than the sender waits, and the sender reused its buffer.
 
     Discard the data that was read, and open the newest version: the sender may have rewritten the
     file, if locks do not work. Copy faster, or raise the sender's ``reader_timeout_s``.

@@ -27,7 +27,7 @@ from dbuffer.io.transfer import read_tensors
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, os_errors
-from dbuffer.store.hold import Held, HeldVersion
+from dbuffer.store.open_version import OpenStoreVersion, OpenVersion
 
 T = TypeVar("T")
 
@@ -40,8 +40,8 @@ class ChainReader:
         StoreCorruptError, StoreAccessError: one cannot be read.
     """
 
-    def __init__(self, held: HeldVersion, layout: Layout) -> None:
-        self._held = held
+    def __init__(self, opened: OpenVersion, layout: Layout) -> None:
+        self._opened = opened
         self._layout = layout
         self._headers: dict[VersionId, DeltaHeader] = {}
 
@@ -65,10 +65,10 @@ class ChainReader:
         Returns:
             The checksums of all tensors, if ``hashed``.
         """
-        manifest, held = self._held.manifest, self._held
+        manifest, opened = self._opened.manifest, self._opened
         if since is None or since not in (manifest.file_version, *manifest.chain):
-            assert isinstance(held, Held)  # noqa: S101 - a mirror fetches objects first
-            file, path = held.file.number, held.path
+            assert isinstance(opened, OpenStoreVersion)  # noqa: S101 - a mirror fetches objects first
+            file, path = opened.file.number, opened.path
             at_once = hashed and manifest.anchor is None
             checksums = read_tensors(file, path, self._layout, memory, copier, hashed=at_once)
             if manifest.anchor is None:
@@ -85,7 +85,7 @@ class ChainReader:
             Flat positions of elements, ascending, by the tensor's index.
         """
         changed = [np.empty(0, np.int64)]
-        for later in self._held.manifest.deltas_after(version):
+        for later in self._opened.manifest.deltas_after(version):
             changed.append(
                 self._use(later, lambda header, read: changed_places(header, read, copier))
             )
@@ -97,7 +97,7 @@ class ChainReader:
         None: the table of them was damaged since it was written.
         ``known``: those of earlier versions, which spare the reading of headers.
         """
-        manifest = self._held.manifest
+        manifest = self._opened.manifest
         left = [manifest.file_version, *manifest.since_anchor]
         later: list[VersionId] = []
         while len(left) > 1 and left[-1] not in known:
@@ -109,7 +109,7 @@ class ChainReader:
         for version in later:
             if (checksums := self.header(version).record.checksums) is None:
                 raise StoreCorruptError(
-                    f"{self._held.name}: the delta that leads to {version} was written without "
+                    f"{self._opened.name}: the delta that leads to {version} was written without "
                     "checksums of its tensors"
                 )
             for index, checksum in checksums:
@@ -121,8 +121,8 @@ class ChainReader:
         return self._headers.get(version) or self._use(version, lambda header, _: header)
 
     def _table(self) -> list[int] | None:
-        table = self._held.read_checksums()
-        is_whole = digest(table) == self._held.manifest.checksums_xxh3
+        table = self._opened.read_checksums()
+        is_whole = digest(table) == self._opened.manifest.checksums_xxh3
         return unpack_checksums(table) if is_whole else None
 
     def _use(
@@ -134,7 +134,7 @@ class ChainReader:
 
         One delta is open at a time: a chain may have more of them than descriptors.
         """
-        path, file = self._held.open_delta(version)
+        path, file = self._opened.open_delta(version)
         with file, _naming(path):
             if version not in self._headers:
                 self._headers[version] = self._read_header(path, file, version)
@@ -147,7 +147,7 @@ class ChainReader:
             return action(header, read_chunk)
 
     def _read_header(self, path: Path | str, file: Descriptor, version: VersionId) -> DeltaHeader:
-        chain, layout_xxh3 = self._held.manifest.chain, self._held.manifest.layout_xxh3
+        chain, layout_xxh3 = self._opened.manifest.chain, self._opened.manifest.layout_xxh3
         assert layout_xxh3 is not None  # noqa: S101 - the manifest is complete
         header = decode_header(partial(_read_at, path, file), self._layout, layout_xxh3)
         base, record = chain[chain.index(version) - 1], header.record

@@ -31,12 +31,12 @@ from dbuffer.receive.reader import VersionVerifier
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import require_successor
 from dbuffer.store.filesystem import Descriptor
-from dbuffer.store.hold import HeldVersion
+from dbuffer.store.open_version import OpenVersion
 from dbuffer.store.records import OwnRecord
 from dbuffer.store.watcher import wait_and_clear
 
 
-class HeldObjects(HeldVersion):
+class OpenBucketVersion(OpenVersion):
     """A version in a bucket. Its files are fetched when they are read.
 
     Args:
@@ -216,13 +216,13 @@ class BucketReceiver:
         )
 
     @contextlib.contextmanager
-    def hold_seen(self, newer_than: int | None = None) -> Iterator[HeldObjects | None]:
+    def open_seen(self, newer_than: int | None = None) -> Iterator[OpenBucketVersion | None]:
         """Hold the version that was seen last."""
         seen = self._seen
         if seen is None or (newer_than is not None and seen.id.number <= newer_than):
             yield None
             return
-        with HeldObjects(self._bucket, seen, self._deltas) as held:
+        with OpenBucketVersion(self._bucket, seen, self._deltas) as held:
             yield held
 
     def follow_fork(self) -> None:

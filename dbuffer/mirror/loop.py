@@ -36,8 +36,8 @@ from dbuffer.publish.publication import Publication
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import RetryLoop, log_once
-from dbuffer.store.hold import OvertakenError
 from dbuffer.store.liveness import Process
+from dbuffer.store.open_version import OvertakenError
 from dbuffer.store.records import OwnRecord
 
 logger = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class MirrorLoop:
             writer = self._source.records(receiver.record)
             self._relay = AcknowledgementRelay(self._target.receivers, writer)
         self._note_published(receiver)
-        with receiver.hold_seen(self.published) as held:
+        with receiver.open_seen(self.published) as held:
             if held is None:
                 return None
             try:

@@ -11,11 +11,11 @@ from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Pointer
 from dbuffer.format.places import MIRROR_LOCK_FILE
-from dbuffer.mirror.download import BucketReceiver, BucketSource, HeldObjects
+from dbuffer.mirror.download import BucketReceiver, BucketSource, OpenBucketVersion
 from dbuffer.mirror.relay import StoreRecords
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.hold import Held
+from dbuffer.store.open_version import OpenStoreVersion
 from dbuffer.store.records import OwnRecord
 
 logger = logging.getLogger(__name__)
@@ -69,12 +69,12 @@ Upstream: TypeAlias = StoreSource | BucketSource
 """Source of a mirror."""
 UpstreamReceiver: TypeAlias = WeightReceiver | BucketReceiver
 """Receiver that a mirror follows its source with."""
-HeldOf: TypeAlias = Held | HeldObjects
+OpenUpstream: TypeAlias = OpenStoreVersion | OpenBucketVersion
 """Version of a source that is held for reading."""
 
 
 def deltas_since(
-    last: VersionId | None, held: HeldOf, layout: Layout, target: str
+    last: VersionId | None, held: OpenUpstream, layout: Layout, target: str
 ) -> list[VersionId]:
     """Return the versions whose deltas lead from a target's last version to a held one.
 

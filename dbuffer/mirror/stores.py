@@ -27,7 +27,7 @@ from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of, read_tensors
 from dbuffer.mirror.sources import (
     SWAPPED,
-    HeldOf,
+    OpenUpstream,
     StoreSource,
     Upstream,
     UpstreamReceiver,
@@ -42,7 +42,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import Descriptor, is_locked
 from dbuffer.store.foreign import require_own_directory
-from dbuffer.store.hold import Held, hold_newest
+from dbuffer.store.open_version import OpenStoreVersion, open_newest
 from dbuffer.store.writer import BufferWriter
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class StoreTarget:
     def check(self) -> None:
         """Do nothing: no other process writes while this one has the lock."""
 
-    def copy(self, held: HeldOf, receiver: UpstreamReceiver) -> Publication:
+    def copy(self, held: OpenUpstream, receiver: UpstreamReceiver) -> Publication:
         """Publish a held version once more; raise `OvertakenError` if it was overwritten."""
         assert self._writer is not None  # noqa: S101 - it is open
         started, manifest = time.monotonic(), held.manifest
@@ -218,7 +218,7 @@ class StoreTarget:
         return Publication.of(manifest.id, layout, started, delta_bytes)
 
     def _fill(
-        self, draft: Draft, held: HeldOf, receiver: UpstreamReceiver, remote: Layout
+        self, draft: Draft, held: OpenUpstream, receiver: UpstreamReceiver, remote: Layout
     ) -> list[int] | None:
         """Fill a draft with a held version; return its checksums, if it has any.
 
@@ -234,13 +234,17 @@ class StoreTarget:
             if checksums is not None:
                 return checksums
         copier, hashed = self._copier, draft.hashed
-        if isinstance(held, Held) and held.manifest.anchor is None and not draft.is_mapped:
+        if (
+            isinstance(held, OpenStoreVersion)
+            and held.manifest.anchor is None
+            and not draft.is_mapped
+        ):
             file, path = held.file.number, held.path
             own = draft.claim.weights
             return read_tensors(file, path, remote, own, copier, hashed=hashed)
         memory = draft.memory()
         hashed_here = hashed and draft.is_mapped
-        if isinstance(held, Held):
+        if isinstance(held, OpenStoreVersion):
             reader = ChainReader(held, remote)
             checksums = reader.read(memory, copier, hashed=hashed_here)
         else:
@@ -250,7 +254,7 @@ class StoreTarget:
         draft.write(range(len(memory.views)), memory.views)
         return draft.finish(World())
 
-    def _put_earlier(self, draft: Draft, held: HeldOf) -> VersionId | None:
+    def _put_earlier(self, draft: Draft, held: OpenUpstream) -> VersionId | None:
         """Return the version that a draft's file holds, to apply deltas to.
 
         If none lead from there, as from a new file, the newest version of this store is copied into
@@ -260,7 +264,7 @@ class StoreTarget:
         if since in chain or not chain:
             return since
         with contextlib.suppress(*UNDECODABLE, StoreNotFoundError):  # damage: it is read whole
-            newest = hold_newest(self._store, newer_than=None)
+            newest = open_newest(self._store, newer_than=None)
             with contextlib.nullcontext() if newest is None else newest:
                 if newest is None or newest.manifest.id not in chain:
                     return since
@@ -271,7 +275,7 @@ class StoreTarget:
         return None
 
     def _copy_deltas(
-        self, held: HeldOf, draft: Draft, writer: BufferWriter
+        self, held: OpenUpstream, draft: Draft, writer: BufferWriter
     ) -> dict[VersionId, int]:
         """Copy the deltas that lead from the version copied last; return the chain they make."""
         manifest, chain = held.manifest, self._chain

@@ -44,7 +44,7 @@ from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.bucket_records import ReceiversOfBucket
 from dbuffer.mirror.sources import (
     SWAPPED,
-    HeldOf,
+    OpenUpstream,
     StoreSource,
     Upstream,
     UpstreamReceiver,
@@ -55,7 +55,7 @@ from dbuffer.publish.publication import Publication
 from dbuffer.receive.reader import read_whole
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
-from dbuffer.store.hold import Held
+from dbuffer.store.open_version import OpenStoreVersion
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class BucketTarget:
     def close(self) -> None:
         """Do nothing: another mirror takes over without that."""
 
-    def copy(self, held: HeldOf, receiver: UpstreamReceiver) -> Publication:
+    def copy(self, held: OpenUpstream, receiver: UpstreamReceiver) -> Publication:
         """Publish a held version in the bucket; raise `OvertakenError` if it was overwritten.
 
         Raises:
@@ -245,7 +245,7 @@ class BucketTarget:
             map(is_of_receivers, self._bucket.list(RECEIVERS_PREFIX))
         )
 
-    def _read_deltas(self, held: HeldOf, layout: Layout) -> dict[VersionId, bytes]:
+    def _read_deltas(self, held: OpenUpstream, layout: Layout) -> dict[VersionId, bytes]:
         """Read the deltas that lead from the version put last, if some do and can be read."""
         last, deltas = self._last, dict[VersionId, bytes]()
         is_of_this_release = last is not None and last.part_bytes == PART_BYTES
@@ -279,13 +279,13 @@ class BucketTarget:
         return True
 
     def _read_weights(
-        self, held: HeldOf, receiver: UpstreamReceiver, layout: Layout
+        self, held: OpenUpstream, receiver: UpstreamReceiver, layout: Layout
     ) -> tuple[memoryview, dict[str, Any]]:
         """Read a version into memory, whole, as a weights file; return it, and fields about it.
 
         Not while it is put: a buffer that is held for so long would hold up the sender.
         """
-        assert isinstance(held, Held)  # noqa: S101 - the other end is a store
+        assert isinstance(held, OpenStoreVersion)  # noqa: S101 - the other end is a store
         memory = new_memory(layout.file_bytes)
         data = memory[: layout.checksums_offset]
         hashed = held.manifest.checksums_xxh3 is not None

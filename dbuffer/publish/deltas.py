@@ -51,7 +51,7 @@ from dbuffer.publish.patches import SparsePatch, patch_of
 from dbuffer.ranks.world import World
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.hold import hold_newest
+from dbuffer.store.open_version import open_newest
 from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.sources import Source
 
@@ -303,7 +303,7 @@ class Deltas:
         """
         mapped, since = draft.mapped, draft.claim.held_before
         with contextlib.suppress(*_UNREADABLE), contextlib.ExitStack() as stack:
-            held = hold_newest(self._store, newer_than=None)
+            held = open_newest(self._store, newer_than=None)
             if held is None:
                 return False
             stack.enter_context(held)

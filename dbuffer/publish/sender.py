@@ -26,7 +26,7 @@ from dbuffer.publish.publisher import Publisher
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.ranks.world import World
 from dbuffer.runtime import options
-from dbuffer.store.hold import Held
+from dbuffer.store.open_version import OpenStoreVersion
 from dbuffer.weights.sources import Source, Weights
 
 if TYPE_CHECKING:
@@ -254,17 +254,17 @@ class WeightSender(Publisher):
         self._settle()
         with self._publishing():
             number = self._writer.next_version(None)
-            with self._writer.hold_kept(version) as held:
-                whence = {"republished_version": held.manifest.version}
-                checked = checked_metadata(held.manifest.metadata | dict(metadata or {}) | whence)
-                layout = held.read_layout()
-                is_hashed = held.manifest.checksums_xxh3 is not None
-                if self._deltas is not None or held.manifest.anchor or is_hashed != self._hashed:
-                    views = self._read_whole(held, layout).views
+            with self._writer.open_kept(version) as opened:
+                whence = {"republished_version": opened.manifest.version}
+                checked = checked_metadata(opened.manifest.metadata | dict(metadata or {}) | whence)
+                layout = opened.read_layout()
+                is_hashed = opened.manifest.checksums_xxh3 is not None
+                if self._deltas is not None or opened.manifest.anchor or is_hashed != self._hashed:
+                    views = self._read_whole(opened, layout).views
                     source = Source(layout.specs, views, layout.aliases, is_lazy=False)
                     return self._send(started, source, number, checked, None)
                 self._mappings.clear()  # they keep the room of files that are removed now
-                published = self._writer.republish(held, number, checked)
+                published = self._writer.republish(opened, number, checked)
         return self._count(Publication.of(published.id, layout, started, None))
 
     def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
@@ -334,18 +334,18 @@ class WeightSender(Publisher):
         self._is_behind = False
         return published
 
-    def _read_whole(self, held: Held, layout: Layout) -> FileTensors:
+    def _read_whole(self, opened: OpenStoreVersion, layout: Layout) -> FileTensors:
         """Read a held version into memory, and compare it with its checksums, if it has any."""
         # Here alone a sender reads, which deltas may be needed for.
         from dbuffer.io.chain_reader import ChainReader
 
-        contents, reader = FileTensors.in_memory(layout), ChainReader(held, layout)
-        is_hashed = held.manifest.checksums_xxh3 is not None
+        contents, reader = FileTensors.in_memory(layout), ChainReader(opened, layout)
+        is_hashed = opened.manifest.checksums_xxh3 is not None
         checksums = reader.read(contents, self._copier, hashed=is_hashed)
         if is_hashed and checksums != reader.expected({}):
             raise StoreCorruptError(
-                f"{held.path}: version {held.manifest.version} was damaged after it was published; "
-                "go back to another version"
+                f"{opened.path}: version {opened.manifest.version} was damaged after it was "
+                "published; go back to another version"
             )
         return contents
 

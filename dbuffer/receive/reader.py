@@ -19,7 +19,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, new_memory
 from dbuffer.runtime.messages import listed
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.hold import Held, HeldVersion, OvertakenError, Patience
+from dbuffer.store.open_version import OpenStoreVersion, OpenVersion, OvertakenError, Patience
 from dbuffer.store.records import OwnRecord
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class VersionVerifier:
         self._copier = copier
         self._known_checksums: dict[VersionId, list[int]] = {}
 
-    def verify(self, held: HeldVersion, layout: Layout, checksums: list[int] | None) -> None:
+    def verify(self, opened: OpenVersion, layout: Layout, checksums: list[int] | None) -> None:
         """Compare checksums, unless they are None, with the published ones.
 
         Raises:
@@ -49,19 +49,19 @@ class VersionVerifier:
         """
         if checksums is None:
             return
-        wrong = wrong_tensors(held, layout, checksums, self._known_checksums)
+        wrong = wrong_tensors(opened, layout, checksums, self._known_checksums)
         if not wrong:
             return
         # A writer marks the buffer before its first byte: without a mark, this is damage.
-        if held.is_still_named():
+        if opened.is_still_named():
             raise StoreCorruptError(
-                f"{held.name}: version {held.manifest.version} was damaged after it was "
+                f"{opened.name}: version {opened.manifest.version} was damaged after it was "
                 f"published: {listed(wrong)}; publish again to replace it"
             )
         raise OvertakenError
 
     @contextlib.contextmanager
-    def reporting_unreadable(self, held: HeldVersion) -> Iterator[None]:
+    def reporting_unreadable(self, opened: OpenVersion) -> Iterator[None]:
         """Record that a version made of an anchor and deltas cannot be read.
 
         Its sender then publishes the next version whole.
@@ -69,8 +69,8 @@ class VersionVerifier:
         try:
             yield
         except UNDECODABLE:
-            if held.manifest.anchor is not None:
-                self._record.write(unreadable=held.manifest.id)
+            if opened.manifest.anchor is not None:
+                self._record.write(unreadable=opened.manifest.id)
             raise
         self._record.set(unreadable=None)
 
@@ -78,7 +78,7 @@ class VersionVerifier:
         self,
         tensors: FileTensors,
         since: VersionId | None,
-        held: HeldVersion,
+        opened: OpenVersion,
     ) -> list[int] | None:
         """Turn the version ``since`` in memory into a held one by its deltas, and verify it.
 
@@ -86,14 +86,14 @@ class VersionVerifier:
             The checksums of all tensors, or None if the version must be read whole: no deltas lead
             to it, they cannot be read, or the memory was modified before, which is logged.
         """
-        manifest = held.manifest
+        manifest = opened.manifest
         if since not in manifest.chain:
             return None
         try:
-            chain = ChainReader(held, tensors.layout)
+            chain = ChainReader(opened, tensors.layout)
             chain.read(tensors, self._copier, since=since)
             checksums = self._copier.checksums(tensors)
-            wrong = wrong_tensors(held, tensors.layout, checksums, self._known_checksums)
+            wrong = wrong_tensors(opened, tensors.layout, checksums, self._known_checksums)
         except (*UNDECODABLE, StoreNotFoundError) as error:
             logger.warning("reading version %d whole: %s", manifest.version, str(error))
             return None
@@ -159,36 +159,40 @@ class VersionReader(VersionVerifier):
         self.unmap()
         self._in_memory = None
 
-    def layout(self, held: Held) -> Layout:
+    def layout(self, opened: OpenStoreVersion) -> Layout:
         """Return a version's layout."""
         try:
-            return self._map_kept(held).layout if self._is_rewritten(held) else held.read_layout()
+            return (
+                self._map_kept(opened).layout
+                if self._is_rewritten(opened)
+                else opened.read_layout()
+            )
         except StoreNotFoundError as error:
-            held.wait_after_loss(error, self._patience)
+            opened.wait_after_loss(error, self._patience)
 
-    def read(self, held: Held, *, keep: bool = False) -> FileTensors:
+    def read(self, opened: OpenStoreVersion, *, keep: bool = False) -> FileTensors:
         """Return a version in memory, whole.
 
         ``keep``: keep its memory or mapping for the next version; the caller uses it before then.
         """
         if self.maps_files:
-            is_kept = (keep or self._keeps_snapshots) and self._is_rewritten(held)
-            mapped = self._map_kept(held) if is_kept else map_privately(held)
+            is_kept = (keep or self._keeps_snapshots) and self._is_rewritten(opened)
+            mapped = self._map_kept(opened) if is_kept else map_privately(opened)
             if self.verifies_copies:
-                self.verify(held, mapped.layout, self._copier.checksums(mapped))
+                self.verify(opened, mapped.layout, self._copier.checksums(mapped))
             return mapped
-        tensors = self._read_into_memory(held)
+        tensors = self._read_into_memory(opened)
         if keep:
-            self._in_memory = held.manifest, tensors
+            self._in_memory = opened.manifest, tensors
         return tensors
 
-    def keep_memory(self, held: Held, tensors: FileTensors) -> None:
+    def keep_memory(self, opened: OpenStoreVersion, tensors: FileTensors) -> None:
         """Keep the memory of a snapshot that was left, if deltas may be applied to it later.
 
         Its user may have written into it, which checksums show; without them it is not used.
         """
-        if held.manifest.chain and not self.maps_files and self._must_verify(held.manifest):
-            self._in_memory = held.manifest, tensors
+        if opened.manifest.chain and not self.maps_files and self._must_verify(opened.manifest):
+            self._in_memory = opened.manifest, tensors
 
     def expect_device(self, tensors: FileTensors) -> None:
         """Prepare a version, whose mapping is kept, to be copied to a GPU."""
@@ -208,74 +212,74 @@ class VersionReader(VersionVerifier):
             return True  # nothing else shows whether it was rewritten meanwhile
         return manifest.checksums_xxh3 is not None if self._verify == "auto" else self._verify
 
-    def _is_rewritten(self, held: Held) -> bool:
+    def _is_rewritten(self, opened: OpenStoreVersion) -> bool:
         """Whether later versions are mapped as this one is: else its mapping is kept for nothing.
 
         A mapping keeps the room of a file that was removed.
         """
-        return self.maps_files and not held.manifest.is_final
+        return self.maps_files and not opened.manifest.is_final
 
-    def _map_kept(self, held: Held) -> MappedTensors:
+    def _map_kept(self, opened: OpenStoreVersion) -> MappedTensors:
         """Return a mapping that is kept for later versions in its file.
 
         Layout, views and page tables, which a publish does not change, are made once.
         """
         access = mmap.ACCESS_COPY if self._keeps_snapshots else mmap.ACCESS_READ
-        mapped = self._mappings.get(held.path, held.file.number)
+        mapped = self._mappings.get(opened.path, opened.file.number)
         if mapped is None:
-            mapped = _map(held, access)
-            self._mappings.keep(held.path, mapped)
+            mapped = _map(opened, access)
+            self._mappings.keep(opened.path, mapped)
         return mapped
 
-    def _read_into_memory(self, held: Held) -> FileTensors:
+    def _read_into_memory(self, opened: OpenStoreVersion) -> FileTensors:
         before, self._in_memory = self._in_memory, None
         try:
-            with self.reporting_unreadable(held):
-                tensors = None if before is None else self._apply_deltas(*before, held)
+            with self.reporting_unreadable(opened):
+                tensors = None if before is None else self._apply_deltas(*before, opened)
                 if tensors is None:
-                    tensors = self._read_whole(held, None if before is None else before[1].data)
+                    tensors = self._read_whole(opened, None if before is None else before[1].data)
         except StoreNotFoundError as error:
-            with self.reporting_unreadable(held):
-                held.wait_after_loss(error, self._patience)
+            with self.reporting_unreadable(opened):
+                opened.wait_after_loss(error, self._patience)
         self._patience = Patience()
         # It is in memory, and the sender need not keep the file.
         self._record.write(held=None)
         return tensors
 
     def _apply_deltas(
-        self, before: Manifest, tensors: FileTensors, held: Held
+        self, before: Manifest, tensors: FileTensors, opened: OpenStoreVersion
     ) -> FileTensors | None:
         """Apply deltas to the version in memory; return None if they do not lead to ``held``."""
-        is_alike = before.layout_xxh3 == held.manifest.layout_xxh3
-        if not (is_alike and self._must_verify(held.manifest)):
+        is_alike = before.layout_xxh3 == opened.manifest.layout_xxh3
+        if not (is_alike and self._must_verify(opened.manifest)):
             return None
-        checksums = self.apply_changes(tensors, before.id, held)
+        checksums = self.apply_changes(tensors, before.id, opened)
         return None if checksums is None else tensors
 
-    def _read_whole(self, held: Held, memory: torch.Tensor | None) -> FileTensors:
-        hashed = self._must_verify(held.manifest)
-        tensors, checksums = read_whole(held, self._copier, memory, hashed=hashed)
-        self.verify(held, tensors.layout, checksums)
+    def _read_whole(self, opened: OpenStoreVersion, memory: torch.Tensor | None) -> FileTensors:
+        hashed = self._must_verify(opened.manifest)
+        tensors, checksums = read_whole(opened, self._copier, memory, hashed=hashed)
+        self.verify(opened, tensors.layout, checksums)
         return tensors
 
 
-def map_privately(held: Held) -> MappedTensors:
+def map_privately(opened: OpenStoreVersion) -> MappedTensors:
     """Map a version privately: writing into the mapping changes no other."""
-    return _map(held, mmap.ACCESS_COPY)
+    return _map(opened, mmap.ACCESS_COPY)
 
 
-def _map(held: Held, access: int) -> MappedTensors:
-    layout = held.read_layout()
-    if layout.is_in_parts or held.manifest.anchor is not None:
+def _map(opened: OpenStoreVersion, access: int) -> MappedTensors:
+    layout = opened.read_layout()
+    if layout.is_in_parts or opened.manifest.anchor is not None:
         raise StoreAccessError(
-            f"{held.path} was written in parts, or with deltas, over a network, and looks like a "
+            f"{opened.path} was written in parts, or with deltas, over a network, and looks like a "
             "local file here: set DBUFFER_MOUNT=network to read it as it was written"
         )
-    return MappedTensors(held.file.number, held.manifest.file_bytes, layout, access=access)
+    return MappedTensors(opened.file.number, opened.manifest.file_bytes, layout, access=access)
 
 
 def read_whole(
-    held: Held,
+    opened: OpenStoreVersion,
     copier: Copier,
     memory: torch.Tensor | None = None,
     *,
@@ -285,17 +289,17 @@ def read_whole(
 
     It raises the errors of :class:`ChainReader`.
     """
-    layout = held.read_layout()
+    layout = opened.read_layout()
     num_bytes = layout.checksums_offset
     if memory is None or memory.numel() != num_bytes:
         memory = new_memory(num_bytes)
     tensors = FileTensors(memory, layout)
-    chain = ChainReader(held, layout)
+    chain = ChainReader(opened, layout)
     return tensors, chain.read(tensors, copier, hashed=hashed)
 
 
 def wrong_tensors(
-    held: HeldVersion,
+    opened: OpenVersion,
     layout: Layout,
     checksums: list[int],
     known: MutableMapping[VersionId, list[int]] | None = None,
@@ -304,15 +308,15 @@ def wrong_tensors(
 
     ``known``: verified checksums of an earlier version, which these replace if all match.
     """
-    manifest = held.manifest
+    manifest = opened.manifest
     if manifest.checksums_xxh3 is None:
         raise StoreCorruptError(
-            f"{held.name}: version {manifest.version} was published without checksums, so it "
+            f"{opened.name}: version {manifest.version} was published without checksums, so it "
             "cannot be verified; make the sender with checksum=True",
             is_lasting=True,
         )
     known = {} if known is None else known
-    expected = ChainReader(held, layout).expected(known)
+    expected = ChainReader(opened, layout).expected(known)
     if expected is None:
         return ["the table of checksums"]
     wrong = [

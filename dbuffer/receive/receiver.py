@@ -40,7 +40,7 @@ from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer, pointer_to
-from dbuffer.store.hold import Held, OvertakenError, hold_newest, hold_version
+from dbuffer.store.open_version import OpenStoreVersion, OvertakenError, open_newest, open_version
 from dbuffer.store.records import RecordFile
 from dbuffer.store.watcher import Watcher
 from dbuffer.weights.saving import DEFAULT_SHARD_BYTES, write_checkpoint
@@ -184,26 +184,26 @@ class WeightReceiver(Closing, ProcessBound):
         deadline = time.monotonic() + timeout_s
         hold = functools.partial(self._wait_and_hold, newer_than, version, deadline, timeout_s)
         while True:
-            with self._holding(hold, is_reported=acknowledge) as held:
-                if held is None:
+            with self._holding(hold, is_reported=acknowledge) as opened:
+                if opened is None:
                     continue
                 try:
-                    tensors = self.reader.read(held)
+                    tensors = self.reader.read(opened)
                 except OvertakenError:
                     continue
                 verify = self.reader.verifies_copies
                 try:
-                    yield Snapshot(held, tensors, self._copier, verify=verify)
+                    yield Snapshot(opened, tensors, self._copier, verify=verify)
                 finally:
-                    self.reader.keep_memory(held, tensors)
-                if not held.is_unchanged():
+                    self.reader.keep_memory(opened, tensors)
+                if not opened.is_unchanged():
                     self._store.newest_pointer(self._seen)  # raises if the store was emptied
                     raise errors.SnapshotEvictedError(
-                        f"version {held.manifest.version} of {self.store} was held for longer than "
-                        "the sender waits, and its buffer was taken; open the newest version"
+                        f"version {opened.manifest.version} of {self.store} was open for longer "
+                        "than the sender waits, and its buffer was taken; open the newest version"
                     )
                 if acknowledge:
-                    self._set_applied(held.manifest.lineage)
+                    self._set_applied(opened.manifest.lineage)
                 return
 
     @contextlib.contextmanager
@@ -224,9 +224,9 @@ class WeightReceiver(Closing, ProcessBound):
         if version is None and record.problem is not None and record.problem_version is None:
             self.record.write(problem=None)
 
-    def hold_seen(
+    def open_seen(
         self, newer_than: int | None = None
-    ) -> contextlib.AbstractContextManager[Held | None]:
+    ) -> contextlib.AbstractContextManager[OpenStoreVersion | None]:
         """Hold the file of the version that :meth:`wait_for_version` has just returned, unread.
 
         The block gets None if no version is above ``newer_than``.
@@ -237,20 +237,20 @@ class WeightReceiver(Closing, ProcessBound):
 
     @contextlib.contextmanager
     def _holding(
-        self, hold: Callable[[], Held | None], *, is_reported: bool
-    ) -> Iterator[Held | None]:
+        self, hold: Callable[[], OpenStoreVersion | None], *, is_reported: bool
+    ) -> Iterator[OpenStoreVersion | None]:
         """Hold a version for a block; the record names the version until the block is left."""
         reporting = self.reporting if is_reported else contextlib.nullcontext
-        held = None
+        opened = None
         try:
             with reporting(None):
-                held = hold()
-            with contextlib.nullcontext() if held is None else reporting(held.manifest.id):
-                yield held
+                opened = hold()
+            with contextlib.nullcontext() if opened is None else reporting(opened.manifest.id):
+                yield opened
         finally:
-            if held is not None:
-                held.release()
-            if held is not None or self.record.current.held is not None:
+            if opened is not None:
+                opened.release()
+            if opened is not None or self.record.current.held is not None:
                 self.record.write(held=None)
 
     def load_into(
@@ -311,13 +311,13 @@ class WeightReceiver(Closing, ProcessBound):
     def _load_newest(self, target: Target, partial: bool) -> int | None:
         """Load the newest version; raise `OvertakenError` if a writer was faster."""
         hold = functools.partial(self._hold, self._loaded)
-        with self._holding(hold, is_reported=True) as held:
-            if held is None:
+        with self._holding(hold, is_reported=True) as opened:
+            if opened is None:
                 return None
-            manifest = held.manifest
+            manifest = opened.manifest
             refuse_adapter(manifest.metadata)
-            self._load(held, target, partial)
-            held.require_unchanged()
+            self._load(opened, target, partial)
+            opened.require_unchanged()
             self._loaded = manifest.version
             self._set_applied(manifest.lineage)
             return manifest.version
@@ -519,19 +519,19 @@ class WeightReceiver(Closing, ProcessBound):
             if state := self._store.state_without_version():
                 log_once(logger, "waiting for a first version in %s%s", self.store, state)
 
-    def _hold(self, newer_than: int | None, *, reread: bool = True) -> Held | None:
+    def _hold(self, newer_than: int | None, *, reread: bool = True) -> OpenStoreVersion | None:
         """Hold the newest version; with ``reread`` False, the version of the last pointer read."""
-        held = hold_newest(
+        opened = open_newest(
             self._store,
             newer_than=newer_than,
             seen=self._seen,
             reread=reread,
             announce=self._announce,
         )
-        if held is not None:
-            self._seen = pointer_to(held.buffer, held.manifest)
-            self._remember_metadata(held.manifest)
-        return held
+        if opened is not None:
+            self._seen = pointer_to(opened.buffer, opened.manifest)
+            self._remember_metadata(opened.manifest)
+        return opened
 
     def _set_applied(self, version: Lineage) -> None:
         self.record.set(
@@ -564,7 +564,7 @@ class WeightReceiver(Closing, ProcessBound):
         version: int | VersionId | None,
         deadline: float,
         timeout_s: float,
-    ) -> Held | None:
+    ) -> OpenStoreVersion | None:
         # A version that has an id was published.
         above = version - 1 if isinstance(version, int) else newer_than
         if self.wait_for_version(above, max(0.0, deadline - time.monotonic())) is None:
@@ -578,17 +578,17 @@ class WeightReceiver(Closing, ProcessBound):
         # The newest is not held: what may be wrong with it says nothing of this one.
         if not isinstance(version, VersionId) and self._seen is not None:
             version = self._seen.lineage.at(version) or version
-        held = hold_version(self._store, version, self._announce)
-        if held is None:
+        opened = open_version(self._store, version, self._announce)
+        if opened is None:
             raise kept.missing(self._store, version)
-        self._remember_metadata(held.manifest)
-        return held
+        self._remember_metadata(opened.manifest)
+        return opened
 
-    def _load(self, held: Held, target: Target, partial: bool) -> None:
+    def _load(self, opened: OpenStoreVersion, target: Target, partial: bool) -> None:
         """Fill the target; raise `OvertakenError` if a writer was faster."""
         if callable(target) and not isinstance(target, nn.Module | Mapping):
-            tensors = self.reader.read(held)
-            self._remember_names(held, tensors.layout.names, partial)
+            tensors = self.reader.read(opened)
+            self._remember_names(opened, tensors.layout.names, partial)
             # Later versions overwrite the memory that the pairs are read from.
             with contextlib.closing(_pairs_of(tensors)) as pairs:
                 returned = target(pairs)
@@ -599,24 +599,24 @@ class WeightReceiver(Closing, ProcessBound):
                     f"{type(returned).__name__}; give a function that loads before it returns"
                 )
             return
-        match = self._matcher.match(target, self.reader.layout(held), partial=partial)
-        tensors = self.reader.read(held, keep=True)  # damage shows before the target is touched
+        match = self._matcher.match(target, self.reader.layout(opened), partial=partial)
+        tensors = self.reader.read(opened, keep=True)  # damage shows before the target is touched
         try:
             match.require_ties(tensors.tensor)
         except errors.WeightsMismatchError:
-            held.require_unchanged()
+            opened.require_unchanged()
             raise
-        self._remember_names(held, tensors.layout.all_names, partial)
+        self._remember_names(opened, tensors.layout.all_names, partial)
         if any_on_gpu(match.targets):
             self.reader.expect_device(tensors)
         # A writer that locks do not hold back may come in between: a second look shows it.
         hashed = self.reader.verifies_copies
         checksums = copy_matched(match, tensors, self._copier, hashed=hashed)
-        self.reader.verify(held, tensors.layout, checksums)
+        self.reader.verify(opened, tensors.layout, checksums)
 
-    def _remember_names(self, held: Held, names: Set[str], partial: bool) -> None:
+    def _remember_names(self, opened: OpenStoreVersion, names: Set[str], partial: bool) -> None:
         """Remember the names that are about to be loaded; refuse names that would leave a mix."""
-        version = held.manifest.version
+        version = opened.manifest.version
         if partial:
             self._loaded_names.require_all(names, version)
         self._loaded_names.add(names, version)

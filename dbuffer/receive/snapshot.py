@@ -24,7 +24,7 @@ from dbuffer.io.tensors import (
 from dbuffer.receive.reader import wrong_tensors
 from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.messages import listed
-from dbuffer.store.hold import Held
+from dbuffer.store.open_version import OpenStoreVersion
 from dbuffer.weights.targets import Match
 
 if TYPE_CHECKING:  # its import takes as long as torch's
@@ -71,10 +71,12 @@ class Snapshot(ProcessBound):
     tensor changes this snapshot's copy of a page, and nothing else.
     """
 
-    def __init__(self, held: Held, contents: FileTensors, copier: Copier, *, verify: bool) -> None:
+    def __init__(
+        self, opened: OpenStoreVersion, contents: FileTensors, copier: Copier, *, verify: bool
+    ) -> None:
         super().__init__()
         self._verify = verify
-        self._held = held
+        self._opened = opened
         self._contents = contents
         self._copier = copier
         self.tensors = SnapshotTensors(contents.data, contents.layout)
@@ -82,22 +84,22 @@ class Snapshot(ProcessBound):
     @property
     def version(self) -> int:
         """Number of the version, as published."""
-        return self._held.manifest.version
+        return self._opened.manifest.version
 
     @property
     def id(self) -> VersionId:
         """Run and number of the version, which no other version has."""
-        return self._held.manifest.id
+        return self._opened.manifest.id
 
     @property
     def lineage(self) -> Lineage:
         """The version, and the runs that lead to it."""
-        return self._held.manifest.lineage
+        return self._opened.manifest.lineage
 
     @property
     def metadata(self) -> dict[str, Any]:
         """Metadata that the sender published with it."""
-        return self._held.manifest.metadata
+        return self._opened.manifest.metadata
 
     @property
     def path(self) -> Path:
@@ -105,7 +107,7 @@ class Snapshot(ProcessBound):
 
         On a network mount it may hold an earlier version, and deltas lead from that to this one.
         """
-        return self._held.path
+        return self._opened.path
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -165,11 +167,11 @@ class Snapshot(ProcessBound):
             Flat positions, ascending. A tensor without an entry is the same. None if no deltas
             lead here from that version, or they are lost.
         """
-        if version not in self._held.manifest.chain:
+        if version not in self._opened.manifest.chain:
             return None
         layout = self._contents.layout
         try:
-            changes = ChainReader(self._held, layout).changed_since(version, self._copier)
+            changes = ChainReader(self._opened, layout).changed_since(version, self._copier)
         except DBufferError as error:  # what unpacks deltas may be missing, too
             logger.warning("%s: reading it whole: %s", self.path, str(error))
             return None
@@ -187,7 +189,7 @@ class Snapshot(ProcessBound):
     def _check_copied(self, checksums: list[int] | None) -> None:
         if checksums is None:
             return
-        if wrong := wrong_tensors(self._held, self._contents.layout, checksums):
+        if wrong := wrong_tensors(self._opened, self._contents.layout, checksums):
             raise StoreCorruptError(f"{self.path}: damaged while it was copied: {listed(wrong)}")
 
     @property

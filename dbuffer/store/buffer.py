@@ -332,8 +332,8 @@ class DoubleBuffer:
         return self.medium.shows_life(self.record_path(record.receiver, record.token))
 
     def readers(self) -> list[ReceiverRecord]:
-        held = [record for record in self.receivers() if record.held is not None]
-        return [record for record in held if self.may_live(record)]
+        opened = [record for record in self.receivers() if record.held is not None]
+        return [record for record in opened if self.may_live(record)]
 
     def _read(self, kind: type[RecordT], path: Path) -> RecordT | None:
         """Read a record of the store, if there is one."""

@@ -22,7 +22,7 @@ from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import os_errors
-from dbuffer.store.hold import Held, hold_buffer, hold_version
+from dbuffer.store.open_version import OpenStoreVersion, open_buffer, open_version
 from dbuffer.store.weights_files import parts_of
 
 
@@ -66,20 +66,20 @@ def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool)
     return kept
 
 
-def hold(store: DoubleBuffer, version: int | VersionId, *, durable: bool) -> Held:
-    """Keep a version that the store holds, unless it is kept, and hold it where it is kept.
+def open_kept(store: DoubleBuffer, version: int | VersionId, *, durable: bool) -> OpenStoreVersion:
+    """Keep a version that the store has, unless it is kept, and open it where it is kept.
 
     Raises:
         VersionError: the store holds no such version, or drops it at this moment.
     """
-    held = hold_version(store, version)
-    if held is not None and not places.is_kept(held.buffer):
-        with held:
-            buffer = keep(store, held.buffer, held.manifest, durable=durable)
-            held = hold_buffer(store, buffer)
-    if held is None:
+    opened = open_version(store, version)
+    if opened is not None and not places.is_kept(opened.buffer):
+        with opened:
+            buffer = keep(store, opened.buffer, opened.manifest, durable=durable)
+            opened = open_buffer(store, buffer)
+    if opened is None:
         raise missing(store, version)
-    return held
+    return opened
 
 
 def require(store: DoubleBuffer, version: int) -> VersionId:
@@ -114,13 +114,13 @@ def pin(store: DoubleBuffer, version: int | VersionId) -> None:
     """
     with (
         os_errors("pin a version", store.root),
-        hold(store, version, durable=store.medium.reaches_other_hosts) as held,
+        open_kept(store, version, durable=store.medium.reaches_other_hosts) as opened,
     ):
-        pinned = store.root / held.buffer / places.PIN_FILE
+        pinned = store.root / opened.buffer / places.PIN_FILE
         # A sender that drops a version takes its manifest away, and looks for this file once more.
         with contextlib.suppress(FileNotFoundError):
             pinned.touch(mode=0o600)
-        if not held.is_still_named():
+        if not opened.is_still_named():
             pinned.unlink(missing_ok=True)
             raise VersionError(f"{store.root} drops version {version} at this moment")
 

@@ -366,7 +366,7 @@ class Retention:
         if reason.versions is not None and not reason.versions:
             return False
         versions = readers.keys() - in_buffers if reason.versions is None else reason.versions
-        reader = next((readers[held] for held in sorted(readers) if held in versions), None)
+        reader = next((readers[opened] for opened in sorted(readers) if opened in versions), None)
         now = time.monotonic()
         if now - reason.unnamed_since < self._reader_timeout_s:
             is_fresh = now - reason.superseded_at < TIMING.keep_superseded_s

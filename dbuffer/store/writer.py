@@ -49,8 +49,8 @@ from dbuffer.store.buffer import DoubleBuffer, other_buffer, pointer_to
 from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.foreign import require_own_directory
-from dbuffer.store.hold import Held, Patience
 from dbuffer.store.liveness import owner_fields
+from dbuffer.store.open_version import OpenStoreVersion, Patience
 from dbuffer.store.retention import Retention
 from dbuffer.store.weights_files import WeightsFiles, parts_of
 
@@ -401,29 +401,31 @@ class BufferWriter:
         return TranslatedErrors(translate)
 
     @contextlib.contextmanager
-    def hold_kept(self, version: int | VersionId) -> Iterator[Held]:
-        """Keep a version that the store holds, unless it is kept, and hold it as such.
+    def open_kept(self, version: int | VersionId) -> Iterator[OpenStoreVersion]:
+        """Keep a version that the store has, unless it is kept, and open it.
 
-        While it is held, no claim drops it: a publish that fails must not lose it.
+        While it is open, no claim drops it: a publish that fails must not lose it.
 
         Raises:
-            VersionError: the store does not hold it.
+            VersionError: the store does not have it.
         """
         self._check_open()
         with os_errors("publish", self.root):
-            held = kept.hold(self.store, version, durable=self._sync)
-        with held:
-            self._retention.spared = held.buffer
+            opened = kept.open_kept(self.store, version, durable=self._sync)
+        with opened:
+            self._retention.spared = opened.buffer
             try:
-                yield held
+                yield opened
             finally:
                 self._retention.spared = None
 
-    def republish(self, held: Held, number: int, metadata: dict[str, Any]) -> Manifest:
-        """Publish the weights file of a held version again, by a further name.
+    def republish(
+        self, opened: OpenStoreVersion, number: int, metadata: dict[str, Any]
+    ) -> Manifest:
+        """Publish the weights file of a version again, by a further name.
 
         Args:
-            held: a kept version that has a file of its own.
+            opened: a kept version that has a file of its own.
             number: the new version's.
             metadata: the new version's.
 
@@ -432,15 +434,15 @@ class BufferWriter:
         """
         claim = self.claim(self.version(number), layout_xxh3=None, file_bytes=0, with_file=False)
         try:
-            for part in parts_of(held.path):
+            for part in parts_of(opened.path):
                 if self._sync:  # the sender that wrote it may not have flushed it
                     with os_errors("flush", part):
                         file = filesystem.open_regular(part, os.O_RDONLY, owner_only=False)
                     with file:
                         filesystem.sync_file(file.number, part)
-                suffix = part.name[len(held.path.stem) :]
+                suffix = part.name[len(opened.path.stem) :]
                 filesystem.link(part, claim.path.with_name(claim.path.stem + suffix))
-            described = held.manifest.of_file | {"is_final": True, "metadata": metadata}
+            described = opened.manifest.of_file | {"is_final": True, "metadata": metadata}
             return self.commit(claim, **described)
         except BaseException:
             self.abandon(claim)

@@ -11,7 +11,13 @@ from dbuffer.io.copier import Copier
 from dbuffer.receive.reader import map_privately, read_whole, wrong_tensors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
-from dbuffer.store.hold import Held, OvertakenError, Patience, hold_buffer, hold_newest
+from dbuffer.store.open_version import (
+    OpenStoreVersion,
+    OvertakenError,
+    Patience,
+    open_buffer,
+    open_newest,
+)
 
 
 def verify_store(store: DoubleBuffer) -> list[dict[str, Any]]:
@@ -50,7 +56,7 @@ def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> dict
     patience = Patience()
     while True:
         try:
-            held = hold_newest(store, newer_than=None) if newest else hold_buffer(store, buffer)
+            held = open_newest(store, newer_than=None) if newest else open_buffer(store, buffer)
             if held is None:
                 return check
             check["buffer"], check["version"] = held.buffer, held.manifest.version  # or a newer one
@@ -68,7 +74,7 @@ def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> dict
         return check
 
 
-def _find_damage(held: Held) -> list[str]:
+def _find_damage(held: OpenStoreVersion) -> list[str]:
     """Read a version and compare its tensors with their checksums, if it has any."""
     copier = Copier()
     try:

@@ -33,7 +33,7 @@ from dbuffer.receive.reader import VersionReader
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
-from dbuffer.store.hold import Held, OvertakenError
+from dbuffer.store.open_version import OpenStoreVersion, OvertakenError
 from tests.support.children import Child
 from tests.support.moments import LOOKS, at_call
 from tests.support.patterns import SMALL, Pattern, Sparse, publish
@@ -94,7 +94,7 @@ def switch_off_what_is_not_in(layers: Layers) -> None:
     if not layers.locks:
         without_flock()
     if not layers.generations:
-        Held.is_unchanged = lambda self: True
+        OpenStoreVersion.is_unchanged = lambda self: True
     if layers.is_network:
         os.environ["DBUFFER_MOUNT"] = "network"
         layout.SPAN_BYTES = 32 * 1024  # so that a reader is in the middle of a file for long
@@ -133,9 +133,9 @@ def count_detections(counts: Counter[str]) -> None:
         setattr(owner, name, counting)
 
     counted(filesystem, "try_lock")
-    counted(Held, "is_unchanged")
+    counted(OpenStoreVersion, "is_unchanged")
     counted(VersionReader, "verify")
-    counted(Held, "wait_after_loss")
+    counted(OpenStoreVersion, "wait_after_loss")
     count_threads(counts)
 
 

@@ -24,7 +24,7 @@ import dbuffer
 from dbuffer.receive import reader as reader_module
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.timing import TIMING
-from dbuffer.store.hold import Held
+from dbuffer.store.open_version import OpenStoreVersion
 from tests.lab.guest import Guest, times_to_look
 from tests.lab.hosts import Looking, publish_when_told, published
 from tests.lab.lab import scenario
@@ -179,7 +179,7 @@ def read_slowly(connection: Connection, path: Path, name: str, announces: bool, 
     def note_lost(*args: Any) -> None:
         raise EOFError  # where it would be tried again
 
-    reader_module.read_whole, Held.wait_after_loss = read_later, note_lost
+    reader_module.read_whole, OpenStoreVersion.wait_after_loss = read_later, note_lost
     if not announces:
         WeightReceiver._announce = lambda self, version: None
     versions: list[int] = []

@@ -186,7 +186,7 @@ class RolloutSync:
         try:
             if self._receiver.wait_for_version(self._looked_at, timeout_s=0.0) is None:
                 return False
-            with self._receiver.hold_seen(self._looked_at) as held:
+            with self._receiver.open_seen(self._looked_at) as held:
                 if held is None:
                     return False
                 self._looked_at = held.manifest.version

@@ -13,7 +13,7 @@ from dbuffer.errors import OptionError
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.places import BUFFERS
 from dbuffer.store import kept
-from dbuffer.store.hold import hold_version
+from dbuffer.store.open_version import open_version
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import progress
 
@@ -83,7 +83,7 @@ def rollback(
     """
     view = shared.view_of(store, allow_shared_store=allow_shared_store)
     # Refuse a version that cannot be read before the sender takes the store over.
-    held = hold_version(view, version)
+    held = open_version(view, version)
     if held is None:
         raise kept.missing(view, version)
     with held:

@@ -16,7 +16,7 @@ from rich.live import Live
 
 from dbuffer.errors import OptionError, WaitTimeoutError
 from dbuffer.runtime.timing import TIMING
-from dbuffer.store.hold import hold_newest
+from dbuffer.store.open_version import open_newest
 from dbuffer.tools import tables
 from dbuffer.tools.commands import shared
 from dbuffer.tools.status import read_status
@@ -116,7 +116,7 @@ def ls(
     """List the newest version's tensors: name, dtype, shape, bytes."""
     view = shared.view_of(store, allow_shared_store=allow_shared_store)
     with progress(f"reading {store}"):
-        if (held := hold_newest(view, newer_than=None)) is None:
+        if (held := open_newest(view, newer_than=None)) is None:
             raise WaitTimeoutError(f"nothing was published in {store} yet")
         with held:
             version, layout = held.manifest.version, held.read_layout()

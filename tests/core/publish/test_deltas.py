@@ -407,7 +407,7 @@ def test_what_a_reader_says_that_it_reads_stays_and_then_goes(
     publish(sender, *range(1, version + 1))
     needed = named_files(store)
     reader.wait_for_version()
-    with reader.hold_seen() as held:
+    with reader.open_seen() as held:
         assert held is not None
         monkeypatch.setattr(retention.time, "monotonic", lambda: 0.0)
         publish(sender, *range(version + 1, 20))

@@ -244,7 +244,7 @@ class TestThePointer:
         assert receiver.load_into(weights_of(0)) == 1
         assert len(looks) == 2
         assert receiver.wait_for_version(timeout_s=1) == 1
-        with receiver.hold_seen(0) as held, receiver.hold_seen(1) as none:
+        with receiver.open_seen(0) as held, receiver.open_seen(1) as none:
             assert (held.manifest.version, none) == (1, None)
         assert len(looks) == 3
 
@@ -254,7 +254,7 @@ class TestThePointer:
         assert receiver.wait_for_version(timeout_s=1) == 1
         for version in range(2, 2 + num_publishes):
             sender.send(weights_of(version))
-        with receiver.hold_seen(0) as held:
+        with receiver.open_seen(0) as held:
             # What was seen is still there until its buffer is taken for another version.
             assert held.manifest.version == (1 if num_publishes == 1 else 1 + num_publishes)
             tensors = receiver.reader.read(held)

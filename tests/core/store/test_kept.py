@@ -18,7 +18,7 @@ import dbuffer
 from dbuffer.format import chain
 from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
-from dbuffer.store.hold import Held
+from dbuffer.store.open_version import OpenStoreVersion
 from tests.support.children import Child, call
 from tests.support.moments import die_before_call
 from tests.support.patterns import SMALL, SPARSE, Pattern, newest, opened, publish, received
@@ -247,7 +247,7 @@ def test_a_version_that_is_pinned_while_it_is_dropped_stays(store, keeper, monke
 
 
 def test_a_version_that_goes_while_it_is_pinned_is_not_pinned(store, keeper, monkeypatch):
-    monkeypatch.setattr(Held, "is_still_named", lambda _: False)
+    monkeypatch.setattr(OpenStoreVersion, "is_still_named", lambda _: False)
     with pytest.raises(dbuffer.VersionError):
         kept.pin(DoubleBuffer(store), 1)
     assert not list(store.glob("kept/*/pinned"))

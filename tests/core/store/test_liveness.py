@@ -54,7 +54,7 @@ def load_and_stay(connection: Connection, store: Path, name: str | None = NAME) 
 
 
 def hold_and_stay(connection: Connection, store: Path) -> None:
-    with dbuffer.WeightReceiver(store, receiver_id=NAME) as receiver, receiver.hold_seen() as held:
+    with dbuffer.WeightReceiver(store, receiver_id=NAME) as receiver, receiver.open_seen() as held:
         connection.send(held is not None)
         with contextlib.suppress(EOFError):
             connection.recv()

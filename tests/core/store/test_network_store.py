@@ -25,8 +25,8 @@ import dbuffer
 from dbuffer.errors import StoreCorruptError
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.hold import Held, hold_newest, hold_version
 from dbuffer.store.medium import medium_of
+from dbuffer.store.open_version import OpenStoreVersion, open_newest, open_version
 from dbuffer.tools import cli
 from tests.support.children import Child
 from tests.support.damage import flip_bit, weights_file
@@ -354,13 +354,13 @@ def test_a_file_is_there_for_who_has_announced_it_before_the_second_look(shm_pat
 @hasty
 def test_who_takes_hold_of_the_older_version_at_any_moment_of_a_publish_keeps_its_file(shm_path):
     """A reader that is late: the version it has seen in the pointer is the one to be put away."""
-    held: list[Held | None] = []
+    held: list[OpenStoreVersion | None] = []
 
     def hold_older_at(number: int, store: Path) -> None:
         """Try to hold version 1 before that call of the publish of 3, if it makes so many."""
 
         def take_hold() -> None:
-            held.append(hold_version(receiver._store, 1, receiver._announce))
+            held.append(open_version(receiver._store, 1, receiver._announce))
 
         with (
             dbuffer.WeightSender(store, num_threads=1) as sender,
@@ -392,7 +392,7 @@ def test_who_takes_hold_of_the_older_version_at_any_moment_of_a_publish_keeps_it
 @hasty
 @pytest.mark.parametrize("how", ["open", "load", "function"])
 @pytest.mark.parametrize(
-    "step", [Step("return", "hold_newest"), Step("call", "read_tensors")], ids=str
+    "step", [Step("return", "open_newest"), Step("call", "read_tensors")], ids=str
 )
 def test_a_file_that_goes_under_a_reader_is_another_try(store, sender, fail, how, step):
     """Readers that were waited for long enough, and those that could write no record: a server
@@ -631,7 +631,7 @@ def test_a_reader_whose_file_is_gone_looks_ever_more_rarely(store, sender):
     weights_file(store)[0].unlink()
     looks: list[int] = []
     with pytest.raises(StoreCorruptError, match="is not there"):
-        hold_newest(DoubleBuffer(store), newer_than=None, announce=looks.append)
+        open_newest(DoubleBuffer(store), newer_than=None, announce=looks.append)
     assert len(looks) < 50, "every half a millisecond"
 
 

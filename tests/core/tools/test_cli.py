@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 import dbuffer
 from dbuffer.__main__ import main
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.hold import hold_newest
+from dbuffer.store.open_version import open_newest
 from dbuffer.tools import cli
 from dbuffer.tools.commands import follow
 from dbuffer.tools.commands.shared import stopped_by_signals
@@ -455,9 +455,9 @@ def test_verify_names_what_it_has_read_where_a_version_is_published_meanwhile(
 
         def hold(*arguments: Any, **options: Any) -> Any:
             next(later, lambda: None)()
-            return hold_newest(*arguments, **options)
+            return open_newest(*arguments, **options)
 
-        monkeypatch.setattr("dbuffer.tools.verification.hold_newest", hold)
+        monkeypatch.setattr("dbuffer.tools.verification.open_newest", hold)
         checks = verify_store(DoubleBuffer(store))
     assert [check["version"] for check in checks] == [3, 2]
     assert len({check["buffer"] for check in checks}) == 2

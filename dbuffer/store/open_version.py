@@ -1,10 +1,10 @@
-"""`Held`: a version held for reading in a store, and why a read gives one whole version.
+"""`OpenStoreVersion`: a version open for reading, and why a read gives one whole version.
 
 **On a local mount** a read is: pointer, manifest, weights file, shared lock on that file, manifest
 again. The pointer must name the first manifest. If the second is the same, no writer has begun to
 rewrite the file, and no writer that respects the lock will while it is held. A writer that does
 not, as on a mount that ignores locks, marks the manifest before it writes the first byte:
-:meth:`Held.is_unchanged`, after the last byte was read, tells of it.
+:meth:`OpenStoreVersion.is_unchanged`, after the last byte was read, tells of it.
 
 **On a network mount** no lock can be trusted, and each version has its own file, which is never
 written again. A reader announces the version in its record, and then reads the manifest again. A
@@ -52,8 +52,8 @@ class OvertakenError(Exception):
     """Signal that a writer replaced a version while it was read; never raised to callers."""
 
 
-class HeldVersion(abc.ABC):
-    """A version held for reading, until it is released or its ``with`` block is left."""
+class OpenVersion(abc.ABC):
+    """A version open for reading, until it is released or its ``with`` block is left."""
 
     __slots__ = ()
     manifest: Manifest
@@ -64,15 +64,14 @@ class HeldVersion(abc.ABC):
         """Name of its weights file, for messages."""
 
     @abc.abstractmethod
-    def release(self) -> None:
-        """Let go of it."""
+    def release(self) -> None: ...
 
     @abc.abstractmethod
     def is_unchanged(self) -> bool:
-        """Whether no writer has begun to rewrite the bytes that were held."""
+        """Whether no writer has begun to rewrite its bytes."""
 
     def require_unchanged(self) -> None:
-        """Raise `OvertakenError` if a writer has begun to rewrite the bytes that were held."""
+        """Raise `OvertakenError` if a writer has begun to rewrite its bytes."""
         if not self.is_unchanged():
             raise OvertakenError
 
@@ -110,15 +109,9 @@ class HeldVersion(abc.ABC):
         try:
             yield
         except errors.StoreNotFoundError as error:
-            self.raise_for_loss(error)
+            self._raise_for_loss(error)
 
-    def raise_for_loss(self, error: errors.StoreNotFoundError) -> NoReturn:
-        """Raise the error for a file of this version that was removed.
-
-        Raises:
-            OvertakenError: its manifest no longer names that file.
-            StoreCorruptError: it still does.
-        """
+    def _raise_for_loss(self, error: errors.StoreNotFoundError) -> NoReturn:
         if self.is_still_named():
             raise errors.StoreCorruptError(f"{error}; publish again to repair the store") from error
         raise OvertakenError from error
@@ -145,15 +138,14 @@ class HeldVersion(abc.ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Held(HeldVersion):
-    """A version of a store that is held for reading."""
+class OpenStoreVersion(OpenVersion):
+    """A version of a store, with its weights file open."""
 
     store: DoubleBuffer
     buffer: str
     manifest: Manifest
     path: Path
     file: Descriptor
-    """The open weights file."""
 
     @property
     def name(self) -> str:
@@ -185,7 +177,7 @@ class Held(HeldVersion):
         )
         if patience.wait(self.manifest.id):
             raise OvertakenError from error
-        self.raise_for_loss(error)
+        self._raise_for_loss(error)
 
     def open_delta(self, version: VersionId) -> tuple[Path, Descriptor]:
         path = self.store.delta_path(version)
@@ -199,15 +191,15 @@ class Held(HeldVersion):
             return filesystem.read_at(self.file.number, offset, num_bytes)
 
 
-def hold_newest(
+def open_newest(
     store: DoubleBuffer,
     *,
     newer_than: int | None,
     seen: Pointer | None = None,
     reread: bool = True,
     announce: Announce | None = None,
-) -> Held | None:
-    """Hold the newest version for reading; return None if there is none above ``newer_than``.
+) -> OpenStoreVersion | None:
+    """Open the newest version; return None if there is none above ``newer_than``.
 
     The caller releases it.
 
@@ -231,34 +223,36 @@ def hold_newest(
         reread = True
         if pointer is None or (newer_than is not None and pointer.version <= newer_than):
             return None
-        held = _try_hold(store, pointer.buffer, pointer, announce)
-        if isinstance(held, Held):
-            return held
+        opened = _try_open(store, pointer.buffer, pointer, announce)
+        if isinstance(opened, OpenStoreVersion):
+            return opened
         if not patience.wait(pointer):
             raise errors.StoreCorruptError(
                 f"{store.root}: {places.POINTER_FILE} names version {pointer.version} in buffer "
-                f"{pointer.buffer}, but {held}; publish again to repair the store"
+                f"{pointer.buffer}, but {opened}; publish again to repair the store"
             )
 
 
-def hold_buffer(store: DoubleBuffer, buffer: str, announce: Announce | None = None) -> Held | None:
-    """Hold a buffer, A, B or kept, for reading; return None if it is being written or dropped."""
+def open_buffer(
+    store: DoubleBuffer, buffer: str, announce: Announce | None = None
+) -> OpenStoreVersion | None:
+    """Open the version in a buffer; return None if that is being written or dropped."""
     manifest = store.manifest(buffer)
     if manifest is None or manifest.state != "complete":
         return None
-    held = _try_hold(store, buffer, manifest, announce)
-    if isinstance(held, Held):
-        return held
+    opened = _try_open(store, buffer, manifest, announce)
+    if isinstance(opened, OpenStoreVersion):
+        return opened
     # A writer locks a file before it marks its buffer: locked is as good as being written.
-    if held != _LOCKED and store.manifest(buffer) == manifest:
-        raise errors.StoreCorruptError(f"{store.root}: {held}")
+    if opened != _LOCKED and store.manifest(buffer) == manifest:
+        raise errors.StoreCorruptError(f"{store.root}: {opened}")
     return None
 
 
-def hold_version(
+def open_version(
     store: DoubleBuffer, version: int | VersionId, announce: Announce | None = None
-) -> Held | None:
-    """Hold a version for reading; return None if it is in no buffer and not kept.
+) -> OpenStoreVersion | None:
+    """Open a version; return None if it is in no buffer and not kept.
 
     ``version``: a version that leads to the newest, by its number; or any by its id.
 
@@ -271,14 +265,14 @@ def hold_version(
     damage: Exception | None = None
     for buffer, manifest in contents.published(lost=isinstance(version, VersionId)):
         try:
-            held = hold_buffer(store, buffer, announce) if manifest.id == goal else None
+            opened = open_buffer(store, buffer, announce) if manifest.id == goal else None
         except errors.StoreCorruptError as error:
             damage = error
             continue
-        if held is not None and held.manifest.id == goal:
-            return held
-        if held is not None:
-            held.release()
+        if opened is not None and opened.manifest.id == goal:
+            return opened
+        if opened is not None:
+            opened.release()
     if damage is not None:
         raise damage
     for buffer in places.BUFFERS:
@@ -286,10 +280,10 @@ def hold_version(
     return None
 
 
-def _try_hold(
+def _try_open(
     store: DoubleBuffer, buffer: str, named: Pointer | Manifest, announce: Announce | None
-) -> Held | str:
-    """Hold a buffer for reading, or return the reason that it cannot be held just now."""
+) -> OpenStoreVersion | str:
+    """Open the version in a buffer, or return the reason that it cannot be opened just now."""
     manifest = store.manifest(buffer)
     if manifest is None or not _names(named, manifest):
         return f"buffer {buffer} does not hold version {named.version}"
@@ -307,7 +301,7 @@ def _try_hold(
     if reason is not None:
         file.close()
         return reason
-    return Held(store, buffer, manifest, path, file)
+    return OpenStoreVersion(store, buffer, manifest, path, file)
 
 
 def _require_readable(store: DoubleBuffer, manifest: Manifest) -> None:
