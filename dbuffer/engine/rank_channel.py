@@ -1,53 +1,47 @@
 """`RankChannel`: agreement among the ranks of one engine.
 
-It has its own connections, with their own time-out: in the engine's own collectives a rank that is
-stopped, and not dead, would hang all others for half an hour, and no error would name it.
+Ranks exchange answers through the store of torch.distributed that they once met in. In the engine's
+own collectives a rank that is stopped, and not dead, would hang all others for half an hour, and no
+error would name it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import datetime
 import json
-import queue
-import threading
 import time
+from dataclasses import asdict
 from typing import Any, TypeVar
 
-import torch
 from torch import distributed
+from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from dbuffer.errors import RankFailedError
-from dbuffer.ranks.agreement import connect
+from dbuffer.ranks.agreement import store_of_meeting
+from dbuffer.runtime.messages import first_line
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.liveness import Process
 
 AnswerT = TypeVar("AnswerT")
 
-_LOST = "was lost"
-
-
 RANK_TIMEOUT_S = 600.0
 """Longest wait for a rank that does not come. A load of a large model must fit; the end of a rank
-is noticed at once."""
+on the same host is noticed at once."""
 
-_LENGTH_BYTES = 8
-"""Size of a message's length, which is sent before it."""
+_LOST = "was lost"
+_PROCESS = "process {}"
+"""Key of a rank's process."""
+_GIVEN_UP = "given up {}"
+"""Key of the last step that a rank did not wait for any longer."""
 
-_LEAVE = b""
-"""Message of a rank that closes its connections; no other is empty."""
-
-_FOREVER = datetime.timedelta(days=3650)
-_DYING_S = 0.5
-"""Time for a rank whose connection broke to end."""
+_LOOK_MIN_S = 1e-4
+"""Shortest pause between two looks for the answers of other ranks."""
 
 
 class RankChannel:
     """All ranks of an engine, as one of them sees them. All of them take part in each gather.
 
-    They connect in the first one.
+    They meet in the first one.
 
     Args:
         group: a ``GroupCoordinator`` of vLLM or SGLang.
@@ -62,7 +56,10 @@ class RankChannel:
         """Longest wait for another rank."""
         self._step = (0, 0)
         """Number of the current gather: gathers that begin something, and those since the last."""
-        self._peers: dict[int, _Peer] = {}
+        self._store: PrefixStore | None = None
+        """Store of the ranks' answers, once they have met."""
+        self._readable: list[str] = []
+        """Keys of this rank's answers that other ranks may not have read yet."""
         self._processes: list[Process] = []
 
     @classmethod
@@ -73,9 +70,9 @@ class RankChannel:
         store = _get_default_store()
         key = (store, *distributed.get_process_group_ranks(group.cpu_group))
         if key not in _channels:
-            # After torch.distributed was initialized again, all ranks connect again.
+            # After torch.distributed was initialized again, all ranks meet again.
             for old in [old for old in _channels if old[0] is not store]:
-                _channels.pop(old).close()
+                del _channels[old]
             _channels[key] = cls(group)
         return _channels[key]
 
@@ -94,139 +91,80 @@ class RankChannel:
         """
         if self.size == 1:
             return [answer]
-        if not self._peers:
-            self._connect()
-        return self._exchange(answer, begins=begins)
-
-    def _connect(self) -> None:
-        group = connect(self.process_group, self.rank, self.size, self.timeout_s, purpose="engine")
-        self._peers = {rank: _Peer(group, rank) for rank in range(self.size) if rank != self.rank}
-        self._step = (0, 0)
-        try:
-            processes = self._exchange(dataclasses.astuple(Process.here()), begins=False)
-        except BaseException:
-            self._peers = {}
-            raise
-        self._processes = [Process(*fields) for fields in processes]
-
-    def close(self) -> None:
-        """Leave: the threads for this rank end on the other ranks, as those for them end here."""
-        for peer in self._peers.values():
-            peer.put(_LEAVE)
-
-    def _exchange(self, answer: Any, *, begins: bool) -> list[Any]:
+        if self._store is None:
+            self._store = self._meet()
         first, second = self._step
         self._step = (first + 1, 0) if begins else (first, second + 1)
-        data = json.dumps([self._step, answer]).encode()
-        sent = [peer.put(data) for peer in self._peers.values()]
-        deadline = time.monotonic() + self.timeout_s
-        answers, lost = {self.rank: json.loads(data)[1]}, {}
-        for rank, peer in self._peers.items():
-            try:
-                answers[rank] = peer.answer(self._step, deadline)
-            except TimeoutError:
-                lost[rank] = f"did not answer within {self.timeout_s:g} s"
-            except ConnectionError:
+        try:
+            return self._exchange(self._store, answer)
+        except RuntimeError as error:  # torch's, if the process that has the store ended
+            why = f"the store of torch.distributed does not answer: {first_line(error)}"
+            deadline = time.monotonic() + TIMING.ranks_end_within_s
+            while not (ended := self._ended()) and time.monotonic() < deadline:
+                time.sleep(TIMING.look_s)
+            problems = [self._describe(rank, _LOST) for rank in ended]
+            raise RankFailedError("; ".join([*problems, why])) from error
+
+    def _meet(self) -> PrefixStore:
+        store = store_of_meeting(
+            self.process_group, self.rank, self.size, self.timeout_s, purpose="engine"
+        )
+        store.set(_PROCESS.format(self.rank), json.dumps(asdict(Process.here())))
+        self._step, self._readable, self._processes = (0, 0), [], []
+        return store
+
+    def _exchange(self, store: PrefixStore, answer: Any) -> list[Any]:
+        keys = [f"{self._step} {rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], json.dumps(answer))
+        self._readable.append(keys[self.rank])
+        started = time.monotonic()
+        look_for_lost_s = 0.0
+        while not store.check(keys):
+            waited_s = time.monotonic() - started
+            if waited_s > min(look_for_lost_s, self.timeout_s):
+                self._require_coming(store, keys, is_over=waited_s > self.timeout_s)
+                look_for_lost_s = waited_s + TIMING.stop_check_s
+            time.sleep(min(max(waited_s / 100, _LOOK_MIN_S), TIMING.look_s))
+        answers = [json.loads(text) for text in store.multi_get(keys)]
+        # All ranks have answered here, and so have read this rank's answers before.
+        for key in self._readable[:-1]:
+            store.delete_key(key)
+        del self._readable[:-1]
+        if not self._processes:
+            texts = store.multi_get([_PROCESS.format(rank) for rank in range(self.size)])
+            self._processes = [Process(**json.loads(text)) for text in texts]
+        return answers
+
+    def _require_coming(self, store: PrefixStore, keys: list[str], *, is_over: bool) -> None:
+        """Raise :class:`RankFailedError` if a rank that has not answered will not, or is late."""
+        ended, lost = self._ended(), {}
+        for rank, key in enumerate(keys):
+            if store.check([key]):
+                continue
+            if rank in ended:
                 lost[rank] = _LOST
-            except LookupError:
+            elif self._has_given_up(store, rank):
                 lost[rank] = "has given this step up, and is at another"
+            elif is_over:
+                lost[rank] = f"did not answer within {self.timeout_s:g} s"
         if lost:
+            store.set(_GIVEN_UP.format(self.rank), json.dumps(self._step))
             raise RankFailedError("; ".join(map(self._describe, lost, lost.values())))
-        # Whatever becomes of this rank next, the others have its answer.
-        for is_sent in sent:
-            is_sent.wait(max(0.0, deadline - time.monotonic()))
-        return [answers[rank] for rank in sorted(answers)]
+
+    def _has_given_up(self, store: PrefixStore, rank: int) -> bool:
+        key = _GIVEN_UP.format(rank)
+        return store.check([key]) and json.loads(store.get(key))[0] >= self._step[0]
+
+    def _ended(self) -> list[int]:
+        """Return the ranks whose processes are known to have ended."""
+        return [rank for rank, process in enumerate(self._processes) if process.has_ended()]
 
     def _describe(self, rank: int, problem: str) -> str:
         if not self._processes:
             return f"rank {rank} {problem}"
         process = self._processes[rank]
-        state = process.state
-        if problem == _LOST:
-            # The kernel closes a dead process's connections before it counts as dead.
-            deadline = time.monotonic() + _DYING_S
-            while not state and time.monotonic() < deadline:
-                time.sleep(TIMING.look_s)
-                state = process.state
-        why = f": it {state}" if state else ""
-        return f"rank {rank} (process {process.pid} on {process.host}) {problem}{why}"
-
-
-class _Peer:
-    """Messages to and from one other rank, each way in a thread that waits without a time-out.
-
-    A wait that is given up would break all connections; and a rank that is stopped takes nothing
-    before it goes on.
-    """
-
-    def __init__(self, group: Any, rank: int) -> None:
-        self._outbox: queue.SimpleQueue[tuple[bytes, threading.Event]] = queue.SimpleQueue()
-        self._inbox: queue.SimpleQueue[tuple[tuple[int, ...], Any] | None] = queue.SimpleQueue()
-        self._next: tuple[tuple[int, ...], Any] | None = None
-        for work, name in ((self._send, "dbuffer-to-rank"), (self._listen, "dbuffer-rank")):
-            threading.Thread(
-                target=work, args=(group, rank), name=f"{name}-{rank}", daemon=True
-            ).start()
-
-    def put(self, data: bytes) -> threading.Event:
-        """Send a message; the event is set when the rank has taken it, or is lost."""
-        is_sent = threading.Event()
-        self._outbox.put((data, is_sent))
-        return is_sent
-
-    def answer(self, step: tuple[int, int], deadline: float) -> Any:
-        """Return the rank's answer in a step, and skip those in the steps before.
-
-        Raises:
-            TimeoutError: the rank does not answer.
-            ConnectionError: it is gone.
-            LookupError: it has gone on to another step.
-        """
-        while self._next is None or self._next[0] < step:
-            try:
-                self._next = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise TimeoutError from None
-            if self._next is None:
-                self._inbox.put(None)
-                raise ConnectionError
-        answered, answer = self._next
-        if answered > step:
-            raise LookupError
-        return answer
-
-    def _send(self, group: Any, rank: int) -> None:
-        while True:
-            data, is_sent = self._outbox.get()
-            with contextlib.suppress(RuntimeError):  # a lost connection is found in _listen()
-                for part in (len(data).to_bytes(_LENGTH_BYTES, "little"), data):
-                    if part:
-                        tensor = torch.frombuffer(bytearray(part), dtype=torch.uint8)
-                        group.send([tensor], rank, 0).wait(_FOREVER)
-            is_sent.set()
-            if data == _LEAVE:
-                return
-
-    def _listen(self, group: Any, rank: int) -> None:
-        try:
-            while (data := _receive_message(group, rank)) != _LEAVE:
-                step, answer = json.loads(data)
-                self._inbox.put((tuple(step), answer))
-        except RuntimeError:
-            pass  # the connection is lost
-        self._inbox.put(None)
-
-
-def _receive_message(group: Any, rank: int) -> bytes:
-    return _receive(group, rank, int.from_bytes(_receive(group, rank, _LENGTH_BYTES), "little"))
-
-
-def _receive(group: Any, rank: int, num_bytes: int) -> bytes:
-    if not num_bytes:
-        return b""
-    tensor = torch.empty(num_bytes, dtype=torch.uint8)
-    group.recv([tensor], rank, 0).wait(_FOREVER)
-    return bytes(tensor.numpy())
+        state = f": it {process.state}" if process.state else ""
+        return f"rank {rank} (process {process.pid} on {process.host}) {problem}{state}"
 
 
 _channels: dict[tuple[Any, ...], RankChannel] = {}

@@ -248,19 +248,34 @@ class Agreement(World):
         ) from cause
 
 
-def connect(
-    group: distributed.ProcessGroup | None,
-    rank: int,
-    size: int,
-    timeout_s: float,
-    *,
-    purpose: str = "trainer",
-) -> Any:
+def connect(group: distributed.ProcessGroup | None, rank: int, size: int, timeout_s: float) -> Any:
     """Make another group of the same ranks; its connections close when it is dropped.
 
     It exchanges main memory over gloo, whatever the backend of the trainer's group.
     `torch.distributed.new_group` would let a second group of the same ranks hang: it looks for the
     addresses of the first one, which are still in the store.
+
+    Raises:
+        RankFailedError: a rank did not come in time.
+    """
+    timeout_s = min(timeout_s, _MAX_TIMEOUT_S)
+    store = store_of_meeting(group, rank, size, timeout_s, purpose="trainer")
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        return distributed.ProcessGroupGloo(store, rank, size, timeout)
+    except RuntimeError as error:
+        raise RankFailedError(f"the ranks cannot connect to each other: {error}") from error
+
+
+def store_of_meeting(
+    group: distributed.ProcessGroup | None,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    *,
+    purpose: str,
+) -> PrefixStore:
+    """Wait for all ranks of a group, and return an empty part of torch's store for them.
 
     Raises:
         RankFailedError: a rank did not come in time.
@@ -271,12 +286,7 @@ def connect(
     # that began anew, uses the number of the others.
     number = store.add(_LAST, 0) + 1
     store_of_one = PrefixStore(str(number), store)
-    timeout_s = min(timeout_s, _MAX_TIMEOUT_S)
     meet(PrefixStore("here", store_of_one), rank, size, timeout_s=timeout_s)
     # On all ranks, now that all are there; not where some have not come.
     store.set(_LAST, str(number))
-    timeout = datetime.timedelta(seconds=timeout_s)
-    try:
-        return distributed.ProcessGroupGloo(store_of_one, rank, size, timeout)
-    except RuntimeError as error:
-        raise RankFailedError(f"the ranks cannot connect to each other: {error}") from error
+    return store_of_one
