@@ -8,7 +8,7 @@ the newest weights, before the engine is ready.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
@@ -231,13 +231,13 @@ class UpdateRequest:
         return VersionId(self.run, number) if self.run is not None and number else number
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any], also: Collection[str] = ()) -> Self:
-        """Make one from ``update_info``; ``also``: keys that the caller takes, for the message."""
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        """Make one from a dictionary, as ``update_info`` is one."""
         known = [item.name for item in fields(cls)]
         if not isinstance(values, Mapping) or not set(values) <= set(known):
             raise OptionError(
                 f"update_info is {values!r:.500}, and must be an object with nothing but "
-                f"{', '.join([*known, *also])}"
+                f"{', '.join(known)}"
             )
         return cls(**values)
 

@@ -56,7 +56,7 @@ def patch_of(patches: Iterable[SparsePatch], layout: Layout) -> Patch:
         raise InvalidWeightsError(f"patches are a list of SparsePatch, not {patches!r:.80}")
     by_tensor: dict[int, tuple[Integers, torch.Tensor]] = {}
     for patch in patches:
-        _check_form(patch)
+        require_form(patch)
         name = layout.aliases.get(patch.name, patch.name)
         index = layout.indices.get(name)
         if index is None:
@@ -77,7 +77,8 @@ def patch_of(patches: Iterable[SparsePatch], layout: Layout) -> Patch:
     return Patch(np.concatenate(places), np.concatenate(words))
 
 
-def _check_form(patch: Any) -> None:
+def require_form(patch: Any) -> None:
+    """Raise :class:`InvalidWeightsError` unless this is a `SparsePatch` of plain tensors."""
     if not isinstance(patch, SparsePatch):
         raise InvalidWeightsError(f"a patch must be a SparsePatch, not {patch!r:.80}")
     if not isinstance(patch.name, str):

@@ -9,7 +9,6 @@ import functools
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +16,6 @@ import dbuffer
 from dbuffer.engine.background import BackgroundFollower
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.integrations.vllm.callback_loading import CallbackLoader
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.status import read_status
 from tests.support import waiting
@@ -268,15 +266,3 @@ def test_senders_do_not_wait_for_it(scene, sender):
     with scene.follower() as follower:
         follower.sync()
         sender.wait_applied(3, receivers=[scene.engine_id], timeout_s=WAIT_S)
-
-
-def test_engine_that_loads_by_callbacks_has_only_that_version(scene):
-    scene.publish(1, 2, 3)
-    loader = CallbackLoader(SimpleNamespace(world_size=1))
-    loader.begin(EngineOptions(store=str(scene.store), version=2))
-    loaded = {}
-    loader.load(UpdateRequest(), loaded.update)
-    assert SMALL.version_of(loaded) == 2
-    with pytest.raises(dbuffer.OptionError, match="stays on version 2"):
-        loader.load(UpdateRequest(version=3), loaded.update)
-    loader.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,8 +61,8 @@ class Case:
     def __init__(self, store: Path) -> None:
         self.store, self.model = store, Model()
         self.engine = backend()(SimpleNamespace(backend="dbuffer"), alone(), self.model)
-        self.engine.init_transfer_engine(self.engine.parse_init_info({"store": str(store)}))
-        self.sender = dbuffer.WeightSender(store, delta=True)
+        start(self)
+        self.sender = dbuffer.WeightSender(store, delta=True, keep=3)
 
     def receive(self, **info: Any) -> None:
         self.engine.receive_weights(self.engine.parse_update_info(info), self.model.load_weights)
@@ -83,8 +84,7 @@ def patch(name: str, places: list[int], values: list[float]) -> Any:
 
 
 def take_dense_and_sparse_updates(case: Case) -> None:
-    named = case.engine.parse_init_info({"store": str(case.store), "engine_id": "the-engine"})
-    case.engine.init_transfer_engine(named)
+    start(case, engine_id="the-engine")
     version = case.engine.trainer_send_weights(iter(WEIGHTS.items()), {"sender": case.sender})
     case.receive(version=version)
     assert case.model.has(WEIGHTS)
@@ -124,7 +124,7 @@ def refuse(case: Case) -> None:
         backend()(None, alone(), case.model).receive_weights(info, print)
     with pytest.raises(dbuffer.UnsupportedError, match="2 ranks"):
         backend()(None, alone(2), case.model)
-    with pytest.raises(dbuffer.VersionError):
+    with pytest.raises(dbuffer.WaitTimeoutError):
         case.receive()
     with pytest.raises(dbuffer.OptionError, match="load_weights"):
         case.engine.receive_weights(info)
@@ -133,6 +133,43 @@ def refuse(case: Case) -> None:
     for nothing in (None, {}, {"sender": None}, SimpleNamespace(group=1)):
         with pytest.raises(dbuffer.OptionError, match="'sender'"):
             case.engine.trainer_send_weights(iter(WEIGHTS.items()), nothing)
+
+
+def choose_versions(case: Case) -> None:
+    """A request names a version, of a run maybe; the engine's options may name the only one."""
+    another = "f" * 16
+    with pytest.raises(dbuffer.UnsupportedError, match="local_store"):
+        start(case, local_store=f"{case.store}-local")
+    for step in (1, 2, 3):
+        case.sender.send({name: tensor * step for name, tensor in WEIGHTS.items()})
+    start(case, version=2)
+    case.receive()
+    assert case.model.has({name: tensor * 2 for name, tensor in WEIGHTS.items()})
+    with pytest.raises(dbuffer.OptionError, match="stays on version 2"):
+        case.receive(version=3)
+    start(case, timeout_s=0.1)
+    with pytest.raises(dbuffer.WaitTimeoutError):
+        case.receive(at_least=4)
+    case.receive(at_least=3)
+    assert case.model.has({name: tensor * 3 for name, tensor in WEIGHTS.items()})
+    for request, words in (
+        ({"version": 3, "run": another}, "is not in"),
+        ({"at_least": 3, "run": another}, "is not in"),
+        ({"version": 2}, "never go back"),
+    ):
+        with pytest.raises(dbuffer.VersionError, match=words):
+            case.receive(**request)
+    case.sender.close()
+    shutil.rmtree(case.store)
+    case.sender = dbuffer.WeightSender(case.store, delta=True)
+    case.sender.send(WEIGHTS)
+    with pytest.raises(dbuffer.VersionRegressedError):
+        case.receive()
+
+
+def start(case: Case, **options: Any) -> None:
+    info = {"store": str(case.store), **options}
+    case.engine.init_transfer_engine(case.engine.parse_init_info(info))
 
 
 def check_update_info(case: Case) -> None:
@@ -165,7 +202,13 @@ def check_update_info(case: Case) -> None:
 
 
 def run(place: Path) -> None:
-    checks = (take_dense_and_sparse_updates, name_parameters, refuse, check_update_info)
+    checks = (
+        take_dense_and_sparse_updates,
+        name_parameters,
+        refuse,
+        choose_versions,
+        check_update_info,
+    )
     for mount in ("local", "network"):
         os.environ["DBUFFER_MOUNT"] = mount
         for check in checks:

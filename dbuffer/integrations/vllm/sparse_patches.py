@@ -1,7 +1,7 @@
 """vLLM's sparse patches, published by a sender.
 
-vLLM's releases have had two classes of the name ``SparseWeightPatch``, in two modules, and this
-backend needs neither: a patch is known by its fields.
+vLLM's releases have had two classes of the name ``SparseWeightPatch``, in two modules. This backend
+needs neither: it reads a patch by its fields.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dbuffer.errors import InvalidWeightsError, OptionError, VersionError, WeightsMismatchError
-from dbuffer.publish.patches import SparsePatch, is_dense
+from dbuffer.publish.patches import SparsePatch, require_form
 from dbuffer.publish.sender import WeightSender
 
 
@@ -34,29 +34,29 @@ def publish_patches(
         DBufferError: as of `patches_of` and `send_patches`. Nothing was published, unless the
             message says so.
     """
-    given = patches_of(patches or ())
-    if not given:
+    merged = patches_of(patches or ())
+    if not merged:
         return None
     if is_behind or not sender.stats["versions"]:
         raise VersionError(
             f"these patches follow weights that their sender has not published in {sender.store}: "
             "send all weights once"
         )
-    return sender.send_patches(given).version
+    return sender.send_patches(merged).version
 
 
 def patches_of(patches: Iterable[Any]) -> list[SparsePatch]:
-    """Bring vLLM's patches into the sender's terms, checked as far as they tell by themselves.
+    """Return vLLM's patches as a sender takes them, one for each tensor.
 
     Args:
         patches: each with a ``name`` (of a published tensor), ``indices`` (int32 or int64, flat
             positions in it), ``values`` (what will stand there) and, in most releases,
-            ``full_shape``. Tensors are of one dimension, on any device. One name may come several
-            times: where two patches name one place, the later has it.
+            ``full_shape``. Tensors are of one dimension, on any device. If two patches of one
+            tensor name one position, the later wins.
 
     Raises:
         InvalidWeightsError: a patch is not of that form, or brings a NaN.
-        WeightsMismatchError: patches of one name disagree about its shape or dtype.
+        WeightsMismatchError: patches of one tensor disagree about its shape or dtype.
     """
     by_name: dict[str, SparsePatch] = {}
     for position, patch in enumerate(patches):
@@ -64,6 +64,42 @@ def patches_of(patches: Iterable[Any]) -> list[SparsePatch]:
         before = by_name.get(checked.name)
         by_name[checked.name] = checked if before is None else _merged(before, checked)
     return list(by_name.values())
+
+
+def _checked(patch: Any, position: int) -> SparsePatch:
+    try:
+        name, indices, values = patch.name, patch.indices, patch.values
+        shape = tuple(patch.full_shape) if hasattr(patch, "full_shape") else None
+    except (AttributeError, TypeError) as error:
+        raise InvalidWeightsError(f"patch {position} is none of vLLM's: {error}") from error
+    require_form(SparsePatch(name, indices, values, shape))
+    subject = f"the patch of {name!r:.200}"
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise InvalidWeightsError(f"{subject} has indices of {indices.dtype}, not int32 or int64")
+    if not indices.dim() == values.dim() == 1:
+        raise InvalidWeightsError(f"{subject} has indices or values that are not flat")
+    if len(indices) != len(values):
+        raise InvalidWeightsError(f"{subject} has {len(indices)} indices and {len(values)} values")
+    indices, values = indices.detach().cpu(), values.detach().cpu()
+    # Dtypes of eight bits have no isnan of their own.
+    numbers = values.float() if values.itemsize == 1 else values
+    if bool(numbers.isnan().any()):
+        raise InvalidWeightsError(
+            f"{subject} brings a NaN, which in vLLM stands for an unchanged element"
+        )
+    return SparsePatch(name, indices, values, shape)
+
+
+def _merged(before: SparsePatch, after: SparsePatch) -> SparsePatch:
+    if (before.shape, before.values.dtype) != (after.shape, after.values.dtype):
+        raise WeightsMismatchError(
+            f"two patches of {after.name!r} are of {before.values.dtype} and shape {before.shape}, "
+            f"and of {after.values.dtype} and shape {after.shape}"
+        )
+    stays = ~torch.isin(before.indices, after.indices)
+    indices = torch.cat([before.indices[stays], after.indices])
+    values = torch.cat([before.values[stays], after.values])
+    return SparsePatch(after.name, indices, values, after.shape)
 
 
 def trainer_send_weights(
@@ -99,7 +135,7 @@ def trainer_send_sparse_weights(
 
     Return the version's number, for an ``update_info`` with ``"update_kind": "sparse_flat"`` and
     ``"num_updates_list"``, or None if there are no patches. vLLM's base class and its NCCL engine
-    differ in the names of the arguments; both are taken.
+    differ in the names of the arguments.
 
     Raises:
         OptionError: ``trainer_args`` has no sender.
@@ -110,63 +146,11 @@ def trainer_send_sparse_weights(
 
 
 def _sender_in(trainer_args: Any) -> WeightSender:
-    if isinstance(trainer_args, Mapping):
-        sender = trainer_args.get("sender")
-    else:
-        sender = getattr(trainer_args, "sender", None)
+    is_mapping = isinstance(trainer_args, Mapping)
+    sender = trainer_args.get("sender") if is_mapping else getattr(trainer_args, "sender", None)
     if not isinstance(sender, WeightSender):
         raise OptionError(
             f"trainer_args is {trainer_args!r:.200}: it must be an object with 'sender', a "
             "WeightSender (of delta=True to send patches)"
         )
     return sender
-
-
-def _checked(patch: Any, position: int) -> SparsePatch:
-    try:
-        name, indices, values = patch.name, patch.indices, patch.values
-    except AttributeError as error:
-        raise InvalidWeightsError(f"patch {position} is none of vLLM's: {error}") from error
-    what = f"patch {position}, of {name!r:.200},"
-    if not isinstance(name, str):
-        raise InvalidWeightsError(f"{what} has a name that is no text")
-    for field, tensor in (("indices", indices), ("values", values)):
-        if not (is_dense(tensor) and tensor.dim() == 1):
-            raise InvalidWeightsError(
-                f"{what} has {field} that are no plain tensor of one dimension with data: gather "
-                "and flatten them"
-            )
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise InvalidWeightsError(f"{what} has indices of {indices.dtype}, not int32 or int64")
-    if len(indices) != len(values):
-        raise InvalidWeightsError(f"{what} has {len(indices)} indices and {len(values)} values")
-    indices, values = indices.detach().cpu(), values.detach().cpu()
-    # Dtypes of eight bits have no isnan of their own.
-    if values.is_floating_point() and bool(
-        (values if values.itemsize > 1 else values.float()).isnan().any()
-    ):
-        raise InvalidWeightsError(f"{what} brings a NaN, which vLLM takes for what stays as it is")
-    return SparsePatch(name, indices, values, _shape_of(patch, what))
-
-
-def _shape_of(patch: Any, what: str) -> tuple[int, ...] | None:
-    if not hasattr(patch, "full_shape"):
-        return None
-    try:
-        return tuple(int(size) for size in patch.full_shape)
-    except (TypeError, ValueError) as error:
-        raise InvalidWeightsError(
-            f"{what} has the full_shape {patch.full_shape!r:.200}: it is the whole tensor's shape"
-        ) from error
-
-
-def _merged(before: SparsePatch, after: SparsePatch) -> SparsePatch:
-    if (before.shape, before.values.dtype) != (after.shape, after.values.dtype):
-        raise WeightsMismatchError(
-            f"two patches of {after.name!r} are of {before.values.dtype} and shape {before.shape}, "
-            f"and of {after.values.dtype} and shape {after.shape}"
-        )
-    stays = ~torch.isin(before.indices, after.indices)
-    indices = torch.cat([before.indices[stays], after.indices])
-    values = torch.cat([before.values[stays], after.values])
-    return SparsePatch(after.name, indices, values, after.shape)

@@ -21,7 +21,7 @@ from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import OptionError
 from dbuffer.integrations.vllm.config import BACKEND
 from dbuffer.integrations.vllm.plugin import register
-from dbuffer.integrations.vllm.sparse_patches import publish_patches, trainer_send_sparse_weights
+from dbuffer.integrations.vllm.sparse_patches import publish_patches
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.runtime.messages import described
@@ -68,9 +68,6 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
 
     init_info_cls = DBufferTrainerInitInfo
 
-    # For trainers of releases before this interface, which look for it on the workers' half.
-    trainer_send_sparse_weights = staticmethod(trainer_send_sparse_weights)
-
     def __init__(
         self,
         *,
@@ -109,9 +106,9 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
                 "a first version is published whole, also of a trainer that sends patches then: "
                 "trainer_init needs a WeightSource, or its init info a checkpoint, and not both"
             )
-        given = {"store": init_info.store} | init_info.engine
-        checked = EngineOptions.parse(given)
-        options = {name: getattr(checked, name) for name in given}
+        names = {"store": init_info.store} | init_info.engine
+        checked = EngineOptions.parse(names)
+        engine_options = {name: getattr(checked, name) for name in names}
         sender: WeightSender | ShardedWeightSender | None = None
         rank, sender_options = init_info.rank, dict(init_info.sender)
         if source is not None and is_split(source):
@@ -126,7 +123,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             try:
                 if init_info.checkpoint is not None:
                     sender.send(Path(init_info.checkpoint))
-                client.init_weight_transfer_engine(options)
+                client.init_weight_transfer_engine(engine_options)
             except BaseException:
                 sender.close()
                 raise

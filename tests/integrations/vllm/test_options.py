@@ -9,7 +9,6 @@ import itertools
 import json
 import logging
 import math
-import shutil
 import subprocess
 import sys
 import threading
@@ -19,12 +18,10 @@ from typing import Any
 
 import pytest
 
-import dbuffer
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.errors import OptionError, UnsupportedError, VersionError, VersionRegressedError
+from dbuffer.errors import OptionError, UnsupportedError
 from dbuffer.format.manifest import MAX_INTEGER, is_receiver_id
 from dbuffer.integrations.vllm import plugin
-from dbuffer.integrations.vllm.callback_loading import CallbackLoader
 from dbuffer.integrations.vllm.config import (
     BACKEND,
     CALL,
@@ -38,7 +35,6 @@ from dbuffer.integrations.vllm.config import (
     options_of,
     replicas_of,
 )
-from tests.support.patterns import SMALL
 
 STORE = "/dev/shm/policy"
 PLUGIN = "dbuffer.integrations.vllm.plugin"
@@ -485,33 +481,3 @@ def test_replicas_that_step_together_are_one_engine_of_all_their_ranks():
     assert (facts.num_ranks, facts.begins_paused, facts.replica) == (6, True, "")
     alone = facts_of(config_of(is_moe_model=True))
     assert (alone.num_ranks, alone.begins_paused) == (2, False)
-
-
-def test_loader_without_a_worker_reads_the_options_that_it_takes(shm_path):
-    """The loader that is made as vLLM 0.23 and 0.24 make it."""
-    loaded: list[Any] = []
-    store = str(shm_path / "store")
-    loader = CallbackLoader(SimpleNamespace(world_size=1))
-    with pytest.raises(UnsupportedError, match="local_store"):
-        loader.begin(EngineOptions(store=store, local_store=str(shm_path / "local")))
-    loader.begin(EngineOptions(store=store, timeout_s=0.5))
-    with pytest.raises(VersionError, match="not published within"):
-        loader.load(UpdateRequest(), loaded.extend)
-    with dbuffer.WeightSender(store) as sender:
-        sender.send(SMALL.weights(1))
-        sender.send(SMALL.weights(2))
-    loader.load(UpdateRequest(at_least=2), loaded.extend)
-    assert len(loaded) == len(SMALL.names)
-    for request, words in (
-        (UpdateRequest(version=2, run="f" * 16), "is not in"),
-        (UpdateRequest(at_least=2, run="f" * 16), "is not in"),
-        (UpdateRequest(version=1), "never go back"),
-    ):
-        with pytest.raises(VersionError, match=words):
-            loader.load(request, loaded.extend)
-    shutil.rmtree(store)
-    with dbuffer.WeightSender(store) as sender:
-        sender.send(SMALL.weights(1))
-    with pytest.raises(VersionRegressedError):
-        loader.load(UpdateRequest(), loaded.extend)
-    loader.end()

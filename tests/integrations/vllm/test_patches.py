@@ -156,10 +156,10 @@ def test_no_patches_are_no_version(sender):
 
 WRONG: dict[str, tuple[Any, type[DBufferError], str]] = {
     "name": (patch("c"), WeightsMismatchError, "'c'"),
-    "name of no text": (spoilt(name=1), InvalidWeightsError, "patch 1, of 1"),
+    "name of no text": (spoilt(name=1), InvalidWeightsError, "must be a string, not 1"),
     "shape": (patch(shape=(4, 3)), WeightsMismatchError, r"\[4, 3\].*\[3, 4\]"),
     "flat shape": (patch(shape=(12,)), WeightsMismatchError, r"\[12\].*\[3, 4\]"),
-    "no shape": (patch(shape=None), InvalidWeightsError, "full_shape None"),
+    "no shape": (patch(shape=None), InvalidWeightsError, "patch 1 .*not iterable"),
     "place beyond": (patch(places=(1, 12)), WeightsMismatchError, "0 to 11"),
     "place below": (patch(places=(-1, 1)), WeightsMismatchError, "0 to 11"),
     "place twice": (patch(places=(1, 1)), InvalidWeightsError, "'a'"),
