@@ -45,7 +45,7 @@ from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.timing import TIMING
-from dbuffer.runtime.translated import TranslatedErrors
+from dbuffer.runtime.trouble import TranslatedErrors
 
 logger = logging.getLogger(__name__)
 

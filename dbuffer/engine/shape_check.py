@@ -20,8 +20,8 @@ from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.io.tensors import DTYPES
 from dbuffer.runtime.messages import described, listed
+from dbuffer.weights.comparison import advice
 from dbuffer.weights.names import NameMap
-from dbuffer.weights.suggestions import advice
 
 _MAX_UNKNOWN = 500
 """Unknown names that are found; loading starts over after each."""

@@ -24,7 +24,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.delta import ReadChunk, apply_delta, changed_places, elements_at
 from dbuffer.io.tensors import FileTensors, unpack_checksums
 from dbuffer.io.transfer import read_tensors
-from dbuffer.runtime.translated import TranslatedErrors
+from dbuffer.runtime.trouble import TranslatedErrors
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.open_version import OpenStoreVersion, OpenVersion

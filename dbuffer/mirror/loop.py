@@ -32,7 +32,7 @@ from dbuffer.mirror.relay import AcknowledgementRelay
 from dbuffer.mirror.sources import Upstream, UpstreamReceiver
 from dbuffer.mirror.stores import StoreTarget
 from dbuffer.mirror.upload import BucketTarget
-from dbuffer.publish.publication import Publication
+from dbuffer.publish.publisher import Publication
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import RetryLoop, log_once

@@ -33,7 +33,7 @@ from dbuffer.mirror.loop import NO_STATS, MirrorLoop
 from dbuffer.mirror.sources import StoreSource, Upstream
 from dbuffer.mirror.stores import OneStoreError, StoreTarget, state_of_senders
 from dbuffer.mirror.upload import BucketTarget
-from dbuffer.publish.publication import Publication
+from dbuffer.publish.publisher import Publication
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.cores import leave_core

@@ -33,15 +33,13 @@ from dbuffer.mirror.sources import (
     UpstreamReceiver,
     deltas_since,
 )
-from dbuffer.publish.draft import Draft
-from dbuffer.publish.part import Part
-from dbuffer.publish.publication import Publication
+from dbuffer.publish.draft import Draft, Part
+from dbuffer.publish.publisher import Publication
 from dbuffer.ranks.world import World
 from dbuffer.store import filesystem, kept
-from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.buffer import DoubleBuffer, require_own_directory
 from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import Descriptor, is_locked
-from dbuffer.store.foreign import require_own_directory
 from dbuffer.store.open_version import OpenStoreVersion, open_newest
 from dbuffer.store.writer import BufferWriter
 
@@ -252,7 +250,7 @@ class StoreTarget:
         if draft.is_mapped:
             return checksums
         draft.write(range(len(memory.views)), memory.views)
-        return draft.finish(World())
+        return draft.finish_parts(World())
 
     def _put_earlier(self, draft: Draft, held: OpenUpstream) -> VersionId | None:
         """Return the version that a draft's file holds, to apply deltas to.

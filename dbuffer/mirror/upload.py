@@ -51,7 +51,7 @@ from dbuffer.mirror.sources import (
     deltas_since,
 )
 from dbuffer.mirror.sweep import forgotten_objects, missing_objects, unneeded_objects
-from dbuffer.publish.publication import Publication
+from dbuffer.publish.publisher import Publication
 from dbuffer.receive.reader import read_whole
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem

@@ -44,9 +44,8 @@ from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import encode_delta
 from dbuffer.io.tensors import MappedTensors
-from dbuffer.publish.draft import Draft, Progress, fill, join_digests_of_parts
+from dbuffer.publish.draft import Draft, Part, Progress, fill, join_digests_of_parts
 from dbuffer.publish.kept_copy import MAX_CHANGED_SHARE, KeptCopy
-from dbuffer.publish.part import Part
 from dbuffer.publish.patches import SparsePatch, patch_of
 from dbuffer.ranks.world import World
 from dbuffer.runtime.trouble import log_once
@@ -242,7 +241,7 @@ class Deltas:
         """Write all boxes into a draft's file, if it has one; return the checksums. Collective."""
         world, copy = self._world, self._copy
         if copy is not None and draft.has_file:
-            with world.step("write what it holds"):
+            with world.step("write its part"):
                 draft.write(range(len(copy.contents.views)), copy.contents.views)
         elif copy is not None:
             if not self._hashed:
@@ -254,7 +253,7 @@ class Deltas:
             return self._write_patch(draft, patch)
         else:
             fill(draft, "write", source, world, progress)
-        checksums = draft.finish(world)
+        checksums = draft.finish_parts(world)
         if self._file is not None:
             with world.step("send what changed") as step:
                 changes = find_changes(

@@ -1,4 +1,4 @@
-"""`Draft`: a version being written: claimed, written, committed or abandoned."""
+"""`Draft`: a version being written: claimed, written, committed or abandoned; `Part`: its boxes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,13 +35,13 @@ from dbuffer.io.transfer import (
     write_tensor,
     write_tensors,
 )
-from dbuffer.publish.part import Part
 from dbuffer.ranks.world import World
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.writer import BufferWriter, Claim
-from dbuffer.weights.sources import Source
+from dbuffer.weights.lazy_tensor import LazyTensor
+from dbuffer.weights.sources import Source, fetch
 
 if TYPE_CHECKING:
     from dbuffer.publish.kept_copy import KeptCopy
@@ -54,6 +54,67 @@ MAX_METADATA_BYTES = MAX_RECORD_BYTES // 2
 
 MAX_METADATA_DEPTH = 100
 """Nesting that any reader can parse, however deep its stack is already."""
+
+
+class Part:
+    """Tensors that a sender alone writes of each version of a layout: all of them, whole.
+
+    A rank of a sharded trainer has a `RankPart`, with boxes of tensors.
+    """
+
+    rank = 0
+    """Index of this process among the writing ranks."""
+    has_all = True
+    """Whether it has all tensors, whole."""
+    gathered: tuple[tuple[int, int], ...] = ()
+    """Tensors that all ranks gather, each with the rank that writes it."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.whole = layout
+        """Layout of the versions."""
+        self.layout = layout
+        """Layout of the boxes, each as a tensor: of a rank's own file, or copy."""
+        self.file_starts: Sequence[int] = layout.offsets
+        """First byte of each box in the data of all ranks, if boxes are rows of their tensors."""
+
+    def views_in(
+        self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Return the views of some boxes in all of the layout's tensors."""
+        return [tensors[number] for number in numbers]
+
+    def local_boxes(self, source: Source) -> Iterator[tuple[Sequence[int], list[torch.Tensor]]]:
+        """Yield the numbers of boxes that this rank has, with their elements.
+
+        All boxes in memory come together, then each lazy tensor's box by itself.
+
+        Raises:
+            InvalidWeightsError: a tensor has another form than was declared, or refused values.
+        """
+        if not source.is_lazy:  # checked before the version was begun
+            yield range(len(source.specs)), source.eager
+            return
+        numbers, elements = list[int](), list[torch.Tensor]()
+        for number, tensor in enumerate(source.tensors):
+            if not isinstance(tensor, LazyTensor):
+                numbers.append(number)
+                elements.append(tensor)
+        if numbers:
+            source.refuse_values([source.specs[number] for number in numbers], elements)
+            yield numbers, elements
+        for number, tensor in enumerate(source.tensors):
+            if isinstance(tensor, LazyTensor):
+                yield [number], [self.fetched(number, tensor, source)]
+
+    def fetched(self, number: int, tensor: LazyTensor, source: Source) -> torch.Tensor:
+        """Return the elements of a box that are made now."""
+        elements = fetch(tensor)
+        source.refuse_values([self.layout.specs[number]], [elements])
+        return elements
+
+    def gather(self, source: Source) -> Iterator[tuple[int, torch.Tensor]]:  # noqa: ARG002
+        """Yield the gathered tensors that this rank writes, by box: a sender alone gathers none."""
+        yield from ()
 
 
 class Draft:
@@ -84,20 +145,22 @@ class Draft:
         *,
         is_mapped: bool,
         hashed: bool,
+        writer: BufferWriter | None = None,
+        claim: Claim | None = None,
     ) -> None:
         self.path = path
         self.inode = inode
         self.is_mapped = is_mapped
+        self.hashed = hashed
         self._store = store
         self._mappings = mappings
         self._copier = copier
         self._part = part
         self._layout = None if part is None else part.whole
-        self.hashed = hashed
-        self._writer: BufferWriter | None = None
-        self._claim: Claim | None = None
+        self._writer = writer
+        self._claim = claim
         self._mapped: MappedTensors | None = None
-        self._own_file: Descriptor | None = None
+        self._part_file: Descriptor | None = None
         """This rank's part of a version in parts, which it writes on a network mount."""
         self._digests: dict[int, list[int]] = {}
         """Digests of the blocks of each box that was hashed in passing, unless it is empty."""
@@ -134,13 +197,24 @@ class Draft:
         except BaseException:
             mappings.clear()
             raise
-        inode = None if claim.file is None else filesystem.identity_of(claim.file.number)
-        is_mapped, store = writer.medium.maps_files, writer.store
-        draft = cls(
-            store, mappings, copier, claim.path, inode, part, is_mapped=is_mapped, hashed=hashed
+        return cls(
+            writer.store,
+            mappings,
+            copier,
+            claim.path,
+            None if claim.file is None else filesystem.identity_of(claim.file.number),
+            part,
+            is_mapped=writer.medium.maps_files,
+            hashed=hashed,
+            writer=writer,
+            claim=claim,
         )
-        draft._writer, draft._claim = writer, claim
-        return draft
+
+    @property
+    def writer(self) -> BufferWriter:
+        """The store's writer, on rank 0."""
+        assert self._writer is not None  # noqa: S101
+        return self._writer
 
     @property
     def claim(self) -> Claim:
@@ -177,7 +251,7 @@ class Draft:
         """
         if self._mapped is None:
             with contextlib.ExitStack() as stack:
-                file = self._claim.weights if self._claim else stack.enter_context(self._opened())
+                file = self._claim.weights if self._claim else stack.enter_context(self._open())
                 mapped = self._mappings.get(self.path, file.number)
                 if mapped is None:
                     size, access = self.layout.file_bytes, mmap.ACCESS_WRITE
@@ -186,8 +260,8 @@ class Draft:
                 self._mapped = mapped
         return self._mapped
 
-    def _opened(self) -> Descriptor:
-        """Open the file that rank 0 has claimed, without a lock: rank 0 holds it for all."""
+    def _open(self) -> Descriptor:
+        """Open the file that rank 0 has claimed, without a lock: rank 0 has it for all."""
         with filesystem.os_errors("open the buffer that rank 0 has claimed", self.path):
             owner_only = self._store.owner_only
             file = filesystem.open_regular(self.path, os.O_RDWR, owner_only=owner_only)
@@ -228,12 +302,7 @@ class Draft:
             copier.in_parallel(write_some, copier.cut_work([layout.sizes[n] for n in numbers]))
 
     def write_stream(self, source: Source, on_bytes: OnBytes | None) -> None:
-        """Write tensors one behind the other; their layout is known when the last has come.
-
-        Args:
-            source: weights that come one by one.
-            on_bytes: called with the bytes of each tensor.
-        """
+        """Write tensors one behind the other; their layout is known when the last has come."""
         specs, end = list[TensorSpec](), 0
         for spec, tensor in source.stream or ():
             source.refuse_values([spec], [tensor])
@@ -260,16 +329,16 @@ class Draft:
         """Return the weights file of a sender alone, or the part that this rank makes."""
         if self.part.has_all:
             return self.claim.weights
-        if self._own_file is None:
+        if self._part_file is None:
             path = part_path(self.path, self.part.rank)
-            self._own_file = filesystem.make_file(path, os.O_WRONLY)
-        return self._own_file
+            self._part_file = filesystem.make_file(path, os.O_WRONLY)
+        return self._part_file
 
-    def finish(self, world: World) -> list[int] | None:
-        """Wait until all ranks have all bytes in their files; return the checksums, if ``hashed``.
+    def finish_parts(self, world: World) -> list[int] | None:
+        """Flush the parts that ranks have written; return the checksums, if ``hashed``. Collective.
 
-        Collective. Only rank 0 flushes a mapped file, when it commits: the file has all bytes that
-        processes of this machine have written into mappings of it.
+        A file without parts is flushed with the commit: a mapped file has all bytes that processes
+        of this machine have written into mappings of it.
         """
         layout = self.layout
         if self._checksums is not None or (self.is_mapped and not self.hashed):
@@ -286,30 +355,25 @@ class Draft:
 
     def _flush(self) -> list[int]:
         """Flush this rank's part; return the digests of its boxes' blocks."""
-        if self._own_file is not None:
-            filesystem.sync_file(self._own_file.number, part_path(self.path, self.part.rank))
-            self._own_file.close()
-            self._own_file = None  # rank 0 abandons all parts, from here on
+        if self._part_file is not None:
+            filesystem.sync_file(self._part_file.number, part_path(self.path, self.part.rank))
+            self._part_file.close()
+            self._part_file = None  # rank 0 abandons all parts, from here on
         return [digest for _, digests in sorted(self._digests.items()) for digest in digests]
 
     def commit(
         self, metadata: dict[str, Any], checksums: list[int] | None, **described: Any
     ) -> Manifest:
-        """Publish it on rank 0, with the checksums of its tensors, or without any.
+        """Publish it on rank 0, as `BufferWriter.commit` does, with checksums or without any.
 
         ``described``: further fields of the manifest.
-
-        Raises:
-            WriterSupersededError, StoreFullError, StoreAccessError, ClosedError: as
-                `BufferWriter.commit`.
         """
-        assert self._writer is not None  # noqa: S101 - on rank 0
         if self._is_done:
             raise ClosedError("this draft was committed, or abandoned")
         if self.has_file:
             self._check_parts()
             described |= self._seal(checksums)
-        manifest = self._writer.commit(self.claim, metadata=metadata, **described)
+        manifest = self.writer.commit(self.claim, metadata=metadata, **described)
         self._is_done = True
         return manifest
 
@@ -355,8 +419,8 @@ class Draft:
         if self._is_done:
             return
         self._is_done = True
-        if self._own_file is not None:
-            self._own_file.close()
+        if self._part_file is not None:
+            self._part_file.close()
             with contextlib.suppress(OSError):  # the next claim removes it
                 part_path(self.path, self.part.rank).unlink()
         if self._writer is not None:
@@ -372,28 +436,20 @@ class Draft:
 
 
 def fill(
-    target: Draft | KeptCopy,
-    what: str,
-    source: Source,
-    world: World,
-    progress: Progress | None,
+    target: Draft | KeptCopy, verb: str, source: Source, world: World, progress: Progress | None
 ) -> None:
     """Write the elements of all ranks' boxes into a draft's file, or a copy. Collective.
 
-    The boxes that ranks hold are one step, and the gathered tensors another: a rank that fails
-    with a box that it holds must not leave others waiting in a gather.
+    The boxes that ranks have are one step, and the gathered tensors another: a rank that fails
+    with one of its own boxes must not leave others waiting in a gather.
 
-    Args:
-        target: the draft or the copy to write to.
-        what: the step, as in "rank 1 could not {what} what it holds".
-        source: the weights.
-        world: the ranks.
-        progress: called with the bytes of lazy tensors.
+    ``verb`` names the step, as in "rank 1 could not {verb} its part"; ``progress`` is called with
+    the bytes of lazy tensors.
     """
     part, specs = target.part, target.part.layout.specs
-    with world.step(f"{what} what it holds"):
+    with world.step(f"{verb} its part"):
         on_bytes = counter(progress, part.layout.num_bytes) if source.is_lazy else None
-        for numbers, elements in part.held(source):
+        for numbers, elements in part.local_boxes(source):
             target.write(numbers, elements)
             if on_bytes is not None:
                 on_bytes(sum(specs[number].num_bytes for number in numbers))
@@ -402,13 +458,13 @@ def fill(
     if not part.gathered:
         return
     problem: Exception | None = None
-    with world.step(f"gather and {what}"):
-        for number, whole in part.gather(source):
+    with world.step(f"gather and {verb}"):
+        for number, tensor in part.gather(source):
             if problem is None:
                 try:
-                    source.refuse_values([specs[number]], [whole])
-                    target.write([number], [whole])
-                except Exception as error:  # noqa: BLE001 - the others wait in the next gather
+                    source.refuse_values([specs[number]], [tensor])
+                    target.write([number], [tensor])
+                except Exception as error:  # noqa: BLE001 - other ranks wait in the next gather
                     problem = error
         if problem is not None:
             raise problem
@@ -423,7 +479,7 @@ def join_digests_of_parts(layout: Layout, by_rank: Sequence[list[int]]) -> list[
     part_at = {(piece.tensor, piece.offset): piece.part for piece in layout.pieces}
     digests, part = [], 0
     for block in layout.blocks:
-        part = part_at.get((block.tensor, block.offset), part)  # or that of the block before
+        part = part_at.get((block.tensor, block.offset), part)  # a piece may have many blocks
         digests.append(next(queues[part]) if block.num_bytes else DIGEST_OF_NOTHING)
     return join_blocks(layout.blocks, digests)
 
@@ -450,8 +506,8 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         # JSON would make strings of others, and lose one of two that are alike then.
-        if others := [key for key in value if not isinstance(key, str)]:
-            raise InvalidWeightsError(f"metadata has a key that is no string: {others[0]!r:.80}")
+        if keys := [key for key in value if not isinstance(key, str)]:
+            raise InvalidWeightsError(f"metadata has a key that is no string: {keys[0]!r:.80}")
         return value.values()
     return value if isinstance(value, list | tuple) else ()
 

@@ -18,7 +18,7 @@ from concurrent.futures import CancelledError, Future, wait
 import torch
 
 from dbuffer.errors import ClosedError, InvalidWeightsError, WaitTimeoutError
-from dbuffer.publish.publication import Publication
+from dbuffer.publish.publisher import Publication
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.messages import first_line, listed

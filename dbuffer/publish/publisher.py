@@ -25,9 +25,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from dbuffer.errors import ClosedError, StoreBusyError
 from dbuffer.format.layout import Layout
@@ -35,9 +37,7 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Lag
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import KeptMappings
-from dbuffer.publish.draft import Draft, Progress, counter, fill
-from dbuffer.publish.part import Part
-from dbuffer.publish.publication import Publication
+from dbuffer.publish.draft import Draft, Part, Progress, counter, fill
 from dbuffer.ranks.world import World
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.store.acknowledgements import receiver_lags
@@ -48,6 +48,37 @@ from dbuffer.weights.sources import Source
 if TYPE_CHECKING:
     from dbuffer.io.changes import Patch
     from dbuffer.publish.deltas import Deltas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """Result of publishing a version, by `send`, `send_patches` or `republish`, or by a mirror."""
+
+    id: VersionId
+    num_tensors: int
+    num_bytes: int
+    """Bytes of all tensors."""
+    duration_s: float
+    """From the call until receivers can see the version, waiting for slow readers included."""
+    delta_bytes: int | None = None
+    """Bytes of the delta from the version before, or None without a delta."""
+
+    @property
+    def version(self) -> int:
+        """The version's number."""
+        return self.id.number
+
+    @classmethod
+    def of(
+        cls, version: VersionId, layout: Layout, started: float, delta_bytes: int | None = None
+    ) -> Self:
+        return cls(
+            id=version,
+            num_tensors=len(layout.specs),
+            num_bytes=layout.num_bytes,
+            duration_s=time.monotonic() - started,
+            delta_bytes=delta_bytes,
+        )
 
 
 class Publisher(Closing, ProcessBound):
@@ -282,7 +313,15 @@ class Publisher(Closing, ProcessBound):
             with world.step("claim a buffer") as claiming:
                 if world.rank == 0:
                     with_file = deltas is None or deltas.needs_file()
-                    draft = self._claim(number, part, with_file=with_file)
+                    draft = Draft.claimed(
+                        self._writer,
+                        self._mappings,
+                        self._copier,
+                        self._writer.version(number),
+                        part,
+                        hashed=self._hashed,
+                        with_file=with_file,
+                    )
                     file = str(draft.path.relative_to(self.store))
                     claiming.result = [str(draft.id), file, draft.inode]
             version, file, inode = claiming.results[0]
@@ -321,22 +360,10 @@ class Publisher(Closing, ProcessBound):
         publication = Publication.of(VersionId.parse(version), draft.layout, started, delta_bytes)
         return self._count(publication)
 
-    def _claim(self, number: int, part: Part | None, *, with_file: bool) -> Draft:
-        """Claim the idle buffer on rank 0, for all ranks to write."""
-        return Draft.claimed(
-            self._writer,
-            self._mappings,
-            self._copier,
-            self._writer.version(number),
-            part,
-            hashed=self._hashed,
-            with_file=with_file,
-        )
-
     def _write(self, draft: Draft, source: Source, progress: Progress | None) -> list[int] | None:
         """Write all tensors into a draft's file; return their checksums. Collective."""
         if source.stream is None:
             fill(draft, "write", source, self._world, progress)
         else:
             draft.write_stream(source, counter(progress, 0))
-        return draft.finish(self._world)
+        return draft.finish_parts(self._world)

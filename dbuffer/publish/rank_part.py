@@ -16,7 +16,7 @@ import torch
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.format.layout import Layout
 from dbuffer.publish.assignment import Assignment, Box, file_offset, whole_box
-from dbuffer.publish.part import Part
+from dbuffer.publish.draft import Part
 from dbuffer.weights.lazy_tensor import HeldRows, LazyTensor, View
 from dbuffer.weights.sources import Source, fetch
 
@@ -51,7 +51,7 @@ class RankPart(Part):
         boxes = [self.boxes[number] for number in numbers]
         return [box.of(tensors[box.tensor]) for box in boxes]
 
-    def held(self, source: Source) -> Iterator[tuple[Sequence[int], list[torch.Tensor]]]:
+    def local_boxes(self, source: Source) -> Iterator[tuple[Sequence[int], list[torch.Tensor]]]:
         parts, specs = HeldParts(), self.layout.specs
         numbers, elements = list[int](), list[torch.Tensor]()
         lazy: list[tuple[int, LazyTensor]] = []

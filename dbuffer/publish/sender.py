@@ -21,8 +21,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.devices import fork_streams
 from dbuffer.io.tensors import FileTensors, file_under
 from dbuffer.publish.draft import Progress, checked_metadata
-from dbuffer.publish.publication import Publication
-from dbuffer.publish.publisher import Publisher
+from dbuffer.publish.publisher import Publication, Publisher
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.ranks.world import World
 from dbuffer.runtime import options

@@ -24,14 +24,13 @@ from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
 from dbuffer.publish.assignment import Assignment, layout_in_parts
 from dbuffer.publish.draft import checked_metadata
 from dbuffer.publish.inventory import Inventory, join, take_inventory
-from dbuffer.publish.publication import Publication
-from dbuffer.publish.publisher import Publisher
+from dbuffer.publish.publisher import Publication, Publisher
 from dbuffer.publish.rank_part import RankPart
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.cores import num_cores
-from dbuffer.runtime.translated import TranslatedErrors
+from dbuffer.runtime.trouble import TranslatedErrors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import require_version
 from dbuffer.store.liveness import Process

@@ -17,22 +17,28 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import distributed
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from dbuffer import errors
-from dbuffer.errors import ClosedError, DBufferError, OptionError, RankFailedError
+from dbuffer.errors import (
+    ClosedError,
+    DBufferError,
+    OptionError,
+    RankFailedError,
+    RankTimeoutError,
+)
 from dbuffer.io.tensors import as_bytes
-from dbuffer.ranks.rendezvous import meet
 from dbuffer.ranks.world import Step, World
-from dbuffer.runtime.messages import described, first_line
+from dbuffer.runtime.messages import described, first_line, listed
 from dbuffer.runtime.timing import TIMING
-from dbuffer.runtime.translated import TranslatedErrors
+from dbuffer.runtime.trouble import TranslatedErrors
 from dbuffer.store.liveness import Process
 
 _FRAME_BYTES = 1024
@@ -290,3 +296,72 @@ def store_of_meeting(
     # On all ranks, now that all are there; not where some have not come.
     store.set(_LAST, str(number))
     return store_of_one
+
+
+_HERE, _CAME = "here", "came"
+"""Words that a rank leaves: as long as it waits, and for good."""
+
+_REMEDY = (
+    "check that each of them runs, makes the same calls, and has the same address and number of "
+    "ranks; rank_timeout_s is how long ranks wait"
+)
+
+
+def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
+    """Wait until all ranks are here, this one of so many.
+
+    They can meet once in a store, and try again if they do not.
+
+    Raises:
+        RankTimeoutError: not all of them came.
+        RankFailedError: the store is not there any more; its process has ended, most likely.
+    """
+    where = place_of(store)
+    try:
+        for word in (_CAME, _HERE):
+            store.set(f"{word} {rank}", "")
+        store.wait([f"{_HERE} {one}" for one in range(size)], _seconds(timeout_s))
+    except RuntimeError as error:
+        away = _who_is_not(_HERE, store, range(size))
+        never = _who_is_not(_CAME, store, away or [])
+        if away is None or never is None:
+            raise RankFailedError(
+                f"rank {rank} of {size} cannot meet the others at {where}, which does not answer "
+                f"({first_line(error)}): has the process that hosts it ended?"
+            ) from error
+        if not away:
+            return  # the last one came at the last moment
+        # A rank that comes later must not see this one here, and go on.
+        store.delete_key(f"{_HERE} {rank}")
+        what = "did not come" if never else "came, but did not wait that long"
+        raise RankTimeoutError(
+            f"rank {rank} of {size} waited {timeout_s:g} s at {where} for "
+            f"{_named(never or away)}, which {what}; {_REMEDY}"
+        ) from error
+
+
+def place_of(store: Store) -> str:
+    """Return the place of a store, for a message."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        return f"{store.host}:{store.port}"
+    if isinstance(store, FileStore):
+        return str(store.path)  # type: ignore[attr-defined]  # it has
+    return f"a {type(store).__name__}"
+
+
+def _who_is_not(word: str, store: Store, ranks: Iterable[int]) -> list[int] | None:
+    """Return the ranks that have not left this word; None if the store does not answer."""
+    try:
+        return [rank for rank in ranks if not store.check([f"{word} {rank}"])]
+    except RuntimeError:
+        return None
+
+
+def _seconds(duration_s: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=duration_s)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}"

@@ -43,7 +43,7 @@ from dbuffer.store.buffer import DoubleBuffer, pointer_to
 from dbuffer.store.open_version import OpenStoreVersion, OvertakenError, open_newest, open_version
 from dbuffer.store.records import RecordFile
 from dbuffer.store.watcher import Watcher
-from dbuffer.weights.saving import DEFAULT_SHARD_BYTES, write_checkpoint
+from dbuffer.weights.checkpoint import DEFAULT_SHARD_BYTES, write_checkpoint
 from dbuffer.weights.targets import LoadedNames, Matcher, refuse_adapter
 
 if TYPE_CHECKING:  # its import takes as long as torch's

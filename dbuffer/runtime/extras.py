@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dbuffer.errors import DBufferError
-from dbuffer.runtime.translated import TranslatedErrors
+from dbuffer.runtime.trouble import TranslatedErrors
 
 EXTRAS: dict[str, str | None] = {
     "httpx": None,

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeVar
@@ -182,3 +184,27 @@ def _is_known(error: BaseException) -> bool:
 def log_once(logger: logging.Logger, message: str, *arguments: object) -> None:
     """Log a warning, unless this process has logged it already."""
     logger.warning(message, *arguments)
+
+
+class TranslatedErrors(contextlib.AbstractContextManager[None]):
+    """Gives each exception that leaves a ``with`` block to ``translate``.
+
+    If ``translate`` returns, the exception goes on; to replace it, ``translate`` raises another.
+
+    This is no generator that catches one exception and raises another: on Python 3.13 (not on 3.11)
+    its frame and contextlib's would then hold each other, and with them all objects of the callers
+    (memory of a version, descriptors), until the garbage collector runs, which engines rarely
+    let.
+    """
+
+    def __init__(self, translate: Callable[[BaseException], None]) -> None:
+        self._translate = translate
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._translate(error)

@@ -30,8 +30,7 @@ from dbuffer.errors import (
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.runtime.timing import doubling
-from dbuffer.runtime.translated import TranslatedErrors
-from dbuffer.runtime.trouble import log_once
+from dbuffer.runtime.trouble import TranslatedErrors, log_once
 
 logger = logging.getLogger(__name__)
 

@@ -42,13 +42,12 @@ from dbuffer.format.manifest import (
     WriterRecord,
     encode,
 )
-from dbuffer.runtime.translated import TranslatedErrors
+from dbuffer.runtime.trouble import TranslatedErrors
 from dbuffer.store import filesystem, kept
 from dbuffer.store.acknowledgements import wait_applied
-from dbuffer.store.buffer import DoubleBuffer, other_buffer, pointer_to
+from dbuffer.store.buffer import DoubleBuffer, other_buffer, pointer_to, require_own_directory
 from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import Descriptor, os_errors
-from dbuffer.store.foreign import require_own_directory
 from dbuffer.store.liveness import owner_fields
 from dbuffer.store.open_version import OpenStoreVersion, Patience
 from dbuffer.store.retention import Retention

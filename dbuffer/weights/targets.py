@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy as has_no_shape
 from dbuffer.errors import InvalidWeightsError, OptionError, WeightsMismatchError
 from dbuffer.format.layout import Layout
 from dbuffer.runtime.messages import listed
-from dbuffer.weights.comparison import Comparison, compare
+from dbuffer.weights.comparison import Comparison, compare, suggest
 from dbuffer.weights.lazy_tensor import LazyTensor
 from dbuffer.weights.named_tensors import (
     WeightsSpec,
@@ -37,7 +37,6 @@ from dbuffer.weights.named_tensors import (
     spec_of,
     tensordict_tensors,
 )
-from dbuffer.weights.suggestions import suggest
 
 ADAPTER_KEY = "adapter_config"
 """Metadata entry of a version that holds an adapter: its configuration, as peft saves it."""

@@ -271,7 +271,7 @@ def test_json_of_a_bucket_has_the_documented_shape(remote, local, bucket_url, ca
 
 
 def test_json_of_what_runs_for_long_has_the_documented_fields():
-    from dbuffer.publish.publication import Publication
+    from dbuffer.publish.publisher import Publication
 
     names = {item.name for item in dataclasses.fields(Publication)}
     assert documented("dbuffer mirror --json").keys() == names - {"id"} | {"version", "run"}

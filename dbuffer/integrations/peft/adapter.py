@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 
 from dbuffer.errors import InvalidWeightsError
-from dbuffer.publish.publication import Publication
+from dbuffer.publish.publisher import Publication
 from dbuffer.publish.sender import WeightSender
 from dbuffer.weights.targets import ADAPTER_KEY
 

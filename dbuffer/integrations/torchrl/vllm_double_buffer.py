@@ -41,7 +41,7 @@ from dbuffer.integrations.vllm.vllm_engine import (
     vllm_engine_of,
 )
 from dbuffer.mirror.mirror import Mirror, has_source_at_local
-from dbuffer.publish.publication import Publication
+from dbuffer.publish.publisher import Publication
 from dbuffer.publish.sender import WeightSender
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks

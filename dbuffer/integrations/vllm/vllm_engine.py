@@ -42,7 +42,7 @@ from dbuffer.integrations.vllm.core_pauses import (
     refusal_in,
 )
 from dbuffer.runtime.timing import TIMING
-from dbuffer.runtime.translated import TranslatedErrors
+from dbuffer.runtime.trouble import TranslatedErrors
 
 ResultT = TypeVar("ResultT")
 

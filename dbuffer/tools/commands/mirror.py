@@ -14,7 +14,7 @@ from dbuffer.tools.terminal import progress
 
 if TYPE_CHECKING:
     from dbuffer.mirror.mirror import Mirror
-    from dbuffer.publish.publication import Publication
+    from dbuffer.publish.publisher import Publication
 
 
 def mirror(

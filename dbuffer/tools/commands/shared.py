@@ -17,12 +17,11 @@ from rich.console import RenderableType
 from dbuffer.errors import OptionError, StoreNotFoundError
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import counted, format_bytes
-from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.foreign import is_store
+from dbuffer.store.buffer import DoubleBuffer, is_store
 from dbuffer.tools.terminal import print_json, print_line, print_parts
 
 if TYPE_CHECKING:
-    from dbuffer.publish.publication import Publication
+    from dbuffer.publish.publisher import Publication
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

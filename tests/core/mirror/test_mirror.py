@@ -35,7 +35,7 @@ from dbuffer.mirror import mirror as mirrors
 from dbuffer.mirror.loop import FINAL, mirror_id
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.mirror.stores import StoreTarget
-from dbuffer.publish.publication import Publication
+from dbuffer.publish.publisher import Publication
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer

@@ -12,8 +12,8 @@ from dbuffer.io.delta import apply_delta, encode_delta
 from dbuffer.io.tensors import DTYPE_NAMES, FileTensors, join_blocks
 from dbuffer.publish import kept_copy
 from dbuffer.publish.assignment import Assignment, Box
+from dbuffer.publish.draft import Part
 from dbuffer.publish.kept_copy import KeptCopy
-from dbuffer.publish.part import Part
 from dbuffer.publish.rank_part import RankPart
 from tests.support.deltas import BASE, ID, Step
 from tests.support.patterns import odd_tensors

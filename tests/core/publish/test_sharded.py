@@ -34,8 +34,7 @@ from dbuffer.io.tensors import KeptMappings
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.publish.assignment import assign_writes, whole_box
-from dbuffer.publish.draft import Draft
-from dbuffer.publish.part import Part
+from dbuffer.publish.draft import Draft, Part
 from dbuffer.publish.rank_part import HeldParts
 from dbuffer.ranks import agreement
 from dbuffer.runtime.timing import TIMING
@@ -420,7 +419,7 @@ DIRECTORIES: list[tuple[Callable[[int, Path], None], str, str]] = [
     (
         send_elsewhere,
         "StoreNotFoundError",
-        "rank 1 could not write what it holds: cannot open the buffer",
+        "rank 1 could not write its part: cannot open the buffer",
     ),
 ]
 
@@ -780,7 +779,7 @@ def test_a_rank_that_hangs_is_waited_for_as_long_as_said(store, tmp_path, two):
         in_mid_copy = 1, frozenset({"_foreach_copy_"})
         world.begin(send_until, store, 1, in_mid_copy, stop, 1.0)
         message, waited_s = world.outcome(0)
-        assert re.search("a rank was lost .*while the ranks tried to write what it holds", message)
+        assert re.search("a rank was lost .*while the ranks tried to write its part", message)
         assert 0.5 < waited_s < 60
         assert newest(store, verify=True) == 3
         two.run(open_and_send, store, 5)

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 import dbuffer
-from dbuffer.ranks.rendezvous import meet
+from dbuffer.ranks.agreement import meet
 from tests.support.ports import free_port
 from tests.support.waiting import TIMEOUT_S
 from tests.support.worlds import World

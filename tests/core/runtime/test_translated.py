@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import dbuffer
-from dbuffer.runtime.translated import TranslatedErrors
+from dbuffer.runtime.trouble import TranslatedErrors
 from dbuffer.store.filesystem import os_errors
 
 PACKAGE = Path(dbuffer.__file__).parent
