@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,47 +11,13 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from dbuffer.engine.endpoint import RankEndpoint
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.errors import OptionError
+from dbuffer.integrations.vllm.callback_engine import CallbackEngine, DBufferUpdateInfo
 from dbuffer.integrations.vllm.config import options_of
 from dbuffer.integrations.vllm.rank import WorkerRank, raising_once
 from dbuffer.integrations.vllm.sparse_patches import (
     trainer_send_sparse_weights,
     trainer_send_weights,
 )
-from dbuffer.runtime import options as checks
-
-
-@dataclass(frozen=True, kw_only=True)
-class DBufferUpdateInfo(UpdateRequest):
-    """``update_info``: ``{}`` for the newest, or ``{"version": 7}``; see :class:`UpdateRequest`.
-
-    The counts of a sparse update are checked as vLLM checks them, and not used otherwise.
-
-    Raises:
-        OptionError: (a ``ValueError``) a value is invalid.
-    """
-
-    names: list[str] | None = None
-    """Names of the tensors that are patched."""
-    num_updates_list: list[int] | None = None
-    """Number of patched elements of each tensor."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        names, counts = self.names, self.num_updates_list
-        if self.update_kind == "dense":
-            for name, value in (("names", names), ("num_updates_list", counts)):
-                if value is not None:
-                    checks.refuse(name, value, "it with update_kind='sparse_flat' only")
-            return
-        if counts is None or not _is_list_of(int, counts) or min(counts, default=-1) < 0:
-            checks.refuse("num_updates_list", counts, "the number of patches of each tensor")
-        if names is not None and not (_is_list_of(str, names) and len(names) == len(counts)):
-            checks.refuse("names", names, f"the tensors' names, of which there are {len(counts)}")
-
-
-def _is_list_of(kind: type, values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is kind for value in values)
-
 
 _ARGUMENTS = ("config", "vllm_config", "device", "model")
 
@@ -80,9 +45,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if "parallel_config" in kwargs or len(args) + len(kwargs) < len(_ARGUMENTS):
-            from dbuffer.integrations.vllm.callback_engine import CallbackEngine
-
-            cls = CallbackEngine
+            return CallbackEngine(*args, **kwargs)
         return super().__new__(cls)
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:

@@ -9,26 +9,70 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dbuffer.engine.engine_options import NO_STORE_YET, EngineOptions
+from dbuffer.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateRequest
 from dbuffer.errors import EngineUpdateError, OptionError, UnsupportedError, VersionError
 from dbuffer.format.lineage import VersionId
-from dbuffer.integrations.vllm.backend import DBufferUpdateInfo, DBufferWeightTransferEngine
+from dbuffer.integrations.vllm.sparse_patches import (
+    trainer_send_sparse_weights,
+    trainer_send_weights,
+)
 from dbuffer.publish.patches import SparsePatch
 from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.runtime import options as checks
 
 _MAX_INDEX = torch.iinfo(torch.int32).max
 
 
-class CallbackEngine(DBufferWeightTransferEngine):
+@dataclass(frozen=True, kw_only=True)
+class DBufferUpdateInfo(UpdateRequest):
+    """``update_info``: ``{}`` for the newest, or ``{"version": 7}``; see :class:`UpdateRequest`.
+
+    The counts of a sparse update are checked as vLLM checks them, and not used otherwise.
+
+    Raises:
+        OptionError: (a ``ValueError``) a value is invalid.
+    """
+
+    names: list[str] | None = None
+    """Names of the tensors that are patched."""
+    num_updates_list: list[int] | None = None
+    """Number of patched elements of each tensor."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names, counts = self.names, self.num_updates_list
+        if self.update_kind == "dense":
+            for name, value in (("names", names), ("num_updates_list", counts)):
+                if value is not None:
+                    checks.refuse(name, value, "it with update_kind='sparse_flat' only")
+            return
+        if counts is None or not _is_list_of(int, counts) or min(counts, default=-1) < 0:
+            checks.refuse("num_updates_list", counts, "the number of patches of each tensor")
+        if names is not None and not (_is_list_of(str, names) and len(names) == len(counts)):
+            checks.refuse("names", names, f"the tensors' names, of which there are {len(counts)}")
+
+
+def _is_list_of(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is kind for value in values)
+
+
+class CallbackEngine:
     """Reads a store, and hands each version to the caller's function, tensor by tensor.
 
     Raises:
         UnsupportedError: the engine has several ranks, or a ``local_store`` is named.
     """
+
+    update_info_cls = DBufferUpdateInfo
+    parse_init_info = staticmethod(EngineOptions.parse)
+    parse_update_info = staticmethod(DBufferUpdateInfo.parse)
+    trainer_send_weights = staticmethod(trainer_send_weights)
+    trainer_send_sparse_weights = staticmethod(trainer_send_sparse_weights)
 
     def __init__(self, config: Any, parallel_config: Any, model: Any) -> None:
         if parallel_config.world_size != 1:
@@ -42,11 +86,7 @@ class CallbackEngine(DBufferWeightTransferEngine):
         self._loaded = 0
         """Number of the version that was loaded last."""
 
-    def parse_init_info(self, init_dict: dict[str, Any]) -> EngineOptions:
-        return EngineOptions.parse(init_dict)
-
-    def init_transfer_engine(self, init_info: EngineOptions | None) -> None:
-        assert init_info is not None  # noqa: S101 - it is parsed here
+    def init_transfer_engine(self, init_info: EngineOptions) -> None:
         if init_info.local_store is not None:
             raise UnsupportedError(
                 "this engine is made as vLLM before 0.25 makes it, and takes no local_store: give "
