@@ -258,7 +258,7 @@ class StoreTarget:
         If none lead from there, as from a new file, the newest version of this store is copied into
         it: memory is read sooner than a network.
         """
-        since, chain = draft.claim.held_before, held.manifest.chain
+        since, chain = draft.claim.earlier, held.manifest.chain
         if since in chain or not chain:
             return since
         with contextlib.suppress(*UNDECODABLE, StoreNotFoundError):  # damage: it is read whole

@@ -300,7 +300,7 @@ class Deltas:
 
         Return whether the file holds the last version now, undamaged if that has checksums.
         """
-        mapped, since = draft.mapped, draft.claim.held_before
+        mapped, since = draft.mapped, draft.claim.earlier
         with contextlib.suppress(*_UNREADABLE), contextlib.ExitStack() as stack:
             held = open_newest(self._store, newer_than=None)
             if held is None:

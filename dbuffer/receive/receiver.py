@@ -524,7 +524,7 @@ class WeightReceiver(Closing, ProcessBound):
         opened = open_newest(
             self._store,
             newer_than=newer_than,
-            seen=self._seen,
+            last=self._seen,
             reread=reread,
             announce=self._announce,
         )

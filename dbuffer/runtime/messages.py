@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_MAX_LISTED = 8
 _MAX_MESSAGE = 2000
 _MAX_LINE = 500
 
 
-def listed(items: Sequence[object], separator: str = ", ") -> str:
-    """The first few of them, for a message, and how many more there are."""
-    more = len(items) - _MAX_LISTED
-    return separator.join(map(str, items[:_MAX_LISTED])) + (f" and {more} more" if more > 0 else "")
+def listed(items: Sequence[object], separator: str = ", ", *, most: int = 8) -> str:
+    """Return the first few items, for a message, and how many more there are."""
+    num_more = len(items) - most
+    return separator.join(map(str, items[:most])) + (
+        f" and {num_more} more" if num_more > 0 else ""
+    )
 
 
 def counted(count: float, noun: str) -> str:

@@ -57,13 +57,13 @@ def wait_applied(
     wait = _Wait(store, version, names, written_before)
     while (num_applied := wait.look(writer)) < needed:
         wait.require_able()
-        left = deadline - time.monotonic()
-        if left <= 0:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
             raise WaitTimeoutError(
                 f"{num_applied} of {needed} receivers applied version {version} of {store.root} "
                 f"within {timeout_s:g} s ({wait.states() or 'no receiver has connected'})"
             )
-        time.sleep(min(next(pauses_s), left))
+        time.sleep(min(next(pauses_s), left_s))
 
 
 def receiver_lags(store: DoubleBuffer) -> dict[str, Lag]:
@@ -78,7 +78,8 @@ def receiver_lags(store: DoubleBuffer) -> dict[str, Lag]:
         lag = record.lag_behind(pointer.lineage, metadata)
         if lag is None or record.part_of is not None or not store.may_live(record):
             continue
-        lags[record.receiver] = max(lags.get(record.receiver, lag), lag, key=lambda one: one[0])
+        longest = max(lags.get(record.receiver, lag), lag, key=lambda pair: pair.versions)
+        lags[record.receiver] = longest
     return lags
 
 
@@ -121,8 +122,8 @@ class _Wait:
             elif self._names is None or record.receiver in self._names:
                 by_id[record.receiver].append(record)
         self._ranks = ranks
-        self._counted = {name: self._those_that_count(of_id) for name, of_id in by_id.items()}
-        applied = [[self._has_applied(each) for each in ids] for ids in self._counted.values()]
+        self._counted = {name: self._counting(of_id) for name, of_id in by_id.items()}
+        applied = [list(map(self._has_applied, of_id)) for of_id in self._counted.values()]
         return sum(map(sum, applied)) if self._names is None else sum(map(all, applied))
 
     def _has_applied(self, record: ReceiverRecord) -> bool:
@@ -130,7 +131,7 @@ class _Wait:
             return True
         return self._newest is not None and self._newest.has_since(self._version, record.applied)
 
-    def _those_that_count(self, records: list[ReceiverRecord]) -> list[ReceiverRecord]:
+    def _counting(self, records: list[ReceiverRecord]) -> list[ReceiverRecord]:
         if len(records) == 1:
             return records
 
@@ -151,10 +152,14 @@ class _Wait:
         if not self._store.may_live(record):
             verb = "has ended" if _is_certain_of_end(record) else "was"
         state = f"{record.receiver} {verb} {_at(record)}"
-        for each in (record, *self._ranks.get((record.receiver, record.token), ())):
-            if each.has_problem_with(self._version, self._newest):
-                return f"{state}, because of: {each.problem}"
+        for part in self._parts_of(record):
+            if part.has_problem_with(self._version, self._newest):
+                return f"{state}, because of: {part.problem}"
         return state
+
+    def _parts_of(self, record: ReceiverRecord) -> list[ReceiverRecord]:
+        """Return a receiver's record and, of an engine, its ranks' records."""
+        return [record, *self._ranks.get((record.receiver, record.token), ())]
 
     def require_able(self) -> None:
         """Raise if a receiver that was named stays below the version, cannot apply it, or ended."""
@@ -167,23 +172,23 @@ class _Wait:
         version = self._version
         if record.stays_below(version):
             raise ReceiverFailedError(
-                f"{_who(record)} stays on version {record.only_version}, and will not "
+                f"{_process_of(record)} stays on version {record.only_version}, and will not "
                 f"apply version {version}"
             )
-        for each in (record, *self._ranks.get((record.receiver, record.token), ())):
-            if self._is_old(each) or not each.has_problem_with(version, self._newest):
+        for part in self._parts_of(record):
+            if self._is_old(part) or not part.has_problem_with(version, self._newest):
                 continue
-            problem = each.problem_version
-            if problem or self._has_lasted(each, str(each.problem), TIMING.last_word_s):
+            problem = part.problem_version
+            if problem or self._has_lasted(part, str(part.problem), TIMING.last_word_s):
+                number = problem.number if problem else version
                 raise ReceiverFailedError(
-                    f"{_who(each)} could not apply version {problem.number if problem else version}"
-                    f": {each.problem}"
+                    f"{_process_of(part)} could not apply version {number}: {part.problem}"
                 )
         may_live = self._is_old(record) or self._store.may_live(record)
         is_certain = _is_certain_of_end(record)
         limit_s = TIMING.last_word_s if is_certain else TIMING.bucket_presumed_dead_after_s
         if not may_live and self._has_lasted(record, "ended", limit_s):
-            raise ReceiverFailedError(f"{_who(record)} has ended, {_at(record, 'version ')}")
+            raise ReceiverFailedError(f"{_process_of(record)} has ended, {_at(record, 'version ')}")
 
     def _is_old(self, record: ReceiverRecord) -> bool:
         """Whether a record is as it was when the writer began."""
@@ -193,9 +198,9 @@ class _Wait:
 
     def _has_lasted(self, record: ReceiverRecord, state: str, limit_s: float) -> bool:
         """Whether a receiver has been in a state for so long."""
-        now = time.monotonic()
-        seen_at = self._noted_at.setdefault((record.receiver, record.token, state), now)
-        return now - seen_at >= limit_s
+        now_s = time.monotonic()
+        noted_at = self._noted_at.setdefault((record.receiver, record.token, state), now_s)
+        return now_s - noted_at >= limit_s
 
 
 def _at(record: ReceiverRecord, noun: str = "") -> str:
@@ -211,5 +216,5 @@ def _is_certain_of_end(record: ReceiverRecord) -> bool:
     return not record.is_relayed or record.has_ended or Process.of(record).can_be_seen
 
 
-def _who(record: ReceiverRecord) -> str:
+def _process_of(record: ReceiverRecord) -> str:
     return f"{record.receiver} (process {record.pid} on {record.host})"

@@ -1,4 +1,8 @@
-"""`DoubleBuffer`: the two buffers, the version pointer and the records, as readers see them."""
+"""`DoubleBuffer`: the two buffers, the version pointer and the records, as readers see them.
+
+A sender must not write a store into a directory that holds something else, as a checkpoint, other
+stores or TorchRL weights: `require_own_directory`.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ from dbuffer.format.manifest import (
     decode,
 )
 from dbuffer.runtime import options
+from dbuffer.runtime.messages import listed
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import os_errors
@@ -48,7 +53,7 @@ class DoubleBuffer:
         self.owner_only = not options.flag("allow_shared_store", allow_shared_store)
         self._medium: Medium | None = None
         self._device: int | None = None
-        self._known: dict[Path, tuple[_FileState | None, ReceiverRecord | None]] = {}
+        self._records: dict[Path, tuple[_FileState | None, ReceiverRecord | None]] = {}
         """Receivers' records that were read last by their files, with the files' states."""
 
     def check(self) -> None:
@@ -102,20 +107,20 @@ class DoubleBuffer:
             return self.root.is_dir()
 
     def pointer(self) -> Pointer | None:
-        """Read ``CURRENT``; None before the first publish."""
+        """Read ``CURRENT``; return None before the first publish."""
         return self._read(Pointer, self.root / places.POINTER_FILE)
 
-    def newest_pointer(self, seen: Pointer | None = None) -> Pointer | None:
-        """Read ``CURRENT`` for a reader that has ``seen`` an earlier pointer.
+    def newest_pointer(self, last: Pointer | None = None) -> Pointer | None:
+        """Read ``CURRENT`` for a reader that has read the pointer ``last`` before.
 
         Raises:
-            VersionRegressedError: the version that was seen does not lead to the newest one.
+            VersionRegressedError: that version does not lead to the newest one.
         """
         pointer = self.pointer()
         if pointer is None and self.medium.reaches_other_hosts:
-            pointer = self._pointer_by_manifests(seen)
-        if seen is not None:
-            require_successor(self.root, seen, pointer)
+            pointer = self._pointer_by_manifests(last)
+        if last is not None:
+            require_successor(self.root, last, pointer)
         return pointer
 
     def state_without_version(self) -> str:
@@ -125,30 +130,29 @@ class DoubleBuffer:
         contents = other_contents(self.root)
         return "" if contents is None else f", which holds {contents}, and no store"
 
-    def _pointer_by_manifests(self, seen: Pointer | None) -> Pointer | None:
+    def _pointer_by_manifests(self, last: Pointer | None) -> Pointer | None:
         """Derive the pointer from the manifests, while ``CURRENT`` is missing.
 
         Over NFSv3 it is missing while it is replaced, if a process on the writer's host has it
         open. Of two complete versions the earlier one was certainly published; so was the later one
-        if it has been seen. While one buffer is being written, the other holds the newest.
+        if a reader has seen it. While one buffer is being written, the other holds the newest.
         """
         manifests = self._manifests_of_one_moment()
         if None in manifests.values():
             return None  # the first version is on its way
-        whole = [
+        complete = [
             pointer_to(buffer, manifest)
             for buffer, manifest in manifests.items()
-            if manifest is not None and manifest.state == "complete"
+            if manifest is not None
+            and manifest.state == "complete"
+            and (last is None or relation(last.lineage, manifest.lineage) != Relation.AHEAD)
         ]
+        if not complete:
+            return None
+        message = "%s has no %s: going by its manifests"
+        log_once(logger, message, self.root, places.POINTER_FILE)
         # By generations, which go up within a store whatever run its versions are of.
-        whole.sort(key=lambda pointer: pointer.generation)
-        if seen is not None:
-            is_older = Relation.AHEAD
-            whole = [each for each in whole if relation(seen.lineage, each.lineage) != is_older]
-        if whole:
-            message = "%s has no %s: going by its manifests"
-            log_once(logger, message, self.root, places.POINTER_FILE)
-        return whole[0] if whole else None
+        return min(complete, key=lambda pointer: pointer.generation)
 
     def _manifests_of_one_moment(self) -> dict[str, Manifest | None]:
         """Read both manifests as they stood together: a writer may replace one meanwhile."""
@@ -170,7 +174,7 @@ class DoubleBuffer:
         return self.root / places.RECEIVERS_DIRECTORY / places.record_file(receiver_id, token)
 
     def manifest(self, buffer: str) -> Manifest | None:
-        """Read the manifest of a buffer; None if the buffer never held anything."""
+        """Read the manifest of a buffer; return None if it never had a version."""
         return self._read(Manifest, self.root / buffer / places.MANIFEST_FILE)
 
     def manifest_of(self, version: VersionId) -> Manifest | None:
@@ -209,7 +213,6 @@ class DoubleBuffer:
         return num_bytes
 
     def writer(self) -> WriterRecord | None:
-        """Read the record of the store's last writer."""
         return self._read(WriterRecord, self.root / places.WRITER_FILE)
 
     def was_closed(self, writer: WriterRecord) -> bool:
@@ -251,11 +254,10 @@ class DoubleBuffer:
         return _unless_damaged(self.writer)
 
     def record(self, receiver_id: str, token: str) -> ReceiverRecord | None:
-        """Read the record of one receiver, if there is one."""
         return self._read(ReceiverRecord, self.record_path(receiver_id, token))
 
     def receiver(self, receiver_id: str) -> ReceiverRecord | None:
-        """Read the record that a receiver of this id wrote last, if there is one."""
+        """Read the last record of the receivers of this id, if there is one."""
         records = self.records_of(receiver_id)
         return records[-1] if records else None
 
@@ -276,20 +278,20 @@ class DoubleBuffer:
         A file is read again if it has changed. A file that is damaged, or that another user could
         have written, is ignored and logged once.
         """
-        known: dict[Path, tuple[_FileState | None, ReceiverRecord | None]] = {}
-        now = self.medium.now()
+        records: dict[Path, tuple[_FileState | None, ReceiverRecord | None]] = {}
+        now_s = self.medium.now_s()
         for entry in self._record_entries():
             try:
-                state = _file_state(entry.stat(follow_symlinks=False), now)
+                state = _file_state(entry.stat(follow_symlinks=False), now_s)
             except OSError:  # it was removed just now
                 continue
             path = Path(entry.path)
-            known_state, record = self._known.get(path, (None, None))
-            if state is None or state != known_state:
+            last_state, record = self._records.get(path, (None, None))
+            if state is None or state != last_state:
                 record = self._read_usable(path)
-            known[path] = state, record
-        self._known = known  # at once: another thread may list the records, too
-        return [record for _, record in known.values() if record is not None]
+            records[path] = state, record
+        self._records = records  # at once: another thread may list the records, too
+        return [record for _, record in records.values() if record is not None]
 
     def _record_entries(self) -> list[os.DirEntry[str]]:
         directory = self.root / places.RECEIVERS_DIRECTORY
@@ -331,11 +333,11 @@ class DoubleBuffer:
         return self.medium.shows_life(self.record_path(record.receiver, record.token))
 
     def readers(self) -> list[ReceiverRecord]:
-        opened = [record for record in self.receivers() if record.held is not None]
-        return [record for record in opened if self.may_live(record)]
+        """Read the records of living receivers that have a version open."""
+        records = self.receivers()
+        return [record for record in records if record.held is not None and self.may_live(record)]
 
     def _read(self, kind: type[RecordT], path: Path) -> RecordT | None:
-        """Read a record of the store, if there is one."""
         try:
             with os_errors("read", path):
                 data = filesystem.read_small(path, MAX_RECORD_BYTES, owner_only=self.owner_only)
@@ -347,10 +349,10 @@ class DoubleBuffer:
             raise type(error)(f"{path}: {error}") from None
 
 
-def _file_state(status: os.stat_result, now: float) -> _FileState | None:
+def _file_state(status: os.stat_result, now_s: float) -> _FileState | None:
     """Return a file's state, or None if a later change may leave no trace in it."""
     # Two changes within one tick of the clock give one time, and maybe one inode.
-    if now - max(status.st_mtime, status.st_ctime) < _MTIME_GRANULARITY_S:
+    if now_s - max(status.st_mtime, status.st_ctime) < _MTIME_GRANULARITY_S:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -375,23 +377,23 @@ def pointer_to(buffer: str, manifest: Manifest) -> Pointer:
     )
 
 
-def require_successor(store: Path | str, seen: Versioned, now: Versioned | None) -> None:
-    """Raise unless the version that was ``seen`` leads to the newest of a store or a bucket.
+def require_successor(store: Path | str, last: Versioned, newest: Versioned | None) -> None:
+    """Raise unless the version that was read ``last`` leads to the newest of a store or a bucket.
 
     Raises:
         VersionRegressedError: it does not.
     """
-    if now is None:
-        raise errors.VersionRegressedError(f"{store} was emptied: it held version {seen.version}")
-    match relation(seen.lineage, now.lineage):
+    if newest is None:
+        raise errors.VersionRegressedError(f"{store} was emptied: it held version {last.version}")
+    match relation(last.lineage, newest.lineage):
         case Relation.AHEAD:
             raise errors.VersionRegressedError(
-                f"{store} went back from version {seen.version} to {now.version}; what is "
-                "published there next can be followed"
+                f"{store} went back from version {last.version} to {newest.version}; later "
+                "versions can be followed"
             )
         case Relation.FORKED:
             raise errors.VersionRegressedError(
-                describe_fork(store, seen.id, now.id), is_forked=True
+                describe_fork(store, last.id, newest.id), is_forked=True
             )
 
 
@@ -410,6 +412,7 @@ _PARTS = {
     places.DELTAS_DIRECTORY,
     places.KEPT_DIRECTORY,
     places.SCRATCH_DIRECTORY,
+    "lost+found",  # at the root of an ext4 filesystem, which may be a store's own mount
 }
 """Names in a store's directory."""
 
@@ -420,11 +423,6 @@ _MARKS = (
     *(f"{buffer}/{places.MANIFEST_FILE}" for buffer in places.BUFFERS),
 )
 """Files that make a directory a store, whatever else is in it."""
-
-_OF_MOUNTS = "lost+found"
-"""Directory at the root of an ext4 filesystem, which may be a store's own mount."""
-
-_NUM_NAMED = 3
 
 
 def other_contents(root: Path) -> str | None:
@@ -437,11 +435,7 @@ def other_contents(root: Path) -> str | None:
         if any((root / mark).exists() for mark in _MARKS) or not root.is_dir():
             return None
         names = sorted(path.name for path in root.iterdir() if path.name[0] != ".")
-    others = [name for name in names if name not in (*_PARTS, _OF_MOUNTS)]
-    if not others:
-        return None
-    num_more = len(others) - _NUM_NAMED
-    return ", ".join(others[:_NUM_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")
+    return listed([name for name in names if name not in _PARTS], most=3) or None
 
 
 def is_store(root: Path) -> bool:

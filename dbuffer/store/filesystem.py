@@ -73,10 +73,7 @@ def real_path(path: Path) -> Path:
 
 
 def os_errors(action: str, path: Path | str, num_bytes: int = 0) -> TranslatedErrors:
-    """Turn an OSError into ours, which says which action failed, where, and what to do.
-
-    ``num_bytes`` is the room that the action needs.
-    """
+    """Translate an OSError of an action, which needs room for ``num_bytes``."""
 
     def translate(error: BaseException) -> None:
         if isinstance(error, DBufferError) or not isinstance(error, OSError):
@@ -90,10 +87,10 @@ def os_errors(action: str, path: Path | str, num_bytes: int = 0) -> TranslatedEr
             raise StoreFullError(
                 f"cannot {action}: no room left for {path}{room}; make room on its filesystem"
             ) from error
-        whose = ""
+        owner = ""
         if error.errno == errno.EACCES:
-            whose = f" for user {os.geteuid()}; a store is for the user who made it"
-        raise StoreAccessError(f"cannot {action} at {path}: {error.strerror}{whose}") from error
+            owner = f" for user {os.geteuid()}; a store is for the user who made it"
+        raise StoreAccessError(f"cannot {action} at {path}: {error.strerror}{owner}") from error
 
     return TranslatedErrors(translate)
 
@@ -107,12 +104,7 @@ def _room(path: Path, num_bytes: int) -> str:
 
 
 def list_matching(directory: Path, pattern: str) -> list[Path]:
-    """List the paths in a directory that match a pattern; none if it does not exist.
-
-    Raises:
-        StoreNotFoundError: it is removed meanwhile.
-        StoreAccessError: it cannot be listed.
-    """
+    """List the paths in a directory that match a pattern; none if it does not exist."""
     with os_errors("list", directory):
         return list(directory.glob(pattern))
 
@@ -125,10 +117,10 @@ def make_directory(path: Path, *, parents: bool = False, durable: bool = False) 
     with os_errors("make the directory", path):
         if path.is_dir():
             return
-        made = [each for each in (path, *path.parents) if durable and not each.is_dir()]
+        made = [new for new in (path, *path.parents) if durable and not new.is_dir()]
         path.mkdir(mode=0o700, parents=parents, exist_ok=True)
-        for each in made:
-            sync_directory(each.parent)
+        for new in made:
+            sync_directory(new.parent)
 
 
 def check_trust(path: Path) -> None:
@@ -157,13 +149,13 @@ def _check_trusted(status: os.stat_result, path: Path) -> None:
 
 
 def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> Descriptor:
-    """Open a file for reading or writing, never through a link, never anything but a file.
+    """Open a file, but no link, directory or pipe.
 
     ``owner_only``: refuse a file that someone else could have written.
 
     Raises:
-        FileNotFoundError: it is not there.
-        StoreCorruptError: it is a link, a directory, a pipe.
+        FileNotFoundError: it does not exist.
+        StoreCorruptError: it is not a plain file.
         StoreAccessError: it has another owner, or its mode lets others write.
     """
     try:
@@ -189,13 +181,7 @@ def _check_regular(status: os.stat_result, path: Path, *, owner_only: bool) -> N
 
 
 def check_file(path: Path, num_bytes: int, *, owner_only: bool) -> None:
-    """Refuse a file of another size, and each that `open_regular` would refuse; do not open it.
-
-    Raises:
-        StoreNotFoundError: it is not there.
-        StoreCorruptError: it has another size, or is a link, a directory, a pipe.
-        StoreAccessError: it has another owner, or its mode lets others write.
-    """
+    """Refuse a file of another size, and whatever `open_regular` would refuse; do not open it."""
     with os_errors("look at", path):
         status = path.lstat()
     _check_regular(status, path, owner_only=owner_only)
@@ -229,7 +215,7 @@ def show_new_names(*directories: Path) -> None:
 
 
 def read_small(path: Path, max_bytes: int, *, owner_only: bool = True) -> bytes:
-    """Read the whole of a small file, as it is now."""
+    """Read a small file, as it is now, with a retry if it was replaced meanwhile."""
     for num_retries in itertools.count():
         try:
             refresh(path.parent)
@@ -283,25 +269,25 @@ def replace_file(
     lock: bool = False,
     before: Descriptor | None = None,
 ) -> Descriptor:
-    """Put ``data`` at ``path`` in one step: a reader gets the old bytes or the new, whole.
-
-    The temporary file is in ``scratch``, which no process watches or lists. The file stays open
-    for as long as the returned descriptor does. With ``lock``, it is locked exclusively before it
-    has its name, and no forked child inherits the lock.
+    """Put ``data`` at ``path`` in one step: a reader gets the old bytes or the new ones.
 
     Args:
         path: the file's name.
         data: its bytes.
-        scratch: a directory of the same filesystem.
+        scratch: a directory of the same filesystem, which no process watches or lists, for the
+            temporary file.
         flush: flush the file.
         durable: flush file and directory.
-        lock: lock it.
+        lock: lock it exclusively before it has its name; no forked child inherits the lock.
         before: the open file that has the name now, on a network mount. To a host that reads a
             small file an NFSv4 server hands out a delegation, and the file cannot be replaced or
             removed before the host has given that back; from a host that was cut off, that takes
             the server's lease, 90 s by default. A file that is open for writing is not delegated.
             It is closed just before it is replaced, and not later: a file that is removed while it
             is open stays for a while, under another name.
+
+    Returns:
+        The file, open.
     """
     with os_errors("write", path):
         temporary, file = _open_temporary(scratch, path)
@@ -325,11 +311,10 @@ def replace_file(
 
 
 def _rename(temporary: Path, path: Path, made: tuple[int, int]) -> None:
-    """Give a finished file its name, in place of the file that had it.
+    """Give a finished file, by its identity ``made``, its name.
 
-    An NFS client asks again when no answer has come, and a server that was restarted in between
-    does not know that it has done it already: then there is nothing to rename. So what counts is
-    which file is at ``path``; ``made`` is ours, by :func:`identity_of`.
+    An NFS client repeats a request that got no answer, and a server that was restarted in between
+    does not know that it has renamed the file already: then there is nothing to rename.
     """
     try:
         os.replace(temporary, path)
@@ -339,12 +324,9 @@ def _rename(temporary: Path, path: Path, made: tuple[int, int]) -> None:
 
 
 def identity_at(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of the file of this name, looked up anew, or None without access.
-
-    An NFS client would answer from its cache otherwise.
-    """
+    """Return device and inode of the file of this name, or None without access."""
     try:
-        refresh(path.parent)
+        refresh(path.parent)  # an NFS client would answer from its cache otherwise
         with Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
             return identity_of(file.number)
     except OSError:
@@ -403,15 +385,13 @@ def make_scratch_directory(scratch: Path) -> Path:
     return path
 
 
-def remove_stale_temporaries(directory: Path, now: float) -> None:
-    """Remove what processes left behind that died while they made a file or a directory.
+def remove_stale_temporaries(directory: Path, now_s: float) -> None:
+    """Remove temporary files and directories of this user's processes that died.
 
-    ``now`` is by the clock that files' times are of, which may be another host's.
-
-    Younger ones stay: another live process may be about to rename them. So does all that is named
-    otherwise, or is someone else's: it was not made here.
+    Younger ones stay, because a live process may be about to rename them. ``now_s`` is by the clock
+    of the files' times, which may be another host's.
     """
-    oldest = now - _STALE_TEMPORARY_S
+    oldest = now_s - _STALE_TEMPORARY_S
     for path in list_matching(directory, ".*.tmp"):
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
@@ -484,7 +464,7 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_contents(directory: Path) -> None:
-    """Flush a directory's files: else a power cut may leave its name, and not the bytes in it."""
+    """Flush a directory's files: else a power cut may leave their names without their bytes."""
     for file in directory.iterdir():
         with file.open("rb") as written:
             sync_file(written.fileno(), file)
@@ -505,14 +485,14 @@ def identity_of(descriptor: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def take_lock(path: Path, whose: str, *, may_lack_locks: bool) -> Descriptor | None:
+def take_lock(path: Path, owner: str, *, may_lack_locks: bool) -> Descriptor | None:
     """Make a lock's file and lock it for as long as it is open; return None if it is taken.
 
     ``may_lack_locks``: on a mount without locks, as Lustre by default, it counts as locked, which
     is logged once; the caller detects a second owner in another way. Without this option, such a
     mount is a StoreAccessError.
     """
-    with os_errors(f"open the {whose} lock", path):
+    with os_errors(f"open the {owner} lock", path):
         lock = Descriptor.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
             if try_lock(lock.number, exclusive=True):
@@ -528,7 +508,7 @@ def take_lock(path: Path, whose: str, *, may_lack_locks: bool) -> Descriptor | N
 
 
 def try_lock(descriptor: int, *, exclusive: bool) -> bool:
-    """Lock an open file against other openings of it; False if another holds it.
+    """Lock an open file against other openings of it; return False if one of them has a lock.
 
     The kernel drops the lock when the descriptor is closed, and so when the process dies.
 
@@ -574,16 +554,14 @@ def is_locked(path: Path) -> bool:
                     return False
 
 
-def was_touched_within(path: Path, limit_s: float, now: float) -> bool:
-    """Whether a file was written or touched since ``now - limit_s``, by the clock of its mount.
-
-    Opened for that: a network's client may have its times from a minute ago otherwise.
-    """
+def was_touched_since(path: Path, since_s: float) -> bool:
+    """Whether a file was written or touched since a time of its mount's clock."""
     try:
         with os_errors("look at", path):
             refresh(path.parent)
+            # An NFS client may have the times of a file that is not open from a minute ago.
             with open_regular(path, os.O_RDONLY, owner_only=False) as file:
-                return now - os.fstat(file.number).st_mtime < limit_s
+                return os.fstat(file.number).st_mtime > since_s
     except StoreNotFoundError:  # it was removed just now
         return False
 
@@ -607,14 +585,14 @@ def is_at(file: Descriptor, path: Path) -> bool:
 
 
 def lock_within(descriptor: int, timeout_s: float) -> bool:
-    """Lock exclusively, waiting up to ``timeout_s``; False if others still hold it then."""
+    """Lock exclusively, waiting up to ``timeout_s``; return False if it is still locked then."""
     deadline = time.monotonic() + timeout_s
     pauses_s = doubling(*LOCK_PAUSES_S)
     while not try_lock(descriptor, exclusive=True):
-        left = deadline - time.monotonic()
-        if left <= 0:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
             return False
-        time.sleep(min(next(pauses_s), left))
+        time.sleep(min(next(pauses_s), left_s))
     return True
 
 
@@ -664,13 +642,16 @@ class Descriptor(Closing, ProcessBound):
 
     @property
     def number(self) -> int:
-        """The kernel's number of it, for as long as it is open; a `ClosedError` after that."""
+        """The kernel's number of it, for as long as it is open.
+
+        Raises:
+            ClosedError: it is closed.
+        """
         if not self.is_open:
             raise ClosedError("this file is closed, or was opened before a fork")
         return self._file.fileno()
 
     def close(self) -> None:
-        """Close it; more than once is fine."""
         _close_quietly(self._file)
         self._finalizer.detach()
 

@@ -1,9 +1,8 @@
 """`Process`: which process wrote a record, and whether it is known to have ended.
 
-This is the one place that compares processes. A process id says little by itself: containers have
-process ids of their own, often one host name for all, and the kernel gives a number anew. So a
-record names the boot, the PID namespace and when its process started. Whether one of another host
-or container lives is not for its number to say, but for its lock or its time; see
+Containers have process ids of their own, often one host name for all, and the kernel reuses process
+ids. So a record names the boot, the PID namespace and when its process started. Whether a process
+of another host or container lives shows in the lock or the time of its record; see
 :meth:`dbuffer.store.buffer.DoubleBuffer.may_live`.
 """
 
@@ -40,7 +39,7 @@ class Process:
 
     @classmethod
     def here(cls) -> Process:
-        return _here(os.getpid())
+        return _of_pid(os.getpid())
 
     @classmethod
     def parent(cls) -> Process:
@@ -60,9 +59,9 @@ class Process:
     @property
     def can_be_seen(self) -> bool:
         """Whether its process id has the same meaning here: same boot, same PID namespace."""
-        here = Process.here()
-        return (self.boot, self.pid_namespace) == (here.boot, here.pid_namespace) and (
-            bool(self.boot) or self.host == here.host
+        this = Process.here()
+        return (self.boot, self.pid_namespace) == (this.boot, this.pid_namespace) and (
+            bool(self.boot) or self.host == this.host
         )
 
     @property
@@ -102,7 +101,7 @@ def owner_fields() -> dict[str, str | int]:
 
 
 @functools.lru_cache(maxsize=1)
-def _here(pid: int) -> Process:
+def _of_pid(pid: int) -> Process:
     boot, namespace = "", 0
     with contextlib.suppress(OSError):  # not Linux
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

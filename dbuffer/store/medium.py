@@ -89,23 +89,24 @@ class Medium:
         """
         return not self.reaches_other_hosts and self.filesystem in REWRITABLE_FILESYSTEMS
 
-    def now(self) -> float:
-        """Seconds since the epoch, by the clock that files' times are of."""
+    def now_s(self) -> float:
+        """Return seconds since the epoch, by the clock of files' times."""
         if not self.reaches_other_hosts:
             return time.time()
-        now = time.monotonic()
-        if self._measured_at is None or now - self._measured_at > _CLOCK_S:
-            self._measured_at = now
+        since_boot_s = time.monotonic()
+        if self._measured_at is None or since_boot_s - self._measured_at > _CLOCK_S:
+            self._measured_at = since_boot_s
             # Without write access the clock cannot be measured, and counts as this host's.
             with contextlib.suppress(OSError):
-                self._ahead_s = filesystem.time_at(self.root / places.SCRATCH_DIRECTORY) - now
-        return now + self._ahead_s
+                time_s = filesystem.time_at(self.root / places.SCRATCH_DIRECTORY)
+                self._ahead_s = time_s - since_boot_s
+        return since_boot_s + self._ahead_s
 
     def shows_life(self, record: Path) -> bool:
         """Whether the owner of a receiver's record, of another container or host, may live."""
         if not self.reaches_other_hosts:
             return filesystem.is_locked(record)
-        return filesystem.was_touched_within(record, TIMING.presumed_dead_after_s, self.now())
+        return filesystem.was_touched_since(record, self.now_s() - TIMING.presumed_dead_after_s)
 
     def lock_to_read(self, file: Descriptor) -> bool:
         """Keep writers from an open weights file; return False if one has it.
@@ -123,7 +124,7 @@ class Medium:
         shows_life: bool = False,
         before: Descriptor | None = None,
     ) -> Descriptor | None:
-        """Replace a small file of the store in one step, so that others see it.
+        """Replace a small file of the store in one step, so that other processes see it.
 
         ``shows_life``: for a receiver's record. On a local mount it is locked before it has its
         name: the kernel drops the lock when its owner dies, in any container. On a network mount

@@ -195,7 +195,7 @@ def open_newest(
     store: DoubleBuffer,
     *,
     newer_than: int | None,
-    seen: Pointer | None = None,
+    last: Pointer | None = None,
     reread: bool = True,
     announce: Announce | None = None,
 ) -> OpenStoreVersion | None:
@@ -206,8 +206,8 @@ def open_newest(
     Args:
         store: the store.
         newer_than: only a version above this one, or any.
-        seen: the pointer that the reader has seen last.
-        reread: whether to read the pointer at first, too; ``seen`` was read just now otherwise.
+        last: the pointer that the reader has read last.
+        reread: whether to read the pointer at first, too; otherwise ``last`` was read just now.
         announce: called with the version before its file is opened. On a network mount, a reader
             that does not announce the version in its record may lose the file while reading it.
 
@@ -219,7 +219,7 @@ def open_newest(
     store.check()
     patience = Patience()
     while True:
-        pointer = store.newest_pointer(seen) if reread or seen is None else seen
+        pointer = store.newest_pointer(last) if reread or last is None else last
         reread = True
         if pointer is None or (newer_than is not None and pointer.version <= newer_than):
             return None
@@ -341,16 +341,16 @@ class Patience:
 
     def __init__(self) -> None:
         self._about: object = None
-        self._since = 0.0
+        self._since_s = 0.0
         self._pauses_s = doubling(*filesystem.LOCK_PAUSES_S)
 
     def wait(self, about: object) -> bool:
         """Wait a moment; return False if it has been about the same thing for long enough."""
-        now = time.monotonic()
+        now_s = time.monotonic()
         if about != self._about:
-            self._about, self._since = about, now
+            self._about, self._since_s = about, now_s
             self._pauses_s = doubling(*filesystem.LOCK_PAUSES_S)
-        elif now - self._since > TIMING.settle_s:
+        elif now_s - self._since_s > TIMING.settle_s:
             return False
         time.sleep(next(self._pauses_s))
         return True

@@ -124,7 +124,7 @@ class OwnRecord(ProcessBound):
         return self._record
 
     def set(self, **changes: Any) -> None:
-        """Change fields of the record; :meth:`write` makes them seen."""
+        """Change fields of the record; :meth:`write` publishes them."""
         with self._lock:
             self._record = replace(self._record, **changes)
 
@@ -134,7 +134,7 @@ class OwnRecord(ProcessBound):
             self._record = _anew(self._record, **changes)
 
     def count(self, **amounts: float) -> None:
-        """Add to the record's stats; :meth:`write` makes them seen."""
+        """Add to the record's stats; :meth:`write` publishes them."""
         with self._lock:
             stats = dict(self._record.stats)
             for name, amount in amounts.items():
@@ -142,7 +142,7 @@ class OwnRecord(ProcessBound):
             self._record = replace(self._record, stats=stats)
 
     def write(self, **changes: Any) -> None:
-        """Change fields, to be seen from now on."""
+        """Change and publish fields."""
         self.set_anew(**changes)
 
     def write_problem(self, error: Exception, version: VersionId | None) -> None:
@@ -250,9 +250,9 @@ class RecordFile(OwnRecord):
 
 def _anew(record: ReceiverRecord, **changes: Any) -> ReceiverRecord:
     """Return a record with these changes, and the time of now."""
-    # The later of two is told by it, so it goes on where the host's clock is put back.
-    now = max(time.time(), math.nextafter(record.updated_at, math.inf))
-    return replace(record, **changes, updated_at=now)
+    # It goes up even if the host's clock is put back: it shows which of two records is later.
+    updated_at = max(time.time(), math.nextafter(record.updated_at, math.inf))
+    return replace(record, **changes, updated_at=updated_at)
 
 
 def _remove_ended(store: DoubleBuffer, newcomer: ReceiverRecord) -> None:
@@ -275,30 +275,30 @@ def _remove_ended(store: DoubleBuffer, newcomer: ReceiverRecord) -> None:
 
 
 def _has_ended(store: DoubleBuffer, record: ReceiverRecord) -> bool:
-    here, process = Process.here(), Process.of(record)
-    if process == here:
-        mine = _of_process.get(store.record_path(record.receiver, record.token))
-        return mine is None or not mine.is_open
+    this_process, process = Process.here(), Process.of(record)
+    if process == this_process:
+        file = _of_process.get(store.record_path(record.receiver, record.token))
+        return file is None or not file.is_open
     if not store.may_live(record):
         return True
-    # Without locks, a container that was restarted is known by the host name and process id of the
-    # one before it. Should that one live after all, its next heartbeat writes its record again.
-    is_alike = (process.host, process.pid) == (here.host, here.pid)
+    # Without locks, a restarted container is known by its host name and process id. If the process
+    # before it lives after all, its next heartbeat writes its record again.
+    is_alike = (process.host, process.pid) == (this_process.host, this_process.pid)
     return is_alike and store.medium.reaches_other_hosts and not record.is_relayed
 
 
-def _start_heartbeat(once: Callable[[], None]) -> threading.Event:
-    """Call a method every `Timing.heartbeat_s` while its object is in use; what ends that."""
+def _start_heartbeat(beat: Callable[[], None]) -> threading.Event:
+    """Call a method every `Timing.heartbeat_s` while its object is in use; return a stop event."""
     stop = threading.Event()
-    method = weakref.WeakMethod(once)
+    method = weakref.WeakMethod(beat)
 
-    def beat() -> None:
+    def run() -> None:
         while not stop.wait(TIMING.heartbeat_s):
-            if (beat_once := method()) is None:
+            if (beat_now := method()) is None:
                 return
             with contextlib.suppress(MemoryError):  # the next one may find some
-                beat_once()
-            del beat_once
+                beat_now()
+            del beat_now
 
-    threading.Thread(target=beat, name="dbuffer-heartbeat", daemon=True).start()
+    threading.Thread(target=run, name="dbuffer-heartbeat", daemon=True).start()
     return stop

@@ -92,14 +92,7 @@ class Retention:
     more stays for ``reader_timeout_s`` at most, and less if no record names a version that needs
     it: then it goes once a newer version is out for `Timing.keep_superseded_s`, for the sake of
     readers that cannot write a record. Times are this process's own; clocks of hosts are not
-    compared.
-
-    Args:
-        store: the store.
-        files: the writer's open files.
-        reader_timeout_s: how long a reader may take.
-        num_kept: number of versions that are kept besides those in A and B.
-        durable: whether a kept version is flushed.
+    compared. Besides the versions in A and B, ``num_kept`` stay, and are flushed if ``durable``.
     """
 
     def __init__(
@@ -132,12 +125,12 @@ class Retention:
             logger.warning("version %d is not kept: %s", manifest.version, str(error))
 
     def named_by(self, manifests: Manifests) -> dict[Path, range]:
-        """Return the files that manifests name, each with the versions that need it."""
+        """Return the files that manifests name, with the versions that need them."""
         named: dict[Path, range] = {}
         for buffer, manifest in manifests.items():
             if manifest is not None:
                 made_for = {self._store.weights_path(buffer, manifest): manifest.file_version}
-                made_for |= {self._store.delta_path(each): each for each in manifest.chain[1:]}
+                made_for |= {self._store.delta_path(later): later for later in manifest.chain[1:]}
                 end = manifest.version + 1 if manifest.state == "complete" else 0
                 for file, version in made_for.items():
                     named[file] = _longer(range(version.number, end), named.get(file))
@@ -196,35 +189,31 @@ class Retention:
         self._cleared_at = time.monotonic()
         try:
             scratch = self._store.root / places.SCRATCH_DIRECTORY
-            now = filesystem.time_at(scratch)
-            filesystem.remove_stale_temporaries(scratch, now)
-            self._remove_old_records(now)
+            now_s = filesystem.time_at(scratch)
+            filesystem.remove_stale_temporaries(scratch, now_s)
+            self._remove_old_records(now_s)
         except (DBufferError, OSError) as error:
             logger.warning("cannot clear up %s: %s", self._store.root, str(error))
 
-    def _remove_old_records(self, now: float) -> None:
+    def _remove_old_records(self, now_s: float) -> None:
         """Remove records of receivers that ended long ago; there is no end of generated ids."""
-        # By the times of files: those in records come from the clocks of many hosts.
-        ages_s: list[tuple[float, Path, ReceiverRecord]] = []
+        # By the times of files: times in records come from the clocks of many hosts.
+        aged: list[tuple[float, Path, ReceiverRecord]] = []
         for record in self._store.receivers():
             path = self._store.record_path(record.receiver, record.token)
-            ages_s.append((now - filesystem.touched_at(path), path, record))
-        ages_s.sort(key=lambda each: each[0], reverse=True)
-        last = {record.receiver: record.token for _, _, record in ages_s}
-        for age_s, path, record in ages_s:
-            is_last_of_name = not record.is_ephemeral and last[record.receiver] == record.token
-            keep_s = (
-                TIMING.forget_receivers_after_s
-                if is_last_of_name
-                else TIMING.forget_ephemeral_after_s
-            )
-            with contextlib.suppress(StoreNotFoundError):
-                if age_s > keep_s and not self._store.may_live(record):
-                    try:
-                        path.unlink(missing_ok=True)
-                    except OSError as error:
-                        message = "cannot remove the record of a dead receiver: %s"
-                        log_once(logger, message, str(error))
+            aged.append((now_s - filesystem.touched_at(path), path, record))
+        aged.sort(key=lambda row: row[0], reverse=True)
+        last = {record.receiver: record.token for _, _, record in aged}
+        for age_s, path, record in aged:
+            keep_s = TIMING.forget_ephemeral_after_s
+            if not record.is_ephemeral and last[record.receiver] == record.token:
+                keep_s = TIMING.forget_receivers_after_s
+            if age_s > keep_s and not self._store.may_live(record):
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    message = "cannot remove the record of a dead receiver: %s"
+                    log_once(logger, message, str(error))
 
     def _files_in(self, directories: Iterable[str]) -> dict[Path, list[Path]]:
         """List deltas, and weights files with their parts; no files of others."""
@@ -283,7 +272,7 @@ class Retention:
         self, files: dict[Path, list[Path]], named: dict[Path, range]
     ) -> dict[Path, Reason]:
         """Return the reason for each file to stay, before readers are looked at."""
-        now = time.monotonic()
+        now_s = time.monotonic()
         unknown = files.keys() - named.keys() - self._reasons.keys()
         ages_s = self._ages_s(files, unknown)
         reasons = {}
@@ -292,11 +281,11 @@ class Retention:
             if file in named:
                 reason = Reason(_longer(named[file], reason and reason.versions))
             elif reason is None:
-                since = now - ages_s.get(file, 0.0)
+                since = now_s - ages_s.get(file, 0.0)
                 reason = Reason(None, since, since)
             elif reason.is_named:
-                superseded_at = now if self._flipped_at is None else self._flipped_at
-                reason = Reason(reason.versions, now, superseded_at)
+                superseded_at = now_s if self._flipped_at is None else self._flipped_at
+                reason = Reason(reason.versions, now_s, superseded_at)
             reasons[file] = reason
         return reasons
 
@@ -318,9 +307,9 @@ class Retention:
             for directory in (root / buffer for buffer in places.BUFFERS):
                 filesystem.refresh(directory)
                 marked_at[directory] = filesystem.touched_at(directory / places.MANIFEST_FILE)
-            # Whichever this writer has just written.
-            now = max(*marked_at.values(), filesystem.touched_at(root / places.WRITER_FILE))
-            ages_s = dict.fromkeys(unknown, now - max(marked_at.values()))
+            # This writer has written one of these just now.
+            now_s = max(*marked_at.values(), filesystem.touched_at(root / places.WRITER_FILE))
+            ages_s = dict.fromkeys(unknown, now_s - max(marked_at.values()))
             if any(places.is_delta_file(file.name) for file in files):
                 return ages_s
             for directory in {file.parent for file in unknown} & marked_at.keys():
@@ -332,7 +321,7 @@ class Retention:
                 changes = [*written.values(), marked_at[directory]]
                 for file in written.keys() & unknown:
                     later = [changed_at for changed_at in changes if changed_at > written[file]]
-                    ages_s[file] = now - min(later, default=now)
+                    ages_s[file] = now_s - min(later, default=now_s)
         return ages_s
 
     def _remove_unneeded(self, files: dict[Path, list[Path]], manifests: Manifests) -> None:
@@ -366,10 +355,10 @@ class Retention:
         if reason.versions is not None and not reason.versions:
             return False
         versions = readers.keys() - in_buffers if reason.versions is None else reason.versions
-        reader = next((readers[opened] for opened in sorted(readers) if opened in versions), None)
-        now = time.monotonic()
-        if now - reason.unnamed_since < self._reader_timeout_s:
-            is_fresh = now - reason.superseded_at < TIMING.keep_superseded_s
+        reader = next((readers[number] for number in sorted(readers) if number in versions), None)
+        now_s = time.monotonic()
+        if now_s - reason.unnamed_since < self._reader_timeout_s:
+            is_fresh = now_s - reason.superseded_at < TIMING.keep_superseded_s
             return reader is not None or is_fresh
         if reader is not None:
             logger.warning(
@@ -382,9 +371,9 @@ class Retention:
         return False
 
 
-def _longer(versions: range, others: range | None) -> range:
+def _longer(versions: range, before: range | None) -> range:
     """Return the range that goes on to the higher version."""
-    return versions if others is None or versions.stop >= others.stop else others
+    return versions if before is None or versions.stop >= before.stop else before
 
 
 def _name_of(versions: range | None) -> str:

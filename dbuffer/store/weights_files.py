@@ -30,9 +30,9 @@ _QUIET_WAIT_S = 1.0
 
 
 class WeightsFiles:
-    """The weights files of a store's writer, which holds each open that it may write again.
+    """The weights files of a store's writer, open if it may write them again.
 
-    On a network mount it holds each open that is there; see `replace_file`.
+    On a network mount all of them are open; see `replace_file`.
     """
 
     def __init__(self, store: DoubleBuffer, reader_timeout_s: float) -> None:
@@ -84,14 +84,11 @@ class WeightsFiles:
         return file
 
     def close_one(self, file: Descriptor) -> None:
-        self._open = {path: known for path, known in self._open.items() if known is not file}
+        self._open = {path: other for path, other in self._open.items() if other is not file}
         file.close()
 
     def close_all_but(self, paths: Container[Path]) -> None:
-        """Close the other files, which are removed next, or were removed by another process.
-
-        A file takes room for as long as it is open; see also `replace_file`.
-        """
+        """Close the files that are removed: a file takes room for as long as it is open."""
         for path, file in list(self._open.items()):
             if path not in paths:
                 self.close_one(file)
@@ -128,7 +125,7 @@ class WeightsFiles:
             return None
         if not self._lock_against_readers(file, manifest.version):
             logger.warning(
-                "evicting %s from buffer %s of %s (version %d): held for more than %g s",
+                "evicting %s from buffer %s of %s (version %d): read for more than %g s",
                 self._holders(manifest.version) or "a reader",
                 buffer,
                 self._store.root,
@@ -153,12 +150,12 @@ class WeightsFiles:
         return filesystem.lock_within(file.number, patience_s - quiet_s)
 
     def _open_again(self, path: Path) -> Descriptor | None:
-        known = self._open.get(path)
+        before = self._open.get(path)
         try:
-            if known is not None and os.path.samestat(os.fstat(known.number), path.stat()):
-                return known
-            if known is not None:
-                self.close_one(known)
+            if before is not None and os.path.samestat(os.fstat(before.number), path.stat()):
+                return before
+            if before is not None:
+                self.close_one(before)
             owner_only = self._store.owner_only
             file = filesystem.open_regular(path, os.O_RDWR, owner_only=owner_only)
         except FileNotFoundError:
@@ -178,7 +175,7 @@ class WeightsFiles:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The weights file at ``path``, and its parts."""
+    """Return the weights file at ``path``, and its parts."""
     files = filesystem.list_matching(path.parent, "weights-*.td")
     return [path, *(file for file in files if places.is_part_of(file.name, path.name))]
 

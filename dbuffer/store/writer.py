@@ -69,8 +69,8 @@ class Claim:
     """The weights file; None if the version stands on the file of an earlier one, or gets the file
     of a kept one under another name (`republish`)."""
     marked: Manifest
-    held_before: VersionId | None
-    """Version that the file holds, whole, until it is written, or None."""
+    earlier: VersionId | None
+    """Version that is in the file until it is written, or None."""
     deltas: dict[Path, int] = field(default_factory=dict)
     """Deltas that were written for it, and their sizes."""
 
@@ -88,7 +88,7 @@ class BufferWriter:
     versions that it copies. With ``keep``, so many versions besides the two in the buffers stay.
 
     Raises:
-        OptionError: the directory holds something else; see `foreign`.
+        OptionError: the directory holds something else.
         StoreBusyError: another writer has the store.
         StoreAccessError: the directory cannot be used.
     """
@@ -130,14 +130,14 @@ class BufferWriter:
         """Times of receivers' records, by id and token, when it began."""
         self._last_number = 0
         """Number of its run's last version, which the store may have lost since."""
-        # Between hosts epochs show a second writer; on a local disk readers need locks as well.
+        # Between hosts the record shows a second writer; on a local disk readers need locks, too.
         path, may_lack_locks = self.root / places.WRITER_LOCK_FILE, self.medium.reaches_other_hosts
         lock = filesystem.take_lock(path, "writer's", may_lack_locks=may_lack_locks)
         if lock is None:
             holder = self.store.undamaged_writer()
-            who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+            process = f"process {holder.pid} on {holder.host}" if holder else "another process"
             raise StoreBusyError(
-                f"{who} has {self.root} open for writing; a store has one sender at a time: "
+                f"{process} has {self.root} open for writing; a store has one sender at a time: "
                 "close that one, or use another directory"
             )
         self._lock = lock
@@ -161,7 +161,7 @@ class BufferWriter:
         return self.medium.can_rewrite_in_place and not self._keep
 
     def close(self) -> None:
-        """Give the store up. The lock's file says so; of a killed writer it does not."""
+        """Give the store up, which the lock's file says from then on."""
         self._files.close()
         for file in self._open_records.values():
             if file is not None:
@@ -184,15 +184,14 @@ class BufferWriter:
         )
 
     def version(self, number: int) -> Lineage:
-        """A version of its run, and what leads to it."""
+        """Return a version of its run, and what leads to it."""
         return Lineage(VersionId(self.record.token, number), self._runs)
 
     def next_version(self, version: int | None) -> int:
-        """Choose the version to publish, as :meth:`Contents.next_version` does.
+        """Choose the number of the version to publish, as :meth:`Contents.next_version` does.
 
         Raises:
-            WriterSupersededError: another writer took the store over: which number its next version
-                may have is none of this one's business.
+            WriterSupersededError: another writer took the store over.
             StoreNotFoundError: the store was removed.
         """
         with os_errors("read", self.root):
@@ -225,24 +224,24 @@ class BufferWriter:
             old, newest = contents.manifests[buffer], contents.manifests[other_buffer(buffer)]
             if self._keep and old is not None and contents.has_published(old):
                 self._retention.keep(buffer, old)
-            others = {other_buffer(buffer): newest}
-            file, name, held_before = None, None, None
+            not_idle = {other_buffer(buffer): newest}
+            file, name, earlier = None, None, None
             if with_file and not self._keep and old is not None:
                 # The newest version may be a chain of deltas from the file of this buffer.
-                if self.root / buffer / old.file not in self._retention.named_by(others):
+                if self.root / buffer / old.file not in self._retention.named_by(not_idle):
                     file = self._files.reuse(buffer, old, layout_xxh3, file_bytes)
                 if file is not None:
                     undo.callback(self._files.close_one, file)
-                    name, held_before = old.file, old.id
+                    name, earlier = old.file, old.id
             # A successor may have come while readers were waited for.
             self.store.require_writer(self.record)
             marked = self._mark(buffer, version, contents.last_generation, name)
             path = self.root / buffer / marked.file
-            self._retention.sweep({**others, buffer: marked}, version)
+            self._retention.sweep({**not_idle, buffer: marked}, version)
             if file is None and with_file:
                 file = self._files.make(path, file_bytes)
             undo.pop_all()
-            return Claim(buffer, path, file, marked, held_before)
+            return Claim(buffer, path, file, marked, earlier)
 
     def _mark(
         self, buffer: str, version: Lineage, last_generation: int, file: str | None
@@ -448,7 +447,7 @@ class BufferWriter:
             raise
 
     def _read_back(self, pointer: Pointer, complete: Manifest, sizes: dict[Path, int]) -> None:
-        """See what other hosts see: caches and successors may have it otherwise."""
+        """Require that a version reads as it was written, in spite of caches and successors."""
         patience = Patience()
         while True:
             try:
@@ -485,14 +484,13 @@ class BufferWriter:
                     path.unlink(missing_ok=True)
 
     def _begin_run(self, name: str | None) -> None:
-        mine = self.record
-        newest = Contents(self.store).newest
+        record, newest = self.record, Contents(self.store).newest
         upon, before = (None, []) if newest is None else (newest.id.number, newest.runs)
-        run = Run(mine.token, name, mine.host, mine.pid, mine.started_at, upon)
+        run = Run(record.token, name, record.host, record.pid, record.started_at, upon)
         self._runs = [run, *before][:MAX_RUNS]
 
     def _recover(self) -> WriterRecord:
-        """Begin an epoch, and clear away what dead writers and receivers left behind."""
+        """Write this writer's record, and remove what dead writers and receivers left behind."""
         before = self.store.undamaged_writer()
         contents = Contents(self.store)
         self._generation = contents.last_generation
@@ -505,9 +503,9 @@ class BufferWriter:
         self._put(self.root / places.WRITER_FILE, record)
         self._retention.recover()
         with contextlib.suppress(DBufferError, OSError):  # logged by the line above
-            records = self.store.receivers()
             self._written_before = {
-                (each.receiver, each.token): each.updated_at for each in records
+                (written.receiver, written.token): written.updated_at
+                for written in self.store.receivers()
             }
         return record
 

@@ -297,7 +297,7 @@ def be_on_a_network() -> None:
 
 
 def see_nothing_new() -> None:
-    DoubleBuffer.newest_pointer = lambda store, seen=None: seen or store.pointer()
+    DoubleBuffer.newest_pointer = lambda store, last=None: last or store.pointer()
 
 
 def read_other_bytes() -> None:
