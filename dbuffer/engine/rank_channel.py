@@ -13,8 +13,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from torch import distributed
-from torch.distributed import PrefixStore
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from dbuffer.errors import RankFailedError
 from dbuffer.ranks.agreement import store_of_meeting

@@ -53,8 +53,8 @@ class Assignment:
     def boxes_of(self, rank: int) -> list[Box]:
         """Return all boxes that a rank writes, in the order of the tensors."""
         to_gather = [index for index, writer in self.gathered if writer == rank]
-        whole = [whole_box(index, self.specs[index].shape) for index in to_gather]
-        return sorted((*self.boxes[rank], *whole))
+        gathered = [whole_box(index, self.specs[index].shape) for index in to_gather]
+        return sorted((*self.boxes[rank], *gathered))
 
 
 Boxes: TypeAlias = dict[int, Box | None]
@@ -64,22 +64,22 @@ Boxes: TypeAlias = dict[int, Box | None]
 def assign_writes(
     specs: tuple[TensorSpec, ...],
     aliases: dict[str, str],
-    held: Sequence[Boxes],
+    boxes: Sequence[Boxes],
     *,
     rows_only: bool,
 ) -> Assignment:
-    """Assign a writer to each box that ranks have ``held``.
+    """Assign a writer to each of the boxes that ranks hold.
 
     ``rows_only``: gather boxes that are not one row of bytes in the whole tensor.
     """
-    written: list[list[Box]] = [[] for _ in held]
+    written: list[list[Box]] = [[] for _ in boxes]
     gathered: list[int] = []
-    busy_bytes = [0] * len(held)
+    busy_bytes = [0] * len(boxes)
     shared: list[tuple[int, Box, list[int]]] = []
     for index, spec in enumerate(specs):
         if not spec.num_bytes:  # also of what would be gathered: a piece of a part has bytes
             continue
-        owners = _owners(index, held)
+        owners = _owners(index, boxes)
         if (
             owners is None
             or not _covers(list(owners), spec.shape)
@@ -101,7 +101,7 @@ def assign_writes(
         busy_bytes[writer] += num_bytes
     spread = []
     for index in gathered:
-        holders = [rank for rank, boxes in enumerate(held) if index in boxes]
+        holders = [rank for rank, of_rank in enumerate(boxes) if index in of_rank]
         writer = min(holders, key=busy_bytes.__getitem__)
         busy_bytes[writer] += specs[index].num_bytes
         spread.append((index, writer))
@@ -138,7 +138,7 @@ def layout_in_parts(layout: Layout, assignment: Assignment) -> Layout:
 
 
 def whole_box(index: int, shape: tuple[int, ...]) -> Box:
-    """All of a tensor."""
+    """Return the box of all of a tensor."""
     return Box(index, (0,) * len(shape), tuple(shape))
 
 
@@ -150,13 +150,13 @@ def file_offset(box: Box, spec: TensorSpec) -> int:
     return flat * ITEM_BYTES[spec.dtype]
 
 
-def _owners(index: int, held: Sequence[Boxes]) -> dict[Box, list[int]] | None:
-    """The ranks that hold each box of a tensor; None if one of them holds no box."""
+def _owners(index: int, boxes: Sequence[Boxes]) -> dict[Box, list[int]] | None:
+    """Return the ranks that hold each box of a tensor, or None if one of them holds no box."""
     owners: dict[Box, list[int]] = defaultdict(list)
-    for rank, boxes in enumerate(held):
-        if index not in boxes:
+    for rank, of_rank in enumerate(boxes):
+        if index not in of_rank:
             continue
-        if (box := boxes[index]) is None:
+        if (box := of_rank[index]) is None:
             return None
         if math.prod(box.shape):
             owners[box].append(rank)

@@ -91,7 +91,7 @@ def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> 
         boxes: Boxes = dict.fromkeys(source.reader.held_on(rank))
         return Inventory(source.specs, source.aliases, ranks, boxes)
     boxes, parts = {}, HeldParts()
-    known: dict[Any, tuple[Ranks, bool]] = {}
+    ranks_by_way: dict[Any, tuple[Ranks, bool]] = {}
     for index, tensor in enumerate(source.tensors):
         sharded = sharded_in(tensor)
         if sharded is None:
@@ -102,9 +102,9 @@ def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> 
             way = sharded.ranks
         else:
             way = sharded.device_mesh, sharded.placements
-        if way not in known:
-            known[way] = _part_ranks(sharded, group_rank, source.specs[index].name)
-        ranks[index], is_held = known[way]
+        if way not in ranks_by_way:
+            ranks_by_way[way] = _part_ranks(sharded, group_rank, source.specs[index].name)
+        ranks[index], is_held = ranks_by_way[way]
         if is_held:
             boxes[index] = parts.box(index, tensor)
     return Inventory(source.specs, source.aliases, ranks, boxes)
@@ -134,48 +134,44 @@ def _holders(sharded: DTensor | HeldRows) -> tuple[list[int], bool]:
     if isinstance(sharded, HeldRows):
         return list(sharded.ranks), True
     mesh = sharded.device_mesh
-    here = mesh.get_coordinate()
+    coordinate = mesh.get_coordinate()
     # Only this rank's replica: the others hold the same.
-    pairs = zip(here or [0] * mesh.ndim, sharded.placements, strict=True)
-    index = tuple(one if placement.is_replicate() else slice(None) for one, placement in pairs)
-    return mesh.mesh[index].flatten().tolist(), here is not None
+    pairs = zip(coordinate or [0] * mesh.ndim, sharded.placements, strict=True)
+    index = tuple(place if placement.is_replicate() else slice(None) for place, placement in pairs)
+    return mesh.mesh[index].flatten().tolist(), coordinate is not None
 
 
-def join(ranks: Agreement, source: Source, mine: Inventory, *, rows_only: bool) -> Assignment:
+def join(ranks: Agreement, source: Source, inventory: Inventory, *, rows_only: bool) -> Assignment:
     """Join the inventories of all ranks, and assign the writing to them. Collective.
 
-    Args:
-        ranks: the ranks.
-        source: this rank's tensors.
-        mine: this rank's inventory of them.
-        rows_only: gather boxes that are not one row of bytes in the whole tensor.
+    ``rows_only``: gather boxes that are not one row of bytes in the whole tensor.
 
     Raises:
         InvalidWeightsError: they do not fit together: a tensor differs between ranks, overlaps, has
             a gap, or is on no rank.
     """
-    description = mine.encode_description()
+    description = inventory.encode_description()
     xxh3 = digest(json.dumps(description).encode())
     digests = ranks.share("list its tensors", xxh3)
-    described = {xxh3: mine}
+    described = {xxh3: inventory}
     # Most trainers' ranks describe the same: the list, which is long, is not sent then.
     if len(set(digests)) > 1:
         is_first = digests.index(xxh3) == ranks.rank
         sent = ranks.share("send the list of its tensors", description if is_first else {})
-        for one, encoded in zip(digests, sent, strict=True):
-            if one not in described:
-                described[one] = Inventory.decode_description(encoded)
-    boxes = ranks.share("send its boxes", mine.encode_boxes())
-    with ranks.step("join what the ranks hold"):
+        for of_rank, encoded in zip(digests, sent, strict=True):
+            if of_rank not in described:
+                described[of_rank] = Inventory.decode_description(encoded)
+    boxes = ranks.share("send its boxes", inventory.encode_boxes())
+    with ranks.step("join the tensors of all ranks"):
         assignment = _join(digests, described, boxes, rows_only=rows_only)
-    _compare_replicas(ranks, source, mine)
+    _compare_replicas(ranks, source, inventory)
     return assignment
 
 
 def _join(
     digests: Sequence[str],
     described: Mapping[str, Inventory],
-    boxes: Sequence[list[Any]],
+    encoded: Sequence[list[Any]],
     *,
     rows_only: bool,
 ) -> Assignment:
@@ -185,7 +181,7 @@ def _join(
         describing[xxh3].append(rank)
     tensors: dict[str, _JoinedTensor] = {}
     aliases: dict[str, str] = {}
-    held: list[Boxes] = [{} for _ in boxes]
+    boxes: list[Boxes] = [{} for _ in encoded]
     for xxh3, ranks in describing.items():
         inventory = described[xxh3]
         index_of = []
@@ -194,7 +190,7 @@ def _join(
             tensor.add(ranks, spec, holding)
             index_of.append(tensor.index)
         for rank in ranks:
-            held[rank] = _decode_boxes(boxes[rank], index_of)
+            boxes[rank] = _decode_boxes(encoded[rank], index_of)
         for alias, name in inventory.aliases.items():
             if aliases.setdefault(alias, name) != name:
                 raise InvalidWeightsError(
@@ -208,13 +204,13 @@ def _join(
             f"{alias!r} is tied to {aliases[alias]!r} on one rank, and a tensor of its own on "
             f"rank {tensors[alias].rank}: give one of the two names on all ranks"
         )
-    everywhere = set().union(*held)
+    on_some_rank = set().union(*boxes)
     for tensor in tensors.values():
         tensor.check()
-        if tensor.index not in everywhere:
+        if tensor.index not in on_some_rank:
             raise InvalidWeightsError(f"no rank holds {tensor.spec}")
     specs = tuple(tensor.spec for tensor in tensors.values())
-    return assign_writes(specs, aliases, held, rows_only=rows_only)
+    return assign_writes(specs, aliases, boxes, rows_only=rows_only)
 
 
 def _decode_boxes(encoded: list[Any], index_of: Sequence[int]) -> Boxes:
@@ -246,12 +242,12 @@ class _JoinedTensor:
 
     def check(self) -> None:
         """Refuse an overlap, and a gap."""
-        whole = self.described.get((), [])
+        unsharded = self.described.get((), [])
         for holding, describing in self.described.items():
-            if holding and whole:
+            if holding and unsharded:
                 raise InvalidWeightsError(
-                    f"{_named(whole)} the whole of {self.spec}, and {_named(describing)} parts: "
-                    "give it whole or sharded, alike on all ranks that hold it"
+                    f"{_named(unsharded)} the whole of {self.spec}, and {_named(describing)} "
+                    "parts: give it whole or sharded, alike on all ranks that hold it"
                 )
             if missing := sorted(set(holding).difference(describing)):
                 raise InvalidWeightsError(
@@ -265,13 +261,13 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {listed(ranks)} hold"
 
 
-def _compare_replicas(ranks: Agreement, source: Source, mine: Inventory) -> None:
+def _compare_replicas(ranks: Agreement, source: Source, inventory: Inventory) -> None:
     """Refuse tensors of one name that are no replicas of each other. Collective.
 
     Two ranks that call different tensors by one name, as two stages' first layers, show by samples.
     """
     with ranks.step("sample the tensors that it holds whole") as step:
-        sample = _sample_replicas(source, mine)
+        sample = _sample_replicas(source, inventory)
         step.result = digest(json.dumps(sample).encode())
     if len(set(step.results)) > 1:
         samples = ranks.share("send its samples", sample)
@@ -291,8 +287,8 @@ def _sample_replicas(source: Source, inventory: Inventory) -> dict[str, str]:
             flat = tensor.detach().reshape(-1)
             step = max(1, flat.numel() // _SAMPLED_ELEMENTS)
             sample = flat[::step].resolve_conj().resolve_neg().contiguous()
-            there = by_device.setdefault(sample.device, {})
-            there[source.specs[index].name] = sample.view(torch.uint8)
+            on_device = by_device.setdefault(sample.device, {})
+            on_device[source.specs[index].name] = sample.view(torch.uint8)
     digests: dict[str, str] = {}
     for samples in by_device.values():
         # One copy out of a device, and not one for each tensor.
@@ -306,15 +302,15 @@ def _require_alike(samples: Sequence[Mapping[str, str]]) -> None:
     first: dict[str, tuple[int, str]] = {}
     differing: dict[str, tuple[int, int]] = {}
     for rank, sample in enumerate(samples):
-        for name, seen in sample.items():
-            holder, expected = first.setdefault(name, (rank, seen))
-            if seen != expected:
+        for name, xxh3 in sample.items():
+            holder, expected = first.setdefault(name, (rank, xxh3))
+            if xxh3 != expected:
                 differing.setdefault(name, (holder, rank))
     if differing:
-        one, other = next(iter(differing.values()))
+        holder, rank = next(iter(differing.values()))
         raise InvalidWeightsError(
-            f"rank {one} and rank {other} hold different tensors of one name, of which one would "
-            f"be lost: {listed(sorted(differing))}; give layers and experts the names that they "
-            "have in the whole model (rename), or parts of one tensor as a DTensor; of replicas "
+            f"rank {holder} and rank {rank} hold different tensors of one name, and one of the two "
+            f"would be lost: {listed(sorted(differing))}; give layers and experts the names that "
+            "they have in the whole model (rename), or parts of one tensor as a DTensor; of replicas "
             "that are to differ, give one alone"
         )

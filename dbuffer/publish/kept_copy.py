@@ -24,12 +24,7 @@ _BATCH_BYTES = 32 << 20
 
 
 class KeptCopy:
-    """Copy of a part. In the copy's layout each box is a tensor.
-
-    Args:
-        part: the part.
-        copier: its threads do the work.
-    """
+    """Copy of a part. In the copy's layout each box is a tensor."""
 
     def __init__(self, part: Part, copier: Copier) -> None:
         self.part = part
@@ -78,7 +73,7 @@ class KeptCopy:
             num_bytes = sum(changes.num_bytes for changes in self._changes)
             if num_bytes <= self._max_bytes:
                 start = contents.layout.offsets[batch.start]
-                found = find_changes(
+                changes = find_changes(
                     contents.data[start : start + len(new.data)],
                     new.data,
                     layout,
@@ -86,8 +81,8 @@ class KeptCopy:
                     file_starts=self.part.file_starts[batch.start : batch.stop],
                     max_bytes=self._max_bytes - num_bytes,
                 )
-                tensors = {batch.start + index for index in found.tensors}
-                self._changes.append(Changes(found.chunks, tensors))
+                tensors = {batch.start + index for index in changes.tensors}
+                self._changes.append(Changes(changes.chunks, tensors))
             self._copier.copy_tensors(views, new.views)
 
     def patch(self, patch: Patch) -> Changes:

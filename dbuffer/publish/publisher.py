@@ -39,6 +39,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.publish.draft import Draft, Part, Progress, counter, fill
 from dbuffer.ranks.world import World
+from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.store.acknowledgements import receiver_lags
 from dbuffer.store.buffer import DoubleBuffer
@@ -87,8 +88,8 @@ class Publisher(Closing, ProcessBound):
     Args:
         store: the store.
         world: the ranks that publish together.
-        copier: its threads do the work.
-        writer: rank 0's; None on all others.
+        copier: copies and hashes.
+        writer: the store's writer on rank 0, else None.
         maps_files: whether the store is on a local mount, where each version has a file.
         rewrites_files: whether a buffer's file is written again and again.
         hashed: whether versions have checksums.
@@ -158,13 +159,14 @@ class Publisher(Closing, ProcessBound):
     ) -> None:
         """Wait until receivers have applied ``version`` or a later one.
 
-        An engine of many ranks is one receiver, and has applied it when all ranks have.
+        An engine of many ranks is one receiver, and has applied it when all ranks have. With a
+        :class:`ShardedWeightSender`, every rank makes this call.
 
         Args:
-            version: as `send` or `publish` returned it.
-            receivers: how many of them, whichever; or the id of one, or the ids of those to wait
-                for.
-            timeout_s: for how long.
+            version: a version that `send` returned.
+            receivers: their number, or the id or ids of those to wait for.
+            timeout_s: how long to wait. Of several ranks, below ``rank_timeout_s +
+                reader_timeout_s``.
 
         Raises:
             OptionError: an argument is invalid.
@@ -172,14 +174,20 @@ class Publisher(Closing, ProcessBound):
             ReceiverFailedError: a named receiver cannot apply it, or its process has ended.
             StoreNotFoundError, WriterSupersededError: the store was removed, or another sender has
                 it.
+            RankFailedError: a rank was lost.
         """
-        self._check_open()
-        with self._world.step("wait for receivers"):
-            if self._world.rank == 0:
-                self._writer.wait_applied(version, receivers, timeout_s)
+        world = self._world
+        with world.losing_interrupted():
+            self._check_open()
+            with world.step("wait for receivers"):
+                if world.rank == 0:
+                    if options.seconds("timeout_s", timeout_s) >= world.timeout_s:
+                        limit = f"rank_timeout_s + reader_timeout_s, {world.timeout_s:g} s here"
+                        options.refuse("timeout_s", timeout_s, f"less than {limit}")
+                    self._writer.wait_applied(version, receivers, timeout_s)
 
     def receiver_lags(self) -> dict[str, Lag]:
-        """Return the lag behind the newest version of each living receiver, by its id.
+        """Return the lags of living receivers behind the newest version, by their ids.
 
         An engine of many ranks is one receiver. If several receivers have one id, the longest lag
         counts. A receiver that has applied no version is absent.
@@ -211,7 +219,6 @@ class Publisher(Closing, ProcessBound):
             self._deltas.forget()  # a mapped file, or a copy of the model
 
     def _check_open(self) -> None:
-        """Raise a `ClosedError` where it is closed, or this is a forked child."""
         if self._is_inherited or not self._world.is_open:
             raise ClosedError(self._closed_message.format(store=self.store))
 
@@ -237,7 +244,6 @@ class Publisher(Closing, ProcessBound):
                     self._close()
 
     def _count(self, publication: Publication) -> Publication:
-        """Add a version to the statistics."""
         self._stats["versions"] += 1
         self._stats["bytes"] += publication.num_bytes
         self._stats["publish_s"] += publication.duration_s
@@ -254,7 +260,6 @@ class Publisher(Closing, ProcessBound):
         return last
 
     def _make_layout(self, source: Source) -> Layout:
-        """Return a new layout of a source's file."""
         return Layout.of(source.specs, source.aliases)
 
     @property
@@ -264,7 +269,6 @@ class Publisher(Closing, ProcessBound):
         return self._writer_on_0
 
     def _make_part(self, layout: Layout) -> Part:
-        """Return this rank's part of versions with this layout."""
         return Part(layout)
 
     def _part_of(self, layout: Layout | None) -> Part | None:
@@ -272,7 +276,7 @@ class Publisher(Closing, ProcessBound):
         last = self._part
         if layout is None:
             self._part = None
-        # By content: a rank may have one object for both layouts, and another rank two.
+        # By content: one rank may have one object for both layouts, and another rank two.
         elif last is None or (last.whole is not layout and last.whole.xxh3 != layout.xxh3):
             self._part = self._make_part(layout)
         return self._part

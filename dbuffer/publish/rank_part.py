@@ -25,13 +25,7 @@ if TYPE_CHECKING:  # its import takes half as long as torch's
 
 
 class RankPart(Part):
-    """Boxes that one rank writes of each version of a layout, numbered in the tensors' order.
-
-    Args:
-        layout: layout of the versions.
-        assignment: boxes of all ranks.
-        rank: this rank.
-    """
+    """Boxes that one rank writes of each version of a layout, numbered in the tensors' order."""
 
     has_all = False
 
@@ -89,13 +83,13 @@ class RankPart(Part):
             for _, pairs in itertools.groupby(self.gathered, whole_of):
                 views = list(pairs)
                 tensor = tensors[views[0][0]]
-                mine = [index for index, writer in views if writer == self.rank]
-                if sharded_in(tensor) is None and not mine:
-                    continue  # held by other ranks, or whole without them
-                with _gathered(tensor) as whole:
-                    for index in mine:
-                        yield number_of[index], _viewed(tensors[index], whole)
-                del whole  # before the next is gathered
+                written = [index for index, writer in views if writer == self.rank]
+                if sharded_in(tensor) is None and not written:
+                    continue  # on other ranks, or whole without them
+                with _gathered(tensor) as gathered:
+                    for index in written:
+                        yield number_of[index], _viewed(tensors[index], gathered)
+                del gathered  # before the next is gathered
         except Exception:
             source.finish()
             raise
@@ -143,16 +137,16 @@ class HeldParts:
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.placement_types import _StridedShard
 
-        if (known := self._boxes.get(id(sharded))) is None:
-            known = None, False
+        if (box := self._boxes.get(id(sharded))) is None:
+            box = None, False
             if isinstance(sharded, HeldRows):
                 start = (sharded.first, *[0] * (sharded.local.ndim - 1))
-                known = Box(0, start, tuple(sharded.local.shape)), False
+                box = Box(0, start, tuple(sharded.local.shape)), False
             if isinstance(sharded, DTensor):
                 is_strided = any(isinstance(way, _StridedShard) for way in sharded.placements)
-                known = _box_of_dtensor(sharded), is_strided
-            self._boxes[id(sharded)] = known
-        return known
+                box = _box_of_dtensor(sharded), is_strided
+            self._boxes[id(sharded)] = box
+        return box
 
 
 def _overlap(box: Box, view: View) -> tuple[Box, View]:
@@ -212,7 +206,7 @@ def sharded_in(tensor: torch.Tensor | LazyTensor) -> Any:
     return tensor.sharded if isinstance(tensor, LazyTensor) else None
 
 
-def _viewed(tensor: torch.Tensor | LazyTensor, whole: torch.Tensor) -> torch.Tensor:
+def _viewed(tensor: torch.Tensor | LazyTensor, gathered: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, LazyTensor) and tensor.view is not None:
-        return tensor.view.of(whole)
-    return whole
+        return tensor.view.of(gathered)
+    return gathered

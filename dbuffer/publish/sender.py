@@ -119,8 +119,8 @@ class WeightSender(Publisher):
                 that come tensor by tensor.
             wait: if False, return at once, and publish from a thread. The trainer may go on with
                 forward and backward, and must not change the weights before the result's
-                ``wait()`` has returned; see also :meth:`guard`. Not for iterators, lazy tensors
-                and checkpoints. If an earlier version is still being published, wait for that.
+                ``wait()`` has returned; see also :meth:`guard`. Iterators, lazy tensors and
+                checkpoints are refused. If an earlier version is being published, wait for that.
 
         Raises:
             InvalidWeightsError: something in the weights or the metadata cannot be published.
@@ -143,8 +143,8 @@ class WeightSender(Publisher):
             source = self._describer.describe(weights)
             if source.stream is not None and self._deltas is not None:
                 raise InvalidWeightsError(
-                    "a sender with delta=True compares weights that lie in memory whole, and an "
-                    "iterator gives them one by one: make a dictionary of them"
+                    "a sender with delta=True compares all weights in memory, and an iterator "
+                    "gives them one by one: make a dictionary of them"
                 )
             if wait:
                 return self._send(started, source, number, checked, progress)
@@ -158,7 +158,6 @@ class WeightSender(Publisher):
         metadata: dict[str, Any],
         progress: Progress | None,
     ) -> PendingPublication:
-        """Publish eager weights from a thread."""
         from dbuffer.publish.pending import PendingPublication, watch_writes, with_short_copied
 
         if source.stream is not None:
@@ -254,8 +253,8 @@ class WeightSender(Publisher):
         with self._publishing():
             number = self._writer.next_version(None)
             with self._writer.open_kept(version) as opened:
-                whence = {"republished_version": opened.manifest.version}
-                checked = checked_metadata(opened.manifest.metadata | dict(metadata or {}) | whence)
+                origin = {"republished_version": opened.manifest.version}
+                checked = checked_metadata(opened.manifest.metadata | dict(metadata or {}) | origin)
                 layout = opened.read_layout()
                 is_hashed = opened.manifest.checksums_xxh3 is not None
                 if self._deltas is not None or opened.manifest.anchor or is_hashed != self._hashed:
@@ -295,7 +294,9 @@ class WeightSender(Publisher):
         if self._is_inherited or self._publishing_thread == threading.get_ident():
             return
         settled = list(self._pending)
-        errors = [error for each in settled if (error := each.take_unreported_error()) is not None]
+        errors = [
+            error for pending in settled if (error := pending.take_unreported_error()) is not None
+        ]
         for pending in settled:
             with contextlib.suppress(ValueError):  # another thread has done so
                 self._pending.remove(pending)
@@ -334,8 +335,8 @@ class WeightSender(Publisher):
         return published
 
     def _read_whole(self, opened: OpenStoreVersion, layout: Layout) -> FileTensors:
-        """Read a held version into memory, and compare it with its checksums, if it has any."""
-        # Here alone a sender reads, which deltas may be needed for.
+        """Read a version into memory, and compare it with its checksums, if it has any."""
+        # A sender reads here alone.
         from dbuffer.io.chain_reader import ChainReader
 
         contents, reader = FileTensors.in_memory(layout), ChainReader(opened, layout)
@@ -357,7 +358,7 @@ class WeightSender(Publisher):
         for spec, file in zip(source.specs, files, strict=True):
             if file is not None and file == idle:
                 raise InvalidWeightsError(
-                    f"{spec.name} lies in the buffer of {self.store} that the next version is "
+                    f"{spec.name} is in the buffer of {self.store} that the next version is "
                     "written to: it is a tensor of a snapshot of the version before the newest. "
                     "To go back to that version, call republish(), or send snapshot.copy() after "
                     "its with block"

@@ -111,9 +111,9 @@ class SenderOptions:
         Raises:
             OptionError: a name is unknown, or a value is invalid.
         """
-        known = [item.name for item in fields(cls)]
-        if unknown := [name for name in values if name not in known]:
-            raise OptionError(f"unknown options {unknown}; known are {', '.join(known)}")
+        names = [option.name for option in fields(cls)]
+        if unknown := [name for name in values if name not in names]:
+            raise OptionError(f"unknown options {unknown}; known are {', '.join(names)}")
         return cls(**values)
 
     def open_writer(self, store: str | os.PathLike[str]) -> BufferWriter:

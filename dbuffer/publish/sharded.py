@@ -1,9 +1,8 @@
 """`ShardedWeightSender`: all ranks of a trainer publish together, each its own part.
 
-Nothing is gathered that need not be, nothing is copied twice: `inventory` and `assignment` assign
-boxes of tensors to ranks, and each rank writes its own. On one machine all ranks map the weights
-file; on a network mount each writes a part, a new file, and flushes it. Rank 0 is the store's
-writer; it commits when every rank has written its part.
+`inventory` and `assignment` assign boxes of tensors to ranks, and each rank writes its own. On one
+machine all ranks map the weights file; on a network mount each writes a part, a new file, and
+flushes it. Rank 0 is the store's writer; it commits when every rank has written its part.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
 from torch import distributed
 
-from dbuffer.errors import DBufferError, InvalidWeightsError, OptionError, StoreAccessError
+from dbuffer.errors import InvalidWeightsError, OptionError, StoreAccessError
 from dbuffer.format.layout import Layout
 from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
 from dbuffer.publish.assignment import Assignment, layout_in_parts
@@ -30,7 +29,6 @@ from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.cores import num_cores
-from dbuffer.runtime.trouble import TranslatedErrors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import require_version
 from dbuffer.store.liveness import Process
@@ -79,38 +77,36 @@ class ShardedWeightSender(Publisher):
         **options: Unpack[SenderKeywords],
     ) -> None:
         with contextlib.ExitStack() as opened:  # closed again where this fails
-            self._patience_s = _step_timeout_s(rank_timeout_s, options)
-            self._world = ranks = Agreement(group, timeout_s=self._patience_s)
+            ranks = Agreement(group, timeout_s=_step_timeout_s(rank_timeout_s, options))
             opened.callback(ranks.close)
 
             with ranks.step("take its options"):
                 checks.directory("store", store)
                 checks.positive_seconds("rank_timeout_s", rank_timeout_s)
-                self._options = chosen = SenderOptions.parse(options)
+                chosen = SenderOptions.parse(options)
                 self._describer = chosen.make_describer(sharded=True)
-                self._buffers = DoubleBuffer(store, allow_shared_store=chosen.allow_shared_store)
-                self._copier = Copier(chosen.num_threads or _share_of_cores(ranks))
-                opened.callback(self._copier.close)
+                buffers = DoubleBuffer(store, allow_shared_store=chosen.allow_shared_store)
+                copier = Copier(chosen.num_threads or _share_of_cores(ranks))
+                opened.callback(copier.close)
 
-            self._writer_on_0 = None
+            writer = None
             with ranks.step("open the store") as step:
                 if ranks.rank == 0:
-                    self._writer_on_0 = writer = self._options.open_writer(store)
+                    writer = chosen.open_writer(store)
                     opened.callback(writer.close)
-                    medium = writer.medium
-                    _check_reach(medium, ranks.peers)
-                    hashed = self._options.has_checksums(medium)
-                    step.result = [medium.maps_files, writer.rewrites_files, hashed]
+                    _check_reach(writer.medium, ranks.peers)
+                    hashed = chosen.has_checksums(writer.medium)
+                    step.result = [writer.medium.maps_files, writer.rewrites_files, hashed]
             maps_files, rewrites_files, hashed = step.results[0]
             super().__init__(
-                self._buffers,
+                buffers,
                 ranks,
-                self._copier,
-                self._writer_on_0,
+                copier,
+                writer,
                 maps_files=maps_files,
                 rewrites_files=rewrites_files,
                 hashed=hashed,
-                has_deltas=self._options.delta,
+                has_deltas=chosen.delta,
             )
             opened.pop_all()
         of_job = distributed.get_process_group_ranks(group)
@@ -146,60 +142,15 @@ class ShardedWeightSender(Publisher):
             The same on all ranks.
 
         Raises:
-            InvalidWeightsError: something in the weights or the metadata cannot be published, or
-                the ranks' weights do not fit together. Nothing was written.
             RankFailedError: a rank was lost, or failed for a reason that is none of ours.
-            VersionError: ``version`` is not above the last one.
-            StoreFullError, StoreAccessError: the filesystem refused. The last version stays, unless
-                the message says that this one is published.
-            WriterSupersededError: another sender took the store over.
-            ClosedError: the sender was closed, or this is a forked child.
+            DBufferError: as :meth:`WeightSender.send`, on all ranks. It is an `InvalidWeightsError`
+                if the ranks' weights do not fit together.
         """
-        with self._closing_if_interrupted(), self._publishing(), self._world.call():
+        with self._world.losing_interrupted(), self._publishing(), self._world.call():
             started = time.monotonic()
             source, number, checked = self._describe(weights, version, metadata)
             layout = self._layout_of(source)
             return self._publish(started, source, layout, number, checked)
-
-    def wait_applied(
-        self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
-    ) -> None:
-        """Wait until receivers have applied ``version`` or a later one. Every rank makes this call.
-
-        Args:
-            version: a version that `send` returned.
-            receivers: their number, or the id or ids of those to wait for.
-            timeout_s: below ``rank_timeout_s + reader_timeout_s``.
-
-        Raises:
-            OptionError, WaitTimeoutError, ReceiverFailedError, StoreNotFoundError,
-                WriterSupersededError: on all ranks.
-            RankFailedError: a rank was lost.
-        """
-        with self._closing_if_interrupted():
-            self._check_open()
-            with self._world.step("wait for receivers"):
-                if self._world.rank == 0:
-                    self._check_patience(timeout_s)
-            super().wait_applied(version, receivers=receivers, timeout_s=timeout_s)
-
-    def _check_patience(self, timeout_s: float) -> None:
-        """Refuse a wait on rank 0 that is longer than the other ranks wait for it."""
-        if checks.seconds("timeout_s", timeout_s) >= self._patience_s:
-            rule = f"less than rank_timeout_s + reader_timeout_s, {self._patience_s:g} s here"
-            checks.refuse("timeout_s", timeout_s, rule)
-
-    def _closing_if_interrupted(self) -> TranslatedErrors:
-        """Make a collective call in a ``with`` block; one interrupted before it begins counts.
-
-        Else this rank would make the next call together with ranks that still make this one.
-        """
-
-        def lose(error: BaseException) -> None:
-            if not isinstance(error, DBufferError):
-                self._world.close()
-
-        return TranslatedErrors(lose)
 
     def _make_part(self, layout: Layout) -> RankPart:
         return RankPart(layout, self._assignment, self._world.rank)
@@ -249,11 +200,8 @@ class ShardedWeightSender(Publisher):
         joined = self._assignment
         if source.specs == joined.specs:
             return replace(source, specs=joined.specs, aliases=joined.aliases)
-        held = {spec.name: i for i, spec in enumerate(source.specs)}
-        tensors = [
-            source.tensors[held[spec.name]] if spec.name in held else _ELSEWHERE
-            for spec in joined.specs
-        ]
+        tensor_of = dict(zip((spec.name for spec in source.specs), source.tensors, strict=True))
+        tensors = [tensor_of.get(spec.name, _ELSEWHERE) for spec in joined.specs]
         return replace(source, specs=joined.specs, tensors=tensors, aliases=joined.aliases)
 
 
@@ -289,8 +237,8 @@ def _check_reach(medium: Medium, ranks: Iterable[Process]) -> None:
 
 
 def _share_of_cores(ranks: Agreement) -> int:
-    here = Process.here().machine
-    ranks_here = sum(peer.machine == here for peer in ranks.peers)
+    machine = Process.here().machine
+    ranks_here = sum(peer.machine == machine for peer in ranks.peers)
     # Each rank may be bound to its own cores, or all ranks share a container's.
     share = max(1, (os.cpu_count() or 1) // ranks_here)
     return min(MAX_DEFAULT_THREADS, num_cores(), share)

@@ -75,7 +75,7 @@ class _Outcome(NamedTuple):
 
     def failed(self, error: Exception) -> Self:
         """Return the outcome of a step that raised an error."""
-        ours = [one for one in type(error).__mro__ if vars(errors).get(one.__name__) is one]
+        ours = [kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind]
         lost = (TimeoutError, ConnectionError, RankFailedError, distributed.DistError)
         return self._replace(
             error=str(error) if ours else described(error),
@@ -110,6 +110,7 @@ class Agreement(World):
         if self.rank < 0:
             raise OptionError("this process is not in the group: make a sender on its ranks only")
         self.size = distributed.get_world_size(group)
+        self.timeout_s = timeout_s
         self.peers: list[Process] = []
         self._number = 0
         self._fails_together = False
@@ -128,6 +129,13 @@ class Agreement(World):
         self._number += 1
         self._fails_together = False
         return TranslatedErrors(self._close_unless_together)
+
+    def losing_interrupted(self) -> TranslatedErrors:
+        def lose(error: BaseException) -> None:
+            if not isinstance(error, DBufferError):
+                self.close()
+
+        return TranslatedErrors(lose)
 
     def begin_step(self) -> None:
         self._number += 1
@@ -148,20 +156,21 @@ class Agreement(World):
             self.close()
             return
         with TranslatedErrors(self._close_unless_together):
-            mine, cause = self._encode_outcome(step, error)
-            outcomes = self._exchange(step.what, mine, cause)
-            failed = [(rank, one) for rank, one in enumerate(outcomes) if one.error is not None]
+            encoded, cause = self._encode_outcome(step, error)
+            outcomes = self._exchange(step.action, encoded, cause)
+            failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error is not None]
             if failed:
                 self._fails_together = True
-                rank, one = min(failed, key=lambda each: each[1].may_follow)
-                raised: type[DBufferError] = getattr(errors, one.kind)
-                raise raised(f"rank {rank} could not {step.what}: {one.error}") from cause
-            step.results = [one.value for one in outcomes]
+                rank = min(failed, key=lambda rank: outcomes[rank].may_follow)
+                raised: type[DBufferError] = getattr(errors, outcomes[rank].kind)
+                message = f"rank {rank} could not {step.action}: {outcomes[rank].error}"
+                raise raised(message) from cause
+            step.results = [outcome.value for outcome in outcomes]
             step.messages = self._pass_messages(step, outcomes)
 
     def _encode_outcome(self, step: Step, error: Exception | None) -> tuple[str, Exception | None]:
         """Return a step's outcome on this rank, encoded, and its error, if it failed."""
-        outcome = _Outcome(self._number, step.what, step.result, num_bytes=len(step.message))
+        outcome = _Outcome(self._number, step.action, step.result, num_bytes=len(step.message))
         if error is None:
             try:
                 return json.dumps(outcome), None
@@ -172,14 +181,14 @@ class Agreement(World):
     def _pass_messages(self, step: Step, outcomes: Sequence[_Outcome]) -> list[memoryview]:
         """Send this rank's message to rank 0; return the others' there."""
         messages: list[memoryview] = []
-        with self._in_step(step.what):
+        with self._in_step(step.action):
             if self.rank and step.message:
                 data = torch.frombuffer(bytearray(step.message), dtype=torch.uint8)
                 for part in torch.split(data, _MESSAGE_BYTES):
                     self._group.send([part], 0, 0).wait()
-            for rank, one in enumerate(outcomes):
-                if self.rank == 0 and rank and one.num_bytes:
-                    data = torch.empty(one.num_bytes, dtype=torch.uint8)
+            for rank, outcome in enumerate(outcomes):
+                if self.rank == 0 and rank and outcome.num_bytes:
+                    data = torch.empty(outcome.num_bytes, dtype=torch.uint8)
                     for part in torch.split(data, _MESSAGE_BYTES):
                         self._group.recv([part], rank, 0).wait()
                     messages.append(as_bytes(data))
@@ -197,26 +206,26 @@ class Agreement(World):
         if not self._fails_together:
             self.close()
 
-    def _exchange(self, what: str, mine: str, cause: Exception | None) -> list[_Outcome]:
-        with self._in_step(what, cause):
-            outcomes = [_Outcome(*json.loads(frame)) for frame in self._gather(mine.encode())]
+    def _exchange(self, action: str, encoded: str, cause: Exception | None) -> list[_Outcome]:
+        with self._in_step(action, cause):
+            outcomes = [_Outcome(*json.loads(frame)) for frame in self._gather(encoded.encode())]
         first = outcomes[0]
-        for rank, one in enumerate(outcomes):
-            if one[:2] != first[:2]:
+        for rank, outcome in enumerate(outcomes):
+            if outcome[:2] != first[:2]:
                 self.close()
                 raise RankFailedError(
-                    f"the ranks are out of step: rank {rank} is to {one.step} (its step "
-                    f"{one.number}), and rank 0 to {first.step} (its step {first.number}); close "
-                    "this on all ranks, and make it anew: every rank must make each call"
+                    f"the ranks are out of step: rank {rank} is to {outcome.step} (its step "
+                    f"{outcome.number}), and rank 0 to {first.step} (its step {first.number}); "
+                    "close this on all ranks, and make it anew: every rank must make each call"
                 ) from cause
         return outcomes
 
-    def _in_step(self, what: str, cause: Exception | None = None) -> TranslatedErrors:
+    def _in_step(self, action: str, cause: Exception | None = None) -> TranslatedErrors:
         """Talk to the other ranks in a ``with`` block; an error names the ranks lost in it."""
 
         def translate(error: BaseException) -> None:
             if isinstance(error, RuntimeError):
-                self._lose(what, cause or error)
+                self._lose(action, cause or error)
 
         return TranslatedErrors(translate)
 
@@ -229,27 +238,26 @@ class Agreement(World):
         return [frame[_LENGTH_BYTES:end] for frame, end in zip(frames, ends, strict=True)]
 
     def _gather_frames(self, data: bytes, num_bytes: int) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(data[:num_bytes].ljust(num_bytes)), dtype=torch.uint8)
+        frame = torch.frombuffer(bytearray(data[:num_bytes].ljust(num_bytes)), dtype=torch.uint8)
         frames = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(self.size)]
-        self._group.allgather([frames], [mine]).wait()
+        self._group.allgather([frames], [frame]).wait()
         return [frame.numpy().tobytes() for frame in frames]
 
-    def _lose(self, what: str, cause: Exception) -> NoReturn:
+    def _lose(self, action: str, cause: Exception) -> NoReturn:
         self.close()
-        others = [(rank, peer) for rank, peer in enumerate(self.peers) if rank != self.rank]
         # A process that is killed closes its connections a moment before it counts as ended.
         deadline = time.monotonic() + TIMING.ranks_end_within_s
-        while not any(peer.has_ended() for _, peer in others) and time.monotonic() < deadline:
+        while not any(peer.has_ended() for peer in self.peers) and time.monotonic() < deadline:
             time.sleep(TIMING.look_s)
         ended = [
             f"rank {rank} (process {peer.pid} on {peer.host})"
-            for rank, peer in others
+            for rank, peer in enumerate(self.peers)
             if peer.has_ended()
         ]
         lost = "a rank was lost (it hangs, was interrupted, or has closed its sender)"
-        who = " and ".join(ended) + " has ended" if ended else lost
+        loss = " and ".join(ended) + " has ended" if ended else lost
         raise RankFailedError(
-            f"{who} while the ranks tried to {what} ({first_line(cause)}); "
+            f"{loss} while the ranks tried to {action} ({first_line(cause)}); "
             "make a new sender in a new process group"
         ) from cause
 
@@ -301,29 +309,25 @@ def store_of_meeting(
 _HERE, _CAME = "here", "came"
 """Words that a rank leaves: as long as it waits, and for good."""
 
-_REMEDY = (
-    "check that each of them runs, makes the same calls, and has the same address and number of "
-    "ranks; rank_timeout_s is how long ranks wait"
-)
-
 
 def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
-    """Wait until all ranks are here, this one of so many.
+    """Wait until all ranks are here. They can meet once in a store.
 
-    They can meet once in a store, and try again if they do not.
+    torch.distributed itself says ``Wait timeout``: here an error names the missing ranks. So every
+    rank leaves a word first that it is here.
 
     Raises:
         RankTimeoutError: not all of them came.
         RankFailedError: the store is not there any more; its process has ended, most likely.
     """
-    where = place_of(store)
+    where, timeout = place_of(store), datetime.timedelta(seconds=timeout_s)
     try:
         for word in (_CAME, _HERE):
             store.set(f"{word} {rank}", "")
-        store.wait([f"{_HERE} {one}" for one in range(size)], _seconds(timeout_s))
+        store.wait([f"{_HERE} {other}" for other in range(size)], timeout)
     except RuntimeError as error:
-        away = _who_is_not(_HERE, store, range(size))
-        never = _who_is_not(_CAME, store, away or [])
+        away = _ranks_without(_HERE, store, range(size))
+        never = _ranks_without(_CAME, store, away or [])
         if away is None or never is None:
             raise RankFailedError(
                 f"rank {rank} of {size} cannot meet the others at {where}, which does not answer "
@@ -333,10 +337,13 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
             return  # the last one came at the last moment
         # A rank that comes later must not see this one here, and go on.
         store.delete_key(f"{_HERE} {rank}")
-        what = "did not come" if never else "came, but did not wait that long"
+        missing = never or away
+        reason = "did not come" if never else "came, but did not wait that long"
         raise RankTimeoutError(
             f"rank {rank} of {size} waited {timeout_s:g} s at {where} for "
-            f"{_named(never or away)}, which {what}; {_REMEDY}"
+            f"{'rank' if len(missing) == 1 else 'ranks'} {listed(missing)}, which {reason}; "
+            "check that each of them runs, makes the same calls, and has the same address and "
+            "number of ranks; rank_timeout_s is how long ranks wait"
         ) from error
 
 
@@ -351,17 +358,9 @@ def place_of(store: Store) -> str:
     return f"a {type(store).__name__}"
 
 
-def _who_is_not(word: str, store: Store, ranks: Iterable[int]) -> list[int] | None:
-    """Return the ranks that have not left this word; None if the store does not answer."""
+def _ranks_without(word: str, store: Store, ranks: Iterable[int]) -> list[int] | None:
+    """Return the ranks that have not left this word, or None if the store does not answer."""
     try:
         return [rank for rank in ranks if not store.check([f"{word} {rank}"])]
     except RuntimeError:
         return None
-
-
-def _seconds(duration_s: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=duration_s)
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
 
-class Step(contextlib.AbstractContextManager["Step"]):
+class Step(AbstractContextManager["Step"]):
     """A step of all ranks, in a ``with`` block that each of them enters; see `World.step`."""
 
-    def __init__(self, world: World, what: str) -> None:
+    def __init__(self, world: World, action: str) -> None:
         self._world = world
-        self.what = what
+        self.action = action
         self.result: Any = None
         """Result of this rank, which the block sets: JSON has a list for a tuple."""
         self.message = b""
@@ -42,22 +44,22 @@ class World:
     """Index of this process among the ranks."""
     size: int = 1
     """Number of ranks."""
+    timeout_s: float = math.inf
+    """Time that ranks wait for a missing rank."""
 
     def __init__(self) -> None:
         self._is_open = True
 
-    def step(self, what: str) -> Step:
+    def step(self, action: str) -> Step:
         """Return a step that all ranks take: if it fails on one of them, all of them raise.
 
         No collective may fail in it on some ranks and be waited for by others.
 
-        Args:
-            what: the step, as in "rank 1 could not {what}"; the same on all ranks.
+        ``action`` is the same on all ranks, and completes "rank 1 could not …".
         """
-        return Step(self, what)
+        return Step(self, action)
 
-    def begin_step(self) -> None:
-        """Begin a step on this rank."""
+    def begin_step(self) -> None: ...
 
     def end_step(self, step: Step, error: BaseException | None) -> None:
         """Exchange the outcomes of a step, which ended with ``error`` on this rank, or with None.
@@ -67,17 +69,22 @@ class World:
         if error is None:
             step.results = [step.result]
 
-    def share(self, what: str, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank; ``what``: as for `step`."""
-        with self.step(what) as step:
+    def losing_interrupted(self) -> AbstractContextManager[None]:
+        """Lose this rank if a collective call is interrupted in a ``with`` block before a step.
+
+        It would make the next call together with ranks that still make this one.
+        """
+        return contextlib.nullcontext()
+
+    def share(self, action: str, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank."""
+        with self.step(action) as step:
             step.result = value
         return step.results
 
     @property
     def is_open(self) -> bool:
-        """Whether steps can be taken."""
         return self._is_open
 
     def close(self) -> None:
-        """Take no more steps."""
         self._is_open = False

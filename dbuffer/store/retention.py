@@ -40,7 +40,6 @@ CURRENT, ``A/manifest.json``,          sender,       no process: the next writer
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import shutil

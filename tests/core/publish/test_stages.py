@@ -355,7 +355,7 @@ def test_what_does_not_fit_together_is_refused_by_name_on_all_ranks(four, store)
     messages, *others = four.run(send_refused, store)
     assert others == [messages] * 3
     for expected, message in zip(REFUSED, messages, strict=True):
-        step = "could not (join what the ranks hold|compare the samples)"
+        step = "could not (join the tensors of all ranks|compare the samples)"
         assert re.search(f"{step}: .*{expected}", message), message
 
 
