@@ -170,7 +170,7 @@ class PlannedReceiver:
         staged = self._stager.take(at_least=at_least, timeout_s=_TIMEOUT_S)
         start_s = time.perf_counter()
         switch = staged.prepared if isinstance(staged.prepared, PreparedSwitch) else None
-        if switch is not None and switch.is_enough:
+        if switch is not None and switch.replaces_tensors:
             self._loads.apply(switch)
         else:
             assert self._trace is not None

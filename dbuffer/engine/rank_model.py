@@ -245,7 +245,7 @@ class RankModel:
             UnsupportedError: a reload is due, and cannot fill all that computes.
         """
         switch = self._switch_of(staged)
-        if switch is not None and switch.is_enough:
+        if switch is not None and switch.replaces_tensors:
             return True
         try:
             self._rank.require_reloadable()
@@ -257,10 +257,10 @@ class RankModel:
     def load(self, staged: Staged) -> None:
         """Load a version. A failure leaves a mix, to be repaired at once."""
         switch = self._switch_of(staged)
-        if switch is not None and switch.is_enough:
+        if switch is not None and switch.replaces_tensors:
             self._loader.apply(switch)
             return
-        assert staged.tensors is not None  # noqa: S101 - or the switch were enough
+        assert staged.tensors is not None  # noqa: S101 - or the switch replaced them
         trace = self._trace_of(staged.layout)
         tensors = dict(self._as_offered(staged.tensors, staged.layout))
         self._loader.reload(tensors, trace, switch)

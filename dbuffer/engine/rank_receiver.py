@@ -429,7 +429,7 @@ class RankReceiver:
 
     def _take_whole(self, version: VersionId) -> Staged:
         self._stager.release()
-        return self._stager.take(version, whole=True, timeout_s=self.options.timeout_s)
+        return self._stager.take(version, needs_tensors=True, timeout_s=self.options.timeout_s)
 
     def _refuse(self, why: str) -> str:
         broken = f"half-loaded weights: {why}; update again, or restart the engine"

@@ -197,7 +197,7 @@ class BucketReceiver:
         return self._bucket.url
 
     @property
-    def seen(self) -> Lineage | None:
+    def last_seen(self) -> Lineage | None:
         return None if self._seen is None else self._seen.manifest.lineage
 
     def wait_for_version(

@@ -197,7 +197,7 @@ class MirrorLoop:
 
     def _note_published(self, receiver: UpstreamReceiver) -> None:
         """Note which of the source's versions the target has: of a commit that failed, too."""
-        there, seen = self._target.newest(), receiver.seen
+        there, seen = self._target.newest(), receiver.last_seen
         if there is None or seen is None or there.version == self.published:
             return
         match relation(there.lineage, seen):

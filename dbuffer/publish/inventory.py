@@ -311,6 +311,6 @@ def _require_alike(samples: Sequence[Mapping[str, str]]) -> None:
         raise InvalidWeightsError(
             f"rank {holder} and rank {rank} hold different tensors of one name, and one of the two "
             f"would be lost: {listed(sorted(differing))}; give layers and experts the names that "
-            "they have in the whole model (rename), or parts of one tensor as a DTensor; of replicas "
-            "that are to differ, give one alone"
+            "they have in the whole model (rename), or parts of one tensor as a DTensor; of "
+            "replicas that are to differ, give one alone"
         )

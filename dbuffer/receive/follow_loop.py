@@ -56,7 +56,7 @@ class Followed(Protocol):
         """The receiver's record, with counts and problems."""
 
     @property
-    def seen(self) -> Lineage | None:
+    def last_seen(self) -> Lineage | None:
         """Newest version that was seen."""
 
     def wait_for_version(
@@ -90,9 +90,9 @@ def wait_until_newer(
         version = look()
         if version is not None and (newer_than is None or version > newer_than):
             return version
-        if (now := time.monotonic()) >= deadline:
+        if (now_s := time.monotonic()) >= deadline:
             return None
-        look_at = min(deadline, now + poll_interval_s())
+        look_at = min(deadline, now_s + poll_interval_s())
         while (left_s := look_at - time.monotonic()) > 0:
             if wait(min(left_s, step_s)) or (stop_event is not None and stop_event.is_set()):
                 break
@@ -205,9 +205,9 @@ class FollowLoop(RetryLoop):
             self._note_failure(error)
 
     def _note_failure(self, error: Exception) -> None:
-        version, seen = self._version, self._receiver.seen
-        if version is not None and seen is not None and not self._is_exact:
-            version = max(version, seen.id.number)  # the version that overtook it
+        version, last_seen = self._version, self._receiver.last_seen
+        if version is not None and last_seen is not None and not self._is_exact:
+            version = max(version, last_seen.id.number)  # the version that overtook it
         of = "" if version is None else f"version {version} of "
         problem = f"{self._doing} {of}{self._receiver.store}: {message_of(error)}"
         is_lasting = isinstance(error, errors.WeightsMismatchError) or (
@@ -219,8 +219,8 @@ class FollowLoop(RetryLoop):
         retry_at = None if is_lasting else time.monotonic() + self.retry_s
         self.failure = Failure(error, version, retry_at)
         self._receiver.record.count(failures=1)
-        named = None if version is None or seen is None else seen.at(version)
-        self._receiver.record.write_problem(error, named)
+        problem_version = None if version is None or last_seen is None else last_seen.at(version)
+        self._receiver.record.write_problem(error, problem_version)
 
     def _wait(
         self, newer_than: int | None, timeout_s: float | None, interrupt: threading.Event

@@ -28,17 +28,14 @@ logger = logging.getLogger(__name__)
 class VersionVerifier:
     """Verifies versions in memory against their checksums.
 
-    Args:
-        store_name: the store's name, for messages.
-        record: the receiver's record, which reports unreadable versions.
-        copier: reads and hashes.
+    The receiver's record reports unreadable versions.
     """
 
     def __init__(self, store_name: str, record: OwnRecord, copier: Copier) -> None:
         self._store_name = store_name
         self._record = record
         self._copier = copier
-        self._known_checksums: dict[VersionId, list[int]] = {}
+        self._verified: dict[VersionId, list[int]] = {}
 
     def verify(self, opened: OpenVersion, layout: Layout, checksums: list[int] | None) -> None:
         """Compare checksums, unless they are None, with the published ones.
@@ -49,7 +46,7 @@ class VersionVerifier:
         """
         if checksums is None:
             return
-        wrong = wrong_tensors(opened, layout, checksums, self._known_checksums)
+        wrong = wrong_tensors(opened, layout, checksums, self._verified)
         if not wrong:
             return
         # A writer marks the buffer before its first byte: without a mark, this is damage.
@@ -80,7 +77,7 @@ class VersionVerifier:
         since: VersionId | None,
         opened: OpenVersion,
     ) -> list[int] | None:
-        """Turn the version ``since`` in memory into a held one by its deltas, and verify it.
+        """Turn the version ``since`` in memory into a later one by its deltas, and verify it.
 
         Returns:
             The checksums of all tensors, or None if the version must be read whole: no deltas lead
@@ -93,14 +90,14 @@ class VersionVerifier:
             chain = ChainReader(opened, tensors.layout)
             chain.read(tensors, self._copier, since=since)
             checksums = self._copier.checksums(tensors)
-            wrong = wrong_tensors(opened, tensors.layout, checksums, self._known_checksums)
+            wrong = wrong_tensors(opened, tensors.layout, checksums, self._verified)
         except (*UNDECODABLE, StoreNotFoundError) as error:
             logger.warning("reading version %d whole: %s", manifest.version, str(error))
             return None
         if wrong:
             logger.warning(
-                "reading version %d of %s whole: %s is not what was published, since the version "
-                "before it was changed in memory",
+                "reading version %d of %s whole: %s differs from the published version, because "
+                "the version before it was changed in memory",
                 manifest.version,
                 self._store_name,
                 listed(wrong),
@@ -110,16 +107,10 @@ class VersionVerifier:
 
 
 class VersionReader(VersionVerifier):
-    """Reader of held versions, which are mapped on a local mount, and else read into memory.
+    """Reader of open versions, which are mapped on a local mount, and else read into memory.
 
     A mapping, or memory, is kept for the next version where that saves work. Methods that read
     raise `OvertakenError` if a writer was faster.
-
-    Args:
-        store: the store that versions are held in.
-        record: the receiver's record, which reports unreadable versions.
-        copier: reads and hashes.
-        verify: whether to compare checksums, as in `WeightReceiver`.
     """
 
     def __init__(
@@ -155,12 +146,10 @@ class VersionReader(VersionVerifier):
         self._mappings.clear()
 
     def close(self) -> None:
-        """Let go of the memory that was kept."""
         self.unmap()
         self._in_memory = None
 
     def layout(self, opened: OpenStoreVersion) -> Layout:
-        """Return a version's layout."""
         try:
             return (
                 self._map_kept(opened).layout
@@ -302,11 +291,11 @@ def wrong_tensors(
     opened: OpenVersion,
     layout: Layout,
     checksums: list[int],
-    known: MutableMapping[VersionId, list[int]] | None = None,
+    verified: MutableMapping[VersionId, list[int]] | None = None,
 ) -> list[str]:
     """Return the names of the tensors whose checksums differ from those published.
 
-    ``known``: verified checksums of an earlier version, which these replace if all match.
+    ``verified``: checksums of an earlier version, which these replace if all match.
     """
     manifest = opened.manifest
     if manifest.checksums_xxh3 is None:
@@ -315,8 +304,8 @@ def wrong_tensors(
             "cannot be verified; make the sender with checksum=True",
             is_lasting=True,
         )
-    known = {} if known is None else known
-    expected = ChainReader(opened, layout).expected(known)
+    verified = {} if verified is None else verified
+    expected = ChainReader(opened, layout).expected(verified)
     if expected is None:
         return ["the table of checksums"]
     wrong = [
@@ -325,6 +314,6 @@ def wrong_tensors(
         if checksum != right
     ]
     if not wrong:
-        known.clear()  # what leads to a later one begins here
-        known[manifest.id] = checksums
+        verified.clear()
+        verified[manifest.id] = checksums
     return wrong

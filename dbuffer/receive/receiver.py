@@ -44,7 +44,7 @@ from dbuffer.store.open_version import OpenStoreVersion, OvertakenError, open_ne
 from dbuffer.store.records import RecordFile
 from dbuffer.store.watcher import Watcher
 from dbuffer.weights.checkpoint import DEFAULT_SHARD_BYTES, write_checkpoint
-from dbuffer.weights.targets import LoadedNames, Matcher, refuse_adapter
+from dbuffer.weights.targets import Matcher, refuse_adapter, require_names
 
 if TYPE_CHECKING:  # its import takes as long as torch's
     from tensordict import TensorDictBase
@@ -73,7 +73,7 @@ class WeightReceiver(Closing, ProcessBound):
     """Reader of a store; there may be any number, in any process.
 
     It may be made before the store exists, and serves one thread at a time. It writes nothing until
-    it reads: then ``receivers/ID.TOKEN.json`` in the store names the versions that it holds and has
+    it reads: then ``receivers/ID.TOKEN.json`` in the store names the versions that it reads and has
     applied.
 
     If the store forks from the version that it has seen, every method that looks at the store
@@ -122,15 +122,17 @@ class WeightReceiver(Closing, ProcessBound):
         self.record = RecordFile(self._store.root, receiver_id)
         self.record.set(is_ephemeral=is_ephemeral)
         self.reader = VersionReader(self._store, self.record, self._copier, verify)
-        self._seen: Pointer | None = None
+        self._pointer: Pointer | None = None
+        """Last pointer that it has read."""
         self.left: Lineage | None = None
         """Version that it had seen before it followed a fork."""
-        self._held_last: tuple[VersionId, dict[str, Any]] | None = None
+        self._read_last: tuple[VersionId, dict[str, Any]] | None = None
         """Version and metadata that it read last."""
         self._loaded: int | None = None
         self._has_looked = False
         self._matcher = Matcher()
-        self._loaded_names = LoadedNames()
+        self._loaded_names: dict[str, int] = {}
+        """Names of all tensors that versions contained so far, and the first version of each."""
 
     @property
     def store(self) -> Path:
@@ -142,9 +144,9 @@ class WeightReceiver(Closing, ProcessBound):
         return self._store.newest_pointer() if self._store.exists() else None
 
     @property
-    def seen(self) -> Lineage | None:
+    def last_seen(self) -> Lineage | None:
         """Newest version that it has seen published, and what leads to it."""
-        return None if self._seen is None else self._seen.lineage
+        return None if self._pointer is None else self._pointer.lineage
 
     @contextlib.contextmanager
     def open(
@@ -155,7 +157,7 @@ class WeightReceiver(Closing, ProcessBound):
         version: int | VersionId | None = None,
         acknowledge: bool = True,
     ) -> Iterator[Snapshot]:
-        """Hold the newest version for the length of a ``with`` block.
+        """Open the newest version for a ``with`` block.
 
         Leaving the block without an error acknowledges the version as applied; an error that leaves
         it is reported in the record, and raised by a sender's ``wait_applied`` for this receiver.
@@ -182,9 +184,9 @@ class WeightReceiver(Closing, ProcessBound):
             _check_version("version", version)
         options.seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + timeout_s
-        hold = functools.partial(self._wait_and_hold, newer_than, version, deadline, timeout_s)
+        find = functools.partial(self._wait_and_open, newer_than, version, deadline, timeout_s)
         while True:
-            with self._holding(hold, is_reported=acknowledge) as opened:
+            with self._opened(find, is_reported=acknowledge) as opened:
                 if opened is None:
                     continue
                 try:
@@ -197,7 +199,7 @@ class WeightReceiver(Closing, ProcessBound):
                 finally:
                     self.reader.keep_memory(opened, tensors)
                 if not opened.is_unchanged():
-                    self._store.newest_pointer(self._seen)  # raises if the store was emptied
+                    self._store.newest_pointer(self._pointer)  # raises if the store was emptied
                     raise errors.SnapshotEvictedError(
                         f"version {opened.manifest.version} of {self.store} was open for longer "
                         "than the sender waits, and its buffer was taken; open the newest version"
@@ -227,24 +229,24 @@ class WeightReceiver(Closing, ProcessBound):
     def open_seen(
         self, newer_than: int | None = None
     ) -> contextlib.AbstractContextManager[OpenStoreVersion | None]:
-        """Hold the file of the version that :meth:`wait_for_version` has just returned, unread.
+        """Open the version that :meth:`wait_for_version` has just returned, and read nothing.
 
         The block gets None if no version is above ``newer_than``.
         """
         self._check_open()
-        hold = functools.partial(self._hold, newer_than, reread=False)
-        return self._holding(hold, is_reported=False)
+        find = functools.partial(self._open_newest, newer_than, reread=False)
+        return self._opened(find, is_reported=False)
 
     @contextlib.contextmanager
-    def _holding(
-        self, hold: Callable[[], OpenStoreVersion | None], *, is_reported: bool
+    def _opened(
+        self, find: Callable[[], OpenStoreVersion | None], *, is_reported: bool
     ) -> Iterator[OpenStoreVersion | None]:
-        """Hold a version for a block; the record names the version until the block is left."""
+        """Open a version for a block; the record names the version until the block is left."""
         reporting = self.reporting if is_reported else contextlib.nullcontext
         opened = None
         try:
             with reporting(None):
-                opened = hold()
+                opened = find()
             with contextlib.nullcontext() if opened is None else reporting(opened.manifest.id):
                 yield opened
         finally:
@@ -288,16 +290,16 @@ class WeightReceiver(Closing, ProcessBound):
         overwritten: int | None = None
         while True:
             self._check_open()
-            if not self._store.exists() and self._seen is None:
+            if not self._store.exists() and self._pointer is None:
                 self._note_wait()
                 return None
             try:
                 version = self._load_newest(target, partial)
-                if self._seen is None:
+                if self._pointer is None:
                     self._note_wait()
                 return version
             except OvertakenError:
-                overwritten = None if self._seen is None else self._seen.version
+                overwritten = None if self._pointer is None else self._pointer.version
                 message = "version %d of %s was overwritten while it was loaded; loading the newest"
                 logger.warning(message, overwritten, self.store)
             except Exception as error:
@@ -309,9 +311,8 @@ class WeightReceiver(Closing, ProcessBound):
                 raise
 
     def _load_newest(self, target: Target, partial: bool) -> int | None:
-        """Load the newest version; raise `OvertakenError` if a writer was faster."""
-        hold = functools.partial(self._hold, self._loaded)
-        with self._holding(hold, is_reported=True) as opened:
+        find = functools.partial(self._open_newest, self._loaded)
+        with self._opened(find, is_reported=True) as opened:
             if opened is None:
                 return None
             manifest = opened.manifest
@@ -420,7 +421,7 @@ class WeightReceiver(Closing, ProcessBound):
             options.seconds("timeout_s", timeout_s)
         wait, poll_interval_s = self._watcher.wait, lambda: self.poll_interval_s
         return wait_until_newer(
-            self._newest, wait, poll_interval_s, newer_than, timeout_s, stop_event
+            self._look, wait, poll_interval_s, newer_than, timeout_s, stop_event
         )
 
     def wait_or_follow_fork(
@@ -440,7 +441,7 @@ class WeightReceiver(Closing, ProcessBound):
                 raise
             newest = self.newest()  # an error from this leaves the receiver as it is
             self.follow_fork()
-            self._seen = newest
+            self._pointer = newest
             return None if newest is None else newest.version
 
     def acknowledge(self, version: int) -> None:
@@ -456,12 +457,12 @@ class WeightReceiver(Closing, ProcessBound):
         """
         self._check_open()
         options.whole_number("version", version, at_most=MAX_INTEGER)
-        if self._seen is None or self._seen.version < version:
-            self._newest()
-        goal = None if self._seen is None else self._seen.lineage.at(version)
-        if self._seen is None or goal is None:
+        if self._pointer is None or self._pointer.version < version:
+            self._look()
+        goal = None if self._pointer is None else self._pointer.lineage.at(version)
+        if self._pointer is None or goal is None:
             raise errors.VersionError(f"version {version} was not published in {self.store}")
-        self._set_applied(self._seen.lineage.to(goal))
+        self._set_applied(self._pointer.lineage.to(goal))
         self.record.write(held=None)
 
     def follow_fork(self) -> None:
@@ -470,8 +471,8 @@ class WeightReceiver(Closing, ProcessBound):
         The names that a target was filled with are still remembered: with ``partial``, a version
         that lacks some of them is refused, because it would leave a mix.
         """
-        self.left = self.seen
-        self._seen = self._loaded = None
+        self.left = self.last_seen
+        self._pointer = self._loaded = None
         self.record.set(
             applied=None, runs=[], metadata={}, held=None, problem=None, problem_version=None
         )
@@ -497,19 +498,20 @@ class WeightReceiver(Closing, ProcessBound):
                 "make a new one"
             )
 
-    def _newest(self) -> int | None:
+    def _look(self) -> int | None:
+        """Read the pointer; return the newest version's number."""
         self._check_open()
         if not self._store.exists():
-            if self._seen is not None:
+            if self._pointer is not None:
                 raise errors.StoreNotFoundError(f"the store at {self.store} was removed")
             self._note_wait()
             return None
         self._store.check()
-        pointer = self._store.newest_pointer(self._seen)
+        pointer = self._store.newest_pointer(self._pointer)
         if pointer is None:
             self._note_wait()
             return None
-        self._seen = pointer
+        self._pointer = pointer
         return pointer.version
 
     def _note_wait(self) -> None:
@@ -519,17 +521,19 @@ class WeightReceiver(Closing, ProcessBound):
             if state := self._store.state_without_version():
                 log_once(logger, "waiting for a first version in %s%s", self.store, state)
 
-    def _hold(self, newer_than: int | None, *, reread: bool = True) -> OpenStoreVersion | None:
-        """Hold the newest version; with ``reread`` False, the version of the last pointer read."""
+    def _open_newest(
+        self, newer_than: int | None, *, reread: bool = True
+    ) -> OpenStoreVersion | None:
+        """Open the newest version; with ``reread`` False, the version of the last pointer read."""
         opened = open_newest(
             self._store,
             newer_than=newer_than,
-            last=self._seen,
+            last=self._pointer,
             reread=reread,
             announce=self._announce,
         )
         if opened is not None:
-            self._seen = pointer_to(opened.buffer, opened.manifest)
+            self._pointer = pointer_to(opened.buffer, opened.manifest)
             self._remember_metadata(opened.manifest)
         return opened
 
@@ -545,12 +549,12 @@ class WeightReceiver(Closing, ProcessBound):
     def _remember_metadata(self, manifest: Manifest) -> None:
         # A copy: the snapshot hands the manifest's own out, and its reader may add to it.
         metadata = metadata_for_record(manifest.metadata)
-        self._held_last = manifest.id, metadata
+        self._read_last = manifest.id, metadata
 
     def _metadata_of(self, version: VersionId) -> dict[str, Any]:
         """Return a version's metadata for the record: empty if the store no longer holds it."""
-        if self._held_last is not None and self._held_last[0] == version:
-            return self._held_last[1]
+        if self._read_last is not None and self._read_last[0] == version:
+            return self._read_last[1]
         manifest = self._store.manifest_of(version)
         return {} if manifest is None else metadata_for_record(manifest.metadata)
 
@@ -558,7 +562,7 @@ class WeightReceiver(Closing, ProcessBound):
         if self.record.current.held != version:
             self.record.write(held=version)
 
-    def _wait_and_hold(
+    def _wait_and_open(
         self,
         newer_than: int | None,
         version: int | VersionId | None,
@@ -574,10 +578,10 @@ class WeightReceiver(Closing, ProcessBound):
                 f"{self._store.state_without_version()}"
             )
         if version is None:
-            return self._hold(newer_than, reread=False)
-        # The newest is not held: what may be wrong with it says nothing of this one.
-        if not isinstance(version, VersionId) and self._seen is not None:
-            version = self._seen.lineage.at(version) or version
+            return self._open_newest(newer_than, reread=False)
+        # The newest is not opened: it may be damaged, and this one not.
+        if not isinstance(version, VersionId) and self._pointer is not None:
+            version = self._pointer.lineage.at(version) or version
         opened = open_version(self._store, version, self._announce)
         if opened is None:
             raise kept.missing(self._store, version)
@@ -585,7 +589,6 @@ class WeightReceiver(Closing, ProcessBound):
         return opened
 
     def _load(self, opened: OpenStoreVersion, target: Target, partial: bool) -> None:
-        """Fill the target; raise `OvertakenError` if a writer was faster."""
         if callable(target) and not isinstance(target, nn.Module | Mapping):
             tensors = self.reader.read(opened)
             self._remember_names(opened, tensors.layout.names, partial)
@@ -618,8 +621,9 @@ class WeightReceiver(Closing, ProcessBound):
         """Remember the names that are about to be loaded; refuse names that would leave a mix."""
         version = opened.manifest.version
         if partial:
-            self._loaded_names.require_all(names, version)
-        self._loaded_names.add(names, version)
+            require_names(self._loaded_names, names, version)
+        # Before it is loaded: it may fail half-way, with some tensors written.
+        self._loaded_names |= dict.fromkeys(names - self._loaded_names.keys(), version)
 
 
 def _pairs_of(tensors: FileTensors) -> Generator[tuple[str, torch.Tensor]]:

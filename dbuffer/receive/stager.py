@@ -1,10 +1,9 @@
 """`Stager`: keeps a version ready in the background; applying it is all that is left.
 
 A thread follows the store. It opens and checks each newest version, or the one it was made for, and
-keeps it held and mapped; or it copies the version into memory of its own, if a mapping would read a
+keeps it open and mapped; or it copies the version into memory of its own, if a mapping would read a
 network at the wrong moment, or a device copies faster out of pinned memory. The engine takes the
-version by :meth:`Stager.take`, applies it, and releases it. :class:`State` says what may follow
-what.
+version by :meth:`Stager.take`, applies it, and releases it. `TRANSITIONS` has the states.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class Prepared(Protocol):
     """Part of a version, in the form that an engine loads."""
 
     @property
-    def is_enough(self) -> bool:
-        """Whether it suffices, this time, without the version's tensors."""
+    def replaces_tensors(self) -> bool:
+        """Whether the engine needs none of the version's tensors besides it, this time."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -161,12 +160,12 @@ class _Request:
     """Newest version when the call was made."""
     is_exact: bool
     """Whether no later version will do."""
-    is_whole: bool
+    needs_tensors: bool
     error: Exception | None = None
     """Error of the attempt to stage a version for this request."""
 
     def is_met_by(self, staged: Staged) -> bool:
-        if (self.is_whole and staged.tensors is None) or not self.concerns(staged.version):
+        if (self.needs_tensors and staged.tensors is None) or not self.concerns(staged.version):
             return False
         if self.id is not None:
             return staged.lineage.reaches(self.id)
@@ -225,7 +224,7 @@ class DeviceMemory:
         free_bytes = max(0, free_on(self._bytes.device) - DEVICE_RESERVE_BYTES + in_use)
         if not self.may_use:
             return 0
-        # What is free changes all the time; memory that followed it would be made anew each time.
+        # Free memory changes all the time; memory of that size would be made anew each time.
         return in_use if 0 < in_use <= free_bytes else free_bytes
 
     def resized(self, num_bytes: int) -> torch.Tensor:
@@ -252,8 +251,6 @@ class DeviceMemory:
 
 class Stager(ProcessBound):
     """Follows a store in a thread of its own, and has its newest version ready.
-
-    Beyond the store itself it takes no memory when it maps, and one version's when it copies.
 
     Args:
         receiver: reads the store; the stager closes it.
@@ -313,8 +310,7 @@ class Stager(ProcessBound):
         self._memory = StagingMemory(pinned=pin_memory)
         self._device_memory = None if device is None else DeviceMemory(device)
         self._memories = threading.Lock()
-        """Held while a version is staged, until it is ready, and while it is attested. Nothing else
-        is staged while it is taken."""
+        """Locked while a version is staged, until it is ready, and while it is attested."""
         self._version = version
         self._loop = FollowLoop(receiver, "staging", logger, forked=forked)
         self._interrupt = threading.Event()
@@ -322,8 +318,8 @@ class Stager(ProcessBound):
         """Guards all that follows."""
         self._state = State.EMPTY
         self._staged: Staged | None = None
-        self._hold = contextlib.ExitStack()
-        """Hold on the staged version, if it is mapped."""
+        self._snapshot = contextlib.ExitStack()
+        """Open snapshot of the staged version, if it is mapped."""
         self._request: _Request | None = None
         self._reserved: tuple[_Request, float] | None = None
         """Version that is not replaced once it is ready, or a later one, and until when."""
@@ -355,7 +351,7 @@ class Stager(ProcessBound):
         """
         with self._condition:
             self._require_open()
-            request = self._request_for(None, at_least, is_whole=False)
+            request = self._request_for(None, at_least, needs_tensors=False)
             self._reserved = request, time.monotonic() + RESERVED_S
             self._condition.notify_all()
             return self._reserved_s > 0
@@ -365,7 +361,7 @@ class Stager(ProcessBound):
         version: int | VersionId | None = None,
         *,
         at_least: int | VersionId | None = None,
-        whole: bool = False,
+        needs_tensors: bool = False,
         timeout_s: float,
     ) -> Staged:
         """Wait until a version is ready, and keep it. No other version is staged until its release.
@@ -374,7 +370,7 @@ class Stager(ProcessBound):
             version: exactly this version, by number or id.
             at_least: this version or a later one, whichever is ready. Default: the stager's
                 version, or the newest one, as of the last time that the store could be read.
-            whole: with all its tensors.
+            needs_tensors: with all its tensors.
             timeout_s: how long to wait.
 
         Raises:
@@ -390,7 +386,7 @@ class Stager(ProcessBound):
         self._require_open()  # a fork's copy of the lock may stay locked
         with self._condition:
             self._require_open()
-            request = self._request_for(version, at_least, is_whole=whole)
+            request = self._request_for(version, at_least, needs_tensors=needs_tensors)
             self._loop.retry_now()  # the cause of a failure may have been mended since
             if self._applied is not None and self._applied.number >= request.number:
                 # The caller applies that version again.
@@ -417,7 +413,7 @@ class Stager(ProcessBound):
                 self._wake()
 
     def release(self, *, applied: VersionId | None = None) -> None:
-        """Release the version that was taken; those up to ``applied`` need not be staged again."""
+        """Release the version that was taken; up to ``applied``, no version is staged again."""
         with self._condition:
             if self._state is State.TAKEN:
                 self._enter(State.READY)
@@ -429,10 +425,7 @@ class Stager(ProcessBound):
             self._wake()
 
     def stage_again(self, *, applied: VersionId | None = None) -> None:
-        """Stage the newest version above ``applied`` anew, or the newest of all if it is None.
-
-        A version that is taken stays as it is.
-        """
+        """Stage the newest version above ``applied`` anew; a version that is taken stays."""
         with self._condition:
             self._applied = applied
             if self._drop_unless_taken():
@@ -479,27 +472,27 @@ class Stager(ProcessBound):
         version: int | VersionId | None,
         at_least: int | VersionId | None,
         *,
-        is_whole: bool,
+        needs_tensors: bool,
     ) -> _Request:
-        pointer, seen = self.newest(), self._receiver.seen
+        pointer, last_seen = self.newest(), self._receiver.last_seen
         newest = None if pointer is None else pointer.lineage
         if at_least is None:
             version = version or self._version
-        last = newest or seen
+        last = newest or last_seen
         goal = version or at_least or (1 if last is None else last.id)
         if not isinstance(goal, VersionId):
-            named = None if newest is None else newest.at(goal)
-            return _Request(goal, named, newest, version is not None, is_whole)
-        known = [lineage for lineage in (seen, self._receiver.left) if lineage is not None]
-        if newest is not None and _is_lost(goal, newest, known):
+            goal_id = None if newest is None else newest.at(goal)
+            return _Request(goal, goal_id, newest, version is not None, needs_tensors)
+        before = [lineage for lineage in (last_seen, self._receiver.left) if lineage is not None]
+        if newest is not None and _is_lost(goal, newest, before):
             message = describe_fork(self.store, goal, newest.id)
             raise errors.VersionRegressedError(message, is_forked=True)
-        return _Request(goal.number, goal, newest, version is not None, is_whole)
+        return _Request(goal.number, goal, newest, version is not None, needs_tensors)
 
     def _leads_on(self, version: VersionId) -> bool:
         """Whether a version leads to the newest version seen in the store."""
-        seen = self._receiver.seen
-        return seen is not None and seen.reaches(version)
+        last_seen = self._receiver.last_seen
+        return last_seen is not None and last_seen.reaches(version)
 
     def _require_open(self) -> None:
         if self._is_closed or self._is_inherited:
@@ -562,10 +555,10 @@ class Stager(ProcessBound):
         record = self._receiver.record
         record.set(staged=None)
         try:
-            self._hold.close()
+            self._snapshot.close()
         except (errors.DBufferError, OSError) as error:
             if isinstance(error, errors.SnapshotEvictedError | errors.VersionRegressedError):
-                # Held for longer than the sender waits, or than there was a store: not needed.
+                # Open for longer than the sender waits, or than there was a store: not needed.
                 record.count(evictions=1)
             else:
                 # It is released anyway; opening the next version meets this error again.
@@ -667,28 +660,35 @@ class Stager(ProcessBound):
         started = time.monotonic()
         timeout_s = self._receiver.poll_interval_s
         record = self._receiver.record
-        with contextlib.ExitStack() as hold:
+        with contextlib.ExitStack() as opened:
             newer_than = version - 1 if exactly is None else None
-            snapshot = hold.enter_context(
+            snapshot = opened.enter_context(
                 self._receiver.open(newer_than, timeout_s, version=exactly, acknowledge=False)
             )
             if self._check is not None and snapshot.layout != self._checked:
                 self._check(snapshot)
                 self._checked = snapshot.layout
             prepared = self._prepare(snapshot) if self._prepare is not None else None
-            is_enough = prepared is not None and prepared.is_enough and not self._needs_whole()
+            with self._condition:
+                needs_tensors = self._request is not None and self._request.needs_tensors
+            has_part = prepared is not None and prepared.replaces_tensors
+            part = prepared if has_part and not needs_tensors else None
+            num_bytes = (part or snapshot.layout).num_bytes
             tensors: SnapshotTensors | None = snapshot.tensors
-            if self._must_copy(later_copies_less=prepared is not None and not is_enough):
-                tensors, prepared = self._copied(snapshot, prepared, is_enough=is_enough)
-                hold.close()  # it was read: if it was overwritten meanwhile, this says so
-            else:
+            if not self._must_copy(later_copies_less=prepared is not None and part is None):
                 snapshot.read_ahead()
-            num_bytes = prepared.num_bytes if prepared and is_enough else snapshot.layout.num_bytes
+            else:
+                if part is not None:
+                    tensors, prepared = None, self._copied_part(snapshot, part)
+                else:
+                    tensors = snapshot.copy_into(self._memory.resized(snapshot.data_bytes))
+                    prepared = None if prepared is None else prepared.of(tensors)
+                opened.close()  # it was read: if it was overwritten meanwhile, this says so
             with self._condition:
                 if self._is_closed:
                     return
                 self._enter(State.READY)
-                self._hold = hold.pop_all()
+                self._snapshot = opened.pop_all()
                 self._staged = staged = Staged(
                     lineage=snapshot.lineage,
                     metadata=snapshot.metadata,
@@ -703,15 +703,6 @@ class Stager(ProcessBound):
                 self._condition.notify_all()
         record.write()
 
-    def _copied(
-        self, snapshot: Snapshot, prepared: Prepared | None, *, is_enough: bool
-    ) -> tuple[SnapshotTensors | None, Prepared | None]:
-        """Copy the prepared part, if that is enough, or else all tensors."""
-        if prepared is not None and is_enough:
-            return None, self._copied_part(snapshot, prepared)
-        tensors = snapshot.copy_into(self._memory.resized(snapshot.data_bytes))
-        return tensors, None if prepared is None else prepared.of(tensors)
-
     def _copied_part(self, snapshot: Snapshot, prepared: Prepared) -> Prepared:
         """Copy the prepared part into the device's memory, and into main memory if it is full."""
         on_device = torch.empty(0, dtype=torch.uint8)
@@ -724,10 +715,6 @@ class Stager(ProcessBound):
         memories = on_device, self._memory.resized(sizes[1])
         with fork_streams([on_device])():
             return prepared.copied_into(memories, snapshot.copy_parts)
-
-    def _needs_whole(self) -> bool:
-        with self._condition:
-            return self._request is not None and self._request.is_whole
 
     def _must_copy(self, *, later_copies_less: bool) -> bool:
         is_faster = self._memory.is_pinned or self._device_memory is not None
@@ -757,17 +744,18 @@ class Stager(ProcessBound):
             self._condition.notify_all()
 
 
-def _is_lost(version: VersionId, newest: Lineage, known: Iterable[Lineage]) -> bool:
+def _is_lost(version: VersionId, newest: Lineage, before: Iterable[Lineage]) -> bool:
     """Whether a version does not lead to the newest one, and will not lead to any later one.
 
-    A version of a run that is not known may be published yet, as in a mirror that lags.
+    ``before`` were the newest ones. A version of a run that is in none of them may be published
+    yet, as in a mirror that lags.
     """
     if newest.reaches(version):
         return False
     if any(run.id == version.run for run in newest.runs[1:]):
         return True  # the next run continued from an earlier version
-    lineages = [each.to(version) for each in known if each.reaches(version)]
-    return any(relation(each, newest) is Relation.FORKED for each in lineages)
+    lineages = [lineage.to(version) for lineage in before if lineage.reaches(version)]
+    return any(relation(lineage, newest) is Relation.FORKED for lineage in lineages)
 
 
 _stagers: weakref.WeakSet[Stager] = weakref.WeakSet()

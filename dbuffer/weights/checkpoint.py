@@ -1,4 +1,4 @@
-"""HuggingFace checkpoints as a source: safetensors files, read one tensor at a time."""
+"""HuggingFace checkpoints: safetensors files, read one tensor at a time, and written."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def _changed(file: Path) -> InvalidWeightsError:
 
 def _state_of(file: Path) -> tuple[int, ...] | None:
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:  # a reader of the file raises it
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
-    """The files of a checkpoint, and which tensors to take from each (None: all)."""
+    """Return the files of a checkpoint, and the tensors to take from each (None: all)."""
     if path.is_file():
         return {path: None}
     if not path.is_dir():
@@ -250,9 +250,9 @@ def write_checkpoint(
         for number, names in enumerate(shards, 1):
             part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
             name = f"model{part}.safetensors"
-            save_file({each: tensors[each] for each in names}, path / name, {"format": "pt"})
+            save_file({key: tensors[key] for key in names}, path / name, {"format": "pt"})
             files |= dict.fromkeys(names, name)
-            written_bytes += sum(tensors[each].nbytes for each in names)
+            written_bytes += sum(tensors[key].nbytes for key in names)
             on_bytes(written_bytes, total_bytes)
         if len(shards) > 1:
             index = {"metadata": {"total_size": total_bytes}, "weight_map": files}

@@ -1,4 +1,4 @@
-"""Comparison of a store's tensors with a model's, before anything is loaded."""
+"""Comparison of a store's tensors with a model's, before anything is loaded, and advice on it."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def suggest(
     """Return the end of a message about weights that do not fit; empty if nothing is known."""
 
     def fits(names: NameMap) -> bool:
-        found = compare(published, needed, names)
-        return found.fits or (partial and not (found.left_over or found.differing))
+        renamed = compare(published, needed, names)
+        return renamed.fits or (partial and not (renamed.left_over or renamed.differing))
 
     unknown = [spec.name for spec in comparison.left_over]
     return advice(unknown, [spec.name for spec in comparison.missing], fits)

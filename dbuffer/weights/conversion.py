@@ -117,13 +117,13 @@ def _views_of(
 ) -> Callable[[Output], torch.Tensor | LazyTensor]:
     """Return a function that makes the views of a tensor; nothing is copied."""
     if isinstance(tensor, LazyTensor):
-        return _Whole(tensor).part
-    whole = tensor.detach()
-    if not whole.is_contiguous():
-        return lambda output: _view(output).of(whole)
-    start = whole.storage_offset()
+        return _SharedFetch(tensor).part
+    source = tensor.detach()
+    if not source.is_contiguous():
+        return lambda output: _view(output).of(source)
+    start = source.storage_offset()
     # Takes a third of the time of an index: 18,000 experts are that many views of each version.
-    return lambda output: whole.as_strided(output.shape, output.stride, start + output.offset)
+    return lambda output: source.as_strided(output.shape, output.stride, start + output.offset)
 
 
 def _view(output: Output) -> View:
@@ -131,7 +131,7 @@ def _view(output: Output) -> View:
     return output.view
 
 
-class _Whole:
+class _SharedFetch:
     """A lazy tensor that is made once, while several views of it are published one by one.
 
     It is dropped with the last view. If a view is fetched again, another publish has begun.

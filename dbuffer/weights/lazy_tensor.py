@@ -28,18 +28,18 @@ class View:
         return cls(index, tuple(range(len(shape))), shape, is_whole=True)
 
     @classmethod
-    def find(cls, part: torch.Tensor, whole: torch.Tensor) -> Self | None:
+    def find(cls, part: torch.Tensor, source: torch.Tensor) -> Self | None:
         """Return the place of ``part``, a view, in its contiguous tensor.
 
         Return None if it is no box of the tensor, for instance because dimensions were joined.
         """
-        shape, rest = tuple(part.shape), int(part.storage_offset())
-        if shape == whole.shape and part.stride() == whole.stride():
+        shape, offset = tuple(part.shape), int(part.storage_offset())
+        if shape == source.shape and part.stride() == source.stride():
             return cls.of_all(shape)
         index: list[int | slice] = []
         dimension_at = {}
-        for dimension, (stride, size) in enumerate(zip(whole.stride(), whole.shape, strict=True)):
-            start, rest = divmod(rest, stride) if size > 1 else (0, rest)
+        for dimension, (stride, size) in enumerate(zip(source.stride(), source.shape, strict=True)):
+            start, offset = divmod(offset, stride) if size > 1 else (0, offset)
             index.append(start)
             if size > 1:
                 dimension_at[stride] = dimension
@@ -49,16 +49,16 @@ class View:
                 continue
             dimension = dimension_at.pop(stride, -1)
             first = index[dimension]
-            if dimension < 0 or isinstance(first, slice) or first + size > whole.shape[dimension]:
+            if dimension < 0 or isinstance(first, slice) or first + size > source.shape[dimension]:
                 return None
             index[dimension] = slice(first, first + size)
             dimensions.append(dimension)
         ascending = sorted(dimensions)
         return cls(tuple(index), tuple(map(ascending.index, dimensions)), shape)
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of a tensor; nothing is copied."""
-        part = whole[self.index]
+        part = tensor[self.index]
         if self.order != tuple(range(part.ndim)):
             part = part.permute(self.order)
         return part if part.shape == self.shape else part.view(self.shape)

@@ -79,7 +79,7 @@ def may_have_model(module: object) -> bool:
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """All that the module would save, by clean name, non-tensors included."""
+    """Return all that the module would save, by clean name, non-tensors included."""
     state = module.state_dict(keep_vars=True)
     # A module that has no extra state just now returns None.
     kept = {n: v for n, v in state.items() if not (v is None and is_extra_state(n))}
@@ -92,12 +92,12 @@ def is_extra_state(name: str) -> bool:
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by clean name, tied ones under each of their names."""
+    """Return parameters and persistent buffers, tied ones under each of their clean names."""
     return only_tensors(module_state(module))
 
 
 def only_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """A module's state, if all of it can be published."""
+    """Return a module's state, or raise an error if a part of it cannot be published."""
     lost = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if lost:
         extra = listed([f"{name!r} ({type(state[name]).__name__})" for name in lost])
@@ -115,7 +115,7 @@ def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
-    """The leaves of a TensorDict, nested keys joined by dots."""
+    """Return the leaves of a TensorDict, nested keys joined by dots."""
     from tensordict import is_non_tensor
 
     _refuse_lazy_stack(weights, "the TensorDict")
@@ -162,14 +162,13 @@ def check_names(names: Collection[str]) -> None:
 def spec_of(
     name: str, tensor: torch.Tensor | LazyTensor, dtype: torch.dtype | None = None
 ) -> TensorSpec:
-    """A tensor's spec as it will be published, with floating-point tensors in ``dtype``."""
-    kept = tensor.dtype
-    if dtype is not None and can_cast_to(kept):
-        kept = dtype
+    """Return a tensor's spec as it is published, with floating-point tensors in ``dtype``."""
+    if dtype is None or not can_cast_to(tensor.dtype):
+        dtype = tensor.dtype
     try:
-        return TensorSpec(name, DTYPE_NAMES[kept], tuple(tensor.shape))
+        return TensorSpec(name, DTYPE_NAMES[dtype], tuple(tensor.shape))
     except KeyError:
-        raise InvalidWeightsError(f"unsupported dtype {kept} of tensor {name!r}") from None
+        raise InvalidWeightsError(f"unsupported dtype {dtype} of tensor {name!r}") from None
 
 
 def problem_of_memory(tensor: torch.Tensor) -> str:
@@ -206,16 +205,16 @@ def is_made_of_others(tensor: torch.Tensor) -> bool:
     )
 
 
-def is_same_memory(one: Any, other: Any) -> bool:
-    """Whether two tensors are one and the same elements, seen in the same way."""
+def is_same_memory(a: Any, b: Any) -> bool:
+    """Whether two tensors are the same elements in memory, in the same order."""
     return bool(
-        one.data_ptr() == other.data_ptr()
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.dtype == other.dtype
-        and one.device == other.device
-        and one.is_conj() == other.is_conj()
-        and one.is_neg() == other.is_neg()
+        a.data_ptr() == b.data_ptr()
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+        and a.device == b.device
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
     )
 
 

@@ -65,15 +65,15 @@ class Rule:
             raise OptionError(f"invalid rule {self}: {problem}")
 
     def _is_cut(self) -> bool:
-        whole, parts = (self.text, self.to) if self.kind == "split" else (self.to, self.text)
+        name, parts = (self.text, self.to) if self.kind == "split" else (self.to, self.text)
         texts, num_indices = ((parts,), 1) if isinstance(parts, str) else (parts, 0)
         return (
             len(self.dims) == 1
-            and isinstance(whole, str)
-            and "#" not in whole
+            and isinstance(name, str)
+            and "#" not in name
             and bool(texts)
             and all(text.count("#") == num_indices for text in texts)
-            and all(text.count("*") == whole.count("*") for text in texts)
+            and all(text.count("*") == name.count("*") for text in texts)
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -188,9 +188,9 @@ def _matcher(text: str) -> Callable[[str], tuple[list[str], int] | None]:
     pattern, place = re.compile(escaped), text.partition("#")[0].count("*")
 
     def match(name: str) -> tuple[list[str], int] | None:
-        if (found := pattern.fullmatch(name)) is None:
+        if (fit := pattern.fullmatch(name)) is None:
             return None
-        parts = list(found.groups())
+        parts = list(fit.groups())
         return parts, int(parts.pop(place)) if "#" in text else 0
 
     return match
@@ -241,8 +241,8 @@ def _stacked(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
                 f"{index} as another one is"
             )
         parts_of[joined][index] = tensor
-    whole = {name: _join(rule, name, parts) for name, parts in parts_of.items()}
-    return [(name, whole[name] if t is None else t) for name, t in pairs]
+    joined_parts = {name: _join(rule, name, parts) for name, parts in parts_of.items()}
+    return [(name, joined_parts[name] if t is None else t) for name, t in pairs]
 
 
 def _join(rule: Rule, name: str, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:

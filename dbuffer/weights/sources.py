@@ -54,8 +54,7 @@ Weights: TypeAlias = (
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 
-def _check_nothing() -> None:
-    """Check nothing."""
+def _check_nothing() -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +122,8 @@ class Describer:
     """Refuse weights with a NaN or an infinity."""
     _conversion: Conversion | None = field(default=None, init=False)
     """Conversion of the last weights by a map that changes tensors."""
-    _known: tuple[WeightsSpec, tuple[TensorSpec, ...]] | None = field(default=None, init=False)
-    """Spec of one version's weights, to check the next version's faster."""
+    _last: tuple[WeightsSpec, tuple[TensorSpec, ...]] | None = field(default=None, init=False)
+    """Spec of the last version's weights, to check the next version's faster."""
 
     @property
     def _changes_tensors(self) -> bool:
@@ -148,7 +147,7 @@ class Describer:
             return source
         source = self._describe_tensors(self._checked(named.items()))
         is_plain = not (source.aliases or source.is_lazy or self._changes_tensors)
-        self._known = (WeightsSpec.of(named), source.specs) if is_plain else None
+        self._last = (WeightsSpec.of(named), source.specs) if is_plain else None
         return source
 
     def _describe_tensors(
@@ -164,8 +163,6 @@ class Describer:
         specs = tuple(spec_of(name, tensor, self.dtype) for name, tensor in tensors.items())
         is_lazy = any(isinstance(tensor, LazyTensor) for tensor in tensors.values())
         return Source(specs, list(tensors.values()), aliases, is_lazy, reader=reader, check=check)
-
-    # The next two import modules for one kind of weights each, which most senders never publish.
 
     def _named_in(self, weights: Any) -> Mapping[str, Any] | None:
         """Return the tensors of a module, a TensorDict or a mapping by name; else None."""
@@ -211,11 +208,11 @@ class Describer:
 
     def _like_before(self, named: Mapping[str, Any]) -> Source | None:
         """Return plain tensors with the last version's specs, or None if they differ from these."""
-        if self._known is None or not (addresses := self._known[0].addresses_of(named)):
+        if self._last is None or not (addresses := self._last[0].addresses_of(named)):
             return None
         if 0 in addresses or len(set(addresses)) < len(named):  # some are empty, or tied
             return None
-        return Source(self._known[1], list(named.values()), {})
+        return Source(self._last[1], list(named.values()), {})
 
     def _stream(
         self, weights: Iterator[tuple[str, torch.Tensor | LazyTensor]]
@@ -224,12 +221,12 @@ class Describer:
 
         Ties are not detected: an earlier tensor, since freed, may have had the same address.
         """
-        seen = set()
+        names = set()
         for position, pair in enumerate(weights):
             name, tensor = _checked_pair(pair, position)
-            if name in seen:
+            if name in names:
                 raise InvalidWeightsError(f"the name {name!r} occurs twice")
-            seen.add(name)
+            names.add(name)
             checked = _gatherable(name, tensor, sharded=self.sharded)
             spec, fetched = spec_of(name, checked, self.dtype), fetch(checked)
             yield spec, fetched
@@ -279,7 +276,7 @@ def is_stream(weights: Weights) -> TypeGuard[Iterator[tuple[str, torch.Tensor | 
 
 
 def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
-    """The tensor itself, gathered, read from its file or made if need be."""
+    """Return the tensor itself, gathered, read from its file or made if need be."""
     if not isinstance(tensor, LazyTensor):
         return tensor
     fetched = tensor.fetch()
@@ -320,20 +317,19 @@ def _gatherable(
             "fully_shard (FSDP2), give FSDP a device_mesh, which makes DTensors of them, or set "
             "StateDictType.FULL_STATE_DICT"
         )
-    whole: Any = tensor
+    shard: Any = tensor
     is_zero3 = hasattr(tensor, "ds_shape")  # DeepSpeed's mark on a partitioned parameter
     is_bare = has_no_shape(tensor) or tensor.is_meta
     if not is_bare and (is_zero3 or hasattr(tensor, "full_tensor")):
         if not sharded:
-            if is_zero3 or not _is_whole(whole):
+            if is_zero3 or not _is_whole(shard):
                 raise InvalidWeightsError(
                     f"each rank holds only a part of tensor {name!r}: let all of them publish "
                     "together, with dbuffer.ShardedWeightSender"
                 )
-            whole = whole.detach().to_local()
-            return _gatherable(name, whole, sharded=sharded)
-        shape = tuple(whole.ds_shape if is_zero3 else whole.shape)
-        gather = _fetch_zero3 if is_zero3 else whole.detach().full_tensor
+            return _gatherable(name, shard.detach().to_local(), sharded=sharded)
+        shape = tuple(shard.ds_shape if is_zero3 else shard.shape)
+        gather = _fetch_zero3 if is_zero3 else shard.detach().full_tensor
         # Ties are recognized by the object, on all ranks alike: a rank's own part may be empty. A
         # negative number is no address.
         return LazyTensor(tensor.dtype, shape, gather, -id(tensor), sharded=tensor)

@@ -1,8 +1,8 @@
 """Targets of a load: their tensors are matched with a layout's, all or nothing.
 
 With ``partial=True`` a layout may hold a part of a target's tensors. To prevent a mix of two
-versions, :class:`LoadedNames` remembers which tensors versions contained, and refuses a later
-version that lacks some of them.
+versions, a receiver remembers which tensors versions contained, and refuses a later version that
+lacks some of them.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ class Match:
         ``published`` gives a tensor by its index in the layout.
         """
         problems = [
-            f"{name!r} and {other!r} are one tensor in the target, but two in the store, with "
+            f"{name!r} and {tied!r} are one tensor in the target, but two in the store, with "
             "different values"
-            for (name, index), (other, other_index) in self.ties
-            if not _same_bytes(published(index), published(other_index))
+            for (name, index), (tied, tied_index) in self.ties
+            if not torch.equal(_bytes_of(published(index)), _bytes_of(published(tied_index)))
         ]
         if problems:
             raise WeightsMismatchError(_describe_problems(problems))
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _LastMatch:
     """A match, and the facts that identify the same target at the next load."""
 
     layout: Layout
@@ -95,7 +95,7 @@ class Matcher:
     """Finds the target's tensor for each of a layout's tensors."""
 
     def __init__(self) -> None:
-        self._known: _Known | None = None
+        self._last: _LastMatch | None = None
 
     def match(self, target: Any, layout: Layout, *, partial: bool = False) -> Match:
         """Match all of a target's tensors with all of a layout's; ``partial``: or with some.
@@ -115,23 +115,23 @@ class Matcher:
         if (targets := self._match_like_before(target, named, layout, partial)) is not None:
             return Match(targets, [])
         match, order = _match_each(target, named, layout, partial=partial)
-        self._known = None
+        self._last = None
         is_all = len(named) == len(order)
         if not match.aliases and not match.ties and (is_all or partial):
             addresses = list(map(torch.Tensor.data_ptr, named.values()))
-            self._known = _Known(layout, WeightsSpec.of(named), addresses, order, is_all)
+            self._last = _LastMatch(layout, WeightsSpec.of(named), addresses, order, is_all)
         return match
 
     def _match_like_before(
         self, target: Any, named: Mapping[str, torch.Tensor], layout: Layout, partial: bool
     ) -> list[torch.Tensor] | None:
-        known = self._known
-        if known is None or not (known.is_all or partial):
+        last = self._last
+        if last is None or not (last.is_all or partial):
             return None
-        if known.layout.specs is not layout.specs and known.layout != layout:
+        if last.layout.specs is not layout.specs and last.layout != layout:
             return None
         tensors = list(named.values())
-        if (addresses := known.outline.addresses_of(named)) is None:
+        if (addresses := last.outline.addresses_of(named)) is None:
             return None
         if not all(map(torch.Tensor.is_contiguous, tensors)):
             return None
@@ -139,47 +139,35 @@ class Matcher:
         if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
             return None
         # The checks below hold at the same addresses if they held at the last load.
-        if addresses != known.addresses:
+        if addresses != last.addresses:
             if (
                 not all(map(lies_in_memory, tensors))
                 or _may_overlap(addresses, tensors)
                 or _not_kept(target, named)
             ):
                 return None
-            self._known = replace(known, addresses=addresses)
-        return [tensors[index] for index in known.order]
+            self._last = replace(last, addresses=addresses)
+        return [tensors[index] for index in last.order]
 
 
-class LoadedNames:
-    """Names of all tensors that versions contained so far, and the first version of each.
+def require_names(loaded: Mapping[str, int], names: Set[str], version: int) -> None:
+    """Refuse a partial version that would leave a target with a mix of versions.
 
-    If a partial version lacks a tensor of an earlier version, the target would be a mix of both.
+    ``loaded`` has the names of all tensors that earlier versions contained, and the first version
+    of each.
     """
-
-    def __init__(self) -> None:
-        self._first: dict[str, int] = {}
-
-    def add(self, names: Set[str], version: int) -> None:
-        """Record a version before it is loaded: it may fail half-way, with some tensors written."""
-        self._first |= dict.fromkeys(names - self._first.keys(), version)
-
-    def forget(self) -> None:
-        """Start over: the target is as it was before any version was loaded."""
-        self._first = {}
-
-    def require_all(self, names: Set[str], version: int) -> None:
-        if lacking := sorted(self._first.keys() - names):
-            names_lost = listed([f"{n!r} of version {self._first[n]}" for n in lacking], "; ")
-            raise WeightsMismatchError(
-                f"version {version} lacks tensors that earlier versions contained, and would leave "
-                f"a mix of versions: {names_lost}; publish at least what was published before"
-            )
+    if lacking := sorted(loaded.keys() - names):
+        lost = listed([f"{name!r} of version {loaded[name]}" for name in lacking], "; ")
+        raise WeightsMismatchError(
+            f"version {version} lacks tensors that earlier versions contained, and would leave a "
+            f"mix of versions: {lost}; publish at least the tensors of earlier versions"
+        )
 
 
 def _match_each(
     target: Any, named: Mapping[str, Any], layout: Layout, *, partial: bool
 ) -> tuple[Match, list[int]]:
-    """The match, and for each of its tensors its index in the target."""
+    """Return the match, and the index in the target of each of its tensors."""
     tensors = dict(zip(clean_names(named), named.values(), strict=True))
     unfit = _unfit(target, tensors)
     specs = [spec_of(name, tensor) for name, tensor in tensors.items() if name not in unfit]
@@ -216,11 +204,11 @@ def _differences(comparison: Comparison, layout: Layout, unfit: Mapping[str, str
 
 
 def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator[str]:
-    """Tensors of the target that the store lacks, under all of a tied tensor's names."""
+    """Yield problems with tensors of the target that the store has under no name."""
     filled = [tensors[name] for name in comparison.sources]
     for spec in comparison.missing:
         tensor = tensors[spec.name]
-        if not (tensor.numel() and any(is_same_memory(tensor, other) for other in filled)):
+        if not (tensor.numel() and any(is_same_memory(tensor, tied) for tied in filled)):
             yield f"the store has no {spec.name!r}"
 
 
@@ -230,8 +218,8 @@ def _overlaps(
     """Return targets that are the same memory, and problems with targets that overlap in part."""
     ties: list[tuple[NamedIndex, NamedIndex]] = []
     problems: list[str] = []
-    for first, *others in _overlap_groups(tensors):
-        for name in others:
+    for first, *group in _overlap_groups(tensors):
+        for name in group:
             index, other_index = comparison.sources[first], comparison.sources[name]
             if not is_same_memory(tensors[first], tensors[name]):
                 problems.append(
@@ -278,8 +266,8 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
     return tensor.element_size() * (1 + sum(stride * (size - 1) for stride, size in steps))
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _describe_problems(problems: list[str]) -> str:
@@ -295,7 +283,7 @@ def _as_published(
 
     if layout.all_names <= named.keys() or not has_model(target):
         return named
-    if any(not isinstance(one, torch.Tensor) or has_no_shape(one) for one in named.values()):
+    if any(not isinstance(t, torch.Tensor) or has_no_shape(t) for t in named.values()):
         return named
     names, converted = layout.all_names, dict(as_checkpoint(target, named))
     return converted if len(names & converted.keys()) > len(names & named.keys()) else named
@@ -320,16 +308,17 @@ def _named_in(target: Any) -> Mapping[str, Any]:
 def _unfit(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
     not_kept = _not_kept(target, tensors)
     reasons = {
-        name: _reason_not_to_fill(name, one) or not_kept.get(name) for name, one in tensors.items()
+        name: _reason_not_to_fill(name, tensor) or not_kept.get(name)
+        for name, tensor in tensors.items()
     }
     return {name: reason for name, reason in reasons.items() if reason}
 
 
 def _not_kept(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Tensors that the target makes at each access and does not keep, and why."""
+    """Return the tensors that the target makes at each access and does not keep, and why."""
     if is_module(target):
-        own = [tensor for tensor in own_tensors(target) if not has_no_shape(tensor)]
-        ids, places = set(map(id, own)), {_storage_address(tensor) for tensor in own} - {0}
+        kept = [tensor for tensor in own_tensors(target) if not has_no_shape(tensor)]
+        ids, places = set(map(id, kept)), {_storage_address(tensor) for tensor in kept} - {0}
         return {
             name: _why_not_kept(target, name)
             for name, tensor in tensors.items()
@@ -340,9 +329,9 @@ def _not_kept(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
     again = _named_in(target)
     return {
         name: _why_not_kept(target, name)
-        for name, one, other in zip(tensors, tensors.values(), again.values(), strict=True)
-        if one is not other and _has_elements(one)
-        if not is_same_memory(one, other)
+        for name, first, second in zip(tensors, tensors.values(), again.values(), strict=True)
+        if first is not second and _has_elements(first)
+        if not is_same_memory(first, second)
     }
 
 
@@ -364,7 +353,7 @@ def _has_elements(tensor: Any) -> bool:
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
-    """The address of the memory that a tensor is a view of; 0 if unknown."""
+    """Return the address of the memory that a tensor is a view of, or 0 if it is unknown."""
     is_plain = tensor.layout is torch.strided and not is_made_of_others(tensor)
     return tensor.untyped_storage().data_ptr() if is_plain else 0
 

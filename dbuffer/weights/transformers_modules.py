@@ -73,16 +73,16 @@ def _saved(models: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[
     from transformers.core_model_loading import revert_weight_conversion
 
     saved: dict[str, torch.Tensor] = {}
-    rest = dict(tensors)
+    outside = dict(tensors)
     for prefix, model in models.items():
         ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-        names = [name for name in rest if name.startswith(prefix)]
-        own = {name.removeprefix(prefix): rest.pop(name) for name in names}
-        own = {name: tensor for name, tensor in own.items() if name not in ignored}
-        if own:
-            reverted = revert_weight_conversion(_in_own_class(model), own)
+        names = [name for name in outside if name.startswith(prefix)]
+        of_model = {name.removeprefix(prefix): outside.pop(name) for name in names}
+        of_model = {name: tensor for name, tensor in of_model.items() if name not in ignored}
+        if of_model:
+            reverted = revert_weight_conversion(_in_own_class(model), of_model)
             saved |= {f"{prefix}{name}": tensor for name, tensor in reverted.items()}
-    return saved | rest
+    return saved | outside
 
 
 def _models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -120,8 +120,8 @@ def _in_own_class(model: Any) -> Any:
         return model
 
     def twin_of(module: nn.Module) -> nn.Module:
-        own = next(kind for kind in type(module).__mro__ if not _is_replaced(kind))
-        twin: nn.Module = object.__new__(own)
+        original = next(kind for kind in type(module).__mro__ if not _is_replaced(kind))
+        twin: nn.Module = object.__new__(original)
         # A compiled layer has no truth value: it is a module with a length that it cannot tell.
         children = {
             name: None if child is None else twin_of(child)

@@ -79,15 +79,15 @@ class SourceReader:
         """Tensors by the source's names."""
         try:
             metadata = list(metadata_of(source))
-            for one in metadata:
-                if one.name in self.tensors:
-                    raise InvalidWeightsError(f"the source's metadata has {one.name!r} twice")
-                fetch = functools.partial(self._read, one.name)
-                self.tensors[one.name] = LazyTensor(one.dtype, tuple(one.shape), fetch)
+            for entry in metadata:
+                if entry.name in self.tensors:
+                    raise InvalidWeightsError(f"the source's metadata has {entry.name!r} twice")
+                fetch = functools.partial(self._read, entry.name)
+                self.tensors[entry.name] = LazyTensor(entry.dtype, tuple(entry.shape), fetch)
         except (AttributeError, TypeError) as error:
             raise InvalidWeightsError(
                 f"metadata of this {type(source).__name__} does not give a name, dtype and shape "
-                f"for each tensor, as that of vLLM's sources does: {described(error)}"
+                f"for each tensor, as vLLM's sources do: {described(error)}"
             ) from error
         self._place = {name: place for place, name in enumerate(self.tensors)}
         self._held = _held_names(source, metadata)
@@ -132,13 +132,13 @@ class SourceReader:
         if self._pass is None:
             self._pass = pass_over(self._source)
         for pair in self._pass:
-            other, tensor = _checked(pair)
-            if other == name and tensor is not None:
+            next_name, tensor = _checked(pair)
+            if next_name == name and tensor is not None:
                 return tensor
-            if self._place.get(other, len(self._place)) >= self._place[name]:
-                what = f"no tensor for {name!r}" if other == name else repr(other)
+            if self._place.get(next_name, len(self._place)) >= self._place[name]:
+                item = f"no tensor for {name!r}" if next_name == name else repr(next_name)
                 raise InvalidWeightsError(
-                    f"the source gives {what} where its metadata has {name!r}: both must be in "
+                    f"the source gives {item} where its metadata has {name!r}: both must be in "
                     "the same order, and have the same tensors"
                 )
         raise InvalidWeightsError(f"the source ends before {name!r}, which its metadata has")
@@ -155,7 +155,7 @@ def is_split(source: Any) -> bool:
     """Whether rank 0 does not have all tensors of a source; the same on all ranks."""
     if not hasattr(source, "iter_full"):
         return getattr(source, "held_names", lambda: None)() is not None
-    owners = [getattr(one, "owners", None) for one in metadata_of(source)]
+    owners = [getattr(entry, "owners", None) for entry in metadata_of(source)]
     return any(ranks is not None and 0 not in ranks for ranks in owners)
 
 
@@ -163,7 +163,7 @@ def _held_names(source: Any, metadata: Iterable[Any]) -> frozenset[str] | None:
     """Return the names of the tensors on this rank, or None if all ranks have all tensors."""
     if (held_names := getattr(source, "held_names", None)) is not None:
         return None if (names := held_names()) is None else frozenset(names)
-    owners = {one.name: getattr(one, "owners", None) for one in metadata}
+    owners = {entry.name: getattr(entry, "owners", None) for entry in metadata}
     if all(ranks is None for ranks in owners.values()):
         return None
     # vLLM's owners are ranks of the trainer: torch's, as a sharded module's are.

@@ -230,7 +230,7 @@ class Switched:
         self.twin.reload(copied(tensors))
         self.versions.append(copied(tensors))
         switch = self.prepare(tensors)
-        if switch is not None and switch.is_enough and self.staged:
+        if switch is not None and switch.replaces_tensors and self.staged:
             whole = sum(switch.staging_bytes(0))
             sizes = switch.staging_bytes(int(torch.randint(0, whole + 1, ())))
             assert sum(sizes) == whole
@@ -254,7 +254,7 @@ class Switched:
         return self.loads.prepare(tensors, self.trace, version, self.changed_since)
 
     def apply_or_reload(self, tensors: Tensors, switch: PreparedSwitch | None) -> None:
-        if switch is not None and switch.is_enough:
+        if switch is not None and switch.replaces_tensors:
             self.loads.apply(switch)
         else:
             self.loads.reload(tensors, self.trace, switch)
@@ -992,11 +992,11 @@ def test_a_switch_that_fails_is_raised_and_repaired_by_a_reload():
     switched = Switched(lambda: mixed_model(kind=Failing), mixed_tensors(), in_parts=True)
     assert switched.switch_often(mixed_tensors)[-1]
     _, late = switched.prepare_next()
-    assert late.is_enough
+    assert late.replaces_tensors
     switched.model.fails = True
     with pytest.raises(RuntimeError, match="not today"):
         switched.switch(mixed_tensors())
-    assert not late.is_enough
+    assert not late.replaces_tensors
     switched.model.fails = False
     assert switched.switch_often(mixed_tensors) == PLANNED
     switched.model.fails = True
@@ -1318,7 +1318,7 @@ def test_a_reload_that_fails_is_raised_and_verifies_nothing():
     switched.model.fails_with = version["a.weight"]
     for _ in range(2):
         switch = switched.loads.prepare(version, switched.trace, "any")
-        assert not switch.is_enough
+        assert not switch.replaces_tensors
         with pytest.raises(RuntimeError, match="no reload"):
             switched.loads.reload(version, switched.trace, switch)
     assert switched.switch_often(two_tensors) == PLANNED

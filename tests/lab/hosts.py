@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -77,22 +76,17 @@ def applied(reader: Child, version: int) -> list[int]:
 
 
 class Looking(WeightReceiver):
-    """Receiver that notes its looks at the pointer and its waits between them, one in a process."""
+    """Receiver that notes its looks at the pointer, one in a process."""
 
     looks: ClassVar[list[tuple[float, int | None]]] = []
     """When each began, on the machines' one clock, and the version that it saw."""
-    waits_s: ClassVar[list[float]] = []
     told: ClassVar[Connection | None] = None
     """Connection on which "looks" is sent after the first look."""
 
-    def _newest(self) -> int | None:
+    def _look(self) -> int | None:
         began = time.monotonic()
-        version = super()._newest()
+        version = super()._look()
         self.looks.append((began, version))
         if self.told is not None and len(self.looks) == 1:
             self.told.send("looks")
         return version
-
-    def _wait_for_change(self, wait_s: float, stop_event: threading.Event | None) -> None:
-        self.waits_s.append(wait_s)
-        super()._wait_for_change(wait_s, stop_event)

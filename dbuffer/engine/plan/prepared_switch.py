@@ -74,7 +74,7 @@ class PreparedSwitch:
         )
 
     @property
-    def is_enough(self) -> bool:
+    def replaces_tensors(self) -> bool:
         """Whether it is verified to do all that a reload does, to the model's present tensors."""
         verified_for = self.plan.verified_for
         return (

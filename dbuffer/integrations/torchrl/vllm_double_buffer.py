@@ -481,7 +481,7 @@ class VLLMDoubleBufferWeightReceiver:
     def _find_receiver(self) -> WeightReceiver:
         """Return the receiver of the store, which this host may know by either address."""
         receiver, store = self._receiver, Path(self._scheme.remote_addr)
-        if receiver is not None and receiver.seen is not None:
+        if receiver is not None and receiver.last_seen is not None:
             return receiver
         if has_source_at_local(store, local := Path(self._scheme.local_addr)):
             store = local

@@ -82,7 +82,7 @@ def number(version: VersionId | None) -> int | None:
 
 def release(stager: Stager, version: int) -> None:
     """Release what was taken, as applied: the version of this number that the store has had."""
-    newest = stager.newest() or stager._receiver._seen
+    newest = stager.newest() or stager._receiver._pointer
     stager.release(applied=newest.lineage.at(version))
 
 
