@@ -31,9 +31,8 @@ def wait_applied(
 ) -> None:
     """Wait until receivers have applied ``version`` or a later one; see `WeightSender`.
 
-    The applied version must lead to the newest. If several receivers have one id,
-    the id has applied a version when all living ones have. If none lives, the record that was
-    written last counts.
+    The applied version must lead to the newest. If several receivers have one id, the id has
+    applied a version when all living ones have. If none lives, the last written record counts.
 
     A receiver's end is learned at once (a second for its last acknowledgement) on this host, or on
     a local mount; else after `Timing.presumed_dead_after_s`, and if the mirror that relays its

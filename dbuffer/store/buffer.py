@@ -111,11 +111,7 @@ class DoubleBuffer:
         return self._read(Pointer, self.root / places.POINTER_FILE)
 
     def newest_pointer(self, last: Pointer | None = None) -> Pointer | None:
-        """Read ``CURRENT`` for a reader that has read the pointer ``last`` before.
-
-        Raises:
-            VersionRegressedError: that version does not lead to the newest one.
-        """
+        """Read ``CURRENT``; raise a `VersionRegressedError` if ``last`` does not lead to it."""
         pointer = self.pointer()
         if pointer is None and self.medium.reaches_other_hosts:
             pointer = self._pointer_by_manifests(last)
@@ -226,12 +222,7 @@ class DoubleBuffer:
         return token == writer.token.encode()
 
     def require_writer(self, writer: WriterRecord) -> None:
-        """Raise unless this writer still has the store.
-
-        Raises:
-            StoreNotFoundError: the store was removed.
-            WriterSupersededError: another writer took the store over.
-        """
+        """Raise unless this writer still has the store, and it was not removed."""
         record = self.writer()
         if record is None:
             raise errors.StoreNotFoundError(
@@ -378,11 +369,7 @@ def pointer_to(buffer: str, manifest: Manifest) -> Pointer:
 
 
 def require_successor(store: Path | str, last: Versioned, newest: Versioned | None) -> None:
-    """Raise unless the version that was read ``last`` leads to the newest of a store or a bucket.
-
-    Raises:
-        VersionRegressedError: it does not.
-    """
+    """Raise a `VersionRegressedError` unless the version read ``last`` leads to the newest one."""
     if newest is None:
         raise errors.VersionRegressedError(f"{store} was emptied: it held version {last.version}")
     match relation(last.lineage, newest.lineage):
@@ -444,12 +431,7 @@ def is_store(root: Path) -> bool:
 
 
 def require_own_directory(root: Path) -> None:
-    """Refuse to write a store into a directory that holds something else.
-
-    Raises:
-        OptionError: the directory holds other files.
-        StoreAccessError: the directory cannot be listed.
-    """
+    """Raise an `OptionError` if a directory holds something other than a store."""
     contents = other_contents(root)
     if contents is not None:
         raise errors.OptionError(

@@ -110,11 +110,10 @@ class Contents:
         return max((record.generation for record in records if record is not None), default=0)
 
     def next_version(self, version: int | None, *, above: int = 0) -> int:
-        """Choose the version to publish: ``version`` if that goes up, else one above the last.
+        """Return the number to publish: ``version``, or by default one above the last.
 
-        Args:
-            version: a number, or None.
-            above: number of the last version that the sender published, even if it was lost since.
+        It must be above the store's versions, and the last one of the sender, even if that was
+        lost since.
 
         Raises:
             VersionError: it is no version, or does not go up.

@@ -59,7 +59,7 @@ number."""
 _STALE_TEMPORARY_S = 60.0
 """Age of a temporary file that a killed process left behind."""
 LOCK_PAUSES_S = (0.0005, 0.02)
-"""First pause between two attempts to lock a file, or to hold a version that a writer is at, and
+"""First pause between two attempts to lock a file, or to open a version that a writer is at, and
 its upper bound."""
 
 
@@ -421,11 +421,7 @@ def make_memory_file(name: str) -> Descriptor:
 
 
 def allocate(descriptor: int, num_bytes: int, path: Path) -> None:
-    """Give a new file its full size, in real blocks, before anyone maps it.
-
-    Raises:
-        StoreFullError: there is no room. A page without a block would have been a SIGBUS.
-    """
+    """Give a new file its full size, in real blocks: a mapped page without one is a SIGBUS."""
     with os_errors("allocate a buffer", path, num_bytes):
         os.posix_fallocate(descriptor, 0, num_bytes)
 
@@ -642,11 +638,7 @@ class Descriptor(Closing, ProcessBound):
 
     @property
     def number(self) -> int:
-        """The kernel's number of it, for as long as it is open.
-
-        Raises:
-            ClosedError: it is closed.
-        """
+        """The kernel's number of the file, which must be open."""
         if not self.is_open:
             raise ClosedError("this file is closed, or was opened before a fork")
         return self._file.fileno()

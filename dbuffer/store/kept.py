@@ -27,14 +27,12 @@ from dbuffer.store.weights_files import parts_of
 
 
 def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool) -> str:
-    """Keep the version that a buffer holds, and return the buffer that it is kept in.
+    """Keep the version in a buffer, and return the buffer that it is kept in.
 
-    The caller holds the version, or is the store's writer.
+    The caller has the version open, or is the store's writer.
 
     Raises:
-        StoreNotFoundError: a file of the version was removed meanwhile.
         VersionError: remains of it are in the place where it would be kept.
-        StoreAccessError: the filesystem refused, for instance because its files have one name only.
     """
     kept = places.kept_buffer(manifest.id)
     if store.undamaged_manifest(kept) is not None:

@@ -108,13 +108,6 @@ class Medium:
             return filesystem.is_locked(record)
         return filesystem.was_touched_since(record, self.now_s() - TIMING.presumed_dead_after_s)
 
-    def lock_to_read(self, file: Descriptor) -> bool:
-        """Keep writers from an open weights file; return False if one has it.
-
-        On a network mount, locks may have no effect, and no file is written a second time.
-        """
-        return self.reaches_other_hosts or filesystem.try_lock(file.number, exclusive=False)
-
     def publish_file(
         self,
         path: Path,
@@ -153,12 +146,7 @@ class Medium:
 
 
 def medium_of(path: Path) -> Medium:
-    """Choose the medium of ``path``, which need not exist yet.
-
-    Raises:
-        OptionError: ``DBUFFER_MOUNT`` is none of ``local``, ``network`` and ``auto``.
-        StoreAccessError: the path leads into a loop of links.
-    """
+    """Return the medium of ``path``, which need not exist yet."""
     mounted, source = _mount_of(real_path(path))
     name = os.environ.get(MOUNT_VARIABLE, "auto")
     if name not in ("local", "network", "auto"):

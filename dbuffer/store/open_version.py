@@ -81,12 +81,7 @@ class OpenVersion(abc.ABC):
 
     @abc.abstractmethod
     def open_delta(self, version: VersionId) -> tuple[Path | str, Descriptor]:
-        """Open the delta that leads to a version of its chain; return its name and the file.
-
-        Raises:
-            StoreNotFoundError: it was removed meanwhile.
-            StoreCorruptError, StoreAccessError: it cannot be read.
-        """
+        """Open the delta that leads to a version of its chain; return its name and the file."""
 
     @abc.abstractmethod
     def read_at(self, offset: int, num_bytes: int) -> bytes:
@@ -100,11 +95,10 @@ class OpenVersion(abc.ABC):
 
     @contextlib.contextmanager
     def noticing_loss(self) -> Iterator[None]:
-        """Tell of a file of this version that was removed while it was read.
+        """Raise an `OvertakenError` for a file that was removed while it was read.
 
         Raises:
-            OvertakenError: its manifest no longer names that file.
-            StoreCorruptError: it still does.
+            StoreCorruptError: the version's manifest still names that file.
         """
         try:
             yield
@@ -131,10 +125,6 @@ class OpenVersion(abc.ABC):
         if len(layout.specs) != manifest.num_tensors:
             raise errors.StoreCorruptError(f"{self.name}: its layout and its manifest disagree")
         return layout
-
-    def read_checksums(self) -> bytes:
-        """Read the table of checksums, which is not compared with its digest yet."""
-        return self.read_at(self.manifest.checksums_offset, 8 * self.manifest.num_tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +156,9 @@ class OpenStoreVersion(OpenVersion):
         )
 
     def wait_after_loss(self, error: errors.StoreNotFoundError, patience: Patience) -> NoReturn:
-        """Wait a moment after a file of this version was removed while it was read.
+        """Wait a moment, and raise an `OvertakenError`, as the reader must begin again.
 
         Raises:
-            OvertakenError: the reader must begin again with the newest version.
             StoreCorruptError: the manifest names that file, and has for long enough.
         """
         logger.warning(
@@ -201,19 +190,12 @@ def open_newest(
 ) -> OpenStoreVersion | None:
     """Open the newest version; return None if there is none above ``newer_than``.
 
-    The caller releases it.
-
-    Args:
-        store: the store.
-        newer_than: only a version above this one, or any.
-        last: the pointer that the reader has read last.
-        reread: whether to read the pointer at first, too; otherwise ``last`` was read just now.
-        announce: called with the version before its file is opened. On a network mount, a reader
-            that does not announce the version in its record may lose the file while reading it.
+    The pointer is read first, unless ``last``, the pointer that the reader has read last, was read
+    just now. ``announce`` is called with the version before its file is opened: on a network mount,
+    a reader that does not announce the version in its record may lose the file while reading it.
 
     Raises:
-        StoreNotFoundError, StoreAccessError: see :meth:`DoubleBuffer.check`.
-        StoreCorruptError: pointer, manifest and file do not agree.
+        StoreCorruptError: pointer, manifest and file do not agree, and have not for a while.
         VersionRegressedError: see :meth:`DoubleBuffer.newest_pointer`.
     """
     store.check()
@@ -319,7 +301,8 @@ def _require_readable(store: DoubleBuffer, manifest: Manifest) -> None:
 def _reason_not_to_read(
     store: DoubleBuffer, file: Descriptor, path: Path, buffer: str, manifest: Manifest
 ) -> str | None:
-    if not store.medium.lock_to_read(file):
+    # On a network mount, locks may have no effect, and no file is written a second time.
+    if store.medium.maps_files and not filesystem.try_lock(file.number, exclusive=False):
         return _LOCKED
     # Read again, now that it is locked or announced: a writer marks the manifest only after
     # it has locked the file, and removes the file only after it has marked the manifest and

@@ -194,7 +194,10 @@ class RecordFile(OwnRecord):
                     receiver = self._record.receiver
                     logger.warning("receiver %s cannot acknowledge: %s", receiver, str(error))
                 self._can_write = False
-            self._keep_writing()
+            # The heartbeat touches the file, or writes it once that works.
+            needs_heartbeat = self._store.medium.reaches_other_hosts or not self._can_write
+            if self._heartbeat is None and needs_heartbeat:
+                self._heartbeat = _start_heartbeat(self._beat)
 
     def close(self) -> None:
         """Say that the receiver has ended; its record stays, and is not written again."""
@@ -225,12 +228,6 @@ class RecordFile(OwnRecord):
             self._file = PublishedRecord(self._store, record.receiver, record.token)
         self._file.put(record)
         self._can_write = True
-
-    def _keep_writing(self) -> None:
-        """Start the heartbeat, where a file must be touched, or could not be written."""
-        needs_heartbeat = self._store.medium.reaches_other_hosts or not self._can_write
-        if self._heartbeat is None and needs_heartbeat:
-            self._heartbeat = _start_heartbeat(self._beat)
 
     def _beat(self) -> None:
         """Write what could not be written before, or else show life."""

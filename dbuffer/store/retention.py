@@ -360,23 +360,15 @@ class Retention:
             is_fresh = now_s - reason.superseded_at < TIMING.keep_superseded_s
             return reader is not None or is_fresh
         if reader is not None:
-            logger.warning(
-                "removing %s of %s, which %s has read for more than %g s",
-                file,
-                _name_of(reason.versions),
-                reader,
-                self._reader_timeout_s,
-            )
+            name = "an unknown version"
+            if reason.versions is not None:
+                first, last = reason.versions[0], reason.versions[-1]
+                name = f"version {last}" if first == last else f"versions {first} to {last}"
+            message = "removing %s of %s, which %s has read for more than %g s"
+            logger.warning(message, file, name, reader, self._reader_timeout_s)
         return False
 
 
 def _longer(versions: range, before: range | None) -> range:
     """Return the range that goes on to the higher version."""
     return versions if before is None or versions.stop >= before.stop else before
-
-
-def _name_of(versions: range | None) -> str:
-    if versions is None:
-        return "an unknown version"
-    first, last = versions[0], versions[-1]
-    return f"version {last}" if first == last else f"versions {first} to {last}"

@@ -52,18 +52,24 @@ class WeightsFiles:
         if self._medium.reaches_other_hosts or old.is_final:
             return None
         file = self._lock_existing(buffer, old)
-        if file is None or self._is_fit(file, old, layout_xxh3, file_bytes):
+        if file is None:
+            return None
+        is_fit = (
+            self._medium.can_rewrite_in_place
+            and old.state == "complete"
+            and old.layout_xxh3 == layout_xxh3
+            and old.file_bytes == file_bytes
+            # A file that someone cut short would be a SIGBUS.
+            and os.fstat(file.number).st_size == file_bytes
+            and not _has_second_name(file)
+        )
+        if is_fit:
             return file
         self.close_one(file)
         return None
 
     def make(self, path: Path, num_bytes: int) -> Descriptor:
-        """Make a weights file, with room for ``num_bytes`` where that can be reserved.
-
-        Raises:
-            StoreFullError: there is no room.
-            StoreAccessError: it cannot be made.
-        """
+        """Make a weights file, with room for ``num_bytes`` where that can be reserved."""
         is_remote = self._medium.reaches_other_hosts
         # Over NFS, a page that is written in part is read first if it may be read at all.
         file = filesystem.make_file(path, os.O_WRONLY if is_remote else os.O_RDWR)
@@ -97,19 +103,6 @@ class WeightsFiles:
         for file in self._open.values():
             file.close()
         self._open.clear()
-
-    def _is_fit(
-        self, file: Descriptor, old: Manifest, layout_xxh3: str | None, file_bytes: int
-    ) -> bool:
-        return (
-            self._medium.can_rewrite_in_place
-            and old.state == "complete"
-            and old.layout_xxh3 == layout_xxh3
-            and old.file_bytes == file_bytes
-            # A file that someone cut short would be a SIGBUS.
-            and os.fstat(file.number).st_size == file_bytes
-            and not _has_second_name(file)
-        )
 
     def _lock_existing(self, buffer: str, manifest: Manifest) -> Descriptor | None:
         """Return the buffer's file, locked, or None if there is none or readers hold on to it.

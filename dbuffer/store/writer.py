@@ -144,7 +144,7 @@ class BufferWriter:
         try:
             with os_errors("recover the store", self.root):
                 self.record = self._recover()
-                self._begin_run(run_name)
+                self._runs = self._begin_run(run_name)
         except BaseException:
             self._lock.close()
             raise
@@ -289,11 +289,7 @@ class BufferWriter:
         return filesystem.identity_at(path)
 
     def add_delta(self, claim: Claim, version: VersionId, chunks: Iterable[bytes]) -> int:
-        """Write the delta that leads to this version, and return its size.
-
-        Raises:
-            StoreFullError, StoreAccessError: it cannot be written.
-        """
+        """Write the delta that leads to this version, and return its size."""
         self._check_open()
         directory = self.root / places.DELTAS_DIRECTORY
         path = self.store.delta_path(version)
@@ -317,10 +313,7 @@ class BufferWriter:
         return num_bytes
 
     def problem_with(self, files: Mapping[Path, int]) -> str | None:
-        """Return why readers could not use one of these files, given with their sizes, or None.
-
-        Nothing is read.
-        """
+        """Return why readers could not open one of these files, given with their sizes, or None."""
         try:
             for directory in {path.parent for path in files}:
                 with os_errors("look into", directory):
@@ -420,16 +413,7 @@ class BufferWriter:
     def republish(
         self, opened: OpenStoreVersion, number: int, metadata: dict[str, Any]
     ) -> Manifest:
-        """Publish the weights file of a version again, by a further name.
-
-        Args:
-            opened: a kept version that has a file of its own.
-            number: the new version's.
-            metadata: the new version's.
-
-        Raises:
-            StoreAccessError, WriterSupersededError, ClosedError: as `commit`.
-        """
+        """Publish a kept version's own weights file again, by a second name, as a new version."""
         claim = self.claim(self.version(number), layout_xxh3=None, file_bytes=0, with_file=False)
         try:
             for part in parts_of(opened.path):
@@ -483,11 +467,11 @@ class BufferWriter:
                 for path in (*parts_of(claim.path), *claim.deltas):
                     path.unlink(missing_ok=True)
 
-    def _begin_run(self, name: str | None) -> None:
+    def _begin_run(self, name: str | None) -> list[Run]:
         record, newest = self.record, Contents(self.store).newest
         upon, before = (None, []) if newest is None else (newest.id.number, newest.runs)
         run = Run(record.token, name, record.host, record.pid, record.started_at, upon)
-        self._runs = [run, *before][:MAX_RUNS]
+        return [run, *before][:MAX_RUNS]
 
     def _recover(self) -> WriterRecord:
         """Write this writer's record, and remove what dead writers and receivers left behind."""
