@@ -87,9 +87,6 @@ class Part:
         """Yield the numbers of boxes that this rank has, with their elements.
 
         All boxes in memory come together, then each lazy tensor's box by itself.
-
-        Raises:
-            InvalidWeightsError: a tensor has another form than was declared, or refused values.
         """
         if not source.is_lazy:  # checked before the version was begun
             yield range(len(source.specs)), source.eager
@@ -118,20 +115,21 @@ class Part:
 
 
 class Draft:
-    """A version being written, by one rank: its boxes. Rank 0 claims and commits the version.
+    """A version being written, by one rank: its part. Rank 0 claims and commits the version.
 
     Leaving its ``with`` block without a commit abandons it.
 
     Args:
         store: the store.
         mappings: mappings of the store's files, kept from one draft to the next.
-        copier: its threads do the work.
+        copier: copies and hashes.
         path: the weights file.
-        inode: device and inode of the file that rank 0 has claimed, or None if the version has no
-            file.
+        inode: device and inode of the file that rank 0 has claimed, or None without a file.
         part: boxes that are written here, or None for a stream.
         is_mapped: whether the file is mapped, as on a local mount.
         hashed: whether its checksums are computed.
+        writer: the store's writer, on rank 0.
+        claim: the writer's claim, on rank 0.
     """
 
     def __init__(
@@ -244,11 +242,7 @@ class Draft:
 
     @property
     def mapped(self) -> MappedTensors:
-        """Its weights file in memory, shared with all processes that map it.
-
-        Raises:
-            StoreAccessError: this rank sees another file than rank 0.
-        """
+        """Its weights file in memory, shared with all processes that map it."""
         if self._mapped is None:
             with contextlib.ExitStack() as stack:
                 file = self._claim.weights if self._claim else stack.enter_context(self._open())
@@ -378,12 +372,9 @@ class Draft:
         return manifest
 
     def _seal(self, checksums: list[int] | None) -> dict[str, Any]:
-        """Write the layout, and checksums if there are any, behind the tensors in the file.
+        """Write layout and checksums behind the tensors; return the manifest's fields of the file.
 
-        It is written into a file that had it already, too: that may be damaged since.
-
-        Returns:
-            The fields of the manifest that describe the file.
+        They are also written into a file that had them already, because that may be damaged since.
         """
         layout, file, table_xxh3 = self.layout, self.claim.weights.number, None
         with filesystem.os_errors("write the layout", self.path):
@@ -513,10 +504,7 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def counter(progress: Progress | None, total: int) -> OnBytes | None:
-    """Return a function that sums up copied bytes, from several threads, for ``progress``.
-
-    Return None without a ``progress`` to call.
-    """
+    """Return a function that sums up copied bytes, from several threads, for ``progress``."""
     if progress is None:
         return None
     done = 0

@@ -80,10 +80,7 @@ class Inventory:
 def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> Inventory:
     """Return the tensors that a rank describes, and its boxes.
 
-    ``group_rank``: rank in the sender's group, by rank in the job.
-
-    Raises:
-        InvalidWeightsError: ranks outside of the group hold parts of a tensor.
+    ``group_rank`` has the ranks in the sender's group, by their ranks in the job.
     """
     ranks: list[Ranks] = [()] * len(source.specs)
     if source.reader is not None:
@@ -111,10 +108,7 @@ def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> 
 
 
 def _part_ranks(sharded: Any, group_rank: Mapping[int, int], name: str) -> tuple[Ranks, bool]:
-    """Return the ranks that hold parts of a tensor, and whether this rank holds any of it.
-
-    ``sharded``: this rank's sharded tensor, or None if the tensor is not sharded.
-    """
+    """Return the ranks that hold parts of a tensor, and whether this rank holds any of it."""
     if sharded is None:
         return (), True
     if hasattr(sharded, "ds_shape"):

@@ -66,11 +66,7 @@ class PendingPublication(ProcessBound):
 
     @property
     def is_done(self) -> bool:
-        """Whether it is over, well or not.
-
-        Raises:
-            ClosedError: this is a forked child.
-        """
+        """Whether it is over, published or failed."""
         self._check_not_forked()
         return self._future.done()
 
@@ -78,12 +74,11 @@ class PendingPublication(ProcessBound):
         """Wait until every receiver can see it; the weights may be changed then.
 
         Args:
-            timeout_s: for how long. Default: until it is over.
+            timeout_s: how long to wait. Default: until it is over.
 
         Raises:
             WaitTimeoutError: it is still going on.
             InvalidWeightsError: weights were changed meanwhile; nothing was published.
-            OptionError: ``timeout_s`` is invalid.
             ClosedError: this is a forked child.
             DBufferError: as ``send``.
         """

@@ -85,15 +85,8 @@ class Publication:
 class Publisher(Closing, ProcessBound):
     """A store's writer, closed for good when its ``with`` block is left.
 
-    Args:
-        store: the store.
-        world: the ranks that publish together.
-        copier: copies and hashes.
-        writer: the store's writer on rank 0, else None.
-        maps_files: whether the store is on a local mount, where each version has a file.
-        rewrites_files: whether a buffer's file is written again and again.
-        hashed: whether versions have checksums.
-        has_deltas: whether versions with few changes are published as deltas.
+    Only rank 0 has a `BufferWriter`; its store's medium decides ``maps_files`` and
+    ``rewrites_files`` for all ranks. If ``hashed``, versions have checksums.
     """
 
     _closed_message: str
@@ -224,12 +217,7 @@ class Publisher(Closing, ProcessBound):
 
     @contextlib.contextmanager
     def _publishing(self) -> Iterator[None]:
-        """Publish in a ``with`` block, after the publishes of other threads.
-
-        Raises:
-            ClosedError: before anything is waited for, and after.
-            StoreBusyError: this very thread is in the middle of a publish.
-        """
+        """Publish in a ``with`` block, after the publishes of other threads."""
         self._check_open()
         with self._lock:
             if self._publishing_thread is not None:
@@ -292,16 +280,9 @@ class Publisher(Closing, ProcessBound):
         progress: Progress | None = None,
         patch: Patch | None = None,
     ) -> Publication:
-        """Publish weights. Collective.
+        """Publish weights, or a patch of the last version. Collective.
 
-        Args:
-            started: time of the call, by `time.monotonic`.
-            source: the weights.
-            layout: layout of their file, or None for a stream.
-            number: number of the version, above the last one; on rank 0.
-            metadata: checked metadata; on rank 0.
-            progress: called with the bytes of lazy tensors.
-            patch: in place of a source: new words for the last version.
+        The number and the checked metadata are rank 0's. A stream has no layout yet.
 
         Raises:
             DBufferError: nothing was published, on any rank, unless the message says so; and the

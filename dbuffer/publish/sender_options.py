@@ -106,18 +106,13 @@ class SenderOptions:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
-        """Make them from keyword arguments.
-
-        Raises:
-            OptionError: a name is unknown, or a value is invalid.
-        """
+        """Make them from keyword arguments."""
         names = [option.name for option in fields(cls)]
         if unknown := [name for name in values if name not in names]:
             raise OptionError(f"unknown options {unknown}; known are {', '.join(names)}")
         return cls(**values)
 
     def open_writer(self, store: str | os.PathLike[str]) -> BufferWriter:
-        """Open a store for writing."""
         return BufferWriter(
             store,
             durable=self.durable,
@@ -128,7 +123,6 @@ class SenderOptions:
         )
 
     def make_describer(self, *, sharded: bool = False) -> Describer:
-        """Return a describer of the weights to publish."""
         return Describer(
             dtype=self.dtype,
             rename=self.rename,

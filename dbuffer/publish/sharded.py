@@ -158,10 +158,9 @@ class ShardedWeightSender(Publisher):
     def _describe(
         self, weights: Weights, version: int | None, metadata: Mapping[str, Any] | None
     ) -> tuple[Source, int, dict[str, Any]]:
-        """Describe the tensors of all ranks, and assign their boxes to ranks. Collective.
+        """Return the weights of all ranks and, on rank 0, the version's number and metadata.
 
-        Returns:
-            The weights; and on rank 0, the version's number and metadata.
+        Collective. It assigns boxes to ranks, if the tensors are others than before.
         """
         ranks, number, checked = self._world, 0, dict[str, Any]()
         with ranks.step("describe its weights") as step:

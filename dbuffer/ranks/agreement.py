@@ -86,17 +86,13 @@ class _Outcome(NamedTuple):
 
 
 class Agreement(World):
-    """The ranks of a process group, which take steps together.
+    """The ranks of a process group, or all ranks, which take steps together.
 
     Making one is collective, as every step is.
 
-    Args:
-        group: a group of torch.distributed. Default: all ranks.
-        timeout_s: how long the ranks wait for a missing rank.
-
     Raises:
         OptionError: torch.distributed was not initialised, or this rank is not in the group.
-        RankTimeoutError: (a ``TimeoutError`` and ``RuntimeError``) a rank did not come in time.
+        RankTimeoutError: a rank did not come within ``timeout_s``.
         RankFailedError: the ranks cannot connect to each other.
     """
 

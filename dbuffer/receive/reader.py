@@ -42,7 +42,7 @@ class VersionVerifier:
 
         Raises:
             OvertakenError: they differ because a writer has moved on.
-            StoreCorruptError: they differ for another reason, or none were published.
+            StoreCorruptError: they differ for another reason.
         """
         if checksums is None:
             return
@@ -274,10 +274,7 @@ def read_whole(
     *,
     hashed: bool,
 ) -> tuple[FileTensors, list[int] | None]:
-    """Read a version, into ``memory`` if that has the right size; ``hashed``: with checksums.
-
-    It raises the errors of :class:`ChainReader`.
-    """
+    """Read a version, into ``memory`` if that has the right size; ``hashed``: with checksums."""
     layout = opened.read_layout()
     num_bytes = layout.checksums_offset
     if memory is None or memory.numel() != num_bytes:
@@ -293,9 +290,9 @@ def wrong_tensors(
     checksums: list[int],
     verified: MutableMapping[VersionId, list[int]] | None = None,
 ) -> list[str]:
-    """Return the names of the tensors whose checksums differ from those published.
+    """Return the names of the tensors whose checksums differ from the published ones.
 
-    ``verified``: checksums of an earlier version, which these replace if all match.
+    ``verified`` has the checksums of an earlier version, which these replace if all match.
     """
     manifest = opened.manifest
     if manifest.checksums_xxh3 is None:

@@ -411,7 +411,6 @@ class WeightReceiver(Closing, ProcessBound):
         Return None if ``timeout_s`` passes or ``stop_event`` is set first.
 
         Raises:
-            OptionError: an argument is invalid.
             StoreNotFoundError: the store was removed.
             VersionRegressedError: the newest version does not follow the last one seen.
             StoreAccessError, StoreCorruptError: it cannot be read.
@@ -451,9 +450,7 @@ class WeightReceiver(Closing, ProcessBound):
         store still holds it.
 
         Raises:
-            OptionError: ``version`` is no number of a version.
             VersionError: no such version was published.
-            ClosedError: this receiver was closed.
         """
         self._check_open()
         options.whole_number("version", version, at_most=MAX_INTEGER)

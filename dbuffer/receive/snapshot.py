@@ -1,4 +1,4 @@
-"""`Snapshot`: one version, mapped or in memory, and held still."""
+"""`Snapshot`: one version, mapped or in memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SnapshotTensors(Mapping[str, torch.Tensor]):
 
 
 class Snapshot(ProcessBound):
-    """One version, held still: no writer touches its bytes while it is open.
+    """One version: no writer changes its bytes while it is open.
 
     The tensors are views of mapped memory, or on a network mount of memory that the file was read
     into. They are valid until the snapshot is left: copy tensors that you keep. Writing into a
@@ -124,11 +124,7 @@ class Snapshot(ProcessBound):
         return self._contents.data.numel()
 
     def copy_into(self, memory: torch.Tensor) -> SnapshotTensors:
-        """Copy all tensors into ``memory``, :attr:`data_bytes` flat bytes; return their views.
-
-        Raises:
-            StoreCorruptError: they were damaged since this snapshot was opened and verified.
-        """
+        """Copy all tensors into ``memory``, :attr:`data_bytes` flat bytes; return their views."""
         layout = self._contents.layout
         tensors = SnapshotTensors(memory, layout)
         if self._verify:
@@ -144,9 +140,7 @@ class Snapshot(ProcessBound):
     def copy_parts(self, targets: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
         """Copy views of its tensors, cast where dtypes differ.
 
-        Raises:
-            StoreCorruptError: tensors were damaged since this snapshot was opened and verified. All
-                tensors are checked, because a checksum covers a whole tensor.
+        If copies are verified, all tensors are, because a checksum covers a whole tensor.
         """
         self._copier.copy_tensors(targets, parts)
         if self._verify:

@@ -185,11 +185,7 @@ class StagingMemory:
         self._lock: PageLock | None = None
 
     def resized(self, num_bytes: int) -> torch.Tensor:
-        """Return memory of this size, which is made only if the size changes.
-
-        Raises:
-            StoreAccessError: there is no room for it, or it cannot be page-locked.
-        """
+        """Return memory of this size, which is made only if the size changes."""
         if self._bytes.numel() != num_bytes:
             self.free()  # before the new one is made: never two versions at once
             memory = new_memory(num_bytes)

@@ -221,18 +221,10 @@ def write_checkpoint(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     on_bytes: Callable[[int, int], None] = lambda *_: None,
 ) -> None:
-    """Write tensors into a new directory, and flush it.
+    """Write contiguous tensors into a new directory, and flush it.
 
-    Args:
-        path: the directory; it is made.
-        tensors: contiguous ones, by name.
-        beside: checkpoint whose other files (configuration, tokenizer) are copied beside them.
-        shard_bytes: size of a file.
-        on_bytes: called with the bytes written so far, and in all.
-
-    Raises:
-        InvalidWeightsError: ``beside`` is no directory.
-        StoreFullError, StoreAccessError: the filesystem refused.
+    Other files (configuration, tokenizer) of the checkpoint ``beside`` are copied. ``on_bytes`` is
+    called with the bytes written so far, and in all.
     """
     with needed_for("writing a checkpoint"):
         from safetensors.torch import save_file

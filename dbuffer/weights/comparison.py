@@ -93,7 +93,7 @@ def suggest(
     *,
     partial: bool = False,
 ) -> str:
-    """Return the end of a message about weights that do not fit; empty if nothing is known."""
+    """Return the end of a message about weights that do not fit: advice, if there is any."""
 
     def fits(names: NameMap) -> bool:
         renamed = compare(published, needed, names)
@@ -104,12 +104,9 @@ def suggest(
 
 
 def advice(unknown: Sequence[str], missing: Iterable[str], fits: Callable[[NameMap], bool]) -> str:
-    """Return the end of a message about names that do not fit; empty if nothing is known.
+    """Return advice on published names that are ``unknown``, and names of a model that are missing.
 
-    Args:
-        unknown: published names that have no place.
-        missing: names of the model that were not published.
-        fits: whether a map of the names makes them fit.
+    ``fits`` tells whether a map of the names makes them fit.
     """
     # An error: several tensors would get one name, for instance.
     with contextlib.suppress(DBufferError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -81,11 +81,7 @@ class Source:
     """Whether a NaN or an infinity prevents the commit."""
 
     def refuse_values(self, specs: Iterable[TensorSpec], tensors: Collection[torch.Tensor]) -> None:
-        """Refuse tensors that overflow in their cast, or are not finite and must be.
-
-        Raises:
-            InvalidWeightsError: there is one; the message names it.
-        """
+        """Refuse tensors that overflow in their cast, or are not finite and must be."""
         if self.is_cast or self.must_be_finite:
             from dbuffer.weights.values import refuse_not_finite, refuse_overflow
 
@@ -137,7 +133,7 @@ class Describer:
         return replace(source, is_cast=is_cast, must_be_finite=self.require_finite)
 
     def _describe(self, weights: Weights) -> Source:
-        if is_stream(weights):
+        if isinstance(weights, Iterator):
             self._require_whole_tensors("an iterator")
             return Source((), [], {}, stream=self._stream(weights), new_names=self._new_names)
         named = self._named_in(weights)
@@ -179,10 +175,7 @@ class Describer:
         return named
 
     def _open(self, weights: Any) -> tuple[Tensors, SourceReader | None, Callable[[], None]]:
-        """Return the tensors of a checkpoint, a weight source or a list of pairs.
-
-        With them come the source's reader, and the check of `Source`.
-        """
+        """Return the tensors of other weights, a weight source's reader, and a `Source`'s check."""
         if isinstance(weights, str | os.PathLike):
             from dbuffer.weights.checkpoint import read_checkpoint
 
@@ -268,11 +261,6 @@ class Describer:
                 f"the tensors of {weights} come one by one, and this rename cuts, joins or "
                 "transposes tensors: do that before, and rename whole tensors"
             )
-
-
-def is_stream(weights: Weights) -> TypeGuard[Iterator[tuple[str, torch.Tensor | LazyTensor]]]:
-    """Whether weights can be iterated only once, so that their layout is known at the end."""
-    return isinstance(weights, Iterator)
 
 
 def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:

@@ -100,8 +100,7 @@ class Matcher:
     def match(self, target: Any, layout: Layout, *, partial: bool = False) -> Match:
         """Match all of a target's tensors with all of a layout's; ``partial``: or with some.
 
-        Returns:
-            The tensors to copy into, once :meth:`Match.require_ties` has seen the values.
+        The caller copies into them after :meth:`Match.require_ties`.
 
         Raises:
             OptionError: the target holds no named tensors.

@@ -31,13 +31,8 @@ def has_model(module: nn.Module) -> bool:
 def as_checkpoint(module: nn.Module, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the tensors that ``save_pretrained`` would write, in the module's order.
 
-    Most are views of the module's tensors; computed tensors are lazy. A module
-    without a transformers model in it keeps its tensors, and so does one whose checkpoint has just
-    these.
-
-    Args:
-        module: a transformers model, also in wrappers, or a module that has some in it.
-        tensors: the module's tensors by clean name.
+    Most are views of the module's tensors, which are given by clean name; computed tensors are
+    lazy. The module may be a model in wrappers, or have several in it.
 
     Raises:
         UnsupportedError: what must be computed is sharded, or transformers cannot convert the
