@@ -56,10 +56,10 @@ def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | Non
 def choice(name: str, value: Any, allowed: Iterable[T]) -> T:
     """Return a value that is one of a few, and of their type: 1 is not True."""
     allowed = tuple(allowed)
-    matches = [one for one in allowed if type(value) is type(one) and value == one]
+    matches = [option for option in allowed if type(value) is type(option) and value == option]
     if not matches:
-        *others, last = map(repr, allowed)
-        refuse(name, value, f"{', '.join(others)} or {last}")
+        *first, last = map(repr, allowed)
+        refuse(name, value, f"{', '.join(first)} or {last}")
     return matches[0]
 
 
@@ -158,7 +158,7 @@ def names(name: str, value: Any) -> int | frozenset[str]:
     if isinstance(value, str):
         return frozenset([value])
     several: list[Any] = list(value) if isinstance(value, Iterable) else [None]
-    if not all(isinstance(one, str) for one in several):
+    if not all(isinstance(text, str) for text in several):
         refuse(name, value, "a whole number, a name, or several names")
     return frozenset(several)
 
@@ -170,4 +170,4 @@ def refuse(name: str, value: Any, rule: str) -> NoReturn:
 
 def _is_time(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 <= value <= MAX_SECONDS  # in which bounds no NaN is
+    return is_number and 0 <= value <= MAX_SECONDS  # NaN is not

@@ -1,6 +1,6 @@
 """`RetryLoop`: attempts until one works, with backoff, and with a log that backs off further.
 
-`log_once` is for conditions that are no failures, and last.
+`log_once` is for conditions that are no failures, and last. `TranslatedErrors` replaces exceptions.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ class RetryLoop:
         self.error = None
         return self
 
-    def succeeded(self, what: str) -> bool:
-        """Note that ``what`` works; return whether it did not before."""
+    def succeeded(self, action: str) -> bool:
+        """Note that an action works; return whether it did not before."""
         failures, self._failures = self._failures, None
         if failures is None:
             return False
         duration_s = time.monotonic() - failures.since
         self._logger.warning(
-            "%s recovered after %.1f s (%d failed attempts)", what, duration_s, failures.number
+            "%s recovered after %.1f s (%d failed attempts)", action, duration_s, failures.number
         )
         return True
 
@@ -129,19 +129,19 @@ class RetryLoop:
         ``is_short``: a retry costs little, so the wait stays short. ``is_lasting``: the caller
         does not retry the same thing, and the log says so.
         """
-        now = time.monotonic()
-        failures = self._failures = self._failures or _Failures(now)
+        now_s = time.monotonic()
+        failures = self._failures = self._failures or _Failures(now_s)
         failures.number += 1
         # To replace a store and to empty it are failures of two kinds.
         kind = type(error), getattr(error, "is_forked", None)
         if kind not in failures.kinds:
-            failures.log_at = now + failures.log_s
-            then = "waiting for a newer version" if is_lasting else "trying again until it works"
-            self._log(error, f"{problem}; {then}")
-        elif now >= failures.log_at:
+            failures.log_at = now_s + failures.log_s
+            plan = "waiting for a newer version" if is_lasting else "trying again until it works"
+            self._log(error, f"{problem}; {plan}")
+        elif now_s >= failures.log_at:
             failures.log_s = min(2 * failures.log_s, _LOG_MAX_S)
-            failures.log_at = now + failures.log_s
-            self._log(error, f"{problem}; still failing after {now - failures.since:.0f} s")
+            failures.log_at = now_s + failures.log_s
+            self._log(error, f"{problem}; still failing after {now_s - failures.since:.0f} s")
         failures.kinds.add(kind)
         self.error = without_frames(error)
         self.retry_s = failures.next_retry_s

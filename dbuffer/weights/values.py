@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -20,51 +20,49 @@ def refuse_overflow(specs: Iterable[TensorSpec], tensors: Iterable[torch.Tensor]
     NaNs are published as NaNs, infinities only in a dtype that has infinities.
 
     Reads each tensor once that is cast to a smaller range, which takes as long as its cast.
-
-    Raises:
-        InvalidWeightsError: a value is out of range; the message names its tensor.
     """
-    by_device: dict[torch.device, list[tuple[TensorSpec, torch.Tensor]]] = {}
+    pairs = []
     for spec, tensor in zip(specs, tensors, strict=True):
         if tensor.dtype is (target := DTYPES[spec.dtype]) or not tensor.numel():
             continue
         if torch.finfo(tensor.dtype).max > _largest_cast_to(target):
-            by_device.setdefault(tensor.device, []).append((spec, tensor.detach()))
-    for pairs in by_device.values():
-        with torch.inference_mode():
-            # Of all tensors at once: each read of a result waits for the device.
-            extremes = torch.stack([_extremes_of(tensor) for _, tensor in pairs]).tolist()
-            for (spec, tensor), (low, high) in zip(pairs, extremes, strict=True):
-                limit = _largest_cast_to(DTYPES[spec.dtype])
-                if not -limit <= low <= high <= limit:  # or NaN
-                    _refuse_values_beyond(limit, spec, tensor)
+            pairs.append((spec, tensor.detach()))
+    for spec, tensor, low, high in _with_extremes(pairs):
+        limit = _largest_cast_to(DTYPES[spec.dtype])
+        if not -limit <= low <= high <= limit:  # or NaN
+            _refuse_values_beyond(limit, spec, tensor)
 
 
 def refuse_not_finite(specs: Iterable[TensorSpec], tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse NaN and infinity. Reads each floating-point tensor once.
-
-    Raises:
-        InvalidWeightsError: there is one; the message names its tensor.
-    """
-    by_device: dict[torch.device, list[tuple[TensorSpec, torch.Tensor]]] = {}
+    """Refuse NaN and infinity. Reads each floating-point tensor once."""
+    pairs = []
     for spec, tensor in zip(specs, tensors, strict=True):
-        if not tensor.numel() or not _may_be_infinite(tensor):
-            continue
-        plain = tensor.detach().resolve_conj()
-        real = torch.view_as_real(plain) if plain.is_complex() else plain
-        by_device.setdefault(tensor.device, []).append((spec, real))
-    for pairs in by_device.values():
+        if tensor.numel() and _may_be_infinite(tensor):
+            plain = tensor.detach().resolve_conj()
+            pairs.append((spec, torch.view_as_real(plain) if plain.is_complex() else plain))
+    for spec, tensor, low, high in _with_extremes(pairs):
+        if not (math.isfinite(low) and math.isfinite(high)):
+            wide = tensor if tensor.itemsize > 1 else tensor.float()
+            count = int((~wide.isfinite()).sum())
+            raise InvalidWeightsError(
+                f"{spec.name!r} has {count} values that are NaN or infinite, of {tensor.numel()}; "
+                "nothing was published. require_finite=False publishes them"
+            )
+
+
+def _with_extremes(
+    pairs: Iterable[tuple[TensorSpec, torch.Tensor]],
+) -> Iterator[tuple[TensorSpec, torch.Tensor, float, float]]:
+    """Yield tensors with their least and largest values, both NaN if one is."""
+    by_device: dict[torch.device, list[tuple[TensorSpec, torch.Tensor]]] = {}
+    for spec, tensor in pairs:
+        by_device.setdefault(tensor.device, []).append((spec, tensor))
+    for on_device in by_device.values():
         with torch.inference_mode():
-            extremes = torch.stack([_extremes_of(tensor) for _, tensor in pairs])
-            finite = extremes.isfinite().all(dim=1).tolist()
-        for (spec, tensor), is_finite in zip(pairs, finite, strict=True):
-            if not is_finite:
-                wide = tensor if tensor.itemsize > 1 else tensor.float()
-                count = int((~wide.isfinite()).sum())
-                raise InvalidWeightsError(
-                    f"{spec.name!r} has {count} values that are NaN or infinite, of "
-                    f"{tensor.numel()}; nothing was published. require_finite=False publishes them"
-                )
+            # Of all tensors at once: each read of a result waits for the device.
+            extremes = torch.stack([_extremes_of(tensor) for _, tensor in on_device]).tolist()
+        for (spec, tensor), (low, high) in zip(on_device, extremes, strict=True):
+            yield spec, tensor, low, high
 
 
 def _may_be_infinite(tensor: torch.Tensor) -> bool:
