@@ -33,7 +33,8 @@ from dbuffer.mirror.sources import (
     UpstreamReceiver,
     deltas_since,
 )
-from dbuffer.publish.draft import Draft, Part
+from dbuffer.publish.draft import Draft
+from dbuffer.publish.part import Part
 from dbuffer.publish.publisher import Publication
 from dbuffer.ranks.world import World
 from dbuffer.store import filesystem, kept

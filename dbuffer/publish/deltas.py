@@ -44,8 +44,9 @@ from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import encode_delta
 from dbuffer.io.tensors import MappedTensors
-from dbuffer.publish.draft import Draft, Part, Progress, fill, join_digests_of_parts
+from dbuffer.publish.draft import Draft, Progress, fill, join_digests_of_parts
 from dbuffer.publish.kept_copy import MAX_CHANGED_SHARE, KeptCopy
+from dbuffer.publish.part import Part
 from dbuffer.publish.patches import SparsePatch, patch_of
 from dbuffer.ranks.world import World
 from dbuffer.runtime.trouble import log_once

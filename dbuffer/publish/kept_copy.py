@@ -13,7 +13,7 @@ from dbuffer.format.layout import Layout
 from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, new_memory
-from dbuffer.publish.draft import Part
+from dbuffer.publish.part import Part
 from dbuffer.runtime.lazy import cached_property
 
 MAX_CHANGED_SHARE = 0.5

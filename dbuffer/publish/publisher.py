@@ -37,7 +37,8 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Lag
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import KeptMappings
-from dbuffer.publish.draft import Draft, Part, Progress, counter, fill
+from dbuffer.publish.draft import Draft, Progress, counter, fill
+from dbuffer.publish.part import Part
 from dbuffer.ranks.world import World
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound

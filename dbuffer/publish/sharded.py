@@ -23,8 +23,8 @@ from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
 from dbuffer.publish.assignment import Assignment, layout_in_parts
 from dbuffer.publish.draft import checked_metadata
 from dbuffer.publish.inventory import Inventory, join, take_inventory
+from dbuffer.publish.part import Part
 from dbuffer.publish.publisher import Publication, Publisher
-from dbuffer.publish.rank_part import RankPart
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options as checks
@@ -152,8 +152,8 @@ class ShardedWeightSender(Publisher):
             layout = self._layout_of(source)
             return self._publish(started, source, layout, number, checked)
 
-    def _make_part(self, layout: Layout) -> RankPart:
-        return RankPart(layout, self._assignment, self._world.rank)
+    def _make_part(self, layout: Layout) -> Part:
+        return Part(layout, self._assignment, self._world.rank)
 
     def _describe(
         self, weights: Weights, version: int | None, metadata: Mapping[str, Any] | None

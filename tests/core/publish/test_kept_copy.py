@@ -12,9 +12,8 @@ from dbuffer.io.delta import apply_delta, encode_delta
 from dbuffer.io.tensors import DTYPE_NAMES, FileTensors, join_blocks
 from dbuffer.publish import kept_copy
 from dbuffer.publish.assignment import Assignment, Box
-from dbuffer.publish.draft import Part
 from dbuffer.publish.kept_copy import KeptCopy
-from dbuffer.publish.rank_part import RankPart
+from dbuffer.publish.part import Part
 from tests.support.deltas import BASE, ID, Step
 from tests.support.patterns import odd_tensors
 
@@ -111,7 +110,7 @@ def test_rows_of_tensors_are_changes_of_the_whole_tensors(copier):
     ]
     assignment, found = Assignment(layout.specs, {}, tuple(boxes)), []
     for rank, part in enumerate(rows):
-        copy = KeptCopy(RankPart(layout, assignment, rank), copier)
+        copy = KeptCopy(Part(layout, assignment, rank), copier)
         copy.write(range(9), [tensor[part] for tensor in before])
         found.append(update(copy, [tensor[part] for tensor in after]))
     sides = [contents_of(layout, side, copier) for side in (before, after)]

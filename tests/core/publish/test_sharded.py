@@ -34,8 +34,8 @@ from dbuffer.io.tensors import KeptMappings
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.publish.assignment import assign_writes, whole_box
-from dbuffer.publish.draft import Draft, Part
-from dbuffer.publish.rank_part import HeldParts
+from dbuffer.publish.draft import Draft
+from dbuffer.publish.part import HeldParts, Part
 from dbuffer.ranks import agreement
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem

@@ -1,7 +1,7 @@
-"""`RankPart`: the boxes of tensors that one rank of a sharded trainer writes of each version.
+"""`Part`: the boxes of tensors that one rank writes of each version.
 
-An `Assignment` gives each rank its boxes: most of them it holds, others are whole tensors that all
-ranks gather first.
+An `Assignment` gives each rank of a sharded trainer its boxes: most of them it has, others are
+whole tensors that all ranks gather first. A sender alone has all tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.format.layout import Layout
 from dbuffer.publish.assignment import Assignment, Box, file_offset, whole_box
-from dbuffer.publish.draft import Part
 from dbuffer.weights.lazy_tensor import HeldRows, LazyTensor, View
 from dbuffer.weights.sources import Source, fetch
 
@@ -24,28 +23,48 @@ if TYPE_CHECKING:  # its import takes half as long as torch's
     from torch.distributed.tensor import DTensor
 
 
-class RankPart(Part):
-    """Boxes that one rank writes of each version of a layout, numbered in the tensors' order."""
+class Part:
+    """Boxes that one rank writes of each version of a layout, numbered in the tensors' order.
 
-    has_all = False
+    Without an assignment, of a sender alone, they are all tensors, whole.
+    """
 
-    def __init__(self, layout: Layout, assignment: Assignment, rank: int) -> None:
-        super().__init__(layout)
-        specs, offsets = layout.specs, layout.offsets
+    def __init__(self, layout: Layout, assignment: Assignment | None = None, rank: int = 0) -> None:
+        self.whole = layout
+        """Layout of the versions."""
         self.rank = rank
+        self.has_all = assignment is None
+        self.layout = layout
+        """Layout of the boxes, each as a tensor: of a rank's own file, or copy."""
+        self.file_starts: Sequence[int] = layout.offsets
+        """First byte of each box in the data of all ranks, if boxes are rows of their tensors."""
+        self.gathered: tuple[tuple[int, int], ...] = ()
+        """Tensors that all ranks gather, each with the rank that writes it."""
+        specs = layout.specs
+        if assignment is None:
+            self.boxes = [whole_box(index, spec.shape) for index, spec in enumerate(specs)]
+            return
         self.boxes, self.gathered = assignment.boxes_of(rank), assignment.gathered
         self.layout = Layout.of(specs[box.tensor]._replace(shape=box.shape) for box in self.boxes)
         self.file_starts = [
-            offsets[box.tensor] + file_offset(box, specs[box.tensor]) for box in self.boxes
+            layout.offsets[box.tensor] + file_offset(box, specs[box.tensor]) for box in self.boxes
         ]
 
     def views_in(
         self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]
     ) -> list[torch.Tensor]:
+        """Return the views of some boxes in all of the layout's tensors."""
         boxes = [self.boxes[number] for number in numbers]
         return [box.of(tensors[box.tensor]) for box in boxes]
 
     def local_boxes(self, source: Source) -> Iterator[tuple[Sequence[int], list[torch.Tensor]]]:
+        """Yield the numbers of boxes that this rank has, with their elements.
+
+        All boxes in memory come together, then each lazy tensor's box by itself.
+        """
+        if self.has_all and not source.is_lazy:  # checked before the version was begun
+            yield range(len(source.specs)), source.eager
+            return
         parts, specs = HeldParts(), self.layout.specs
         numbers, elements = list[int](), list[torch.Tensor]()
         lazy: list[tuple[int, LazyTensor]] = []
@@ -54,7 +73,7 @@ class RankPart(Part):
             tensor = source.tensors[box.tensor]
             if box.tensor in to_gather:
                 continue
-            if isinstance(tensor, LazyTensor) and tensor.sharded is None:
+            if isinstance(tensor, LazyTensor) and (self.has_all or tensor.sharded is None):
                 lazy.append((number, tensor))
             else:
                 numbers.append(number)
@@ -63,7 +82,9 @@ class RankPart(Part):
             source.refuse_values([specs[number] for number in numbers], elements)
             yield numbers, elements
         for number, tensor in lazy:
-            yield [number], [self.fetched(number, tensor, source)]
+            fetched = fetch(tensor)
+            source.refuse_values([specs[number]], [fetched])
+            yield [number], [fetched]
 
     def gather(self, source: Source) -> Iterator[tuple[int, torch.Tensor]]:
         """Gather tensors one after another; yield the tensors that this rank writes, by box.
