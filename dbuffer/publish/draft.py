@@ -286,16 +286,13 @@ class Draft:
                 step.result = self._copier.digests(self.mapped, layout.blocks[first:end])
             return join_blocks(layout.blocks, list(itertools.chain(*step.results)))
         with world.step("flush its part") as step:
-            step.result = self._flush()
+            if self._part_file is not None:
+                filesystem.sync_file(self._part_file.number, part_path(self.path, self.part.rank))
+                self._part_file.close()
+                self._part_file = None  # rank 0 abandons all parts, from here on
+            digests = [digests for _, digests in sorted(self._digests.items())]
+            step.result = list(itertools.chain(*digests))
         return join_digests_of_parts(layout, step.results) if self.hashed else None
-
-    def _flush(self) -> list[int]:
-        """Flush this rank's part; return the digests of its boxes' blocks."""
-        if self._part_file is not None:
-            filesystem.sync_file(self._part_file.number, part_path(self.path, self.part.rank))
-            self._part_file.close()
-            self._part_file = None  # rank 0 abandons all parts, from here on
-        return [digest for _, digests in sorted(self._digests.items()) for digest in digests]
 
     def commit(
         self, metadata: dict[str, Any], checksums: list[int] | None, **described: Any

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -32,7 +32,6 @@ from dbuffer.runtime.cores import num_cores
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import require_version
 from dbuffer.store.liveness import Process
-from dbuffer.store.medium import Medium
 from dbuffer.weights.sources import Source, Weights
 
 DEFAULT_RANK_TIMEOUT_S = 600.0
@@ -94,7 +93,13 @@ class ShardedWeightSender(Publisher):
                 if ranks.rank == 0:
                     writer = chosen.open_writer(store)
                     opened.callback(writer.close)
-                    _check_reach(writer.medium, ranks.peers)
+                    hosts = {peer.machine: peer.host for peer in ranks.peers}
+                    if len(hosts) > 1 and not writer.medium.reaches_other_hosts:
+                        raise StoreAccessError(
+                            f"the ranks run on {', '.join(sorted(hosts.values()))}, and "
+                            f"{writer.root} is on {writer.medium.filesystem}, which other hosts do "
+                            "not see: use a network mount"
+                        )
                     hashed = chosen.has_checksums(writer.medium)
                     step.result = [writer.medium.maps_files, writer.rewrites_files, hashed]
             maps_files, rewrites_files, hashed = step.results[0]
@@ -179,7 +184,11 @@ class ShardedWeightSender(Publisher):
         versions, are_known = zip(*step.results, strict=True)
         if len(set(versions)) > 1:
             with ranks.step("compare the versions"):
-                _refuse_versions(versions)
+                rank = next(rank for rank, other in enumerate(versions) if other != versions[0])
+                raise InvalidWeightsError(
+                    f"rank {rank} is to publish version {versions[rank]}, and rank 0 version "
+                    f"{versions[0]}: every rank must call send with the same version"
+                )
         if not all(are_known):
             # Across a network each rank writes a file of its own, of rows.
             self._assignment = join(ranks, source, inventory, rows_only=not self._maps_files)
@@ -204,14 +213,6 @@ class ShardedWeightSender(Publisher):
         return replace(source, specs=joined.specs, tensors=tensors, aliases=joined.aliases)
 
 
-def _refuse_versions(versions: Sequence[int | None]) -> None:
-    rank = next(rank for rank, version in enumerate(versions) if version != versions[0])
-    raise InvalidWeightsError(
-        f"rank {rank} is to publish version {versions[rank]}, and rank 0 version {versions[0]}: "
-        "every rank must call send with the same version"
-    )
-
-
 def _step_timeout_s(rank_timeout_s: Any, options: SenderKeywords) -> float:
     """Return how long the ranks wait for one in a step.
 
@@ -224,15 +225,6 @@ def _step_timeout_s(rank_timeout_s: Any, options: SenderKeywords) -> float:
         return rank_s + checks.seconds("reader_timeout_s", reader_timeout_s)
     except OptionError:
         return DEFAULT_RANK_TIMEOUT_S
-
-
-def _check_reach(medium: Medium, ranks: Iterable[Process]) -> None:
-    hosts = {peer.machine: peer.host for peer in ranks}
-    if len(hosts) > 1 and not medium.reaches_other_hosts:
-        raise StoreAccessError(
-            f"the ranks run on {', '.join(sorted(hosts.values()))}, and {medium.root} is on "
-            f"{medium.filesystem}, which other hosts do not see: use a network mount"
-        )
 
 
 def _share_of_cores(ranks: Agreement) -> int:

@@ -221,34 +221,26 @@ class VersionReader(VersionVerifier):
         return mapped
 
     def _read_into_memory(self, opened: OpenStoreVersion) -> FileTensors:
+        """Apply deltas to the version in memory, or else read the version whole."""
         before, self._in_memory = self._in_memory, None
+        hashed, layout_xxh3 = self._must_verify(opened.manifest), opened.manifest.layout_xxh3
+        memory = tensors = None
         try:
             with self.reporting_unreadable(opened):
-                tensors = None if before is None else self._apply_deltas(*before, opened)
+                if before is not None:
+                    earlier, memory = before[0], before[1].data
+                    if hashed and earlier.layout_xxh3 == layout_xxh3:
+                        is_applied = self.apply_changes(before[1], earlier.id, opened) is not None
+                        tensors = before[1] if is_applied else None
                 if tensors is None:
-                    tensors = self._read_whole(opened, None if before is None else before[1].data)
+                    tensors, checksums = read_whole(opened, self._copier, memory, hashed=hashed)
+                    self.verify(opened, tensors.layout, checksums)
         except StoreNotFoundError as error:
             with self.reporting_unreadable(opened):
                 opened.wait_after_loss(error, self._patience)
         self._patience = Patience()
         # It is in memory, and the sender need not keep the file.
         self._record.write(held=None)
-        return tensors
-
-    def _apply_deltas(
-        self, before: Manifest, tensors: FileTensors, opened: OpenStoreVersion
-    ) -> FileTensors | None:
-        """Apply deltas to the version in memory; return None if they do not lead to ``held``."""
-        is_alike = before.layout_xxh3 == opened.manifest.layout_xxh3
-        if not (is_alike and self._must_verify(opened.manifest)):
-            return None
-        checksums = self.apply_changes(tensors, before.id, opened)
-        return None if checksums is None else tensors
-
-    def _read_whole(self, opened: OpenStoreVersion, memory: torch.Tensor | None) -> FileTensors:
-        hashed = self._must_verify(opened.manifest)
-        tensors, checksums = read_whole(opened, self._copier, memory, hashed=hashed)
-        self.verify(opened, tensors.layout, checksums)
         return tensors
 
 

@@ -535,25 +535,22 @@ class WeightReceiver(Closing, ProcessBound):
         return opened
 
     def _set_applied(self, version: Lineage) -> None:
+        read_last, metadata = self._read_last, dict[str, Any]()
+        if read_last is not None and read_last[0] == version.id:
+            metadata = read_last[1]
+        elif (manifest := self._store.manifest_of(version.id)) is not None:
+            metadata = metadata_for_record(manifest.metadata)
         self.record.set(
             applied=version.id,
             runs=list(version.runs),
-            metadata=self._metadata_of(version.id),
+            metadata=metadata,
             problem=None,
             problem_version=None,
         )
 
     def _remember_metadata(self, manifest: Manifest) -> None:
         # A copy: the snapshot hands the manifest's own out, and its reader may add to it.
-        metadata = metadata_for_record(manifest.metadata)
-        self._read_last = manifest.id, metadata
-
-    def _metadata_of(self, version: VersionId) -> dict[str, Any]:
-        """Return a version's metadata for the record: empty if the store no longer holds it."""
-        if self._read_last is not None and self._read_last[0] == version:
-            return self._read_last[1]
-        manifest = self._store.manifest_of(version)
-        return {} if manifest is None else metadata_for_record(manifest.metadata)
+        self._read_last = manifest.id, metadata_for_record(manifest.metadata)
 
     def _announce(self, version: VersionId) -> None:
         if self.record.current.held != version:
