@@ -24,7 +24,7 @@ from dbuffer.publish.assignment import (
     Boxes,
     assign_writes,
 )
-from dbuffer.publish.part import HeldParts, sharded_in
+from dbuffer.publish.shards import HeldParts, sharded_in
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.lazy_tensor import HeldRows

@@ -35,7 +35,8 @@ from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.publish.assignment import assign_writes, whole_box
 from dbuffer.publish.draft import Draft
-from dbuffer.publish.part import HeldParts, Part
+from dbuffer.publish.part import Part
+from dbuffer.publish.shards import HeldParts
 from dbuffer.ranks import agreement
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
