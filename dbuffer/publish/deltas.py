@@ -112,7 +112,6 @@ class Deltas:
         store: the store.
         world: the ranks.
         copier: its threads do the work.
-        writer: rank 0's; None on all others.
         maps_files: whether the store is on a local mount.
         hashed: whether versions have checksums.
     """
@@ -122,7 +121,6 @@ class Deltas:
         store: DoubleBuffer,
         world: World,
         copier: Copier,
-        writer: BufferWriter | None,
         *,
         maps_files: bool,
         hashed: bool,
@@ -130,7 +128,6 @@ class Deltas:
         self._store = store
         self._world = world
         self._copier = copier
-        self._writer_on_0 = writer
         self._maps_files = maps_files
         self._hashed = hashed
         self._version = 0
@@ -209,13 +206,16 @@ class Deltas:
         if self._world.rank == 0:
             self._changes = Changes.joined([changes, *map(Changes.decode, messages)])
 
-    def needs_file(self) -> bool:
-        """Whether the version gets a whole file; on rank 0, before a buffer is claimed."""
+    def plan_file(self, writer: BufferWriter) -> bool:
+        """Decide, and log, whether the version gets a whole file; return that.
+
+        On rank 0, before a buffer is claimed.
+        """
         base = self._base
         if base is None or (self._changes is not None and not self._is_worth(self._changes)):
             self._base = None
             return True
-        problem = base.problem(self._writer)
+        problem = base.problem(writer)
         if problem is not None:
             self._base = replace(base, delta_bytes={base.manifest.id: 0})
             logger.warning(
@@ -247,7 +247,7 @@ class Deltas:
         elif copy is not None:
             if not self._hashed:
                 return None
-            with world.step("hash its boxes") as step:
+            with world.step("hash its part") as step:
                 step.result = copy.digests()
             return join_digests_of_parts(draft.layout, step.results)
         elif patch is not None:
@@ -367,19 +367,13 @@ class Deltas:
             self._explain(f"it would have {num_bytes} bytes, and all tensors {layout.num_bytes}")
             return None
         try:
-            return self._writer.add_delta(draft.claim, draft.id, encoded)
+            return draft.writer.add_delta(draft.claim, draft.id, encoded)
         except StoreFullError:
             if not draft.has_file:
                 raise
             message = "%s has no room for deltas: publishing versions without, until it has"
             log_once(logger, message, self._store.root)
             return None
-
-    @property
-    def _writer(self) -> BufferWriter:
-        """The store's writer, on rank 0."""
-        assert self._writer_on_0 is not None  # noqa: S101
-        return self._writer_on_0
 
     def _is_worth(self, changes: Changes) -> bool:
         """Whether a delta is worth it; if not, log that too much changed."""
@@ -391,7 +385,7 @@ class Deltas:
 
     def _explain(self, reason: str) -> None:
         """Log on rank 0 why the version comes without a delta."""
-        if self._writer_on_0 is not None:
+        if self._world.rank == 0:
             logger.info("%s: version %d has no delta: %s", self._store.root, self._version, reason)
 
 

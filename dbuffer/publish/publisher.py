@@ -129,9 +129,7 @@ class Publisher(Closing, ProcessBound):
             # A sender of whole versions needs none of what finds, encodes and reads deltas.
             from dbuffer.publish.deltas import Deltas
 
-            self._deltas = Deltas(
-                store, world, copier, writer, maps_files=maps_files, hashed=hashed
-            )
+            self._deltas = Deltas(store, world, copier, maps_files=maps_files, hashed=hashed)
 
     @property
     def store(self) -> Path:
@@ -298,7 +296,7 @@ class Publisher(Closing, ProcessBound):
             self._mappings.keep_only(part.whole if part and self._rewrites_files else None)
             with world.step("claim a buffer") as claiming:
                 if world.rank == 0:
-                    with_file = deltas is None or deltas.needs_file()
+                    with_file = deltas is None or deltas.plan_file(self._writer)
                     draft = Draft.claimed(
                         self._writer,
                         self._mappings,

@@ -74,7 +74,6 @@ class _Outcome(NamedTuple):
     """Size of the rank's message for rank 0."""
 
     def failed(self, error: Exception) -> Self:
-        """Return the outcome of a step that raised an error."""
         ours = [kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind]
         lost = (TimeoutError, ConnectionError, RankFailedError, distributed.DistError)
         return self._replace(

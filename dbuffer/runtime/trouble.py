@@ -79,7 +79,6 @@ class RetryLoop:
         """Backoff after the last failure."""
 
     def attempt(self) -> Self:
-        """Begin an attempt."""
         self.error = None
         return self
 

@@ -71,7 +71,6 @@ class Contents:
 
     @property
     def idle_buffer(self) -> str:
-        """Buffer that the next version is written into."""
         # The first is B: a version that a dead writer began there must not pass for the older of
         # two versions.
         return places.BUFFERS[1] if self.newest_buffer is None else other_buffer(self.newest_buffer)

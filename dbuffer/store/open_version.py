@@ -111,7 +111,6 @@ class OpenVersion(abc.ABC):
         raise OvertakenError from error
 
     def read_layout(self) -> Layout:
-        """Read and check the layout at the end of the weights file."""
         manifest = self.manifest
         data = self.read_at(manifest.layout_offset, manifest.layout_bytes)
         if digest(data) != manifest.layout_xxh3:

@@ -246,7 +246,6 @@ class RecordFile(OwnRecord):
 
 
 def _anew(record: ReceiverRecord, **changes: Any) -> ReceiverRecord:
-    """Return a record with these changes, and the time of now."""
     # It goes up even if the host's clock is put back: it shows which of two records is later.
     updated_at = max(time.time(), math.nextafter(record.updated_at, math.inf))
     return replace(record, **changes, updated_at=updated_at)

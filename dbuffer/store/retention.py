@@ -117,7 +117,6 @@ class Retention:
         """Buffer of a kept version that stays, because it is being published again."""
 
     def keep(self, buffer: str, manifest: Manifest) -> None:
-        """Keep a version that is about to leave its buffer."""
         try:
             kept.keep(self._store, buffer, manifest, durable=self._durable)
         except (StoreNotFoundError, VersionError) as error:
@@ -136,7 +135,6 @@ class Retention:
         return named
 
     def note_flip(self, buffer: str, manifest: Manifest) -> None:
-        """Note that the version in a buffer was published just now."""
         self._flipped_at = time.monotonic()
         for file, versions in self.named_by({buffer: manifest}).items():
             self._reasons[file] = Reason(versions)

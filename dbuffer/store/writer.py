@@ -172,7 +172,6 @@ class BufferWriter:
     def wait_applied(
         self, version: int, receivers: int | str | Collection[str], timeout_s: float
     ) -> None:
-        """Wait until receivers have applied ``version`` or a later one."""
         self._check_open()
         wait_applied(
             self.store,
@@ -184,7 +183,6 @@ class BufferWriter:
         )
 
     def version(self, number: int) -> Lineage:
-        """Return a version of its run, and what leads to it."""
         return Lineage(VersionId(self.record.token, number), self._runs)
 
     def next_version(self, version: int | None) -> int:

@@ -71,7 +71,6 @@ def compare(
 
 
 def _renamed_specs(specs: dict[str, TensorSpec], rename: NameMap | None) -> dict[str, TensorSpec]:
-    """Return specs by new name, in the same order."""
     offered: dict[str, TensorSpec] = {}
     for name, spec in specs.items():
         new = name if rename is None else rename(name)

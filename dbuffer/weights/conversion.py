@@ -95,7 +95,6 @@ class Conversion:
         )
 
     def apply(self, convert: Convert, tensors: Tensors) -> dict[str, torch.Tensor | LazyTensor]:
-        """Return the tensors that the function makes of these."""
         cut: dict[str, Callable[[Output], torch.Tensor | LazyTensor]] = {}
         converted: dict[str, torch.Tensor | LazyTensor] = {}
         for name, output in self.outputs.items():

@@ -165,7 +165,6 @@ class NameMap:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of a mapping file with these rules."""
         return {"rules": [rule.as_json() for rule in self.rules]}
 
     def __call__(self, name: str) -> str:

@@ -77,7 +77,6 @@ class Rule:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the rule as a mapping file has it."""
         text, to, dims = (
             list(value) if isinstance(value, tuple) else value
             for value in (self.text, self.to, self.dims)

@@ -152,7 +152,6 @@ class Describer:
         reader: SourceReader | None = None,
         check: Callable[[], None] = _check_nothing,
     ) -> Source:
-        """Return the source with these tensors, under the names to publish."""
         tensors, aliases = _without_ties(self._published(checked))
         if not tensors and not self.sharded:  # other ranks may hold some
             raise InvalidWeightsError("the weights hold no tensor to publish")
@@ -275,7 +274,6 @@ def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
 
 
 def _renamed(name: str, rename: Rename) -> str:
-    """Return a tensor's new name."""
     new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
     if not isinstance(new, str):
         raise InvalidWeightsError(

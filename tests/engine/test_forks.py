@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import dbuffer
 from dbuffer.engine.contract import WeightLabel
@@ -267,3 +268,15 @@ def test_the_label_tells_of_a_run_that_the_engine_gets_ready(scene, monkeypatch)
     assert (before.newest_run, after.newest_run) == (None, None)
     assert before.run != after.run
     assert ready == dataclasses.replace(before, newest_run=after.run)
+
+
+def test_a_fork_that_does_not_fit_is_logged_once(scene):
+    with scene.follower() as follower:
+        follower.sync()
+        remove_store(scene.store)
+        with dbuffer.WeightSender(scene.store) as sender:
+            sender.send({"other": torch.zeros(3)}, version=6)
+        for _ in range(2):
+            with pytest.raises(EngineUpdateError):
+                follower.sync()
+    assert sum("follows the latter" in line for line in scene.lines()) == 1
