@@ -157,7 +157,7 @@ class Publisher(Closing, ProcessBound):
         Args:
             version: a version that `send` returned.
             receivers: their number, or the id or ids of those to wait for.
-            timeout_s: how long to wait. Of several ranks, below ``rank_timeout_s +
+            timeout_s: how long to wait. With several ranks, below ``rank_timeout_s +
                 reader_timeout_s``.
 
         Raises:

@@ -99,7 +99,7 @@ class Agreement(World):
         if not (distributed.is_available() and distributed.is_initialized()):
             raise OptionError(
                 "torch.distributed is not initialised in this process: call "
-                "torch.distributed.init_process_group() first (torchrun sets what it needs)"
+                "torch.distributed.init_process_group() first (torchrun sets its variables)"
             )
         self.rank = distributed.get_rank(group)
         if self.rank < 0:
