@@ -149,3 +149,10 @@ def verification_parts(checks: list[dict[str, Any]]) -> list[RenderableType]:
         if not check["has_checksums"] and not check["problems"]
     ]
     return [table(checks), *map(line, notes)]
+
+
+def server_parts(answer: dict[str, Any]) -> list[RenderableType]:
+    """Return whether a server serves a version that it has verified, and its replicas' weights."""
+    serves = "serves" if answer["is_verified"] else "does not serve"
+    title = f"{answer['engine']} {serves} version {answer['id'].number}, verified"
+    return [line(title), table(answer["replicas"])]

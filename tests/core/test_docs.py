@@ -34,6 +34,7 @@ from dbuffer.format import objects
 from dbuffer.format.layout import Layout
 from dbuffer.tools.cli import COMMANDS, app, run
 from tests.support import NEEDS_ALL, ROOT
+from tests.support.answers import answering, ready, weights_of
 from tests.support.children import Child, Command
 from tests.support.documents import (
     BLOCKS,
@@ -81,15 +82,16 @@ def follow(page: Path, home: Path, bucket: str = BUCKET) -> dict[str, Any]:
                 if name in TAKE_A_VERSION:  # one that is there when this is read again
                     with dbuffer.WeightReceiver(arguments[0]) as receiver:
                         arguments[1] = str(receiver.wait_for_version(timeout_s=0))
-                # Without a terminal, a watched status is shown when it is stopped.
-                run_command(home, name, *(each for each in arguments if each != "--watch"))
+                if name == "status":  # without a terminal, it cannot be watched
+                    arguments = [argument for argument in arguments if argument != "--watch"]
+                run_command(home, name, *arguments)
     return namespace
 
 
 def run_command(home: Path, name: str, *arguments: str) -> None:
     """Run a command to its end, or until it has shown that it works."""
     with Command(home, name, *arguments) as command:
-        if name in RUN_UNTIL_STOPPED:
+        if name in RUN_UNTIL_STOPPED or "--watch" in arguments:
             assert command.line(0)
             command.signal(signal.SIGINT)
             assert command.wait() == -signal.SIGINT
@@ -237,6 +239,11 @@ def test_json_has_the_documented_shape(tmp_path, checkpoint, capsys):
         receiver.load_into(list)
     assert printed("status", store) == documented("dbuffer status --json")
     assert printed("verify", store) == documented("dbuffer verify --json")
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        answer = weights_of(snapshot.id, is_attested=True)
+    with answering(ready(answer)) as url:
+        shown = printed("verify", store, "--engine", url)
+        assert shown == documented("dbuffer verify --engine URL --json")
     for command in ("pin", "unpin"):
         assert printed(command, store, "1") == documented("dbuffer pin --json")
     assert printed("rollback", store, "1") == documented("dbuffer publish --json")

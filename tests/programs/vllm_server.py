@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from typing import Any
 import dbuffer
 from dbuffer.integrations.vllm import follow
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.tools import cli
 from tests.support.engines import preforked
 from tests.support.engines.patch_trainers import all_of
 from tests.support.engines.tiny_models import (
@@ -46,7 +48,7 @@ from tests.support.waiting import until
 ENGINE_TIMEOUT_S = 10
 LONG_TIMEOUT_S = 120
 """Of a server that ends: had it waited so long for anything, that would show on any machine."""
-EXIT_FAILED = 1
+EXIT_FAILED, EXIT_TIMEOUT = 1, 3
 FULL_SPEED = (150, 300) if is_soak() else (25, 50)
 """Versions that two trainers come to, one after the other."""
 
@@ -242,15 +244,17 @@ class Inside:
             self.have_no_route_of_development_mode(server)
             self.follow_each_publish(server, sender)
             self.log_each_switch(server)
+            assert self.verify(server) == (EXIT_TIMEOUT, [False])  # which compares nothing
             server.kill()
             self.publish(sender, 8)
             flags = ["--no-enable-prefix-caching"]
-            how = {"timeout_s": LONG_TIMEOUT_S, "pause": "in_place"}
+            how = {"timeout_s": LONG_TIMEOUT_S, "pause": "in_place", "attest": True}
             server = self.start(*flags, development=True, **how)
             server.wait_ready()
             assert server.answer() == tokens_of(8)
             self.have_no_second_follower(server)
             self.follow_one(server, sender, 9)
+            self.answer_for_its_weights(server)
             last = self.go_on_in_place(server, sender, 9)
             self.end_while_versions_come(server, sender, last)
 
@@ -340,6 +344,19 @@ class Inside:
         assert f"{outside} until a version is there and loaded" in began
         told = r"serves version (\d+): .*staged in [\d.]+ ms.*paused for"
         assert [re.findall(told, line) for line in switches] == [[str(v)] for v in range(1, 6)]
+
+    def answer_for_its_weights(self, server: Server) -> None:
+        until("the weights are compared", lambda: self.verify(server) == (0, [True]), WAIT_S)
+        assert self.verify(server, "--version", "8") == (EXIT_TIMEOUT, [True])
+
+    def verify(self, server: Server, *options: str) -> tuple[int, list[bool]]:
+        """Ask the server by the command; the exit code, and whether each replica is attested."""
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            code = cli.run(["verify", str(self.store), "--engine", server.url, "--json", *options])
+        replicas = json.loads(output.getvalue())["replicas"]
+        assert all(replica["is_of_store"] for replica in replicas)
+        return code, [replica["is_attested"] for replica in replicas]
 
     def go_on_in_place(self, server: Server, sender: dbuffer.WeightSender, version: int) -> int:
         """Switch while an answer is on its way, of which nothing is computed again.

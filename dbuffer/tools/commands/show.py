@@ -19,6 +19,8 @@ from dbuffer.runtime.timing import TIMING
 from dbuffer.store.open_version import open_newest
 from dbuffer.tools import tables
 from dbuffer.tools.commands import shared
+from dbuffer.tools.commands.keep import parse_version
+from dbuffer.tools.serving import ask_server
 from dbuffer.tools.status import read_status
 from dbuffer.tools.terminal import print_parts, progress
 
@@ -89,8 +91,28 @@ def _watch(read_parts: Callable[[], list[RenderableType]], refresh_s: float) -> 
 
 def verify(
     store: shared.StoreArgument,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask the vLLM server at this address whether it has compared its weights with "
+            "the store's newest version, or --version, and read no weights. Exit code 3 if it "
+            "serves another version or has not compared them, 1 if they are not the store's.",
+            metavar="URL",
+        ),
+    ] = None,
+    version: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of a version, or RUN-NUMBER, that the engine should serve.",
+            metavar="VERSION",
+            parser=parse_version,
+        ),
+    ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON list of one object per version.")
+        bool,
+        typer.Option(
+            "--json", help="Print a JSON list of one object per version; of an engine, one object."
+        ),
     ] = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
@@ -99,6 +121,15 @@ def verify(
     Exit code 1 if something is damaged; damaged tensors are named.
     """
     view = shared.view_of(store, allow_shared_store=allow_shared_store)
+    if engine is not None:
+        answer = ask_server(view, engine, version)
+        shared.show(answer, tables.server_parts(answer), as_json=as_json)
+        if not answer["is_verified"]:
+            are_of_store = all(replica["is_of_store"] for replica in answer["replicas"])
+            raise typer.Exit(shared.EXIT_TIMEOUT if are_of_store else shared.EXIT_FAILED)
+        return
+    if version is not None:
+        raise OptionError("--version needs --engine")
     from dbuffer.tools.verification import verify_store
 
     with progress(f"verifying {store}"):

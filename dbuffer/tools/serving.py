@@ -1,0 +1,97 @@
+"""`ask_server`: whether a server serves a version of a store, and has compared its weights with it.
+
+The server answers `GET /ready` as :class:`~dbuffer.integrations.vllm.FollowStore` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dbuffer.errors import EngineUnreachableError, UnsupportedError, WaitTimeoutError
+from dbuffer.format.lineage import Lineage, VersionId
+from dbuffer.runtime import options
+from dbuffer.runtime.extras import needed_for
+from dbuffer.store import kept
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.contents import Contents
+
+_ANSWER_S = 30.0
+
+
+def ask_server(store: DoubleBuffer, url: str, version: int | VersionId | None) -> dict[str, Any]:
+    """Return the weights of a server's replicas, as `dbuffer verify --engine --json` prints them.
+
+    Args:
+        store: the store that it should follow.
+        url: the server's address.
+        version: the version that it should serve; None: the newest, or the one that was the newest
+            before the server was asked.
+
+    Raises:
+        EngineUnreachableError: the server does not answer, or its engine has ended.
+        UnsupportedError: it does not follow a store by itself.
+        VersionError: the store has no such version.
+        WaitTimeoutError: nothing was published yet.
+    """
+    before = _newest(store)
+    answers = _ask(options.server_url("--engine", url))
+    newest = _newest(store)
+    expected = [newest.id, before.id]
+    if version is not None:
+        expected = [it for it in (Contents(store).id_of(version),) if it is not None]
+    if not expected:
+        raise kept.missing(store, version)
+    replicas = [_compare(answer, expected, newest) for answer in answers]
+    is_verified = all(replica["problem"] is None for replica in replicas)
+    return {"id": expected[0], "engine": url, "is_verified": is_verified, "replicas": replicas}
+
+
+def _newest(store: DoubleBuffer) -> Lineage:
+    store.check()
+    if (newest := Contents(store).newest) is None:
+        raise WaitTimeoutError(f"nothing was published in {store.root} yet")
+    return newest
+
+
+def _ask(url: str) -> list[dict[str, Any]]:
+    """Return the label of each replica's weights."""
+    with needed_for("--engine"):
+        import httpx
+    try:
+        response = httpx.get(f"{url}/ready", timeout=_ANSWER_S)
+        answer = response.json()
+        replicas, reason = list(map(dict, answer["replicas"])), answer["reason"]
+    except httpx.HTTPError as error:
+        raise EngineUnreachableError(
+            f"{url} does not answer: {type(error).__name__} {error}"
+        ) from error
+    except (LookupError, TypeError, ValueError):
+        raise UnsupportedError(
+            f"{url} does not tell its weights (GET /ready: {response.status_code}): give the "
+            "address, without /v1, of a vLLM server with FollowStore"
+        ) from None
+    if not replicas:
+        raise EngineUnreachableError(f"{url} has no weights: {reason}")
+    return replicas
+
+
+def _compare(answer: dict[str, Any], expected: list[VersionId], newest: Lineage) -> dict[str, Any]:
+    """Compare the label of a replica's weights with the versions that it may serve."""
+    number, run = str(answer.get("version")), answer.get("run")
+    served = VersionId(str(run), int(number)) if number.isdecimal() else None
+    is_of_store = served is not None and newest.reaches(served)
+    is_attested = answer.get("attested") is True
+    problem = None
+    if not is_of_store:
+        problem = "its weights are of no version that leads to the store's newest"
+    elif served not in expected:
+        problem = f"it does not serve version {expected[0].number}"
+    elif not is_attested:
+        problem = "it has not compared its weights with the version (its option `attest`)"
+    return {
+        "version": number,
+        "run": run,
+        "is_of_store": is_of_store,
+        "is_attested": is_attested,
+        "problem": problem,
+    }
