@@ -117,7 +117,7 @@ class WeightReceiver(Closing, ProcessBound):
         self._store = DoubleBuffer(store, allow_shared_store=allow_shared_store)
         self.poll_interval_s = options.positive_seconds("poll_interval_s", poll_interval_s)
         self._copier = Copier(num_threads)
-        self._watcher = Watcher(self._store.root / POINTER_FILE)
+        self._watcher = Watcher(self._store.root, POINTER_FILE)
         self._is_closed = False
         self.record = RecordFile(self._store.root, receiver_id)
         self.record.set(is_ephemeral=is_ephemeral)

@@ -1,4 +1,4 @@
-"""`Watcher`: wakes a thread that waits for the pointer to move.
+"""`Watcher`: wakes a thread that waits for the pointer to move, or for an entry of a directory.
 
 An event is a hint and nothing more. inotify sees no write from another host, drops events when
 its queue is full and has none to give when the machine's limits are used up, so a waiter always
@@ -17,6 +17,8 @@ import weakref
 from pathlib import Path
 
 from watchdog.events import (
+    DirCreatedEvent,
+    DirMovedEvent,
     FileCreatedEvent,
     FileMovedEvent,
     FileSystemEvent,
@@ -33,8 +35,8 @@ from dbuffer.store.medium import medium_of
 logger = logging.getLogger(__name__)
 
 
-def _setting(changed: threading.Event, file_name: str) -> type[InotifyEmitter]:
-    """Return an emitter that sets an event when a file is replaced.
+def _setting(changed: threading.Event, name: str | None) -> type[InotifyEmitter]:
+    """Return an emitter that sets an event when the entry of this name, or any, is replaced.
 
     It sets the event in the thread that reads from inotify, not in watchdog's dispatcher: in a
     process whose main thread computes, as an engine's does, each switch of threads may take
@@ -44,23 +46,28 @@ def _setting(changed: threading.Event, file_name: str) -> type[InotifyEmitter]:
     class Emitter(InotifyEmitter):
         def queue_event(self, event: FileSystemEvent) -> None:
             for path in (event.src_path, event.dest_path):
-                if os.path.basename(os.fsdecode(path)) == file_name:  # noqa: PTH119
+                if name in (None, os.path.basename(os.fsdecode(path))):  # noqa: PTH119
                     changed.set()
 
     return Emitter
 
 
 class Watcher(ProcessBound):
-    """Watches one file's directory for the file being replaced.
+    """Watches a directory for an entry being made or replaced.
 
     On a network mount, and without an inotify or a thread, :meth:`wait` sleeps. The directory may
     come later, or be replaced; then it is watched from the first wait after that. Once nothing
     refers to a watcher, its thread ends.
+
+    Args:
+        directory: the directory.
+        name: name of the entry, or None for any entry.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, directory: Path, name: str | None = None) -> None:
         super().__init__()
-        self._file = file
+        self._directory = directory
+        self._name = name
         self._changed = threading.Event()
         self._observer: BaseObserver | None = None
         self._watched: tuple[int, int] | None = None
@@ -68,7 +75,7 @@ class Watcher(ProcessBound):
         """When watching is tried, by `time.monotonic`; infinite: never."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Return when the file may have been replaced since the last call, or False on time-out."""
+        """Return when the entry may have been replaced since the last call; False on time-out."""
         self._follow_directory()
         return wait_and_clear(self._changed, timeout_s)
 
@@ -83,7 +90,7 @@ class Watcher(ProcessBound):
     def _follow_directory(self) -> None:
         """Watch the directory that has the name now; a removed one takes its watch with it."""
         try:
-            status = self._file.parent.stat()
+            status = self._directory.stat()
         except OSError:  # a look at the pointer tells why
             return
         identity = (status.st_dev, status.st_ino)
@@ -97,7 +104,7 @@ class Watcher(ProcessBound):
             self._changed.set()
 
     def _start(self) -> bool:
-        directory = self._file.parent
+        directory = self._directory
         medium = medium_of(directory)
         if medium.reaches_other_hosts:
             logger.info("%s is on %s: polling, no inotify", directory, medium.filesystem)
@@ -105,8 +112,8 @@ class Watcher(ProcessBound):
             return False
         observer: BaseObserver | None = None
         try:
-            observer = BaseObserver(_setting(self._changed, self._file.name))
-            changes = [FileCreatedEvent, FileMovedEvent]
+            observer = BaseObserver(_setting(self._changed, self._name))
+            changes = [FileCreatedEvent, FileMovedEvent, DirCreatedEvent, DirMovedEvent]
             handler = FileSystemEventHandler()  # which gets none
             observer.schedule(handler, str(directory), event_filter=changes)
             observer.start()

@@ -65,6 +65,7 @@ pipe; 143 stopped by SIGTERM.
 _TELLING = (
     "dbuffer.mirror.loop",
     "dbuffer.store.weights_files",
+    "dbuffer.tools.commands.publish",
 )
 """Loggers that say at the level INFO for whom a command waits."""
 

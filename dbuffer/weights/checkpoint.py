@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,9 +57,9 @@ def read_checkpoint(path: Path) -> tuple[dict[str, LazyTensor], Callable[[], Non
     file_of: dict[str, str] = {}
     twice: dict[tuple[str, str], list[str]] = {}
     """Tensors that are in two files, by the files' names."""
-    states = {path / INDEX: _state_of(path / INDEX)}
-    files = _checkpoint_files(path)
-    states |= {file: _state_of(file) for file in files}  # before any is opened
+    states = {path / INDEX: state_of(path / INDEX)}
+    files = checkpoint_files(path)
+    states |= {file: state_of(file) for file in files}  # before any is opened
     for file, names_in_file in files.items():
         for name, tensor in _open_safetensors(file, names_in_file):
             if name in tensors:
@@ -74,29 +74,48 @@ def read_checkpoint(path: Path) -> tuple[dict[str, LazyTensor], Callable[[], Non
 
     def require_unchanged() -> None:
         for file, state in states.items():
-            if _state_of(file) != state:
+            if state_of(file) != state:
                 raise _changed(file)
 
     return tensors, require_unchanged
 
 
 def _changed(file: Path) -> InvalidWeightsError:
+    change = "written" if file.exists() else "removed"
     return InvalidWeightsError(
-        f"{file} was written while it was being published, so nothing was: publish a checkpoint "
+        f"{file} was {change} while it was being published, so nothing was: publish a checkpoint "
         "when all of it is saved"
     )
 
 
-def _state_of(file: Path) -> tuple[int, ...] | None:
+class FileState(NamedTuple):
+    """State of a file, which changes when it is written or replaced."""
+
+    inode: int
+    num_bytes: int
+    modified_ns: int
+
+    @property
+    def modified_at(self) -> float:
+        """Time of the last write, in seconds since the epoch."""
+        return self.modified_ns / 1e9
+
+
+def state_of(file: Path) -> FileState | None:
+    """Return the state of a file, or None if it is not there."""
     try:
         status = file.stat()
     except OSError:  # a reader of the file raises it
         return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
+    return FileState(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def _checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
-    """Return the files of a checkpoint, and the tensors to take from each (None: all)."""
+def checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
+    """Return the files of a checkpoint, and the tensors to take from each, or None for all.
+
+    Raises:
+        InvalidWeightsError: there is no checkpoint, or there are two.
+    """
     if path.is_file():
         return {path: None}
     if not path.is_dir():

@@ -168,7 +168,7 @@ def begin_watching(directory: Path) -> None:
 
     watchdog keeps them for good once a process has watched something.
     """
-    with contextlib.closing(Watcher(directory / "nothing")) as watcher:
+    with contextlib.closing(Watcher(directory, "nothing")) as watcher:
         watcher.wait(0.0)
 
 

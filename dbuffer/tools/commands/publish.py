@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import dbuffer
-from dbuffer.errors import OptionError
+from dbuffer.errors import InvalidWeightsError, OptionError
 from dbuffer.runtime import options
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer, is_store
 from dbuffer.store.contents import Contents
+from dbuffer.store.watcher import Watcher
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import progress
 from dbuffer.weights.names import NameMap
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
     import torch
 
     from dbuffer.publish.sender_options import SenderKeywords
+
+logger = logging.getLogger(__name__)
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -47,6 +55,16 @@ def publish(
         ),
     ],
     store: shared.StoreArgument,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="Publish each checkpoint that is saved into the directory CHECKPOINT, over the "
+            "last one or into checkpoint-STEP, step_STEP or global_step_STEP, once all of it has "
+            "been saved.",
+        ),
+    ] = False,
+    count: shared.CountOption = None,
     version: Annotated[
         int | None,
         typer.Option(
@@ -79,7 +97,7 @@ def publish(
             parser=shared.parse_path,
         ),
     ] = None,
-    as_json: shared.JsonOption = False,
+    as_json: shared.JsonLinesOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Publish a checkpoint as the store's newest version."""
@@ -87,6 +105,10 @@ def publish(
         raise OptionError(
             f"{checkpoint} is a store, not a checkpoint: did you swap CHECKPOINT and STORE?"
         )
+    if watch and version is not None:
+        raise OptionError("--watch excludes --version")
+    if count is not None and not watch:
+        raise OptionError("--count needs --watch")
     from dbuffer.publish.draft import checked_metadata
     from dbuffer.publish.sender_options import SenderOptions
 
@@ -98,20 +120,58 @@ def publish(
         "rename": None if rename is None else NameMap.read(rename),
         "allow_shared_store": allow_shared_store,
     }
-    SenderOptions(**chosen).make_describer().describe(checkpoint)
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
-    Contents(view).next_version(version)
-    with (
-        dbuffer.WeightSender(store, **chosen) as sender,
-        progress(f"publishing {checkpoint}", in_bytes=True) as on_bytes,
-    ):
-        publication = sender.send(
-            checkpoint,
-            version=version,
-            metadata=metadata,
-            progress=on_bytes,
-        )
+    if not watch:
+        SenderOptions(**chosen).make_describer().describe(checkpoint)
+        Contents(view).next_version(version)
+    with dbuffer.WeightSender(store, **chosen) as sender:
+        send = functools.partial(_send, sender, as_json=as_json)
+        if watch:
+            _publish_saved(checkpoint, view, count, send, metadata)
+        else:
+            send(checkpoint, metadata, version)
+
+
+def _send(
+    sender: dbuffer.WeightSender,
+    checkpoint: Path,
+    metadata: dict[str, Any],
+    version: int | None = None,
+    *,
+    as_json: bool,
+) -> None:
+    with progress(f"publishing {checkpoint}", in_bytes=True) as on_bytes:
+        publication = sender.send(checkpoint, version=version, metadata=metadata, progress=on_bytes)
     shared.show(publication, shared.describe_copy(publication), as_json=as_json)
+
+
+def _publish_saved(
+    directory: Path,
+    store: DoubleBuffer,
+    count: int | None,
+    send: Callable[[Path, dict[str, Any]], None],
+    metadata: dict[str, Any],
+) -> None:
+    """Publish each checkpoint that is saved into a directory, until a signal or ``count``."""
+    from dbuffer.weights.checkpoint_directory import CheckpointDirectory, order_of
+
+    saves, num_sent = CheckpointDirectory(directory), 0
+    published = [manifest.metadata for _, manifest in Contents(store).published()]
+    last = max(map(order_of, published), default=order_of({}))
+    logger.info("publishing each checkpoint that is saved into %s", directory)
+    with shared.stopped_by_signals() as stop, contextlib.closing(Watcher(directory)) as watcher:
+        while not stop.is_set():
+            for checkpoint in saves.settled(last):
+                try:
+                    checkpoint.require_one_save(last)
+                    send(checkpoint.path, metadata | checkpoint.metadata)
+                except InvalidWeightsError as error:
+                    logger.warning("%s is not published: %s", checkpoint.path, str(error))
+                    continue
+                last, num_sent = checkpoint.order, num_sent + 1
+                if stop.is_set() or num_sent == count:
+                    return
+            watcher.wait(TIMING.settle_s / 2)
 
 
 def _parse_dtype(name: str | None) -> torch.dtype | None:

@@ -240,7 +240,7 @@ def _events(medium: Medium, base: Path) -> Outcome:
     if medium.reaches_other_hosts:
         return "adapted", "not probed: changes by other hosts cause none", f"{POLLING}; no inotify"
     with scratch(base) as place:
-        watcher = Watcher(place / "pointer")
+        watcher = Watcher(place, "pointer")
         try:
             watcher.wait(0.0)  # starts to watch
             started = time.perf_counter()

@@ -43,7 +43,7 @@ def directory(tmp_path):
 def watch():
     """Make watchers that are closed at the end."""
     with contextlib.ExitStack() as stack:
-        yield lambda path: stack.enter_context(contextlib.closing(Watcher(path)))
+        yield lambda path: stack.enter_context(contextlib.closing(Watcher(path.parent, path.name)))
 
 
 def settle(watcher: Watcher) -> None:
@@ -100,7 +100,7 @@ def test_does_not_wake_for_other_files(directory, watcher):
 
 def test_closing_ends_its_threads(directory):
     before = set(threading.enumerate())
-    watcher = Watcher(directory / "CURRENT")
+    watcher = Watcher(directory, "CURRENT")
     watcher.wait(0.01)
     assert set(threading.enumerate()) - before
     watcher.close()

@@ -1,0 +1,235 @@
+"""`dbuffer publish --watch`: checkpoints that a trainer saves, as processes, files and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import dbuffer
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.tools.commands.publish import _publish_saved
+from dbuffer.weights.checkpoint import INDEX
+from tests.support.children import Child, Command, call
+from tests.support.patterns import SMALL
+
+pytestmark = pytest.mark.timing(settle_s=0.2)
+
+FILES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def shards(number: int) -> list[dict[str, torch.Tensor]]:
+    """Weights of a save, in two parts of one size each save."""
+    weights, half = list(SMALL.weights(number).items()), len(SMALL.names) // 2
+    return [dict(weights[:half]), dict(weights[half:])]
+
+
+def save(directory: Path, number: int) -> None:
+    """Save a checkpoint in two files and an index, in the order of transformers."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for file, part in zip(FILES, shards(number), strict=True):
+        save_file(part, directory / file)
+    write_index(directory)
+
+
+def write_index(directory: Path) -> None:
+    pairs = zip(FILES, shards(0), strict=True)
+    index = {"weight_map": {name: file for file, part in pairs for name in part}}
+    (directory / INDEX).write_text(json.dumps(index))
+
+
+def set_time(directory: Path, saved_at: float) -> None:
+    for file in directory.iterdir():
+        os.utime(file, (saved_at, saved_at))
+
+
+class Watch:
+    """The command, while it watches a directory."""
+
+    def __init__(self, directory: Path, store: Path) -> None:
+        self.store = store
+        self.command = Command(directory.parent, "publish", "--watch", directory, store, "--json")
+
+    def version_of(self, line: int) -> tuple[int | None, Any]:
+        """Return the save that the version of a printed line is wholly of, and its step."""
+        version = json.loads(self.command.line(line))["version"]
+        with dbuffer.WeightReceiver(self.store) as receiver, receiver.open() as snapshot:
+            assert snapshot.version == version
+            number = SMALL.version_of(dict(sorted(snapshot.tensors.items())))
+            return number, snapshot.metadata.get("step")
+
+    def refusal(self, number: int = 1) -> str:
+        """Return the n-th line of its log, whose first says that it watches."""
+        return self.command.line_of_errors(number)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def watch(out: Path, store: Path) -> Iterator[Watch]:
+    watch = Watch(out, store)
+    with watch.command:
+        yield watch
+
+
+def test_checkpoints_of_a_trainer_are_published_with_their_steps(watch, out):
+    """The directory comes later."""
+    assert watch.refusal(0).endswith(f"publishing each checkpoint that is saved into {out}")
+    for number, name in enumerate(("checkpoint-80", "step_90", "global_step_100")):
+        save(out / name, number + 1)
+        assert watch.version_of(number) == (number + 1, int(name.split("_")[-1].split("-")[-1]))
+    (out / "checkpoint-old").mkdir()
+    watch.command.signal(signal.SIGINT)
+    assert watch.command.wait() == -signal.SIGINT
+
+
+def test_a_directory_that_is_written_over(watch, out):
+    for number in range(3):
+        save(out, number + 1)
+        assert watch.version_of(number) == (number + 1, None)
+
+
+def test_a_checkpoint_that_is_renamed_into_place(watch, out):
+    save(out / "tmp-checkpoint-7", 7)
+    (out / "tmp-checkpoint-7").rename(out / "checkpoint-7")
+    assert watch.version_of(0) == (7, 7)
+
+
+def test_all_that_are_there_are_published_in_the_order_of_saves(out, store):
+    for number in (9, 10, 8):
+        save(out / f"checkpoint-{number}", number)
+        set_time(out / f"checkpoint-{number}", 1000 if number > 8 else 1001)
+    watch = Watch(out, store)
+    with watch.command:
+        lines = [json.loads(watch.command.line(number)) for number in range(3)]
+        assert [line["version"] for line in lines] == [1, 2, 3]
+        assert watch.version_of(2) == (8, 8)
+
+
+def test_what_is_published_is_not_published_again_after_a_restart(capsys, out, store):
+    save(out / "checkpoint-1", 1)
+    arguments = ["publish", "--watch", out, store, "--count", 1, "--metadata", '{"loss": 2}']
+    assert call(capsys, *arguments)[0] == 0
+    save(out / "checkpoint-2", 2)
+    assert call(capsys, *arguments)[0] == 0
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert snapshot.version == 2
+        assert (snapshot.metadata["step"], snapshot.metadata["loss"]) == (2, 2)
+        assert SMALL.version_of(dict(sorted(snapshot.tensors.items()))) == 2
+
+
+def save_and_die(connection: Connection, directory: Path, number: int) -> None:
+    """Write the first file of a save, and a half of the second one."""
+    directory.mkdir(parents=True, exist_ok=True)
+    first, second = shards(number)
+    save_file(first, directory / FILES[0])
+    if number % 2:
+        save_file(second, directory / FILES[1])
+        os.truncate(directory / FILES[1], (directory / FILES[1]).stat().st_size // 2)
+    connection.send(None)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_writer(directory: Path, number: int) -> None:
+    with Child(save_and_die, directory, number) as child:
+        child.receive()
+        child.wait()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_save_whose_writer_was_killed_is_refused_and_told(watch, out, store, number):
+    kill_writer(out / "checkpoint-1", number)
+    assert f"{out / 'checkpoint-1'} is not published" in watch.refusal()
+    assert f"in several files, and there is no {INDEX}" in watch.refusal()
+    save(out / "checkpoint-1", 3)
+    assert watch.version_of(0) == (3, 1)
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_save_over_another_one_whose_writer_was_killed_is_refused_and_told(
+    watch, out, store, number
+):
+    """Its files have the names and sizes of the save before."""
+    save(out, 1)
+    assert watch.version_of(0) == (1, None)
+    kill_writer(out, number)
+    assert f"{FILES[0]} was written after {INDEX}, and may be of another save" in watch.refusal()
+    write_index(out)  # as by `touch`
+    said = "is older than the checkpoint" if number == 2 else f"cannot read {out / FILES[1]}"
+    assert said in watch.refusal(2)
+    save(out, 4)
+    assert watch.version_of(1) == (4, None)
+
+
+def test_a_mix_is_refused_by_a_command_that_was_started_after_it(out, store):
+    save(out, 1)
+    kill_writer(out, 2)
+    watch = Watch(out, store)
+    with watch.command:
+        assert "may be of another save" in watch.refusal()
+        save(out, 3)
+        assert watch.version_of(0) == (3, None)
+
+
+def test_files_that_the_index_names_and_that_are_missing_are_told(watch, out):
+    save(out, 1)
+    (out / FILES[1]).rename(out / "aside")
+    assert f"names files that are not there: {FILES[1]}" in watch.refusal()
+    (out / "aside").rename(out / FILES[1])
+    assert watch.version_of(0) == (1, None)
+
+
+def test_a_checkpoint_that_vanishes_while_it_is_read_is_told(caplog, out, store):
+    """As by a trainer that keeps the last few."""
+    with dbuffer.WeightSender(store) as sender:
+
+        def send(path: Path, metadata: dict[str, Any]) -> None:
+            def remove_first(*_: int) -> None:
+                shutil.rmtree(out / "checkpoint-1", ignore_errors=True)
+
+            sender.send(path, metadata=metadata, progress=remove_first)
+            assert metadata["step"] == 2
+
+        save(out / "checkpoint-1", 1)
+        save(out / "checkpoint-2", 2)
+        _publish_saved(out, DoubleBuffer(store), 1, send, {})
+    [record] = caplog.records
+    assert f"{out / 'checkpoint-1'} is not published: " in record.message
+    assert f"{INDEX} was removed while it was being published" in record.message
+    with dbuffer.WeightReceiver(store) as receiver:
+        assert receiver.wait_for_version(timeout_s=0) == 1
+
+
+def test_a_file_that_grows_is_waited_for(watch, out):
+    """Its header describes all of it from the start."""
+    save(out / "complete", 1)
+    (out / "complete" / FILES[1]).rename(out / "last")
+    (out / "complete").rename(out / "step-1")
+    data = (out / "last").read_bytes()
+    with (out / "step-1" / FILES[1]).open("wb") as file:
+        for piece in range(8):
+            file.write(data[piece * len(data) // 8 : (piece + 1) * len(data) // 8])
+            file.flush()
+            time.sleep(0.05)
+    write_index(out / "step-1")
+    assert watch.version_of(0) == (1, 1)
+    assert watch.command.errors().count("not published") == 0
+
+
+def test_options_that_have_no_effect_are_refused(capsys, out, store):
+    for options in (["--watch", "--version", 3], ["--count", 1]):
+        assert call(capsys, "publish", out, store, *options)[0] == 2
+    assert not store.exists()
