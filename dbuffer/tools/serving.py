@@ -38,9 +38,9 @@ def ask_server(store: DoubleBuffer, url: str, version: int | VersionId | None) -
     newest = _newest(store)
     expected = [newest.id, before.id]
     if version is not None:
-        expected = [it for it in (Contents(store).id_of(version),) if it is not None]
-    if not expected:
-        raise kept.missing(store, version)
+        if (version_id := Contents(store).id_of(version)) is None:
+            raise kept.missing(store, version)
+        expected = [version_id]
     replicas = [_compare(answer, expected, newest) for answer in answers]
     is_verified = all(replica["problem"] is None for replica in replicas)
     return {"id": expected[0], "engine": url, "is_verified": is_verified, "replicas": replicas}

@@ -119,8 +119,9 @@ def order_of(metadata: Mapping[str, Any]) -> Order:
     Two small checkpoints may be saved at one time.
     """
     saved_at, step = metadata.get(SAVED_AT), metadata.get("step")
-    is_saved = isinstance(saved_at, float)
-    return (saved_at if is_saved else 0.0, step if is_saved and type(step) is int else -1)
+    if not isinstance(saved_at, float):
+        return 0.0, -1
+    return saved_at, step if type(step) is int else -1
 
 
 def _checkpoints_in(directory: Path) -> Iterator[Checkpoint]:
