@@ -9,8 +9,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -19,7 +18,6 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from dbuffer.errors import InvalidWeightsError, StoreCorruptError
 from dbuffer.io.tensors import DTYPE_NAMES, DTYPES
-from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.lazy_tensor import LazyTensor
 from dbuffer.weights.named_tensors import (
@@ -34,37 +32,8 @@ from dbuffer.weights.transformers_modules import as_checkpoint
 EXTRA_STATE = "__extra_state__"
 """Name of the tensor, and TorchRL's key for extra state in a TensorDict of weights."""
 
-_KEY = "torchrl"
-"""Metadata key of a version's `VersionInfo`."""
-
 Extracted: TypeAlias = dict[str, torch.Tensor | LazyTensor]
 """One model's weights by their names, ready to be published."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionInfo:
-    """Metadata of a version for the workers of a collector."""
-
-    is_initial: bool = False
-    """Whether a run begins with it: then it does not count as a version of the policy."""
-    after_version: int = 0
-    """Newest version for all workers when this one was published for one worker."""
-
-    def to_metadata(self) -> dict[str, Any]:
-        return {_KEY: asdict(self)}
-
-    @classmethod
-    def of(cls, snapshot: Snapshot) -> Self:
-        """Read it from metadata; a version of another sender gets the defaults."""
-        match snapshot.metadata.get(_KEY):
-            case None:
-                return cls()
-            case {"is_initial": bool(is_initial), "after_version": int(after_version)}:
-                return cls(is_initial=is_initial, after_version=after_version)
-            case values:
-                raise StoreCorruptError(
-                    f"{snapshot.path}: invalid {_KEY!r} in its metadata: {values!r:.200}"
-                )
 
 
 def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
@@ -124,12 +93,12 @@ def clean_path(path: str) -> str:
 
 
 def _check_complete(model: nn.Module, named: Mapping[str, Any]) -> None:
-    """Refuse a module whose state has more than what was extracted: parameters and buffers."""
-    own = set(map(id, own_tensors(model)))
+    """Refuse a module whose state has more than parameters and buffers, which were extracted."""
+    tensors = set(map(id, own_tensors(model)))
     lost = [
         f"{name!r} ({type(value).__name__})"
         for name, value in model.state_dict(keep_vars=True).items()
-        if id(value) not in own and not _is_extra_state(name)
+        if id(value) not in tensors and not _is_extra_state(name)
         if not isinstance(named.get(name), torch.Tensor)
     ]
     if lost:
@@ -175,9 +144,9 @@ def _plain(value: Any) -> Any:
         data = base64.b64encode(flat.numpy().tobytes()).decode()
         return {"tensor": [DTYPE_NAMES[value.dtype], list(value.shape), data]}
     if type(value) is dict:
-        return {"items": [[_plain(key), _plain(each)] for key, each in value.items()]}
+        return {"items": [[_plain(key), _plain(item)] for key, item in value.items()]}
     if type(value) is list:
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise InvalidWeightsError(f"a {type(value).__name__}")

@@ -6,7 +6,6 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Self, cast
 
@@ -19,25 +18,6 @@ _PATIENCE_S = 10.0
 """Longest time that a call is kept out by a load that waits for others to end."""
 _CALL_CHECK_S = 0.5
 """Interval at which a load that waits looks for calls that ended without a hook."""
-
-
-@dataclass(slots=True)
-class ForwardCall:
-    """A thread's outermost forward call of a guarded model."""
-
-    frame: FrameType
-    """Frame of torch that runs the hooks and ``forward``; it ends when the call does."""
-    depth: int = 1
-    """Number of calls in each other, this one included, by the hooks."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended. Torch runs no hook after a KeyboardInterrupt or SystemExit."""
-        try:
-            self.frame.clear()
-        except RuntimeError:  # it is executing
-            return False
-        return True
 
 
 class ForwardGuard:
@@ -53,8 +33,8 @@ class ForwardGuard:
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._running: dict[int, ForwardCall] = {}
-        """Calls that run, by thread."""
+        self._running: dict[int, list[FrameType]] = {}
+        """By thread: frames of torch that run the thread's calls, outermost first."""
         self._num_waiting = 0
         """Loads that wait for calls to end."""
         self._num_loading = 0
@@ -105,7 +85,8 @@ class ForwardGuard:
         return type(self), ()
 
     def _has_calls(self) -> bool:
-        self._running = {thread: call for thread, call in self._running.items() if not call.is_over}
+        running = self._running.items()
+        self._running = {thread: calls for thread, calls in running if not _is_over(calls[0])}
         return bool(self._running)
 
     def _is_attached(self, model: nn.Module) -> bool:
@@ -116,9 +97,9 @@ class ForwardGuard:
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:  # noqa: ARG002
         thread = threading.get_ident()
         with self._condition:
-            call = self._running.get(thread)
-            if call is not None and not call.is_over:
-                call.depth += 1  # a model that calls itself must not wait for itself
+            calls = self._running.get(thread)
+            if calls is not None and not _is_over(calls[0]):
+                calls.append(_calling_frame())  # a model that calls itself must not wait for itself
                 return
             self._condition.wait_for(
                 lambda: not (self._num_waiting or self._num_loading), _PATIENCE_S
@@ -129,19 +110,28 @@ class ForwardGuard:
                     f"this model refuses to run: {self._problem}; it runs again when the "
                     "next version is loaded"
                 )
-            self._running[thread] = ForwardCall(_calling_frame())
+            self._running[thread] = [_calling_frame()]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:  # noqa: ARG002
         thread = threading.get_ident()
         with self._condition:
-            call = self._running.get(thread)
-            if call is None:  # it was refused, and has not begun
+            calls = self._running.get(thread)
+            if calls is None:  # it was refused, and has not begun
                 return
-            call.depth -= 1
-            if not call.depth:
+            calls.pop()
+            if not calls:
                 del self._running[thread]
                 self._condition.notify_all()
+
+
+def _is_over(frame: FrameType) -> bool:
+    """Whether a call has ended. Torch runs no hook after a KeyboardInterrupt or SystemExit."""
+    try:
+        frame.clear()
+    except RuntimeError:  # it is executing
+        return False
+    return True
 
 
 def _calling_frame() -> FrameType:

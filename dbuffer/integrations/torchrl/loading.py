@@ -16,7 +16,6 @@ from dbuffer.errors import OptionError, WeightsMismatchError
 from dbuffer.format.layout import Layout
 from dbuffer.integrations.torchrl.extraction import (
     EXTRA_STATE,
-    VersionInfo,
     clean_path,
     unpacked,
 )
@@ -34,14 +33,13 @@ class StagedVersion:
     """A version in this process's own memory, so that the store is not held while it waits."""
 
     version: int
-    info: VersionInfo
     layout: Layout
     tensors: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, snapshot: Snapshot, info: VersionInfo) -> Self:
+    def of(cls, snapshot: Snapshot) -> Self:
         """Copy a version. The copy is valid once the snapshot was left without an error."""
-        return cls(snapshot.version, info, snapshot.layout, snapshot.copy())
+        return cls(snapshot.version, snapshot.layout, snapshot.copy())
 
     def load(self, model: Any, guard: ForwardGuard, matcher: Matcher) -> None:
         """Load the version into a model, while none of its forward calls runs.
@@ -103,7 +101,7 @@ def own_memory(model: Any, guard: ForwardGuard) -> None:
     """Move a model's tensors out of memory that it shares with other processes.
 
     A policy that came to this process through multiprocessing shares its memory with the
-    trainer's: each would see what the other writes, in the middle of a forward call.
+    trainer's: a forward call of either would meet values that the other one writes.
     """
     shared = _shared_tensors(model)
     with guard.loading():
@@ -114,13 +112,13 @@ def own_memory(model: Any, guard: ForwardGuard) -> None:
 
 
 def unshared(policy: Any) -> Any:
-    """Return a policy for processes that are started with it, each of which gets its own memory.
+    """Return a policy from which each process that is started with it gets memory of its own.
 
     Multiprocessing moves the tensors of its arguments into shared memory.
     """
     if not isinstance(policy, nn.Module):
         return policy
-    # Not get_start_method(), which settles the program's method where nobody has chosen one.
+    # Not get_start_method(), which would settle the method of a program that has chosen none.
     by_default, *_ = multiprocessing.get_all_start_methods()
     if (multiprocessing.get_start_method(allow_none=True) or by_default) != "fork":
         return _CopiedOnArrival(policy)

@@ -12,16 +12,21 @@ from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import quote
 
-from dbuffer.errors import OptionError
+from dbuffer.errors import OptionError, StoreCorruptError
 from dbuffer.format.places import POINTER_FILE
 from dbuffer.integrations.torchrl.base import TransportOptions
-from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo
+from dbuffer.integrations.torchrl.extraction import Extracted
 from dbuffer.publish.sender import WeightSender
+from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime import options
 from dbuffer.store.buffer import DoubleBuffer
 
 PublishedVersion: TypeAlias = tuple[WeightSender, int, tuple[int, ...]]
 """A version's sender, its number, and the workers that must apply it."""
+
+_KEY = "torchrl"
+"""Metadata key for the workers: whether a run begins with the version, which then does not count as
+a version of the policy; and, if it is for one worker, the newest version for all before it."""
 
 
 def store_of(address: str | Path, model_id: str, worker: int | None = None) -> Path:
@@ -48,6 +53,19 @@ def versions_below(address: str | Path, *, allow_shared_store: bool) -> dict[str
     return versions
 
 
+def read_metadata(snapshot: Snapshot) -> tuple[bool, int]:
+    """Return ``is_initial`` and ``after_version``; of another sender's version, the defaults."""
+    match snapshot.metadata.get(_KEY):
+        case None:
+            return False, 0
+        case {"is_initial": bool(is_initial), "after_version": int(after_version)}:
+            return is_initial, after_version
+        case values:
+            raise StoreCorruptError(
+                f"{snapshot.path}: invalid {_KEY!r} in its metadata: {values!r:.200}"
+            )
+
+
 class ModelPublisher:
     """Publishes for all workers of a model, which count from 0, or for some of them.
 
@@ -69,7 +87,7 @@ class ModelPublisher:
         self._last_version = earlier_versions.get(store_of(address, model_id).name, 0)
         """Newest version for all workers; 0 if there is none."""
         self._senders: dict[int | None, WeightSender] = {}
-        """Senders by worker; None: the sender for all workers."""
+        """Senders by worker; the sender for all workers is under None."""
         self._sender(None)  # it is an error at once if another trainer has the store
 
     def publish(
@@ -80,12 +98,17 @@ class ModelPublisher:
             raise OptionError(
                 f"unknown worker {min(unknown)}: there are {len(self._workers)} workers"
             )
-        if set(chosen) != set(self._workers):
-            info = VersionInfo(is_initial=is_initial, after_version=self._last_version)
-            return [self._send(worker, weights, info) for worker in chosen]
-        published = self._send(None, weights, VersionInfo(is_initial=is_initial))
-        self._last_version = published[1]
-        return [published]
+        metadata = {_KEY: {"is_initial": is_initial, "after_version": self._last_version}}
+        if set(chosen) == set(self._workers):
+            sender = self._sender(None)
+            self._last_version = sender.send(weights, metadata=metadata).version
+            return [(sender, self._last_version, self._workers)]
+        published: list[PublishedVersion] = []
+        for worker in chosen:
+            sender = self._sender(worker)
+            version = sender.send(weights, metadata=metadata).version
+            published.append((sender, version, (worker,)))
+        return published
 
     def wait_present(self, timeout_s: float) -> None:
         """Wait until all workers have opened the store."""
@@ -104,11 +127,6 @@ class ModelPublisher:
     def shutdown(self) -> None:
         for sender in self._senders.values():
             sender.close()
-
-    def _send(self, worker: int | None, weights: Extracted, info: VersionInfo) -> PublishedVersion:
-        sender = self._sender(worker)
-        version = sender.send(weights, metadata=info.to_metadata()).version
-        return sender, version, self._workers if worker is None else (worker,)
 
     def _sender(self, worker: int | None) -> WeightSender:
         if worker not in self._senders:

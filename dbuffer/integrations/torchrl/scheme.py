@@ -20,7 +20,7 @@ from dbuffer.integrations.torchrl.base import (
     Strategy,
     find_model,
 )
-from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo, extract
+from dbuffer.integrations.torchrl.extraction import Extracted, extract
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.integrations.torchrl.loading import StagedVersion, is_on_meta, unshared
 from dbuffer.integrations.torchrl.model_stores import (
@@ -46,9 +46,9 @@ class DoubleBufferSyncScheme(StoreScheme):
 
     Args:
         remote_addr: a directory. The model's store is ``remote_addr/MODEL_ID``.
-        local_addr: where workers read. A directory in shared memory, to which one worker of each
-            node copies every version once; or the same directory under another name, or none
-            (the default), to read ``remote_addr`` itself.
+        local_addr: where workers read: a directory in shared memory, and one worker of each node
+            copies every version there; or the same directory under another name. Default:
+            ``remote_addr`` itself.
         num_threads: threads that copy, on either side.
         strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``.
         sync: let ``send`` return when the workers have applied the weights, else at once.
@@ -57,7 +57,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             ``poll_interval_s``.
 
     Raises:
-        OptionError: (a ``ValueError``) an option is not what it may be.
+        OptionError: (a ``ValueError``) an option is invalid.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class DoubleBufferSyncScheme(StoreScheme):
                 self.options.make_receiver(sender.store) as receiver,
                 receiver.open(acknowledge=False) as snapshot,
             ):
-                staged = StagedVersion.of(snapshot, VersionInfo.of(snapshot))
+                staged = StagedVersion.of(snapshot)
             staged.load(model, self._guard, Matcher())
 
     def _extract(self, weights: Any) -> Extracted:
@@ -285,7 +285,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         receiver.load_newer()
         return self._current_weights() if receiver.wait_loaded(wait_s) else None
 
-    def _note_applied(self, info: VersionInfo) -> None:
+    def _note_applied(self, is_initial: bool) -> None:
         """Hand new weights on to a collector's own workers; count the policy's versions."""
         context = self.context
         if context is None:
@@ -295,7 +295,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             return  # its workers are only starting, and begin with what this model has
         if isinstance(context, Collector) and inner is None:
             # It runs the model itself, so that nothing is left to do with the weights.
-            if self._model_id == DEFAULT_MODEL_ID and not info.is_initial:
+            if self._model_id == DEFAULT_MODEL_ID and not is_initial:
                 context.increment_version()
         elif hasattr(context, "update_policy_weights_"):
             context.update_policy_weights_(

@@ -59,9 +59,9 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
 
     Args:
         remote_addr: the store, as the trainer sees it.
-        local_addr: where the engine's workers read: a directory in shared memory, to which one of
-            them copies every version once; or the same directory under another name, on a host
-            that does not see ``remote_addr``. Default: ``remote_addr`` itself.
+        local_addr: where the engine's workers read: a directory in shared memory, and one of them
+            copies every version there; or the same directory under another name, on a host that
+            does not see ``remote_addr``. Default: ``remote_addr`` itself.
         num_threads: threads that copy, on either side.
         strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``; the latter
             merges LoRA adapters.
@@ -147,7 +147,7 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         worker_idx: int | None = None,  # noqa: ARG002
         weights: Any = None,
     ) -> None:
-        """Publish weights, if any are given: an engine has those that it was started with."""
+        """Publish weights, if any are given; an engine has the weights of its start."""
         if weights is not None:
             self.send(weights)
 
@@ -301,7 +301,14 @@ class VLLMDoubleBufferWeightSender:
             InvalidWeightsError: (a ``ValueError``) something in them cannot be published.
             StoreBusyError: another sender has the store.
         """
-        weights = self._registered_model() if weights is None else weights
+        if weights is None:
+            if self._model_ref is None:
+                raise NotReadyError(
+                    "no weights given and no model registered: call register_model()"
+                )
+            weights = self._model_ref()
+            if weights is None:
+                raise NotReadyError("the registered model is gone: keep a reference to it")
         tensors = extract_for_vllm(weights, self._scheme.strategy.extract_weights)
         self._deliver(self._transport.open_sender().send(tensors).version)
         for collector in self._collectors:
@@ -318,14 +325,6 @@ class VLLMDoubleBufferWeightSender:
 
     def _deliver(self, version: int) -> None:
         """Do nothing more: receivers look at the store when they are polled."""
-
-    def _registered_model(self) -> Any:
-        if self._model_ref is None:
-            raise NotReadyError("no weights given and no model registered: call register_model()")
-        model = self._model_ref()
-        if model is None:
-            raise NotReadyError("the registered model is gone: keep a reference to it")
-        return model
 
 
 class VLLMDoubleBufferWeightReceiver:
@@ -406,11 +405,16 @@ class VLLMDoubleBufferWeightReceiver:
         if not inplace:
             raise OptionError("weights are applied to an engine in place only: leave inplace=True")
         tensors = extract_for_vllm(weights, TensorDict.from_module)
-        with self._open(), self._scratch_store() as store:
-            with self._scheme.options.make_sender(store) as sender:
-                sender.send(tensors)
-            for follower in self._followers:
-                follower.apply_once(str(store))
+        with self._open():
+            # In a store beside the followed one, which workers on other hosts see too.
+            store = self._find_receiver().store
+            store.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=f"{store.name}~", dir=store.parent) as scratch:
+                once = str(Path(scratch, "store"))
+                with self._scheme.options.make_sender(once) as sender:
+                    sender.send(tensors)
+                for follower in self._followers:
+                    follower.apply_once(once)
 
     # Names of TorchRL before 0.12.
 
@@ -519,14 +523,6 @@ class VLLMDoubleBufferWeightReceiver:
             switches = [future.result() for future in futures]
         return any(switch is not None for switch in switches)
 
-    @contextlib.contextmanager
-    def _scratch_store(self) -> Iterator[Path]:
-        """Make a temporary store beside the followed one, where workers on other hosts see it."""
-        store = self._find_receiver().store
-        store.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{store.name}~", dir=store.parent) as scratch:
-            yield Path(scratch, "store")
-
 
 def followers_of(target: Any, options: EngineOptions) -> list[Follower | RayFollower]:
     """Return the follower of each engine in ``target``.
@@ -563,9 +559,9 @@ def engine_in(target: Any) -> Any:
     if is_ray_actor(target) or getattr(target, "actors", None):
         return target
     for name in _HOLDERS:
-        held = getattr(target, name, None)
-        if held is not None:
-            return engine_in(held)
+        engine = getattr(target, name, None)
+        if engine is not None:
+            return engine_in(engine)
     return target
 
 

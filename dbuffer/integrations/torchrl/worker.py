@@ -17,10 +17,9 @@ from typing import Any
 
 from dbuffer import errors
 from dbuffer.integrations.torchrl.base import TransportOptions
-from dbuffer.integrations.torchrl.extraction import VersionInfo
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.integrations.torchrl.loading import StagedVersion, own_memory
-from dbuffer.integrations.torchrl.model_stores import receiver_id, store_of
+from dbuffer.integrations.torchrl.model_stores import read_metadata, receiver_id, store_of
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.receive.receiver import WeightReceiver
@@ -43,12 +42,8 @@ class Feed:
     is_for_all: bool
     earlier: int | None
     """Newest version of earlier runs, which are skipped."""
-    seen: int | None
+    version: int | None
     """Newest version that was loaded or skipped."""
-
-    def order_of(self, version: int, info: VersionInfo) -> Order:
-        """Return the place of this store's version in the order of both stores' versions."""
-        return (version, 0) if self.is_for_all else (info.after_version, version)
 
 
 class WorkerReceiver:
@@ -58,7 +53,8 @@ class WorkerReceiver:
         worker: number of this worker, from 0.
         earlier_versions: newest versions of earlier runs, by the store's name; they are skipped.
         get_model: returns the model, which may be another one each time.
-        applied: called after each load of something new, when the model may run again.
+        applied: called after each load of something new, when the model may run again, with whether
+            a run begins with it.
     """
 
     def __init__(
@@ -71,7 +67,7 @@ class WorkerReceiver:
         earlier_versions: Mapping[str, int],
         *,
         get_model: Callable[[], Any],
-        applied: Callable[[VersionInfo], None],
+        applied: Callable[[bool], None],
     ) -> None:
         self._get_model = get_model
         self._applied = applied
@@ -80,9 +76,9 @@ class WorkerReceiver:
         # Loads come from both following threads, `load_newer` and a change of the model.
         self._lock = threading.RLock()
         self._loaded = _NOTHING
-        """Order of what the model has."""
+        """Order of the version that the model has."""
         self._announced = _NOTHING
-        """Order of what ``applied`` was called for last."""
+        """Order of the version that ``applied`` was called for last."""
         self._has_loaded = threading.Event()
         """Set at each load, and by :meth:`shutdown`."""
         self._stop_event = threading.Event()
@@ -93,7 +89,7 @@ class WorkerReceiver:
             remote = store_of(remote_addr, model_id, worker_or_all)
             receiver, mirror = options.open_reader(remote, store, receiver_id(worker))
             earlier = earlier_versions.get(store.name)
-            return Feed(receiver, mirror, worker_or_all is None, earlier, seen=earlier)
+            return Feed(receiver, mirror, worker_or_all is None, earlier, version=earlier)
 
         self._feeds = feed_of(None), feed_of(worker)
 
@@ -137,12 +133,12 @@ class WorkerReceiver:
                 return
             self._loaded = _NOTHING
             for feed in self._feeds:
-                feed.seen = feed.earlier
+                feed.version = feed.earlier
             self.load_newer()
 
     def shutdown(self) -> None:
         self._stop_event.set()
-        self._has_loaded.set()  # whoever waits for a load waits no longer
+        self._has_loaded.set()  # no call waits for a load any longer
         for feed in self._feeds:
             feed.receiver.wake()
         for thread in self._threads:
@@ -154,7 +150,7 @@ class WorkerReceiver:
                 feed.mirror.close()
 
     def _register(self) -> None:
-        """Write this worker's records, by which the sender knows it."""
+        """Write this worker's records, which show it to the sender."""
         for feed in self._feeds:
             feed.receiver.record.write()
 
@@ -165,7 +161,7 @@ class WorkerReceiver:
         with contextlib.suppress(errors.ClosedError):
             while not self._stop_event.is_set():
                 with loop.attempt():
-                    if loop.wait(feed.seen) is not None:
+                    if loop.wait(feed.version) is not None:
                         self._load_if_newer(feed)
                         loop.used()
 
@@ -176,27 +172,23 @@ class WorkerReceiver:
     def _load(self, feed: Feed, timeout_s: float) -> None:
         """Load a store's newest version, unless something later is loaded already."""
         with self._lock:
-            version, staged = self._stage(feed, timeout_s)
+            while True:
+                try:
+                    with feed.receiver.open(feed.version, timeout_s, acknowledge=False) as snapshot:
+                        version = snapshot.version
+                        is_initial, after_version = read_metadata(snapshot)
+                        order = (version, 0) if feed.is_for_all else (after_version, version)
+                        # Copied, so that the store is free while forward calls end.
+                        staged = StagedVersion.of(snapshot) if order > self._loaded else None
+                    break
+                except errors.SnapshotEvictedError as error:
+                    logger.warning("%s; reading the newest", str(error))
             if staged is not None:
                 staged.load(self._get_model(), self._guard, self._matcher)
-                order = feed.order_of(version, staged.info)
                 if order > self._announced:
-                    self._applied(staged.info)
+                    self._applied(is_initial)
                     self._announced = order
                 self._loaded = order
                 self._has_loaded.set()
-            feed.seen = version
+            feed.version = version
             feed.receiver.acknowledge(version)
-
-    def _stage(self, feed: Feed, timeout_s: float) -> tuple[int, StagedVersion | None]:
-        """Return the newest version, with a copy if it must be loaded; the model runs meanwhile."""
-        while True:
-            try:
-                with feed.receiver.open(feed.seen, timeout_s, acknowledge=False) as snapshot:
-                    info = VersionInfo.of(snapshot)
-                    is_newer = feed.order_of(snapshot.version, info) > self._loaded
-                    staged = StagedVersion.of(snapshot, info) if is_newer else None
-            except errors.SnapshotEvictedError as error:
-                logger.warning("%s; reading the newest", str(error))
-                continue
-            return snapshot.version, staged

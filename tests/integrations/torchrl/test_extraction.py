@@ -21,7 +21,6 @@ from dbuffer import (
     WeightsMismatchError,
 )
 from dbuffer.integrations.torchrl.extraction import (
-    VersionInfo,
     extract,
     extract_for_vllm,
     unpacked,
@@ -193,7 +192,7 @@ def test_tied_parameters_take_no_tensors_that_differ(store):
     with WeightSender(store) as sender, WeightReceiver(store) as receiver:
         sender.send(Tied(tied=False))
         with receiver.open() as snapshot:
-            staged = StagedVersion.of(snapshot, VersionInfo())
+            staged = StagedVersion.of(snapshot)
             with pytest.raises(WeightsMismatchError):
                 staged.load(Tied(), ForwardGuard(), Matcher())
             match, *_ = staged._plan(Tied(tied=False), Matcher())
