@@ -3,8 +3,7 @@
 * :class:`CheckpointManager`, for ``rollout.checkpoint_manager_class`` (:mod:`.manager`);
 * :class:`StoreCheckpointEngine`, which verl knows as the backend ``dbuffer`` when
   :mod:`.checkpoint_engine` is imported: ``checkpoint_engine.custom_backend_module``;
-* :mod:`.syncing` has its half in the actor and its half beside each rollout engine, which need no
-  verl.
+* :mod:`.syncing` has its methods, which need no verl.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Both halves of a sync, without verl: which version a rollout worker takes, and when.
+"""Both ends of a sync, without verl: which version a rollout worker takes, and when.
 
 What verl itself makes of them is in ``test_verl``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from dbuffer.errors import (
     StoreBusyError,
     WaitTimeoutError,
 )
-from dbuffer.integrations.verl.syncing import ActorSync, RolloutSync
+from dbuffer.integrations.verl.syncing import StoreSync
 from tests.support.stores import remove_store
 from tests.support.waiting import TIMEOUT_S
 
@@ -34,11 +35,17 @@ def weights(number: float) -> Iterator[tuple[str, torch.Tensor]]:
     yield "b", torch.full((2, 2), number)
 
 
-def taken(incoming: RolloutSync) -> dict[str, torch.Tensor]:
-    """What a rollout worker gives its engine; it waits without doing something else."""
-    for _ in incoming.waiting():
-        pass
-    return {name: tensor.clone() for name, tensor in incoming.tensors()}
+def taken(incoming: StoreSync) -> dict[str, torch.Tensor]:
+    """What a rollout worker gives its engine."""
+
+    async def take() -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() async for name, tensor in incoming.receive_weights()}
+
+    return asyncio.run(take())
+
+
+def publish(outgoing: StoreSync, pairs: Iterable[tuple[str, torch.Tensor]], step: Any) -> None:
+    asyncio.run(outgoing.send_weights(pairs, step))
 
 
 def number_of(found: dict[str, torch.Tensor]) -> float:
@@ -67,24 +74,23 @@ class Ends:
         timeout_s: float = TIMEOUT_S,
         **actor: Any,
     ) -> None:
-        self.new_actor = functools.partial(ActorSync, str(store), **actor)
-        self.new_rollout = functools.partial(
-            RolloutSync, str(store), local_store=local_store, timeout_s=timeout_s
-        )
+        new = functools.partial(StoreSync, 1, store=str(store))
+        self.new_actor = functools.partial(new, is_master=True, **actor)
+        self.new_rollout = functools.partial(new, local_store=local_store, timeout_s=timeout_s)
         self.outgoing = self.new_actor()
         self.incoming = self.new_rollout()
 
     def begin(self) -> None:
-        self.incoming.expect(self.outgoing.announce())
+        self.incoming.init_process_group(self.outgoing.prepare())
 
     def publish(self, number: float, step: int | None = STEP) -> None:
         self.begin()
-        self.outgoing.publish(weights(number), step)
+        publish(self.outgoing, weights(number), step)
 
     def sync(self, number: float, step: int | None = STEP) -> float:
         self.publish(number, step)
         found = number_of(taken(self.incoming))
-        self.incoming.finish()
+        self.incoming.finalize()
         return found
 
     def restart_trainer(self) -> None:
@@ -118,9 +124,9 @@ def test_a_version_of_another_sync_is_not_taken_whatever_its_step(ends, step, is
     ends.begin()
     waiting = ends.incoming.waiting()
     next(waiting)
-    ends.outgoing.publish(weights(3), step)
+    publish(ends.outgoing, weights(3), step)
     assert list(waiting) == []
-    assert number_of(dict(ends.incoming.tensors())) == 3
+    assert number_of(taken(ends.incoming)) == 3
 
 
 @pytest.mark.parametrize("is_mirrored", [False, True])
@@ -145,7 +151,7 @@ def test_rollout_workers_follow_a_trainer_that_begins_the_store_anew(
 def test_a_second_trainer_is_refused_when_its_sync_begins(ends):
     ends.sync(1)
     with pytest.raises(StoreBusyError):
-        ends.new_actor().announce()
+        ends.new_actor().prepare()
 
 
 def test_a_version_that_does_not_come_is_an_error(store):
@@ -165,7 +171,7 @@ class TestFailure:
         ends.sync(1)
         ends.begin()
         with pytest.raises(ZeroDivisionError):
-            ends.outgoing.publish(broken(), STEP)
+            publish(ends.outgoing, broken(), STEP)
         assert newest(store).version == 1
         assert ends.sync(3) == 3
 
@@ -189,19 +195,20 @@ class TestFailure:
 
         ends.begin()
         with pytest.raises(InvalidWeightsError, match="'a'"):
-            ends.outgoing.publish(gathered(), STEP)
-        assert asked == ["a", "a", "b", "c"]
+            publish(ends.outgoing, gathered(), STEP)
+        publish(ends.new_rollout(), gathered(), STEP)
+        assert asked == ["a", "a", "b", "c"] * 2
 
     def test_a_sync_is_published_once_and_taken_after_its_begin(self, ends):
         with pytest.raises(NotReadyError):
             taken(ends.incoming)
         gathered = iter(weights(1))
         with pytest.raises(NotReadyError):
-            ends.outgoing.publish(gathered, STEP)
+            publish(ends.outgoing, gathered, STEP)
         assert next(gathered, None) is None, "the other ranks gather with this one"
         ends.publish(1)
         with pytest.raises(NotReadyError):
-            ends.outgoing.publish(weights(1), STEP)
+            publish(ends.outgoing, weights(1), STEP)
 
 
 class TestAcknowledgement:
@@ -212,7 +219,7 @@ class TestAcknowledgement:
         taken(ends.incoming)
         with pytest.raises(WaitTimeoutError):
             self.wait(ends, 1)
-        ends.incoming.finish()
+        ends.incoming.finalize()
         self.wait(ends, 1)
         ends.publish(2)
         taken(ends.incoming)
@@ -228,7 +235,7 @@ class TestAcknowledgement:
             for number in (2.0, 3.0):
                 impatient.send(dict(weights(number)))
             with pytest.raises(SnapshotEvictedError):
-                ends.incoming.finish()
+                ends.incoming.finalize()
             with pytest.raises(WaitTimeoutError):
                 impatient.wait_applied(1, timeout_s=0.01)
 
@@ -258,27 +265,26 @@ class TestOptions:
 
         for number in (1, 2):
             ends.begin()
-            ends.outgoing.publish(reused(number), STEP)
+            publish(ends.outgoing, reused(number), STEP)
             found = taken(ends.incoming)
-            ends.incoming.finish()
+            ends.incoming.finalize()
             for name, tensor in reused(number):
                 assert torch.equal(found[name], tensor)
         assert ends.outgoing._sender.stats["deltas"] == 1
 
     @pytest.mark.parametrize(
-        ("side", "option", "value"),
+        ("option", "value"),
         [
-            (ActorSync, "store", ""),
-            (ActorSync, "store", None),
-            (RolloutSync, "store", None),
-            (RolloutSync, "local_store", ""),
-            (ActorSync, "delta", "yes"),
-            (ActorSync, "dtype", "bf16"),
-            (ActorSync, "dtype", ["bfloat16"]),
-            (RolloutSync, "timeout_s", 0),
-            (RolloutSync, "timeout_s", "600"),
+            ("store", ""),
+            ("store", None),
+            ("local_store", ""),
+            ("delta", "yes"),
+            ("dtype", "bf16"),
+            ("dtype", ["bfloat16"]),
+            ("timeout_s", 0),
+            ("timeout_s", "600"),
         ],
     )
-    def test_what_they_may_not_be_is_refused_by_name(self, store, side, option, value):
+    def test_what_they_may_not_be_is_refused_by_name(self, store, option, value):
         with pytest.raises(OptionError, match=f"engine_kwargs.dbuffer.{option} "):
-            side(**({"store": str(store)} | {option: value}))
+            StoreSync(1, **({"store": str(store)} | {option: value}))
