@@ -20,6 +20,7 @@ from dbuffer.integrations.atropos.mapping import (
     ParameterMapping,
     get_name_conversions,
     mapping_path,
+    wait_for_mapping,
 )
 from dbuffer.integrations.atropos.server import is_stock, notify
 from dbuffer.integrations.default_store import default_store
@@ -56,7 +57,7 @@ class VLLMWeightBridge:
             default.
 
     Raises:
-        OptionError: (a ``ValueError``) an option is not what it may be.
+        OptionError: (a ``ValueError``) an option is invalid.
     """
 
     def __init__(
@@ -110,8 +111,8 @@ class VLLMWeightBridge:
 
         Raises:
             NotReadyError: (a ``RuntimeError``) the mapping did not come.
-            OptionError: (a ``ValueError``) a mapping that cannot be read, or is not for what was
-                attached, or an ``init_method`` that ranks cannot meet at.
+            OptionError: (a ``ValueError``) the mapping cannot be read, or is not for the attached
+                tensors; or ranks cannot meet at this ``init_method``.
             RankFailedError: (a ``RuntimeError``) the trainer's ranks did not meet in time.
             StoreBusyError: another sender has the store.
             StoreAccessError: the store cannot be used.
@@ -124,14 +125,20 @@ class VLLMWeightBridge:
                 self._server = VllmServer(self.config.vllm_api_url)
             mapping = self._on_first_rank(
                 "read the parameter mapping",
-                lambda: ParameterMapping.wait(
+                lambda: wait_for_mapping(
                     self.config, lambda: self._server is not None and is_stock(self._server)
-                ).as_json(),
+                ),
             )
-            self._mapping = ParameterMapping(Path(mapping["path"]), mapping["content"])
+            self._mapping = ParameterMapping(self._mapping.path, mapping)
             if self._weights is not None:
                 self._mapping.check(_named(self._weights))
-            self._sender = self._make_sender()
+            options = SenderKeywords(rename=self._mapping.names) | self._sender_options
+            if self.config.world_size == 1:
+                self._sender = WeightSender(self.store, **options)
+            else:
+                self._sender = ShardedWeightSender(
+                    self.store, rank_timeout_s=self._rank_patience_s, **options
+                )
         except BaseException:
             self.cleanup()
             raise
@@ -161,8 +168,8 @@ class VLLMWeightBridge:
 
         Raises:
             NotReadyError: (a ``RuntimeError``) the bridge was not initialised.
-            OptionError: (a ``ValueError``) the parameter mapping is not for it, what was
-                attached is not just its parameters, or there is no such device.
+            OptionError: (a ``ValueError``) the parameter mapping is not for it, the attached
+                tensors are not just its parameters, or there is no such device.
         """
         if self._model is None:
             self._require_sender()
@@ -209,7 +216,7 @@ class VLLMWeightBridge:
         self._version = publication.version
 
     def barrier(self) -> None:
-        """Wait until the engines of all inference nodes have applied what was published last.
+        """Wait until the engines of all inference nodes have applied the newest version.
 
         In local mode, notify the one server, unless it was, and wait until it answers with it.
 
@@ -266,42 +273,36 @@ class VLLMWeightBridge:
 
     @property
     def _rank_patience_s(self) -> float:
-        """Seconds that ranks wait for one that waits for the servers."""
+        """Seconds that ranks wait for a rank that waits for the servers."""
         return self.config.timeout_seconds + self._rank_timeout_s
 
     def _join_ranks(self) -> None:
-        if self.config.world_size == 1:
+        rank, size = self.config.trainer_rank, self.config.world_size
+        if size == 1:
             return
         if not distributed.is_initialized():
-            self._make_group()
+            where = self.config.init_method
+            timeout = datetime.timedelta(seconds=self._rank_patience_s)
+            try:
+                distributed.init_process_group(
+                    "gloo", init_method=where, rank=rank, world_size=size, timeout=timeout
+                )
+            except ValueError as error:
+                raise OptionError(f"invalid init_method {where!r}: {first_line(error)}") from error
+            except RuntimeError as error:
+                raise RankFailedError(
+                    f"rank {rank} of {size} could not meet the others at {where} within "
+                    f"{self._rank_patience_s:g} s: {first_line(error)}; check that each of them "
+                    "runs, and has the same init_method and world_size"
+                ) from error
             self._owns_group = True
         self._ranks = Agreement(None, timeout_s=self._rank_patience_s)
 
-    def _make_group(self) -> None:
-        rank, size, where = (
-            self.config.trainer_rank,
-            self.config.world_size,
-            self.config.init_method,
-        )
-        timeout = datetime.timedelta(seconds=self._rank_patience_s)
-        try:
-            distributed.init_process_group(
-                "gloo", init_method=where, rank=rank, world_size=size, timeout=timeout
-            )
-        except ValueError as error:
-            raise OptionError(f"invalid init_method {where!r}: {first_line(error)}") from error
-        except RuntimeError as error:
-            raise RankFailedError(
-                f"rank {rank} of {size} could not meet the others at {where} within "
-                f"{self._rank_patience_s:g} s: {first_line(error)}; check that each of them runs, "
-                "and has the same init_method and world_size"
-            ) from error
-
-    def _on_first_rank(self, what: str, action: Callable[[], Any]) -> Any:
+    def _on_first_rank(self, doing: str, action: Callable[[], Any]) -> Any:
         """Run ``action`` on rank 0; return or raise its outcome on all ranks."""
         if not self._ranks.is_open:
             raise RankFailedError("a rank of the trainer was lost; start the trainer again")
-        with self._ranks.step(what) as step:
+        with self._ranks.step(doing) as step:
             if self._ranks.rank == 0:
                 step.result = action()
         return step.results[0]
@@ -311,12 +312,6 @@ class VLLMWeightBridge:
     @property
     def _weights(self) -> Weights | None:
         return self._model if self._model is not None else self.shared_state_dict or None
-
-    def _make_sender(self) -> Sender:
-        options = SenderKeywords(rename=self._mapping.names) | self._sender_options
-        if self.config.world_size == 1:
-            return WeightSender(self.store, **options)
-        return ShardedWeightSender(self.store, rank_timeout_s=self._rank_patience_s, **options)
 
     def _permuted(self, weights: Weights) -> Weights:
         """Return the weights in the servers' layout."""
@@ -362,14 +357,14 @@ def _take_over(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 
     One name of tied tensors is enough. Other buffers keep the model's values.
     """
-    given = dict(zip(clean_names(tensors), tensors.values(), strict=True))
+    attached = dict(zip(clean_names(tensors), tensors.values(), strict=True))
     try:
-        missing, unknown = model.load_state_dict(given, strict=False, assign=True)
+        missing, unknown = model.load_state_dict(attached, strict=False, assign=True)
     except RuntimeError as error:  # shapes differ
         raise OptionError(f"the attached tensors are not this model's: {error}") from None
     model.tie_weights()
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    filled = {id(parameters[name]) for name in given.keys() & parameters.keys()}
+    filled = {id(parameters[name]) for name in attached.keys() & parameters.keys()}
     problems = [f"{name} is not one of its tensors" for name in unknown]
     problems += [
         f"{name} is missing"
@@ -378,9 +373,9 @@ def _take_over(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     ]
     problems += [
         f"{name} is tied to another tensor of the model, and differs from it"
-        for name, tensor in given.items()
-        if (own := parameters.get(name, tensor)) is not tensor
-        if not (is_same_memory(own, tensor) or own.equal(tensor))
+        for name, tensor in attached.items()
+        if (parameter := parameters.get(name, tensor)) is not tensor
+        if not (is_same_memory(parameter, tensor) or parameter.equal(tensor))
     ]
     if problems:
         raise OptionError(

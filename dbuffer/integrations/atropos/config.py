@@ -18,7 +18,7 @@ class BridgeConfig:
 
     Raises:
         UnsupportedError: (a ``NotImplementedError``) ``use_cuda_ipc`` is set.
-        OptionError: (a ``ValueError``) a value is not what it may be.
+        OptionError: (a ``ValueError``) a value is invalid.
     """
 
     trainer_rank: int = 0
@@ -36,7 +36,7 @@ class BridgeConfig:
     timeout_seconds: float = 300.0
     """Seconds that an update may take, until the servers serve it."""
     log_dir: str | None = None
-    """A directory that trainer and servers see; None: see :attr:`directory`."""
+    """A directory that trainer and servers see. Default: the environment variable ``LOGDIR``."""
     vllm_api_url: str = "http://localhost:9001"
     """The server; local mode only."""
     use_cuda_ipc: bool = False
@@ -48,8 +48,8 @@ class BridgeConfig:
         if self.use_cuda_ipc:
             raise UnsupportedError(
                 "use_cuda_ipc: a transport over files shares no GPU memory. Leave it off: "
-                "notify_update() then publishes into a store in shared memory, from which the "
-                "server loads. To share one copy on one GPU, keep Atropos' own single_copy mode"
+                "notify_update() then publishes into a store in shared memory, and the server "
+                "loads from there. To share one copy on one GPU, keep Atropos' own single_copy mode"
             )
         checks.whole_number("world_size", self.world_size)
         checks.whole_number("trainer_rank", self.trainer_rank, at_least=0)
@@ -81,9 +81,8 @@ class BridgeConfig:
         ``vllm_port``, as in Atropos. Its ``single_copy`` means ``use_cuda_ipc``.
         """
         names = ("trainer_rank", "world_size", "init_method", "num_inference_nodes")
-        given = {name: getattr(config, name) for name in names if hasattr(config, name)}
         return cls(
-            **given,
+            **{name: getattr(config, name) for name in names if hasattr(config, name)},
             model_name=config.model_name,
             device=config.device,
             log_dir=os.environ.get("LOGDIR") or None,

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 MAPPING_FILE = "vllm_bridge_config.json"
 PATH_VARIABLE = "VLLM_BRIDGE_CONFIG_PATH"
-"""Environment variable with the path to which Atropos' servers write the mapping."""
+"""Environment variable with the path of the mapping that Atropos' servers write."""
 
 _RETRY_S = 0.1
 _QUERY = re.compile(r"(?:^|\.)(?:wq|q_proj)\.")
@@ -66,7 +66,6 @@ class ParameterMapping:
 
     def __init__(self, path: Path, content: Any = _CHANGES_NOTHING) -> None:
         self.path = path
-        self._content = content
         rules = NameMap.parse(content, str(path)).rules
         targets = Counter(rule.to for rule in rules if rule.kind == "name")
         renamed = [rule for rule in rules if targets[rule.to] > 1 and not _is_part(rule)]
@@ -86,53 +85,6 @@ class ParameterMapping:
         permuted = (name for name, entry in self.entries.items() if entry.get("needs_permute"))
         self.permuted = frozenset(permuted)
         """Trainer's names of the tensors with ``needs_permute``; see `rotary`."""
-
-    @classmethod
-    def wait(cls, config: BridgeConfig, is_stock: Callable[[], bool]) -> Self:
-        """Return the mapping of a run, once it is there, or an empty one if none is needed.
-
-        It is needed if ``config`` or the environment names its place, unless the server of local
-        mode ``is_stock``, and writes none.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) it is needed, and did not come in time.
-        """
-        path = mapping_path(config.directory)
-        is_named = bool(os.environ.get(PATH_VARIABLE))
-        if not path.exists():
-            if not is_named and config.directory is None:
-                return cls(path)
-            timeout_s = config.timeout_seconds
-            logger.warning("waiting up to %g s for %s, which a server writes", timeout_s, path)
-        deadline = time.monotonic() + config.timeout_seconds
-        while not path.exists():
-            if not is_named and is_stock():
-                logger.warning("no %s: weights are published under the trainer's names", path)
-                return cls(path)
-            if time.monotonic() > deadline:
-                raise NotReadyError(
-                    f"{path} was not written within {config.timeout_seconds:g} s: Atropos' servers "
-                    "write it into their LOGDIR as they start. For servers that take the trainer's "
-                    'names as they are, write {"param_mappings": {}} there'
-                )
-            time.sleep(_RETRY_S)
-        return cls.read(path)
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a file, and wait a while for an incomplete one."""
-        deadline = time.monotonic() + TIMING.settle_s
-        while True:
-            try:
-                return cls(path, read_mapping_file(path))
-            except OptionError:
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(_RETRY_S)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the arguments that make this mapping, as JSON values for another rank."""
-        return {"path": str(self.path), "content": self._content}
 
     def check(self, names: Iterable[str]) -> None:
         """Refuse a mapping that is not for these tensors of the trainer's."""
@@ -158,6 +110,44 @@ class ParameterMapping:
             name: permute_for_rotary(tensor.detach(), heads[name]) if name in heads else tensor
             for name, tensor in tensors.items()
         }
+
+
+def wait_for_mapping(config: BridgeConfig, is_stock: Callable[[], bool]) -> Any:
+    """Return the content of a run's mapping, once it is there, or an empty one if none is needed.
+
+    It is needed if ``config`` or the environment names its place, unless the server of local mode
+    ``is_stock``, and writes none.
+
+    Raises:
+        NotReadyError: (a ``RuntimeError``) it is needed, and did not come in time.
+        OptionError: (a ``ValueError``) it cannot be read.
+    """
+    path, timeout_s = mapping_path(config.directory), config.timeout_seconds
+    is_named = bool(os.environ.get(PATH_VARIABLE))
+    if not path.exists():
+        if not is_named and config.directory is None:
+            return _CHANGES_NOTHING
+        logger.warning("waiting up to %g s for %s, which a server writes", timeout_s, path)
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if not is_named and is_stock():
+            logger.warning("no %s: weights are published under the trainer's names", path)
+            return _CHANGES_NOTHING
+        if time.monotonic() > deadline:
+            raise NotReadyError(
+                f"{path} was not written within {timeout_s:g} s: Atropos' servers write it into "
+                "their LOGDIR as they start. For servers that take the trainer's names as they "
+                'are, write {"param_mappings": {}} there'
+            )
+        time.sleep(_RETRY_S)
+    deadline = time.monotonic() + TIMING.settle_s
+    while True:
+        try:
+            return read_mapping_file(path)
+        except OptionError:  # it may be incomplete
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_RETRY_S)
 
 
 def _is_part(rule: Rule) -> bool:

@@ -39,10 +39,10 @@ def is_stock(server: VllmServer) -> bool:
         return False
 
 
-def _has_route(server: VllmServer, method: str, path: str, **more: Any) -> bool:
-    """Call a route, and return whether there is one."""
+def _has_route(server: VllmServer, method: str, path: str, **options: Any) -> bool:
+    """Call a route, and return whether the server has it."""
     try:
-        server.request(method, path, **more)
+        server.request(method, path, **options)
     except UnsupportedError:
         return False
     return True

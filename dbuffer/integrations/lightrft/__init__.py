@@ -1,7 +1,6 @@
 """LightRFT's weights through a store: :class:`BroadcastManager`, in the place of LightRFT's own.
 
-The trainer calls ``manager``; ``configuration`` reads its strategy, and ``engines`` finds the
-engine to switch.
+The trainer calls ``manager``; ``configuration`` reads its strategy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Configuration`: how a trainer publishes, read from LightRFT's strategy and actor."""
+"""`Configuration`: settings for publishing, read from LightRFT's strategy and actor."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ DEFAULTS: dict[str, Any] = {"fsdp": False, "zero_stage": 2, "bf16": True, "text_
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Settings by which a trainer publishes."""
+    """A trainer's settings for publishing."""
 
     engine_type: str
     is_fsdp: bool
     is_sharded: bool
     """Whether a rank holds only parts of the parameters."""
     dtype: torch.dtype | None
-    """Dtype in which floating-point tensors are published; None: each in its own."""
+    """Dtype of published floating-point tensors, or None to keep each tensor's own."""
     names: NameMap | None
     """Names that an engine gives a vision-language model's tensors, if not transformers'."""
 

@@ -6,19 +6,24 @@ import contextlib
 import logging
 import os
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
 
 from dbuffer.engine.engine_options import EngineOptions
-from dbuffer.errors import DBufferError, OptionError
+from dbuffer.engine.follower import Follower
+from dbuffer.errors import DBufferError, OptionError, UnsupportedError
 from dbuffer.integrations.default_store import default_store
 from dbuffer.integrations.lightrft.configuration import Configuration
-from dbuffer.integrations.lightrft.engines import EngineFollower, engine_of_rank, start_follower
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing
 from dbuffer.weights.sources import Weights
+
+if TYPE_CHECKING:
+    from dbuffer.integrations.vllm.launched import LaunchedFollower
+
+EngineFollower: TypeAlias = "Follower | LaunchedFollower"
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +34,8 @@ _LOAD_TIMEOUT_S = 600.0
 class BroadcastManager(Closing):
     """Brings an actor's weights to its inference engines. Every rank makes one, and every call.
 
-    A version is published by all ranks together, each writing what it holds: nothing is gathered
-    but single tensors of ZeRO-3. Then every engine switches to it, all its ranks or none.
+    All ranks publish a version together, each rank its part of it; only ZeRO-3 gathers, one tensor
+    at a time. Then every engine switches to the version, all its ranks or none.
 
     Args:
         actor: LightRFT's: its ``model`` is a module sharded by FSDP2's ``fully_shard``, or an
@@ -43,7 +48,7 @@ class BroadcastManager(Closing):
             in this machine's shared memory, by user, SLURM job and ``MASTER_PORT``, which outlives
             the job. A second manager in a job needs a store of its own.
         timeout_s: how long an engine may take to have a version ready, while it serves.
-        rank_timeout_s: how long ranks wait for one that hangs; one that dies is detected at once.
+        rank_timeout_s: how long ranks wait for a rank that hangs; a death is detected at once.
         unused_tensors: treatment of tensors that an engine's model has no place for: ``"refuse"``
             the version, or ``"warn"`` once, and leave them out.
         **sender: fields of :class:`dbuffer.SenderOptions`. ``dtype`` and ``rename`` are LightRFT's
@@ -52,7 +57,7 @@ class BroadcastManager(Closing):
     Raises:
         UnsupportedError: (a ``NotImplementedError``) this engine, or this trainer, is not
             supported.
-        OptionError: (a ``ValueError``) an option is not what it may be, no rank has an engine, or
+        OptionError: (a ``ValueError``) an option is invalid, no rank has an engine, or
             torch.distributed is not initialised.
         RankFailedError: a rank was lost.
     """
@@ -73,7 +78,7 @@ class BroadcastManager(Closing):
         self.strategy = strategy
         self.inference_engine = inference_engine
         self.version: int | None = None
-        """The last one that all engines switched to."""
+        """Newest version that all engines have switched to."""
         self._timeout_s = options.positive_seconds("timeout_s", timeout_s)
         options.positive_seconds("rank_timeout_s", rank_timeout_s)
         options.choice("unused_tensors", unused_tensors, ("refuse", "warn"))
@@ -92,7 +97,8 @@ class BroadcastManager(Closing):
             configuration = Configuration.of(strategy)
             with self._agreement.step("choose a store") as step:
                 if self._agreement.rank == 0:
-                    step.result = str(place or _default_store())
+                    port = os.environ.get("MASTER_PORT", 0)
+                    step.result = str(place or default_store("lightrft", port))
             self.store = Path(step.results[0])
             """The store's directory."""
             sender.setdefault("dtype", configuration.dtype)
@@ -100,7 +106,14 @@ class BroadcastManager(Closing):
             self._sender = ShardedWeightSender(self.store, rank_timeout_s=rank_timeout_s, **sender)
             self._opened.callback(self._sender.close)
             with self._agreement.step("let its engine follow"):
-                self._follow(configuration.engine_type, engine, unused_tensors)
+                if engine is not None:
+                    engine_options = EngineOptions(
+                        store=str(self.store), timeout_s=timeout_s, unused_tensors=unused_tensors
+                    )
+                    self._follower = start_follower(
+                        configuration.engine_type, engine, engine_options
+                    )
+                    self._opened.callback(_stop, self._follower)
         except BaseException:
             self.close()
             raise
@@ -115,7 +128,8 @@ class BroadcastManager(Closing):
         weights = self._weights_on_all_ranks()
         version = self._sender.send(weights).version
         with self._agreement.step("switch its engine"):
-            self._switch(version)
+            if self._follower is not None:
+                self._follower.sync(at_least=version, timeout_s=self._timeout_s)
         self.version = version
 
     def close(self) -> None:
@@ -128,20 +142,6 @@ class BroadcastManager(Closing):
         with self._agreement.step("read its configuration"):
             return Configuration.of(self.strategy).weights(self.actor)
 
-    def _follow(
-        self, engine_type: str, engine: Any, unused_tensors: Literal["refuse", "warn"]
-    ) -> None:
-        if engine is not None:
-            options = EngineOptions(
-                store=str(self.store), timeout_s=self._timeout_s, unused_tensors=unused_tensors
-            )
-            self._follower = start_follower(engine_type, engine, options)
-            self._opened.callback(_stop, self._follower)
-
-    def _switch(self, version: int) -> None:
-        if self._follower is not None:
-            self._follower.sync(at_least=version, timeout_s=self._timeout_s)
-
 
 def _stop(follower: EngineFollower) -> None:
     with contextlib.suppress(DBufferError):  # an engine that has ended follows no more
@@ -149,5 +149,33 @@ def _stop(follower: EngineFollower) -> None:
     follower.close()
 
 
-def _default_store() -> Path:
-    return default_store("lightrft", os.environ.get("MASTER_PORT", 0))
+def engine_of_rank(inference_engine: Any) -> Any:
+    """Return this rank's engine, or None; SGLang's is in LightRFT's wrapper, on one rank of it."""
+    if not hasattr(inference_engine, "tp_group_cpu"):
+        return inference_engine
+    is_first = inference_engine._tp_rank == 0  # noqa: SLF001 - no other way to it
+    return inference_engine._engine if is_first else None  # noqa: SLF001
+
+
+def start_follower(engine_type: str, engine: Any, options: EngineOptions) -> EngineFollower:
+    """Let an engine follow a store; it switches on demand, by ``sync``."""
+    if isinstance(engine, str):
+        raise UnsupportedError(
+            f"{engine!r} is no engine of this rank: let a server follow the store by itself, with "
+            "the middleware dbuffer.integrations.vllm.FollowStore"
+        )
+    # Not by the integrations' `follow`: that lets an engine switch in the background, at any time.
+    follower: EngineFollower
+    if engine_type == "sglang":
+        from dbuffer.integrations.sglang.sglang_engine import sglang_engine_of
+
+        follower = Follower(sglang_engine_of(engine), options)
+    else:
+        from dbuffer.integrations.vllm import launched, vllm_engine
+
+        if vllm_engine.is_one_of_several(engine):
+            follower = launched.LaunchedFollower(engine, options)
+        else:
+            follower = Follower(vllm_engine.vllm_engine_of(engine), options)
+    follower.start()
+    return follower

@@ -1,15 +1,14 @@
 """A dbuffer store as SGLang's source of weights: offline and as a server, any TP size.
 
 * :func:`follow`, for an ``sglang.Engine`` or a server's URL (:mod:`.follow_sglang`);
-* :func:`versions_of`: which tokens of an output came from which version;
+* :func:`versions_of`: the version of each token of an output;
 * :func:`load_from_store`, the ``custom_weight_loader`` through which the engine's own processes
   receive (:mod:`.loader`).
 
 In SGLang's schedulers, `rank` and `model` are below the loader, and `weight_calls` notices SGLang's
-own calls that write weights; `sglang_engine` drives an engine, and `commands` is what SGLang
-carries between the two.
+own calls that write weights; `sglang_engine` drives an engine.
 
-Nothing of it, and nothing of SGLang, is imported before it is asked for.
+Names are imported when they are used, and SGLang with them.
 """
 
 from __future__ import annotations

@@ -48,9 +48,9 @@ def follow(
     """Keep an engine on a store's newest version.
 
     Args:
-        engine: an ``sglang.Engine``: call ``sync()`` of what is returned between generations. The
-            URL of a server: it is followed in the background, until ``close()``. Either was started
-            with ``custom_weight_loader=["dbuffer.integrations.sglang.load_from_store"]``.
+        engine: an ``sglang.Engine``, whose follower's ``sync()`` you call between generations; or
+            the URL of a server, which is followed in the background, until ``close()``. Either was
+            started with ``custom_weight_loader=["dbuffer.integrations.sglang.load_from_store"]``.
         store: the store's directory, as the engine's processes and this one see it.
         pause: treatment of requests in flight during a switch: ``"keep"`` (SGLang's
             ``retract``) or ``"abort"``. An ``Engine`` has none.

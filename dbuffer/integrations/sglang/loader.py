@@ -19,8 +19,8 @@ from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.messages import RankAnswer
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.integrations.sglang.commands import from_tensors
 from dbuffer.integrations.sglang.rank import SchedulerRank
+from dbuffer.integrations.sglang.sglang_engine import from_tensors
 from dbuffer.integrations.sglang.weight_calls import watch_scheduler
 from dbuffer.store.records import RecordFile
 

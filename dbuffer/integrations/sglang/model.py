@@ -71,10 +71,10 @@ def form_and_loader(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_undone(method: Any) -> bool:
-    """Whether SGLang undoes what was made of a layer's parameters before it loads new ones."""
+    """Whether SGLang restores a layer's parameters before it loads new ones."""
     undo = getattr(type(method), "restore_weights_before_loading", None)
-    nothing = (QuantizeMethodBase, CompressedTensorsMoEScheme)
-    return undo not in (None, *(each.restore_weights_before_loading for each in nothing))
+    without = (QuantizeMethodBase, CompressedTensorsMoEScheme)
+    return undo not in (None, *(base.restore_weights_before_loading for base in without))
 
 
 class SglangMetaModel(MetaModel):  # type: ignore[no-untyped-call]

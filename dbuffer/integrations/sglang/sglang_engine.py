@@ -1,8 +1,10 @@
 """`Engine` for SGLang: an ``sglang.Engine``, a server.
 
 An update is bracketed as SGLang asks for it: pause, flush the caches, ``begin_weight_update``, one
-``update_weights_from_tensor`` in which each rank loads all of a version out of the store,
-``end_weight_update``, the new version's label, continue.
+``update_weights_from_tensor``, ``end_weight_update``, the new version's label, continue.
+
+SGLang hands its ``custom_weight_loader`` the tensors of an update, and nothing else. So an update
+is one tensor without elements, whose name is the request; each rank then maps the weights itself.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from dbuffer.engine.contract import Engine, EngineFacts, PauseMode, WeightLabel
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.messages import RankAnswer, RankRequest
 from dbuffer.engine.server import EngineServer
-from dbuffer.errors import EngineBusyError, EngineUpdateError, UnsupportedError
+from dbuffer.errors import EngineBusyError, EngineUpdateError, OptionError, UnsupportedError
 from dbuffer.format.manifest import host_in_id
-from dbuffer.integrations.sglang.commands import to_tensors
 from dbuffer.store.buffer import DoubleBuffer
 
 LOADER = "dbuffer.integrations.sglang.load_from_store"
@@ -29,9 +32,32 @@ LOADER = "dbuffer.integrations.sglang.load_from_store"
 _PAUSES = {"keep": "retract", "abort": "abort"}
 """SGLang's names of the modes. It has no pause that waits for requests."""
 
-# A session that restores no weights when it opens, nor packs any when it closes: what a rank loads
-# it restores and packs itself, in one call, once all ranks have agreed to load.
+# A session that restores no weights when it opens, and packs none when it closes: a rank does both
+# in one call, once all ranks have agreed to load.
 _SESSION = "draft"
+
+
+def to_tensors(request: RankRequest | None) -> list[tuple[str, torch.Tensor]]:
+    """Encode a request, or None to do nothing."""
+    command = {"request": None if request is None else request.as_json()}
+    return [(json.dumps(command), torch.empty(0, dtype=torch.uint8))]
+
+
+def from_tensors(tensors: list[tuple[str, torch.Tensor]]) -> RankRequest | None:
+    """Decode the tensors of :func:`to_tensors`.
+
+    Raises:
+        OptionError: these are other tensors, or another version of dbuffer made the request.
+    """
+    try:
+        [(text, _)] = tensors
+        request = json.loads(text)["request"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise OptionError(
+            f"{len(tensors)} tensors that are not a command of dbuffer ({error}): this loader is "
+            "for dbuffer.integrations.sglang.follow"
+        ) from None
+    return None if request is None else RankRequest.parse(request)
 
 
 def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
@@ -64,7 +90,7 @@ def _whole_number(info: Mapping[str, Any], name: str) -> int:
     if type(value) is not int:
         raise UnsupportedError(
             f"the engine's server information has no whole number {name!r}, but {value!r:.80}: "
-            "this SGLang is not one that dbuffer was tested with"
+            "dbuffer was not tested with this SGLang"
         )
     return value
 
@@ -103,7 +129,7 @@ def _refusal(options: EngineOptions) -> RankAnswer:
     if not store.exists():
         return None
     record = store.record(options.engine_id or "", options.record_token)
-    # What was half loaded before following began is repaired by an update.
+    # An update repairs weights that were half loaded before following began.
     if record is None or record.problem is None or record.is_broken:
         return None
     return UnsupportedError(record.problem)
@@ -120,7 +146,7 @@ class OfflineSglang(_Sglang):
 
     def _send(self, request: RankRequest | None, *, flush_cache: bool = False) -> None:
         self._require_idle()
-        # One that is open is of a follower that was interrupted.
+        # An interrupted follower may have left a session open.
         self._engine.begin_weight_update(selector=_SESSION)
         try:
             success, message = self._engine.update_weights_from_tensor(
@@ -203,12 +229,12 @@ class SglangServer(_Sglang, EngineServer):
         try:
             self.request("POST", "/begin_weight_update", json=begin)
         except EngineUpdateError:
-            # One is open: a follower was killed in it.
+            # A killed follower has left a session open.
             self.request("POST", "/end_weight_update", json={})
             self.request("POST", "/begin_weight_update", json=begin)
 
     def is_paused(self) -> None:
-        """Return None: no route tells. ``/ready`` says the same of a server that still starts.
+        """Return None: no route tells. ``/ready`` answers alike for a server that still starts.
 
         So a pause that another process began ends with the next switch.
         """

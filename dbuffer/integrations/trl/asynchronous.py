@@ -24,13 +24,13 @@ class StoreWeightTransfer:
     Args:
         store: the store's directory, as the servers see it.
         receivers: how many engines must have a version before TRL takes rollouts for that
-            version's; or their ids (``engine_id``): then one that cannot apply it is an error at
-            once. 0: none; rollouts may then be of the version before.
+            version's; or their ids (``engine_id``), so that an engine which cannot apply it raises
+            an error at once. 0: none; rollouts may then be of the version before.
         timeout_s: for how long they are waited for.
         **sender: fields of :class:`dbuffer.SenderOptions`.
 
     Raises:
-        OptionError: (a ``ValueError``) an option is not what it may be.
+        OptionError: (a ``ValueError``) an option is invalid.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """`over_store`: make a trainer of TRL's, with its weights going to vLLM servers through a store.
 
-`WeightSync` is what it leaves in the trainer, whose generation calls it.
+It leaves a `WeightSync` in the trainer, whose generation calls that.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def over_store(
             bucket need ``checksum=True`` to copy no more than what changed.
 
     Raises:
-        OptionError: (a ``ValueError``) an option is not what it may be. From the result's call: the
-            trainer does not generate with a vLLM server.
+        OptionError: (a ``ValueError``) an option is invalid. From the result's call: the trainer
+            does not generate with a vLLM server.
         StoreBusyError: from the result's call: another sender has the store.
         StoreAccessError: from the result's call: the store cannot be used.
     """
@@ -78,34 +78,27 @@ def over_store(
 
 @contextlib.contextmanager
 def _without_group() -> Iterator[None]:
-    """Let TRL make its clients of servers without the process group that it sends weights in.
+    """Let TRL's clients of servers join no process group, which TRL sends weights in.
 
-    There is no seam for that: in its constructor a trainer makes a client by this name, and lets
-    it join at once. The name is as it was as soon as the trainer is made.
+    There is no seam for that: a trainer makes a client in its constructor, and lets it join at
+    once, over NCCL, which refuses every device but CUDA.
     """
-    from trl.generation import vllm_generation  # imports vLLM
+    from trl.generation.vllm_client import VLLMClient
 
-    own = vllm_generation.VLLMClient
-
-    class Client(own):  # type: ignore[misc,valid-type]  # trl is not typed
-        """TRL's, which asks for tokens and does not join the server's workers."""
-
-        def init_communicator(self, device: object = 0) -> None:
-            """Do nothing: TRL's opens a group over NCCL, and refuses every device but CUDA."""
-
-    vllm_generation.VLLMClient = Client
+    join = VLLMClient.init_communicator
+    VLLMClient.init_communicator = lambda *_, **__: None
     try:
         yield
     finally:
-        vllm_generation.VLLMClient = own
+        VLLMClient.init_communicator = join
 
 
 class WeightSync:
     """Publishes a trainer's weights, and waits until servers have them. Made by `over_store`.
 
-    Every rank has one, and makes every call. A model that is whole is published from where it
-    lies. Of a sharded one each rank writes what it holds, and nothing is gathered (of ZeRO-3: one
-    tensor at a time). A peft model is published as the model that it acts as, and stays as it is.
+    Every rank has one, and makes every call. Each rank writes its part of a sharded model, and
+    nothing is gathered, except by ZeRO-3, one tensor at a time. A peft model is published as the
+    model that it acts as, and is not changed.
     """
 
     def __init__(
@@ -162,7 +155,7 @@ class WeightSync:
 
         if self._generation.accelerator.distributed_type == DistributedType.NO:
             return WeightSender(self._store, **options)
-        # Ranks wait for one that waits for engines.
+        # Ranks wait for a rank that waits for engines.
         timeout_s = DEFAULT_RANK_TIMEOUT_S + self._timeout_s
         return ShardedWeightSender(self._store, rank_timeout_s=timeout_s, **options)
 

@@ -17,7 +17,7 @@ from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.integrations import default_store
 from dbuffer.integrations.lightrft import BroadcastManager, manager
 from dbuffer.integrations.lightrft.configuration import SGLANG_NAMES, Configuration
-from dbuffer.integrations.lightrft.engines import engine_of_rank
+from dbuffer.integrations.lightrft.manager import engine_of_rank
 from dbuffer.publish.sender_options import SenderKeywords
 from dbuffer.receive.stager import Stager
 from tests.support.engines.vllm_engines import NEEDS_VLLM

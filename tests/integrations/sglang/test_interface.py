@@ -22,7 +22,7 @@ from dbuffer.engine.contract import WeightLabel
 from dbuffer.engine.engine_options import UpdateRequest
 from dbuffer.engine.messages import RankRequest
 from dbuffer.integrations.sglang import LOADER, EngineOptions, OfflineEngine, ServerEngine, follow
-from dbuffer.integrations.sglang.commands import from_tensors
+from dbuffer.integrations.sglang.sglang_engine import from_tensors
 
 FORMS = json.loads(Path(__file__).with_name("interface.json").read_text())
 """Functions of SGLang 0.5.23, with their parameters and the paths that they serve."""
