@@ -23,7 +23,7 @@ Source: TypeAlias = Sender | Mirror
 _OF_SENDERS = {
     "versions": ("versions", "Versions published."),
     "bytes": ("bytes", "Bytes of their weights."),
-    "deltas": ("deltas", "Those to which a delta leads from the version before."),
+    "deltas": ("deltas", "Versions with a delta from the version before."),
     "delta_bytes": ("delta_bytes", "Bytes of the deltas."),
     "seconds": ("publish_s", "Time that publishing took."),
 }
@@ -60,7 +60,7 @@ class _Collector(Collector):
         self._source = source
 
     def describe(self) -> Iterator[Metric]:
-        """Tell a registry the names, of which it has each once."""
+        """Tell a registry the names, which must be unique in it."""
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""`versions_of`: which tokens of an engine's output came from which version."""
+"""`versions_of`: the version of each token of an engine's output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class VersionSpan:
     """Range of an output's tokens, and the version that they came from."""
 
     version: int | None
-    """None: weights that did not come from a store."""
+    """Number of the version, or None if the weights did not come from a store."""
     start: int
     """Index of the first token."""
     end: int
@@ -27,7 +27,7 @@ class VersionSpan:
 
 
 def versions_of(output: Any) -> list[VersionSpan]:
-    """Return which tokens of one finished output came from which version, in their order.
+    """Return the versions that the tokens of one finished output came from, in their order.
 
     Args:
         output: of vLLM, a ``CompletionOutput``, or a ``RequestOutput`` of one; of SGLang, the

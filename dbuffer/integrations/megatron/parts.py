@@ -19,8 +19,8 @@ from dbuffer.io.tensors import flat_view
 from dbuffer.weights.lazy_tensor import HeldRows, LazyTensor
 
 OWNERS_PER_RANK = 1 << 16
-"""Number by which those of two ranks' parameters, as owners of elements, are apart. 31 bits are
-enough for 32768 ranks."""
+"""Numbers of owners for each rank: an owner is a parameter of a rank. 31 bits are enough for 32768
+ranks."""
 
 
 class Cut(NamedTuple):
@@ -34,7 +34,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def find(cls, owners: torch.Tensor) -> Self | None:
-        """Return the cut of a tensor; None: it is cut in another way.
+        """Return the cut of a tensor, or None if it is cut in another way.
 
         Args:
             owners: the owner of each element.
@@ -79,7 +79,7 @@ class Strided(NamedTuple):
 
     @classmethod
     def find(cls, positions: torch.Tensor, num_elements: int) -> Self | None:
-        """Return the view whose elements are at ``positions``; None: there is none."""
+        """Return the view whose elements are at ``positions``, or None if there is none."""
         sizes: list[int] = []
         strides: list[int] = []
         starts = positions = positions.flatten()
@@ -92,12 +92,12 @@ class Strided(NamedTuple):
             sizes.insert(0, size)
             strides.insert(0, int(steps[0]))
             starts = starts[::size]
-        found = cls(tuple(sizes), tuple(strides), int(starts[0]))
-        last = found.first + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+        view = cls(tuple(sizes), tuple(strides), int(starts[0]))
+        last = view.first + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
         if min(strides, default=0) < 0 or last >= num_elements:
             return None
         numbers = torch.arange(num_elements, dtype=positions.dtype, device=positions.device)
-        return found if torch.equal(found.of(numbers).reshape(-1), positions) else None
+        return view if torch.equal(view.of(numbers).reshape(-1), positions) else None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of a tensor."""
@@ -124,10 +124,10 @@ class Part:
     elements: Strided
     """Elements of the parameter that are in the part."""
 
-    def is_in(self, whole: torch.Tensor, parameter: torch.Tensor) -> bool:
+    def is_in(self, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
         """Whether an exported tensor has the parameter's elements in this part, bit for bit."""
-        exported, mine = self.cut.part_of(whole, self.owner), self.of(parameter)
-        return exported.dtype == mine.dtype and torch.equal(_bytes_of(exported), _bytes_of(mine))
+        exported, local = self.cut.part_of(tensor, self.owner), self.of(parameter)
+        return exported.dtype == local.dtype and torch.equal(_bytes_of(exported), _bytes_of(local))
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the part: a view, or a copy where rows of several key-value heads are joined."""
@@ -136,7 +136,7 @@ class Part:
     def in_whole(
         self, parameter: torch.Tensor, meshes: Mapping[tuple[int, ...], DeviceMesh]
     ) -> torch.Tensor | LazyTensor:
-        """Return the tensor of which the ranks hold the parts; ``meshes`` are by their ranks."""
+        """Return the tensor whose parts the ranks have; ``meshes`` are by their ranks."""
         local, ranks = self.of(parameter), self.cut.ranks
         if len(ranks) == 1:
             return local
@@ -148,14 +148,14 @@ class Part:
 
 def _refuse_gather() -> torch.Tensor:
     raise UnsupportedError(
-        "on a network mount, rename cannot cut or transpose tensors of which Megatron's ranks hold "
-        "rows: rename whole tensors"
+        "on a network mount, rename cannot cut or transpose tensors whose rows are on several of "
+        "Megatron's ranks: rename whole tensors"
     )
 
 
 def _first_line(tensor: torch.Tensor, dimension: int) -> torch.Tensor:
     """Return the elements along a dimension, at the first index of all others."""
-    return tensor[tuple(slice(None) if each == dimension else 0 for each in range(tensor.ndim))]
+    return tensor[tuple(slice(None) if d == dimension else 0 for d in range(tensor.ndim))]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """`Tracer`: finds the parts of exported tensors that are in a rank's parameters.
 
 mbridge exports models that have numbers in place of weights: first the number of each parameter,
-then those of its elements. Last, it exports the weights, and each rank compares its parts with
-them. Two exports of four bytes per element need less memory than one of eight.
+then the positions of its elements. Last, it exports the weights, and each rank compares its parts
+with them. Two exports of four bytes per element need less memory than one of eight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Exported: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 """Names and values that a bridge exports, one after the other."""
 
 
-def held_by(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+def tensors_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a rank's models, by virtual stage and name."""
     return {
         f"{stage}.{name}": tensor
@@ -47,14 +47,14 @@ class Tracer:
         self._bridge = bridge
         self._models = models
         self._groups = groups
-        self._held = held_by(models)
-        if len(self._held) >= OWNERS_PER_RANK:
+        self._tensors = tensors_of(models)
+        if len(self._tensors) >= OWNERS_PER_RANK:
             raise UnsupportedError(
-                f"this rank has {len(self._held)} parameters and buffers, and may have at most "
+                f"this rank has {len(self._tensors)} parameters and buffers, and may have at most "
                 f"{OWNERS_PER_RANK - 1}: publish mbridge's export, as a weight source"
             )
         self._first = distributed.get_rank() * OWNERS_PER_RANK + 1  # 0 is no owner
-        self._names = dict(enumerate(self._held, self._first))
+        self._names = dict(enumerate(self._tensors, self._first))
         """Names of this rank's parameters by their numbers as owners."""
         self._device = next(models[0].parameters()).device
         self._error: Exception | None = None
@@ -71,7 +71,7 @@ class Tracer:
 
         def compare(place: int, name: str, tensor: torch.Tensor) -> None:
             part = at_place.get(place)
-            if part is not None and not part.is_in(tensor, self._held[part.parameter]):
+            if part is not None and not part.is_in(tensor, self._tensors[part.parameter]):
                 self.refused[name] = None
 
         def noted() -> Exported:
@@ -80,7 +80,7 @@ class Tracer:
                 yield name, tensor
 
         self._for_each(noted(), compare)
-        # What a bridge computes may seem to be held by another rank, on every rank.
+        # Every rank may take a tensor that a bridge computes for another rank's.
         flags = [*(name in parts for name in names), self._error is not None]
         counts = torch.tensor(flags, dtype=torch.int32, device=self._device)
         distributed.all_reduce(counts)
@@ -109,7 +109,7 @@ class Tracer:
 
         A tied embedding has two places, one from each end of the pipeline.
         """
-        owner_of = {id(self._held[name]): owner for owner, name in self._names.items()}
+        owner_of = {id(self._tensors[name]): owner for owner, name in self._names.items()}
         end, cuts = self._first + len(self._names), {}
 
         def owners_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,11 +119,11 @@ class Tracer:
             if not bool(((owners >= self._first) & (owners < end)).any()):
                 return
             cut = Cut.find(owners)
-            mine = [] if cut is None else [one for one in cut.owners if one in self._names]
-            if cut is None or len(mine) != 1 or not cut.is_published(self._groups):
+            local = [] if cut is None else [owner for owner in cut.owners if owner in self._names]
+            if cut is None or len(local) != 1 or not cut.is_published(self._groups):
                 self.refused[name] = None
             else:
-                cuts[place] = cut, mine[0]
+                cuts[place] = cut, local[0]
 
         self._for_each(self._export(owners_in), find)
         return cuts
@@ -137,12 +137,12 @@ class Tracer:
                 return
             cut, owner = cuts[place]
             parameter = self._names[owner]
-            mine = cut.part_of(positions, owner)
-            elements = Strided.find(mine, self._held[parameter].numel())
+            local = cut.part_of(positions, owner)
+            elements = Strided.find(local, self._tensors[parameter].numel())
             if elements is None:
                 self.refused[name] = None
             else:
-                shapes = tuple(mine.shape), tuple(positions.shape)
+                shapes = tuple(local.shape), tuple(positions.shape)
                 parts[place] = Part(name, *shapes, cut, owner, parameter, elements)
 
         self._for_each(self._export(_positions_in), find)

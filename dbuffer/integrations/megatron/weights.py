@@ -1,8 +1,8 @@
-"""`MegatronWeights`: a Megatron model as HuggingFace's tensors, of which each rank has parts.
+"""`MegatronWeights`: a Megatron model as HuggingFace's tensors, each rank's part of them.
 
 mbridge exports a model under HuggingFace's names: it gathers, joins and cuts parameters, tensor by
-tensor. The first publish traces that (`tracing`). From then on each rank gives its parts (`parts`)
-as views of its own parameters, and nothing is gathered.
+tensor. The first publish traces that (`tracing`). After it, each rank gives its parts (`parts`) as
+views of its own parameters, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dbuffer.errors import InvalidWeightsError, UnsupportedError
 from dbuffer.integrations.megatron.parts import Part
-from dbuffer.integrations.megatron.tracing import Tracer, held_by
+from dbuffer.integrations.megatron.tracing import Tracer, tensors_of
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.conversion import Shapes, shapes_of
 from dbuffer.weights.lazy_tensor import LazyTensor
@@ -53,25 +53,25 @@ class MegatronWeights:
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
-        held = held_by(self._models)
+        tensors = tensors_of(self._models)
         # It is collective: done on all ranks, even if in vain, or, after an error, on none.
         if self._parts is None:
             self._parts = self._trace()
             self._shapes = shapes_of(
-                {part.parameter: held[part.parameter] for part in self._parts.values()}
+                {part.parameter: tensors[part.parameter] for part in self._parts.values()}
             )
         if self._refused:
             raise UnsupportedError(
                 f"mbridge does not make {listed(self._refused)} of one box per rank, copied out "
                 "of a parameter: publish the export itself, as a weight source"
             )
-        if not self._shapes.items() <= shapes_of(held).items():
+        if not self._shapes.items() <= shapes_of(tensors).items():
             raise InvalidWeightsError(
                 "the model's parameters have other names, shapes or dtypes than when they were "
                 "first published: make new MegatronWeights on all ranks"
             )
         for name, part in self._parts.items():
-            yield name, part.in_whole(held[part.parameter], self._meshes)
+            yield name, part.in_whole(tensors[part.parameter], self._meshes)
 
     def _trace(self) -> dict[str, Part]:
         mpu = self._bridge.mpu

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from peft import PeftModel, get_peft_model_state_dict
 
 from dbuffer.errors import InvalidWeightsError
@@ -45,23 +44,18 @@ def send_adapter(
             f"the metadata key {ADAPTER_KEY!r} is reserved for the adapter's configuration"
         )
     config = json.loads(json.dumps(values, default=_as_json, sort_keys=True))
-    weights = _weights(peft_model, adapter)
-    return sender.send(weights, version=version, metadata={**(metadata or {}), ADAPTER_KEY: config})
-
-
-def _weights(peft_model: PeftModel, adapter: str) -> dict[str, torch.Tensor]:
-    """Return an adapter's tensors, in place, by the names that peft saves."""
     # With "auto" peft asks the hub. The base model's own embeddings are no part of an adapter.
     state = get_peft_model_state_dict(peft_model, adapter_name=adapter, save_embedding_layers=False)
-    return {name: tensor.detach() for name, tensor in state.items()}
+    weights = {name: tensor.detach() for name, tensor in state.items()}
+    return sender.send(weights, version=version, metadata={**(metadata or {}), ADAPTER_KEY: config})
 
 
 def _config(peft_model: Any, adapter: str) -> Any:
     configs = peft_model.peft_config if isinstance(peft_model, PeftModel) else {}
     if adapter not in configs:
-        known = ", ".join(map(repr, configs)) or "none"
+        names = ", ".join(map(repr, configs)) or "none"
         raise InvalidWeightsError(
-            f"a {type(peft_model).__name__} has no adapter {adapter!r}; it has {known}"
+            f"a {type(peft_model).__name__} has no adapter {adapter!r}; it has {names}"
         )
     config = configs[adapter]
     way = str(getattr(config, "init_lora_weights", "")).lower()

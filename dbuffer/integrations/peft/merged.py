@@ -1,9 +1,8 @@
 """A peft model as the model that it acts as, merged layer by layer while it is published.
 
-peft merges in place, so everything is done to copies. One copy of the whole model has no data: peft
-merges that first, which finds out what the merged model is called, and whether it can be had at
-all, before anything is written. Then, when a tensor's turn comes, the layer that it is of is
-copied, with data, and merged by peft, and dropped after.
+peft merges in place, so it merges copies. One copy of the whole model has no data: peft merges that
+first, which tells the merged model's names, and whether peft can merge it, before anything is
+written. When a tensor's turn comes, its layer is copied, with data, merged by peft, and dropped.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ def merged_weights(
 
     The active adapters are merged: ``set_adapter()`` chooses them.
 
-    The values equal those of ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``, under
-    the same names; those of a transformers model are the ones that its ``save_pretrained`` writes.
-    The peft model is left as it is, and no more of it is copied at a time than one layer (tied ones
-    count as one). What adapters do not reach is published from where it lies.
+    Names and values equal ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``; for a
+    transformers model, the files that ``save_pretrained`` writes. The peft model is not changed,
+    and no more of it is copied at a time than one layer (tied layers count as one).
 
     The tensors are merged again whenever they are sent, so the same dictionary may be sent after
     each step of training. Nothing may train meanwhile.
@@ -62,7 +60,7 @@ def merged_weights(
 
 
 def _check(peft_model: Any) -> None:
-    """Refuse a model that peft cannot merge, or would merge into one that acts differently."""
+    """Refuse a model that peft cannot merge, or whose merged model would act differently."""
     tuner = peft_model.base_model if isinstance(peft_model, PeftModel) else None
     if not isinstance(tuner, BaseTuner):
         raise InvalidWeightsError(
@@ -93,9 +91,9 @@ def _check_layer(name: str, layer: Any) -> None:
             f"the adapters of {name} are disabled, but peft would merge them: enable them, "
             "or publish the base model"
         )
-    if others := [one for one in layer.merged_adapters if one not in layer.active_adapters]:
+    if idle := [name for name in layer.merged_adapters if name not in layer.active_adapters]:
         raise InvalidWeightsError(
-            f"{name} has {', '.join(map(repr, others))} merged into it, which are not active: "
+            f"{name} has {', '.join(map(repr, idle))} merged into it, which are not active: "
             "unmerge_adapter() first, or set_adapter() all of them"
         )
 
@@ -106,7 +104,7 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _merge_whole(peft_model: PeftModel) -> nn.Module:
-    """Let peft merge a copy without data, in just the way in which it would merge the model."""
+    """Let peft merge a copy without data, just as it would merge the model."""
     try:
         merged: nn.Module = peft_model.merge_and_unload()
     # Each of its methods has its own way to say that it cannot.
@@ -114,11 +112,11 @@ def _merge_whole(peft_model: PeftModel) -> nn.Module:
         raise InvalidWeightsError(
             f"peft cannot merge these adapters: {described(error)}"
         ) from error
-    left = [name for name, module in merged.named_modules() if isinstance(module, BaseTunerLayer)]
-    if left:
-        raise InvalidWeightsError(
-            f"{left[0]} is shared, and peft merges only one of its occurrences"
-        )
+    for name, module in merged.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            raise InvalidWeightsError(
+                f"{name} is shared, and peft merges only one of its occurrences"
+            )
     return merged
 
 

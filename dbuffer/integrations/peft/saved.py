@@ -37,7 +37,7 @@ _CONFIG = "adapter_config.json"
 _NAME = re.compile(r"v[0-9]{1,19}-[0-9a-f]{16}")
 _SCRATCH = ".saving-"
 _ABANDONED_NS = 3600 * 10**9
-"""Age at which what a process has begun to save is taken for that of one that was killed."""
+"""Age at which an unfinished directory counts as a killed process's."""
 
 _holds: weakref.WeakValueDictionary[Path, filesystem.Descriptor] = weakref.WeakValueDictionary()
 """Open configurations of the versions that :func:`hold` keeps, by their directories."""
@@ -153,8 +153,8 @@ def _lock(file: filesystem.Descriptor, *, exclusive: bool) -> bool:
 def _remove_old(newest: Path) -> None:
     """Remove versions but the newest two and those in use, and files of killed processes."""
     saved = [path for path in newest.parent.iterdir() if _NAME.fullmatch(path.name)]
-    others = sorted((path for path in saved if path != newest), key=_made_at)
-    for path in others[:-1]:
+    older = sorted((path for path in saved if path != newest), key=_made_at)
+    for path in older[:-1]:
         _remove_if_free(path)
     begun_before = time.time_ns() - _ABANDONED_NS
     for path in newest.parent.glob(f"{_SCRATCH}*"):

@@ -71,8 +71,8 @@ class TransportOptions(SenderOptions):
     def for_engine(self, remote: str, local: str) -> EngineOptions:
         """Return the options of an engine that follows ``remote``, or its mirror ``local``."""
         local_store = None if local == remote else local
-        given = self._only((*_RECEIVER, "unused_tensors"))
-        return EngineOptions(store=remote, local_store=local_store, **given)
+        shared = self._only((*_RECEIVER, "unused_tensors"))
+        return EngineOptions(store=remote, local_store=local_store, **shared)
 
     def _only(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
