@@ -12,7 +12,12 @@ from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.follower import Follower
 from dbuffer.errors import DBufferError, OptionError, UnsupportedError
 from dbuffer.integrations.default_store import default_store
-from dbuffer.integrations.lightrft.configuration import Configuration
+from dbuffer.integrations.lightrft.configuration import (
+    dtype_of,
+    engine_type_of,
+    names_of,
+    weights_of,
+)
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
@@ -34,8 +39,8 @@ _LOAD_TIMEOUT_S = 600.0
 class BroadcastManager(Closing):
     """Brings an actor's weights to its inference engines. Every rank makes one, and every call.
 
-    All ranks publish a version together, each rank its part of it; only ZeRO-3 gathers, one tensor
-    at a time. Then every engine switches to the version, all its ranks or none.
+    All ranks publish a version together, each rank its part of it; only ZeRO-3 gathers, tensor by
+    tensor. After that every engine switches to the version, all its ranks or none.
 
     Args:
         actor: LightRFT's: its ``model`` is a module sharded by FSDP2's ``fully_shard``, or an
@@ -94,15 +99,14 @@ class BroadcastManager(Closing):
             if not any(self._agreement.share("look for its engine", engine is not None)):
                 raise OptionError("no rank has an inference engine")
             self._weights_on_all_ranks()  # to refuse now what could not be published later
-            configuration = Configuration.of(strategy)
             with self._agreement.step("choose a store") as step:
                 if self._agreement.rank == 0:
                     port = os.environ.get("MASTER_PORT", 0)
                     step.result = str(place or default_store("lightrft", port))
             self.store = Path(step.results[0])
             """The store's directory."""
-            sender.setdefault("dtype", configuration.dtype)
-            sender.setdefault("rename", configuration.rename(actor))
+            sender.setdefault("dtype", dtype_of(strategy))
+            sender.setdefault("rename", names_of(strategy, actor))
             self._sender = ShardedWeightSender(self.store, rank_timeout_s=rank_timeout_s, **sender)
             self._opened.callback(self._sender.close)
             with self._agreement.step("let its engine follow"):
@@ -111,7 +115,7 @@ class BroadcastManager(Closing):
                         store=str(self.store), timeout_s=timeout_s, unused_tensors=unused_tensors
                     )
                     self._follower = start_follower(
-                        configuration.engine_type, engine, engine_options
+                        engine_type_of(strategy), engine, engine_options
                     )
                     self._opened.callback(_stop, self._follower)
         except BaseException:
@@ -140,7 +144,7 @@ class BroadcastManager(Closing):
     def _weights_on_all_ranks(self) -> Weights:
         """Return this rank's weights, after every rank has checked that it can publish its own."""
         with self._agreement.step("read its configuration"):
-            return Configuration.of(self.strategy).weights(self.actor)
+            return weights_of(self.strategy, self.actor)
 
 
 def _stop(follower: EngineFollower) -> None:

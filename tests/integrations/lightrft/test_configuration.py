@@ -16,7 +16,12 @@ import dbuffer
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.integrations import default_store
 from dbuffer.integrations.lightrft import BroadcastManager, manager
-from dbuffer.integrations.lightrft.configuration import SGLANG_NAMES, Configuration
+from dbuffer.integrations.lightrft.configuration import (
+    SGLANG_NAMES,
+    dtype_of,
+    names_of,
+    weights_of,
+)
 from dbuffer.integrations.lightrft.manager import engine_of_rank
 from dbuffer.publish.sender_options import SenderKeywords
 from dbuffer.receive.stager import Stager
@@ -71,43 +76,50 @@ def test_names_for_sglang(name, of_sglang):
     ],
 )
 def test_dtype_is_lightrfts(trainer, dtype):
-    assert Configuration.of(strategy_for(trainer)).dtype is dtype
+    assert dtype_of(strategy_for(trainer)) is dtype
 
 
 def test_only_sglang_has_other_names_and_not_for_a_trainer_of_text_only():
-    assert Configuration.of(strategy_for("fsdp2")).names is None
-    strategy = strategy_for("fsdp2", "sglang")
+    actor = actor_with("language_model.layers.0.weight")
+    assert names_of(strategy_for("zero-2"), actor) is None
+    strategy = strategy_for("zero-2", "sglang")
     for text_only, rename in ((None, SGLANG_NAMES), (True, None), (False, SGLANG_NAMES)):
         if text_only is not None:
             strategy.args.text_only = text_only
-        assert Configuration.of(strategy).names is rename
+        assert names_of(strategy, actor) is rename
+
+
+def actor_with(*names: str) -> SimpleNamespace:
+    """An actor of DeepSpeed's that has these parameters."""
+    model = nn.Module()
+    for name in names:
+        *path, last = name.split(".")
+        inner = model
+        for part in path:
+            inner.register_module(part, getattr(inner, part, nn.Module()))
+            inner = getattr(inner, part)
+        inner.register_parameter(last, nn.Parameter(torch.ones(1)))
+    return SimpleNamespace(model=SimpleNamespace(module=model))
 
 
 @pytest.mark.parametrize("part", ["language_model.layers", "layers"])
 def test_only_names_of_vision_language_models_are_other_ones(part):
     """Phi has a tensor that such a map would take for one."""
-    model = nn.Module()
-    for name in (f"model.{part}.0.weight", "model.final_layernorm.weight"):
-        *path, last = name.split(".")
-        inner = model
-        for each in path:
-            inner.register_module(each, getattr(inner, each, nn.Module()))
-            inner = getattr(inner, each)
-        inner.register_parameter(last, nn.Parameter(torch.ones(1)))
-    configuration = Configuration.of(strategy_for("zero-2", "sglang"))
-    actor = SimpleNamespace(model=SimpleNamespace(module=model))
+    actor = actor_with(f"model.{part}.0.weight", "model.final_layernorm.weight")
     expected = SGLANG_NAMES if part.startswith("language") else None
-    assert configuration.rename(actor) is expected
+    assert names_of(strategy_for("zero-2", "sglang"), actor) is expected
 
 
 def test_what_a_strategy_does_not_say_is_in_its_config_or_lightrfts_default():
     strategy = strategy_for("fsdp2 bf16")
     del strategy.args.bf16
-    assert Configuration.of(strategy).dtype is torch.bfloat16
+    assert dtype_of(strategy) is torch.bfloat16
     strategy.config = SimpleNamespace(bf16=False)
-    assert Configuration.of(strategy).dtype is torch.float16
+    assert dtype_of(strategy) is torch.float16
     silent = SimpleNamespace(engine_type="vllm", args=None)
-    assert Configuration.of(silent) == Configuration.of(strategy_for("zero-2 bf16"))
+    assert dtype_of(silent) is torch.bfloat16
+    actor = actor_with("weight")
+    assert weights_of(silent, actor) is actor.model.module, "by DeepSpeed"
 
 
 def refuse(rank: int, place: Path, trainer: str, engine_type: str, model: str) -> str:
@@ -196,7 +208,7 @@ def test_what_is_not_known_is_refused_on_all_ranks(
 )
 def test_adapters_of_any_method_are_merged(method, options):
     actor = Actor(SimpleNamespace(module=adapted(method, **options)))
-    weights = Configuration.of(strategy_for("zero-2")).weights(actor)
+    weights = weights_of(strategy_for("zero-2"), actor)
     assert list(weights) == ["0.weight", "0.bias"]
 
 
