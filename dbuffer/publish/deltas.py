@@ -152,14 +152,17 @@ class Deltas:
         self._has_last, self._why_none = False, reason
         self._copy = self._file = self._base = self._changes = None
 
-    def patch_of(self, patches: Iterable[SparsePatch]) -> tuple[Layout, Patch]:
+    def patch_of(
+        self, patches: Iterable[SparsePatch], *, must_be_finite: bool
+    ) -> tuple[Layout, Patch]:
         """Return the layout of the last version, and checked patches of it."""
         if self._part is None or not self._has_last:
             raise VersionError(
                 f"this sender has not published what patches in {self._store.root} could follow: "
                 "send all weights first, and after each error"
             )
-        return self._part.whole, patch_of(patches, self._part.whole)
+        patch = patch_of(patches, self._part.whole, must_be_finite=must_be_finite)
+        return self._part.whole, patch
 
     def begin(
         self,

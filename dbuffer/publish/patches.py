@@ -16,7 +16,7 @@ from dbuffer.format.ranges import Integers
 from dbuffer.io.changes import WORDS, Patch, words_in
 from dbuffer.io.tensors import DTYPES, flat_view
 from dbuffer.weights.named_tensors import problem_of_memory
-from dbuffer.weights.values import refuse_overflow
+from dbuffer.weights.values import refuse_not_finite, refuse_overflow
 
 _INTEGERS = frozenset(
     {torch.int8, torch.int16, torch.int32, torch.int64}
@@ -42,14 +42,16 @@ class SparsePatch:
     shape: tuple[int, ...] | None = None
 
 
-def patch_of(patches: Iterable[SparsePatch], layout: Layout) -> Patch:
+def patch_of(
+    patches: Iterable[SparsePatch], layout: Layout, *, must_be_finite: bool = False
+) -> Patch:
     """Return patches of a layout's tensors as a patch of its file, checked.
 
     Its words have the size of the smallest element that is patched.
 
     Raises:
-        InvalidWeightsError: one is no `SparsePatch` of plain tensors, or says two things of one
-            place.
+        InvalidWeightsError: one is no `SparsePatch` of plain tensors, says two things of one place,
+            or has values that cannot be cast, or must be finite and are not.
         WeightsMismatchError: it is of a tensor, a shape, a place or a dtype that there is not.
     """
     if not isinstance(patches, Iterable):
@@ -64,7 +66,10 @@ def patch_of(patches: Iterable[SparsePatch], layout: Layout) -> Patch:
         if index in by_tensor:
             raise InvalidWeightsError(f"two patches of {patch.name!r}, or of a tensor tied to it")
         spec = layout.specs[index]
-        by_tensor[index] = _checked(_cast(patch, spec), spec)
+        patch = _cast(patch, spec)
+        if must_be_finite:
+            refuse_not_finite([spec], [patch.values])
+        by_tensor[index] = _checked(patch, spec)
     in_order = sorted(by_tensor.items())
     width = min((min(values.itemsize, 8) for _, (_, values) in in_order), default=1)
     places, words = [np.empty(0, np.int64)], [np.empty(0, WORDS[width])]

@@ -226,7 +226,8 @@ class WeightSender(Publisher):
                 )
             version = self._writer.next_version(version)
             checked = checked_metadata(metadata)
-            layout, patch = self._deltas.patch_of(patches)
+            must_be_finite = self._describer.require_finite
+            layout, patch = self._deltas.patch_of(patches, must_be_finite=must_be_finite)
             unread = Source((), [], {})
             return self._publish(started, unread, layout, version, checked, patch=patch)
 

@@ -78,8 +78,8 @@ class SenderOptions:
     """The trainer's name for this run, 1 to 128 printable characters. Each sender begins a run, and
     versions say which runs led to them."""
     require_finite: bool = False
-    """Refuse weights with a NaN or an infinity, by the tensor's name; nothing is published then. It
-    reads all weights once more, on the device where they are. Patches are not looked at."""
+    """Refuse weights and patches with a NaN or an infinity, by the tensor's name; nothing is
+    published then. Reads all weights once more, on the device where they are."""
 
     def __post_init__(self) -> None:
         checks.flag("durable", self.durable)

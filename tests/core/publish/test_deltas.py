@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import resource
 import shutil
@@ -699,6 +700,25 @@ def test_patches_that_do_not_fit_are_refused_and_nothing_is_touched(store, mount
         assert sender.send_patches([good]).version == version
         with reader.open() as snapshot:
             assert snapshot.tensors["a"][7] == -version
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_patches_that_are_not_finite_are_refused_if_they_must_be(store, mount, reader, value):
+    a = torch.arange(4000.0)
+    patches = [SparsePatch("a", torch.tensor([7, 3]), torch.tensor([5.0, value]))]
+    with make_sender(store, require_finite=True) as sender:
+        sender.send({"a": a})
+        before = {path: path.read_bytes() for path in version_files(store)}
+        for _ in range(2):
+            with pytest.raises(INVALID, match="'a' has 1 values that are NaN or infinite, of 2"):
+                sender.send_patches(patches)
+        assert {path: path.read_bytes() for path in version_files(store)} == before
+        assert sender.send_patches([SparsePatch("a", AT, ONE)]).version == 2
+    with make_sender(store) as sender:
+        sender.send({"a": a})
+        assert sender.send_patches(patches).version == 4
+    with reader.open() as snapshot:
+        assert not snapshot.tensors["a"][3].isfinite()
 
 
 def test_patches_of_views_and_of_values_of_another_width(store, mount, sender, reader):
