@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,6 +21,10 @@ from dbuffer.weights.lazy_tensor import HeldRows, LazyTensor
 OWNERS_PER_RANK = 1 << 16
 """Numbers of owners for each rank: an owner is a parameter of a rank. 31 bits are enough for 32768
 ranks."""
+
+
+Strided: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Sizes, strides and first element of a strided view of a contiguous tensor."""
 
 
 class Cut(NamedTuple):
@@ -69,40 +73,30 @@ class Cut(NamedTuple):
         return tuple(owner // OWNERS_PER_RANK for owner in self.owners)
 
 
-class Strided(NamedTuple):
-    """Elements of a contiguous tensor that are a strided view of it, in the order of the view."""
+def strides_of(positions: torch.Tensor, num_elements: int) -> Strided | None:
+    """Return the view of ``num_elements`` whose elements are at ``positions``, or None.
 
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    first: int
-    """Position of the first element."""
-
-    @classmethod
-    def find(cls, positions: torch.Tensor, num_elements: int) -> Self | None:
-        """Return the view whose elements are at ``positions``, or None if there is none."""
-        sizes: list[int] = []
-        strides: list[int] = []
-        starts = positions = positions.flatten()
-        while len(starts) > 1:  # of the runs found so far, from the last dimension to the first
-            steps = starts.diff()
-            ends = (steps != steps[0]).nonzero()
-            size = int(ends[0]) + 1 if len(ends) else len(starts)
-            if len(starts) % size:
-                return None
-            sizes.insert(0, size)
-            strides.insert(0, int(steps[0]))
-            starts = starts[::size]
-        view = cls(tuple(sizes), tuple(strides), int(starts[0]))
-        last = view.first + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
-        if min(strides, default=0) < 0 or last >= num_elements:
+    There is none if the positions are not the view's, in its order.
+    """
+    sizes: list[int] = []
+    strides: list[int] = []
+    starts = positions = positions.flatten()
+    while len(starts) > 1:  # of the runs found so far, from the last dimension to the first
+        steps = starts.diff()
+        ends = (steps != steps[0]).nonzero()
+        size = int(ends[0]) + 1 if len(ends) else len(starts)
+        if len(starts) % size:
             return None
-        numbers = torch.arange(num_elements, dtype=positions.dtype, device=positions.device)
-        return view if torch.equal(view.of(numbers).reshape(-1), positions) else None
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the view of a tensor."""
-        flat = tensor.detach().view(-1)
-        return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.first)
+        sizes.insert(0, size)
+        strides.insert(0, int(steps[0]))
+        starts = starts[::size]
+    first = int(starts[0])
+    last = first + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    if min(strides, default=0) < 0 or last >= num_elements:
+        return None
+    numbers = torch.arange(num_elements, dtype=positions.dtype, device=positions.device)
+    is_found = torch.equal(numbers.as_strided(sizes, strides, first).reshape(-1), positions)
+    return (tuple(sizes), tuple(strides), first) if is_found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +125,9 @@ class Part:
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the part: a view, or a copy where rows of several key-value heads are joined."""
-        return self.elements.of(parameter).reshape(self.shape)
+        flat = parameter.detach().view(-1)
+        sizes, strides, first = self.elements
+        return flat.as_strided(sizes, strides, flat.storage_offset() + first).reshape(self.shape)
 
     def in_whole(
         self, parameter: torch.Tensor, meshes: Mapping[tuple[int, ...], DeviceMesh]

@@ -14,7 +14,7 @@ import torch
 from torch import distributed, nn
 
 from dbuffer.errors import RankFailedError, UnsupportedError
-from dbuffer.integrations.megatron.parts import OWNERS_PER_RANK, Cut, Part, Strided
+from dbuffer.integrations.megatron.parts import OWNERS_PER_RANK, Cut, Part, strides_of
 
 Numbers: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Function that returns numbers in place of a parameter's elements."""
@@ -138,7 +138,7 @@ class Tracer:
             cut, owner = cuts[place]
             parameter = self._names[owner]
             local = cut.part_of(positions, owner)
-            elements = Strided.find(local, self._tensors[parameter].numel())
+            elements = strides_of(local, self._tensors[parameter].numel())
             if elements is None:
                 self.refused[name] = None
             else:

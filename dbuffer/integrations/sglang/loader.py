@@ -15,7 +15,6 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from dbuffer.engine.endpoint import RankEndpoint, capture_answer
-from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.messages import RankAnswer
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.format.manifest import ReceiverRecord
@@ -50,12 +49,8 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
     logger.error("%s: %s", request.call, answer)
     if endpoint.receiver is not None:
         endpoint.receiver.record_problem(str(answer))
-    elif request.options is not None and get_parallel().tp_group.rank_in_group == 0:
-        _record_refusal(request.options, answer)
-
-
-def _record_refusal(options: EngineOptions, error: DBufferError) -> None:
-    """Write why nothing follows into the record that a receiver would have kept."""
-    record = RecordFile(Path(options.read_store), options.engine_id or "")
-    record.write(token=options.record_token, problem=str(error))
-    record.close()
+    elif (options := request.options) and get_parallel().tp_group.rank_in_group == 0:
+        # Into the record that a receiver would have kept.
+        record = RecordFile(Path(options.read_store), options.engine_id or "")
+        record.write(token=options.record_token, problem=str(answer))
+        record.close()

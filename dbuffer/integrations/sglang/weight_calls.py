@@ -19,6 +19,7 @@ from sglang.srt.runtime_context import get_exec
 
 from dbuffer.engine.endpoint import falling_asleep, loading, waking_up, watch
 from dbuffer.integrations.sglang.sglang_engine import LOADER
+from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +42,8 @@ def watch_scheduler() -> None:
     ]
     for owner, name, around in functions:
         if not watch(owner, name, around):
-            _warn_of_missing(name)
-
-
-@functools.cache
-def _warn_of_missing(name: str) -> None:
-    logger.warning("this SGLang has no %s: loads through its successor are not noticed", name)
+            message = "this SGLang has no %s: loads through its successor are not noticed"
+            log_once(logger, message, name)
 
 
 def _loading(name: str, updater: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:

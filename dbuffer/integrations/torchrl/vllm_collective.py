@@ -42,10 +42,7 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
         master_address, master_port, gpus_per_replica, device: attributes, as in TorchRL's class. A
             store needs none of them.
         num_replicas: number of engines that ``update_weights`` waits for.
-        strategy: how TorchRL extracts weights.
-        remote_addr: the store, as the trainer sees it.
-        local_addr: where the engine's workers read; see `VLLMDoubleBufferSyncScheme`.
-        num_threads: threads that copy, on either side.
+        strategy, remote_addr, local_addr, num_threads: as in :class:`VLLMDoubleBufferSyncScheme`.
         timeout_s: how long ``update_weights`` waits for engines, and an engine for its weights.
         **options: more of :class:`VLLMDoubleBufferSyncScheme`.
 
@@ -70,8 +67,7 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
     ) -> None:
         if remote_addr is None:
             raise OptionError("no store given: pass remote_addr, a directory that both sides see")
-        local = None if local_addr is None else os.fspath(local_addr)
-        super().__init__(os.fspath(remote_addr), local, num_threads, strategy, **options)
+        super().__init__(remote_addr, local_addr, num_threads, strategy, **options)
         self.master_address = "localhost" if master_address is None else master_address
         self.master_port = master_port
         self.gpus_per_replica = gpus_per_replica
