@@ -86,7 +86,7 @@ def require_forms() -> None:
 
     `test_breadth.py` has an engine of them.
     """
-    from dbuffer.integrations.sglang.model import require_as_loaded
+    from dbuffer.integrations.sglang.rank import require_as_loaded
 
     for change in (None, *FORMS.values()):
         copy, serving = (torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16) for _ in range(2))

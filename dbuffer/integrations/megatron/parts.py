@@ -59,7 +59,6 @@ class Cut(NamedTuple):
         return sum(self.extents[: self.owners.index(owner)])
 
     def part_of(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
-        """Return an owner's part of the tensor that is cut."""
         extent = self.extents[self.owners.index(owner)]
         return tensor.narrow(self.dimension, self.first_of(owner), extent)
 

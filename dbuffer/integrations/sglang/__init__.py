@@ -5,8 +5,8 @@
 * :func:`load_from_store`, the ``custom_weight_loader`` through which the engine's own processes
   receive (:mod:`.loader`).
 
-In SGLang's schedulers, `rank` and `model` are below the loader, and `weight_calls` notices SGLang's
-own calls that write weights; `sglang_engine` drives an engine.
+In SGLang's schedulers, `rank` is below the loader, and `weight_calls` notices SGLang's own calls
+that write weights; `sglang_engine` drives an engine.
 
 Names are imported when they are used, and SGLang with them.
 """

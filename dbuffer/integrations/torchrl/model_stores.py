@@ -115,7 +115,6 @@ class ModelPublisher:
         self.wait([(self._sender(None), 0, self._workers)], timeout_s)
 
     def wait(self, published: Iterable[PublishedVersion], timeout_s: float) -> None:
-        """Wait until the workers of each version have applied it."""
         deadline = time.monotonic() + timeout_s
         for sender, version, workers in published:
             sender.wait_applied(

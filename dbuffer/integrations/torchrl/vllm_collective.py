@@ -79,7 +79,6 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
         return VLLMWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
-        """Return the part that updates an engine; see :func:`followers_of` for its kinds."""
         return VLLMWeightReceiver(self, vllm_engine)
 
 

@@ -101,15 +101,12 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
     # Names of TorchRL before 0.12.
 
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """Call ``init_on_receiver``."""
         self.init_on_receiver(model_id=model_id, context=context, **kwargs)
 
     def get_sender(self) -> VLLMDoubleBufferWeightSender:
-        """Return the sender that ``init_on_sender`` made."""
         return cast("VLLMDoubleBufferWeightSender", self._require("sender"))
 
     def get_receiver(self) -> VLLMDoubleBufferWeightReceiver:
-        """Return the receiver that ``init_on_receiver`` made."""
         return cast("VLLMDoubleBufferWeightReceiver", self._require("receiver"))
 
     # A scheme that is given to both sides, as collectors give theirs, makes one part on each.
@@ -419,7 +416,6 @@ class VLLMDoubleBufferWeightReceiver:
     # Names of TorchRL before 0.12.
 
     def receive(self, timeout: float = 0.001) -> bool:
-        """Call :meth:`poll_and_apply`."""
         return self.poll_and_apply(timeout)
 
     def set_context(self, context: Any) -> None:

@@ -100,7 +100,6 @@ class WorkerReceiver:
         self.load_newer()
 
     def load_newer(self) -> None:
-        """Load newer weights, if there are any."""
         self._register()
         for feed in self._feeds:
             self._load_if_newer(feed)
