@@ -54,7 +54,7 @@ def observed(directory: Path) -> Any:
 
 def test_verl_knows_the_backend_by_configuration_alone(observed):
     assert observed["backend"] == "dbuffer.integrations.verl.checkpoint_engine"
-    assert observed["manager"] == "dbuffer.integrations.verl.manager"
+    assert observed["manager"] == "dbuffer.integrations.verl.checkpoint_engine"
     assert observed["bases"] == "verl.checkpoint_engine.base"
 
 
