@@ -112,7 +112,7 @@ def own_memory(model: Any, guard: ForwardGuard) -> None:
 
 
 def unshared(policy: Any) -> Any:
-    """Return a policy from which each process that is started with it gets memory of its own.
+    """Return a policy to start processes with, so that they share no memory.
 
     Multiprocessing moves the tensors of its arguments into shared memory.
     """

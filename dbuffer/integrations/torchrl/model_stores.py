@@ -18,7 +18,6 @@ from dbuffer.integrations.torchrl.base import TransportOptions
 from dbuffer.integrations.torchrl.extraction import Extracted
 from dbuffer.publish.sender import WeightSender
 from dbuffer.receive.snapshot import Snapshot
-from dbuffer.runtime import options
 from dbuffer.store.buffer import DoubleBuffer
 
 PublishedVersion: TypeAlias = tuple[WeightSender, int, tuple[int, ...]]
@@ -34,7 +33,7 @@ def store_of(address: str | Path, model_id: str, worker: int | None = None) -> P
     name = quote(model_id, safe="")  # it may be a path of attributes
     if worker is not None:
         name += f"~{receiver_id(worker)}"
-    return options.path("address", address) / name
+    return Path(address) / name
 
 
 def receiver_id(worker: int) -> str:
@@ -42,11 +41,11 @@ def receiver_id(worker: int) -> str:
     return f"worker-{worker}"
 
 
-def versions_below(address: str | Path, *, allow_shared_store: bool) -> dict[str, int]:
+def versions_below(address: str, options: TransportOptions) -> dict[str, int]:
     """Return the newest version of every store directly below ``address``, by the store's name."""
     versions = {}
-    for pointer_file in options.path("address", address).glob(f"*/{POINTER_FILE}"):
-        store = DoubleBuffer(pointer_file.parent, allow_shared_store=allow_shared_store)
+    for pointer_file in Path(address).glob(f"*/{POINTER_FILE}"):
+        store = DoubleBuffer(pointer_file.parent, allow_shared_store=options.allow_shared_store)
         store.check()
         if (pointer := store.pointer()) is not None:
             versions[store.root.name] = pointer.version

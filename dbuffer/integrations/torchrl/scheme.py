@@ -121,7 +121,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             num_workers = 0 if is_single else int(getattr(context, "num_workers", 0))
         # This collector counts its workers by rank, and the trainer is rank 0.
         self._first_worker_idx = int(isinstance(context, DistributedCollector))
-        self._earlier_versions = self._find_earlier_versions()
+        self._earlier_versions = versions_below(self.remote_addr, self.options)
         self._sender = ModelPublisher(
             self.remote_addr, self._model_id, num_workers, self.options, self._earlier_versions
         )
@@ -312,10 +312,6 @@ class DoubleBufferSyncScheme(StoreScheme):
         """Refuse: TorchRL's collectors ask for no transport."""
         raise UnsupportedError("this scheme has no transport: call send(), or follow its store")
 
-    def _find_earlier_versions(self) -> dict[str, int]:
-        is_shared = self.options.allow_shared_store
-        return versions_below(self.remote_addr, allow_shared_store=is_shared)
-
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the options and the versions of earlier runs, for a worker."""
         state: dict[str, Any] = super().__getstate__()
@@ -323,7 +319,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             # It goes to a worker before there is a sender, as an RPC collector's does. That one
             # begins to send when all workers have connected: a worker must not wait for it.
             state["_has_first_weights"] = False
-            state["_earlier_versions"] = self._find_earlier_versions()
+            state["_earlier_versions"] = versions_below(self.remote_addr, self.options)
         return state | {"_kept_model": None}
 
 

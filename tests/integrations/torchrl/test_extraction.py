@@ -27,7 +27,7 @@ from dbuffer.integrations.torchrl.extraction import (
 )
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.integrations.torchrl.loading import StagedVersion
-from dbuffer.integrations.torchrl.model_stores import store_of
+from dbuffer.integrations.torchrl.scheme import DoubleBufferSyncScheme
 from dbuffer.weights.targets import Matcher
 from tests.support.engines.families import make_family
 from tests.support.patterns import Tied
@@ -203,4 +203,4 @@ def test_tied_parameters_take_no_tensors_that_differ(store):
 
 def test_a_tilde_is_a_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert store_of("~/stores", "policy") == tmp_path / "stores" / "policy"
+    assert DoubleBufferSyncScheme("~/stores").remote_addr == str(tmp_path / "stores")

@@ -36,7 +36,7 @@ def weights(number: float) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def taken(incoming: StoreSync) -> dict[str, torch.Tensor]:
-    """What a rollout worker gives its engine."""
+    """Take the version as verl does for a rollout worker's engine."""
 
     async def take() -> dict[str, torch.Tensor]:
         return {name: tensor.clone() async for name, tensor in incoming.receive_weights()}
