@@ -12,7 +12,7 @@ from torchrl.weight_update.utils import _resolve_attr
 
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import NotReadyError
-from dbuffer.mirror.mirror import Mirror, start_mirror
+from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sender_options import SenderOptions
 from dbuffer.receive.receiver import WeightReceiver
@@ -22,9 +22,7 @@ Strategy = Literal["tensordict", "state_dict"]
 
 DEFAULT_MODEL_ID = "policy"
 
-_SHARED = ("num_threads", "allow_shared_store", "poll_interval_s")
-_RECEIVER = (*_SHARED, "verify")
-_MIRROR = (*_SHARED, "reader_timeout_s")
+_RECEIVER = ("num_threads", "allow_shared_store", "poll_interval_s", "verify")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +38,6 @@ class TransportOptions(SenderOptions):
     poll_interval_s: float = 0.5
     unused_tensors: Literal["refuse", "warn"] = "refuse"
     """Option of an engine that follows; see :class:`EngineOptions`."""
-
-    def __post_init__(self) -> None:
-        """Refuse options here, before a worker refuses them in its own process."""
-        super().__post_init__()
-        checks.choice("verify", self.verify, (True, False, "auto"))
-        checks.positive_seconds("poll_interval_s", self.poll_interval_s)
-        checks.choice("unused_tensors", self.unused_tensors, ("refuse", "warn"))
 
     def make_sender(self, store: str | os.PathLike[str]) -> WeightSender:
         """Open a store for writing; missing directories above it are made."""
@@ -65,14 +56,16 @@ class TransportOptions(SenderOptions):
         receiver_id: str | None = None,
     ) -> tuple[WeightReceiver, Mirror | None]:
         """Open ``local`` for reading, and keep it a mirror of ``remote``, unless they are one."""
-        mirror = start_mirror(remote, local, **self._only(_MIRROR))
+        mirror = self.for_engine(remote, local).start_mirror()
         return self.make_receiver(local, receiver_id), mirror
 
-    def for_engine(self, remote: str, local: str) -> EngineOptions:
+    def for_engine(
+        self, remote: str | os.PathLike[str], local: str | os.PathLike[str]
+    ) -> EngineOptions:
         """Return the options of an engine that follows ``remote``, or its mirror ``local``."""
-        local_store = None if local == remote else local
+        local_store = None if local == remote else os.fspath(local)
         shared = self._only((*_RECEIVER, "unused_tensors"))
-        return EngineOptions(store=remote, local_store=local_store, **shared)
+        return EngineOptions(store=os.fspath(remote), local_store=local_store, **shared)
 
     def _only(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
@@ -103,6 +96,8 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         self.remote_addr = self.local_addr = str(checks.directory("remote_addr", remote_addr))
         if local_addr is not None:
             self.local_addr = str(checks.directory("local_addr", local_addr))
+        # Refuses options here, before a worker refuses them in its own process.
+        self.options.for_engine(self.remote_addr, self.local_addr)
         self.num_threads = num_threads
 
     def shutdown(self) -> None:

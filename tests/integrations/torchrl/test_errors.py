@@ -115,6 +115,15 @@ def test_errors_of_the_engines_schemes(case, store):
 
 
 @pytest.mark.parametrize("kind", [COLLECTORS_SCHEME, ENGINES_SCHEME])
+@pytest.mark.parametrize(
+    ("option", "value"), [("verify", 3), ("poll_interval_s", 0), ("delta", "x"), ("wait", True)]
+)
+def test_an_option_that_is_invalid_is_refused_at_once(kind, store, option, value):
+    with pytest.raises(dbuffer.OptionError, match=option):
+        getattr(schemes, kind)(remote_addr=str(store), **{option: value})
+
+
+@pytest.mark.parametrize("kind", [COLLECTORS_SCHEME, ENGINES_SCHEME])
 def test_unknown_strategy(kind, store):
     with pytest.raises(dbuffer.OptionError, match="strategy"):
         getattr(schemes, kind)(remote_addr=str(store), strategy="pickle")
