@@ -45,6 +45,7 @@ pytest.register_assert_rewrite("tests.support")
 
 import dbuffer  # noqa: E402
 from dbuffer.runtime.timing import Timing  # noqa: E402
+from dbuffer.testing.timings import set_timings, timings  # noqa: E402
 from tests.support import ROOT  # noqa: E402
 from tests.support.engines import preforked  # noqa: E402
 from tests.support.later import Later  # noqa: E402
@@ -55,7 +56,6 @@ from tests.support.schedule import (  # noqa: E402
 )
 from tests.support.soak import ONLY_IN_SOAKS  # noqa: E402
 from tests.support.stores import SHARED_MEMORY  # noqa: E402
-from tests.support.timings import set_timings, timings  # noqa: E402
 
 # They import torch, which the process that hands out the tests does not need.
 children = Later("tests.support.children")

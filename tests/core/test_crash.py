@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,6 +32,8 @@ from dbuffer.format.manifest import encode
 from dbuffer.store import retention
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import OwnRecord
+from dbuffer.testing.moments import die, stop
+from dbuffer.testing.processes import fork, was_killed
 from tests.support.children import Child
 from tests.support.crashes import (
     DELTA_SITUATIONS,
@@ -46,7 +47,6 @@ from tests.support.crashes import (
     noting,
     pattern_of,
 )
-from tests.support.moments import die, stop
 from tests.support.patterns import OTHER, SMALL, newest
 from tests.support.soak import IN_SOAKS_ALONE, at_moment, in_turn, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, named_files, version_files
@@ -57,36 +57,6 @@ SOON_S = 25.0
 """Limit for what waits for nobody and takes milliseconds: a wait takes half a minute at least."""
 
 # Processes that are forked to die
-
-
-def fork(body: Callable[[], None]) -> int:
-    """Run ``body`` in a forked process; its pid, when it has begun.
-
-    The process that calls this has one thread and all imports behind it, so that a fork is
-    quick and safe.
-    """
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.write(writing, b"!")
-            body()
-            os._exit(0)
-        except BaseException:  # it must not run on as a second copy of the test
-            traceback.print_exc()
-            os._exit(1)
-    os.close(writing)
-    os.read(reading, 1)
-    os.close(reading)
-    return pid
-
-
-def fork_and_kill(body: Callable[[], None]) -> bool:
-    """Run ``body`` in a forked process; whether it was killed."""
-    pid = fork(body)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) in (0, -signal.SIGKILL)
-    return status != 0
 
 
 @contextlib.contextmanager
@@ -187,7 +157,7 @@ def kill_at_every_moment(
     flip = Flip(last_before(situation))
     for number in itertools.count(1):
         store = directory / f"{number}"
-        if not fork_and_kill(functools.partial(publish_up_to, store, situation, number, die)):
+        if not was_killed(functools.partial(publish_up_to, store, situation, number, die)):
             break
         with noting(number):
             check(store, flip.check(newest(store, verify=True)), situation)
@@ -222,7 +192,7 @@ def kill_at_every_moment_of_clearing_up(connection: Connection, directory: Path)
     crashed = directory / "crashed"
     # As in the middle of the copy into a new file: that file is there, and in no manifest.
     for number in itertools.count(1):
-        assert fork_and_kill(functools.partial(publish_up_to, crashed, "new layout", number, die))
+        assert was_killed(functools.partial(publish_up_to, crashed, "new layout", number, die))
         if version_files(crashed) - named_files(crashed):
             break
         shutil.rmtree(crashed)
@@ -237,7 +207,7 @@ def kill_at_every_moment_of_clearing_up(connection: Connection, directory: Path)
     for number in itertools.count(1):
         store = directory / f"{number}"
         shutil.copytree(crashed, store)
-        if not fork_and_kill(functools.partial(clear_up, store, number)):
+        if not was_killed(functools.partial(clear_up, store, number)):
             assert_tidy(store)
             break
         with noting(number):

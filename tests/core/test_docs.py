@@ -32,6 +32,7 @@ from dbuffer import integrations
 from dbuffer.format import manifest as records
 from dbuffer.format import objects
 from dbuffer.format.layout import Layout
+from dbuffer.testing.waiting import until
 from dbuffer.tools.cli import COMMANDS, app, run
 from tests.support import NEEDS_ALL, ROOT
 from tests.support.answers import answering, ready, weights_of
@@ -48,7 +49,6 @@ from tests.support.documents import (
     relative,
 )
 from tests.support.soak import IN_SOAKS_ALONE, is_soak
-from tests.support.waiting import until
 from tests.support.worlds import World
 
 INTEGRATIONS = ROOT / "tests" / "integrations"

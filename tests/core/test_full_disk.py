@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import dbuffer
-from tests.support.patterns import SMALL, SPARSE, Pattern, Sparse, load, newest, publish, received
+from dbuffer.testing.patterns import Sparse
+from tests.support.patterns import SMALL, SPARSE, Pattern, load, newest, publish, received
 from tests.support.stores import assert_tidy, fill, named_files, small_disk, version_files
 
 MEGABYTE = 1 << 20

@@ -20,6 +20,7 @@ import dbuffer
 from dbuffer.format import chain
 from dbuffer.store.filesystem import is_locked
 from dbuffer.store.medium import medium_of
+from dbuffer.testing.moments import LOOKS, at_call
 from tests.support.crashes import (
     DELTA_SITUATIONS,
     DURABLE_SITUATIONS,
@@ -31,7 +32,6 @@ from tests.support.crashes import (
     noting,
     pattern_of,
 )
-from tests.support.moments import LOOKS, at_call
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, load, newest, publish
 from tests.support.soak import IN_SOAKS_ALONE, is_soak
 from tests.support.stores import assert_tidy, make_temporaries_old

@@ -36,11 +36,11 @@ from torch.distributed.tensor import DTensor, Shard
 import dbuffer
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
+from dbuffer.testing.moments import at_call, die
+from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support.children import Child
-from tests.support.moments import at_call, die
 from tests.support.patterns import bits
 from tests.support.soak import is_soak, patience_s
-from tests.support.waiting import TIMEOUT_S
 from tests.support.worlds import Failure, World
 
 VERSIONS = 20_000 if is_soak() else 120

@@ -30,12 +30,12 @@ import torch
 import dbuffer
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.moments import CHANGING_CALLS, at_call, die
+from dbuffer.testing.patterns import Sparse
+from dbuffer.testing.waiting import until
 from tests.support.children import Child
-from tests.support.moments import CHANGING_CALLS, at_call, die
-from tests.support.patterns import Sparse
 from tests.support.soak import Record, is_soak
 from tests.support.stores import back_up, copy_over, remove_store, rename, replace
-from tests.support.waiting import until
 
 VERSIONS = 500 if is_soak() else 100
 """Versions that are published in each world."""

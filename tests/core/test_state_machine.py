@@ -39,8 +39,8 @@ import dbuffer
 from dbuffer.format import chain
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
+from dbuffer.testing.moments import CHANGING_CALLS, at_call, die
 from tests.support.children import Child
-from tests.support.moments import die, die_before_call
 from tests.support.soak import is_soak
 from tests.support.stores import SHARED_MEMORY, assert_tidy, make_temporaries_old
 
@@ -119,11 +119,11 @@ def publish_and_die(
     """
     set_short_limits()
     if len(weights) < 2:
-        die_before_call(number)
+        at_call(number, die, CHANGING_CALLS)
     sender = make_sender(store, options)
     for index, tensors in enumerate(weights):
         if index and index == len(weights) - 1:
-            die_before_call(number)
+            at_call(number, die, CHANGING_CALLS)
         connection.send(sender.send(tensors).version)
     die()
 

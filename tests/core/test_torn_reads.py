@@ -34,9 +34,10 @@ from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.open_version import OpenStoreVersion, OvertakenError
+from dbuffer.testing.moments import LOOKS, at_call
+from dbuffer.testing.patterns import Sparse
 from tests.support.children import Child
-from tests.support.moments import LOOKS, at_call
-from tests.support.patterns import SMALL, Pattern, Sparse, publish
+from tests.support.patterns import SMALL, Pattern, publish
 from tests.support.soak import IN_SOAKS_ALONE, Record, is_soak, patience_s
 from tests.support.stores import without_flock
 

@@ -20,9 +20,11 @@ import torch
 import dbuffer
 from dbuffer.format import places
 from dbuffer.store import filesystem
-from tests.support.children import Child, in_a_fork
-from tests.support.moments import Step, at_step, stop
+from dbuffer.testing.moments import stop
+from dbuffer.testing.processes import in_a_fork
+from tests.support.children import Child
 from tests.support.patterns import OTHER, SMALL, load, newest, publish
+from tests.support.steps import Step, at_step
 from tests.support.stores import contents
 
 SOON_S = 30.0

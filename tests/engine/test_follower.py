@@ -42,18 +42,11 @@ from dbuffer.mirror.loop import MirrorLoop
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import PublishedRecord
-from tests.support import waiting
+from dbuffer.testing import waiting
+from dbuffer.testing.engines import FakeEngine, FakeRank
 from tests.support.children import Child, Command
 from tests.support.later import Later
-from tests.support.light_engines import (
-    ENGINE,
-    WAIT_S,
-    LightEngine,
-    Rank,
-    Scene,
-    nearly_idle,
-    options,
-)
+from tests.support.light_engines import ENGINE, WAIT_S, Scene, nearly_idle, options
 from tests.support.patterns import SMALL
 from tests.support.stores import remove_store
 
@@ -225,7 +218,7 @@ def test_server_that_hangs_in_a_switch_does_not_keep_its_follower_from_closing(s
         goes_on.wait(WAIT_S)
 
     with scene.following(is_server=True) as follower:
-        engine.model.on_load = hang
+        engine.rank.on_load = hang
         scene.publish(2)
         assert began.wait(WAIT_S)
         started = time.monotonic()
@@ -337,14 +330,14 @@ def test_log_says_when_following_begins_and_what_a_switch_took(scene, caplog):
 # Weights that something else wrote or discarded
 
 
-def reload_another_checkpoint(engine: LightEngine) -> None:
-    engine.model.tensors = SMALL.weights(0)
+def reload_another_checkpoint(engine: FakeEngine) -> None:
+    engine.rank.tensors = SMALL.weights(0)
     engine.endpoint.note_foreign_load("reload_weights")
 
 
-def sleep_and_lose_the_weights(engine: LightEngine) -> None:
+def sleep_and_lose_the_weights(engine: FakeEngine) -> None:
     engine.endpoint.note_asleep(is_lost=True)
-    engine.model.tensors = SMALL.weights(0)
+    engine.rank.tensors = SMALL.weights(0)
     engine.endpoint.note_awake()
 
 
@@ -357,12 +350,12 @@ def test_lost_weights_are_unknown_until_a_sync_brings_the_version_again(
     with scene.serving() as follower:
         lose(engine)
         assert scene.recorded == (None, {})
-        engine.model.failing_loads = failing_loads  # there is nothing to go back to
+        engine.rank.failing_loads = failing_loads  # there is nothing to go back to
         labels = []
 
         def note(label: WeightLabel) -> None:
             labels.append((label.version, label.metadata))
-            LightEngine.set_weight_version(engine, label)
+            FakeEngine.set_weight_version(engine, label)
 
         engine.set_weight_version = note
         assert follower.sync().version == engine.version == 1
@@ -381,7 +374,7 @@ def test_follower_learns_what_the_ranks_found_of_their_weights(scene, differing)
 
     def note(label: WeightLabel) -> None:
         labels.append((label.version, label.is_attested))
-        LightEngine.set_weight_version(engine, label)
+        FakeEngine.set_weight_version(engine, label)
 
     with scene.serving(attest=True) as follower:
         stager = engine.receiver._stager
@@ -409,7 +402,7 @@ def test_forced_sync_brings_the_version_again(scene):
         assert follower.sync(force=True) is None  # there is no version
         assert scene.engine.label == "default"
     with scene.serving() as follower:
-        scene.engine.model.tensors = SMALL.weights(0)  # unnoticed
+        scene.engine.rank.tensors = SMALL.weights(0)  # unnoticed
         assert follower.sync() is None
         assert follower.sync(force=True).version == 1
         assert scene.engine.serves == (1, "1")
@@ -439,7 +432,7 @@ def test_sleeping_engine_is_busy_and_is_not_resumed(scene):
         assert engine.paused, "its weights may be gone: whoever wakes it resumes it"
 
 
-class OwnPause(LightEngine):
+class OwnPause(FakeEngine):
     """An engine that tells this follower's pause from that of others, as one with the plugin."""
 
     has_own_pause = True
@@ -506,7 +499,7 @@ def test_pause_that_others_begin_in_a_switch_is_left_to_them(scene):
         engine.paused = True
 
     with scene.about_to_switch() as follower:
-        engine.model.on_load = pause_as_others
+        engine.rank.on_load = pause_as_others
         assert follower.sync().version == 2
         assert (engine.paused, engine.is_held) == (True, False)
         engine.endpoint.note_asleep(is_lost=False)
@@ -558,9 +551,9 @@ def test_store_that_is_begun_anew_while_the_engine_sleeps_is_followed(scene, sen
         assert scene.engine.serves == (4, "1")
 
 
-def lose_weights(engine: LightEngine) -> None:
+def lose_weights(engine: FakeEngine) -> None:
     engine.endpoint.note_asleep(is_lost=True)
-    engine.model.tensors = SMALL.weights(0)
+    engine.rank.tensors = SMALL.weights(0)
     engine.endpoint.note_awake()
 
 
@@ -585,7 +578,7 @@ def test_second_follower_of_an_engine_is_refused(scene, other_store):
         scene.publish(2)
         assert follower.sync() is not None
         assert scene.engine.serves == (2, "2")
-    scene.engine = LightEngine()
+    scene.engine = FakeEngine()
     with scene.follower() as third:  # the first is closed
         third.sync()
         assert scene.engine.version == 2
@@ -654,7 +647,7 @@ def test_file_is_no_store(tmp_path):
 
 def test_failed_load_that_was_taken_back_leaves_the_label(scene, sender):
     with scene.about_to_switch() as follower:
-        scene.engine.model.failing_loads = 1
+        scene.engine.rank.failing_loads = 1
         with pytest.raises(dbuffer.EngineUpdateError, match="version 1"):
             follower.sync()
         assert (scene.engine.serves, scene.engine.paused) == ((1, "1"), False)
@@ -674,8 +667,8 @@ def test_failed_load_that_was_taken_back_leaves_the_label(scene, sender):
 
 
 def test_metadata_of_replicas_is_that_of_the_oldest(scene, sender, store):
-    engines = [LightEngine(instance_id=name) for name in ("one", "two")]
-    followers = [Follower(each, options(store, each.instance_id)) for each in engines]
+    engines = [FakeEngine(instance_id=name) for name in ("one", "two")]
+    followers = [Follower(each, options(store, each.rank.instance_id)) for each in engines]
     engines[1].error = lambda: dbuffer.EngineUnreachableError("away")
     scene.publish(1)
     with BackgroundFollower(*followers) as replicas:
@@ -693,15 +686,15 @@ def test_metadata_of_replicas_is_that_of_the_oldest(scene, sender, store):
 
 def test_broken_engine_is_told_by_its_record(scene):
     with scene.about_to_switch() as follower:
-        scene.engine.model.failing_loads = 3
+        scene.engine.rank.failing_loads = 3
         with pytest.raises(dbuffer.EngineBrokenError):
             follower.sync()
-        assert scene.engine.model.refuses is not None
+        assert scene.engine.rank.refuses is not None
         assert (scene.engine.label, follower.applied) == (UNKNOWN_VERSION, None)
         assert scene.recorded == (1, {"step": 10})
         assert follower.sync() is not None
         assert follower.applied_metadata == {"step": 20}
-        assert (scene.engine.serves, scene.engine.model.refuses) == ((2, "2"), None)
+        assert (scene.engine.serves, scene.engine.rank.refuses) == ((2, "2"), None)
 
 
 @pytest.mark.parametrize(
@@ -734,7 +727,7 @@ def test_record_in_the_store_tells_the_outcome_if_no_answer_does(scene):
     def call(request: RankRequest) -> list[RankAnswer]:
         if request.call == "acknowledge":
             return [None]
-        LightEngine.call(engine, request)
+        FakeEngine.call(engine, request)
         if request.call == "update":
             engine.receiver.acknowledge()
         return [None]
@@ -749,7 +742,7 @@ def test_broken_engine_that_is_not_resumed_is_told_as_broken(scene):
     """The next sync resumes it; nothing but another load mends it."""
     engine = scene.engine
     with scene.about_to_switch() as follower:
-        engine.model.failing_loads, engine.failing_resumes = 3, 1
+        engine.rank.failing_loads, engine.failing_resumes = 3, 1
         with pytest.raises(dbuffer.EngineBrokenError):
             follower.sync()
         assert engine.paused
@@ -762,7 +755,7 @@ def test_engine_that_does_not_tell_how_an_attempt_ended_is_of_no_version_until_i
     engine, lost = scene.engine, RuntimeError("a proxy says: it serves on")
 
     def call(request: RankRequest) -> list[RankAnswer]:
-        answers = LightEngine.call(engine, request)
+        answers = FakeEngine.call(engine, request)
         if request.call in ("update", "acknowledge"):
             raise lost
         return answers
@@ -820,7 +813,7 @@ def test_acknowledgement_that_does_not_arrive_is_made_by_the_next_sync(scene):
     def call(request: RankRequest) -> list[RankAnswer]:
         if request.call == "acknowledge":
             raise away()
-        return LightEngine.call(engine, request)
+        return FakeEngine.call(engine, request)
 
     with scene.about_to_switch() as follower:
         engine.call = call
@@ -904,7 +897,7 @@ def test_engine_is_resumed_while_its_store_cannot_be_followed(scene, monkeypatch
         engine.error = None
         engine.endpoint.end()  # its ranks must begin again
         with monkeypatch.context() as patch:
-            patch.setattr(Rank, "make_check", fail)
+            patch.setattr(FakeRank, "make_check", fail)
             with pytest.raises(dbuffer.EngineUpdateError, match="the mount is away"):
                 follower.sync()
         assert not engine.paused
@@ -1142,20 +1135,16 @@ def test_no_api_server_is_ready_before_the_engine_is_and_the_first_follows(
 # Replicas
 
 
-class Replica(LightEngine):
+class Replica(FakeEngine):
     """One of several that step each by itself."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._replica = name
+        self.rank.engine_id = lambda options: options.engine_id + name
 
     def facts(self) -> EngineFacts:
         return replace(super().facts(), replica=self._replica)
-
-    def make_rank(self) -> Rank:
-        rank = super().make_rank()
-        rank.replica = self._replica
-        return rank
 
 
 def test_replicas_have_a_version_when_all_of_them_do(sender, store):
@@ -1190,7 +1179,7 @@ def test_replicas_that_cannot_be_followed_are_refused_before_one_is(store):
     assert not [thread for thread in threading.enumerate() if thread.name == "dbuffer-follower"]
 
 
-class MeetsInSteps(LightEngine):
+class MeetsInSteps(FakeEngine):
     """An engine whose ranks can reach each other only while it is paused."""
 
     def __init__(self) -> None:

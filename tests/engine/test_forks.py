@@ -20,10 +20,11 @@ from dbuffer.engine.engine_options import UpdateRequest
 from dbuffer.errors import EngineUpdateError, VersionRegressedError
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.store.buffer import DoubleBuffer
-from tests.support.light_engines import WAIT_S, LightEngine, Scene, options
+from dbuffer.testing.engines import FakeEngine
+from dbuffer.testing.waiting import until
+from tests.support.light_engines import WAIT_S, Scene, options
 from tests.support.patterns import SMALL
 from tests.support.stores import WAYS, back_up, remove_store
-from tests.support.waiting import until
 
 OLD, NEW = 5, 7
 """Values of the tensors of the run before and of the next one; versions have other numbers."""
@@ -33,7 +34,7 @@ LOST = 100
 NUMBERS = pytest.mark.parametrize("version", [1, 5, 6], ids=["lower", "equal", "higher"])
 
 
-class Engine(LightEngine):
+class Engine(FakeEngine):
     """Engine that goes on when its follower has gone."""
 
     when_waiting: Callable[[], None] | None = None
@@ -57,7 +58,7 @@ def scene(store: Path, engine_id: str, caplog: pytest.LogCaptureFixture) -> Iter
     begin(store, 5, OLD)
     scene = Scene(store, engine_id, caplog, engine=Engine())
     yield scene
-    LightEngine.close(scene.engine)
+    FakeEngine.close(scene.engine)
 
 
 def begin(store: Path, version: int, value: int) -> None:
@@ -169,7 +170,7 @@ def test_going_back_does_not_take_the_next_runs_version_of_that_number(scene):
         with dbuffer.WeightSender(scene.store) as sender:
             sender.send(SMALL.weights(NEW), version=5)
             sender.send(SMALL.weights(NEW + 1))
-            scene.engine.model.failing_loads = 1
+            scene.engine.rank.failing_loads = 1
             assert follower.sync().version == 6, "loaded once more, and acknowledged"
     assert scene.engine.version == NEW + 1
 

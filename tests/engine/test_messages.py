@@ -29,7 +29,8 @@ from dbuffer.format.layout import TensorSpec
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import OwnRecord
-from tests.support.light_engines import Model, Rank, options
+from dbuffer.testing.engines import FakeRank
+from tests.support.light_engines import options
 from tests.support.patterns import SMALL
 
 OPTIONS = EngineOptions(store="/s", engine_id="e", instance_id="i", timeout_s=5)
@@ -137,12 +138,12 @@ class OneRank:
     """A rank that is asked directly."""
 
     def __init__(self, store: Path) -> None:
-        self.model = Model()
+        self.rank = FakeRank()
         self.endpoint = RankEndpoint()
         self.options = options(store)
 
     def ask(self, request: RankRequest) -> RankAnswer:
-        return capture_answer(lambda: self.endpoint.do(request, lambda: Rank(self.model)))
+        return capture_answer(lambda: self.endpoint.do(request, lambda: self.rank))
 
     def begin(self, **more: Any) -> RankReceiver:
         assert self.ask(RankRequest("begin", options=self.options, **more)) is None
@@ -160,7 +161,7 @@ def rank(store: Path) -> Iterator[OneRank]:
 
 
 def test_a_model_keeps_its_endpoint():
-    model, other = Model(), Model()
+    model, other = FakeRank(), FakeRank()
     assert RankEndpoint.of(model) is RankEndpoint.of(model)
     assert RankEndpoint.of(model) is not RankEndpoint.of(other)
 
@@ -203,7 +204,7 @@ def test_what_the_model_has_outlives_an_end_and_a_beginning_that_fails(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(Rank, "make_check", fail)
+        patch.setattr(FakeRank, "make_check", fail)
         answer = rank.ask(RankRequest("begin", options=rank.options))
     assert (type(answer), rank.endpoint.receiver) == (kind, None)
     assert str(error) in str(answer)

@@ -17,9 +17,10 @@ from dbuffer.engine.background import BackgroundFollower
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing import waiting
+from dbuffer.testing.engines import FakeEngine
 from dbuffer.tools.status import read_status
-from tests.support import waiting
-from tests.support.light_engines import WAIT_S, LightEngine, Scene, nearly_idle
+from tests.support.light_engines import WAIT_S, Scene, nearly_idle
 from tests.support.patterns import SMALL
 from tests.support.stores import remove_store
 
@@ -60,7 +61,7 @@ def test_engine_is_switched_once_and_stays(scene, mount, version):
             assert follower.sync() is None
         assert scene.engine.serves == (version, str(version))
         assert follower.applied == version
-        assert scene.engine.model.num_loads == 1
+        assert scene.engine.rank.num_loads == 1
         # A thread lets go of it after the switch.
         until("it is let go", lambda: rank(scene).held is None)
         assert rank(scene).stats["staged"] == 1
@@ -68,7 +69,7 @@ def test_engine_is_switched_once_and_stays(scene, mount, version):
 
 def test_other_engines_follow_the_newest_beside_it(scene):
     scene.publish(1, 2, 3)
-    other = Scene(scene.store, "other", None, engine=LightEngine(instance_id="two"))
+    other = Scene(scene.store, "other", None, engine=FakeEngine(instance_id="two"))
     with scene.background(version=1) as stays, other.background() as follows:
         stays.wait_applied(1, WAIT_S)
         for version in (4, 5, 6, 7):
@@ -85,7 +86,7 @@ def test_engine_goes_back_and_on_again(scene):
         scene.publish(2, 3, 4)
         follower.sync()
     with scene.follower(version=2) as follower:
-        scene.engine.model.failing_loads = 1
+        scene.engine.rank.failing_loads = 1
         with pytest.raises(dbuffer.EngineUpdateError, match="went back"):
             follower.sync()
         assert scene.engine.serves == (4, "4")
@@ -195,7 +196,7 @@ def test_what_asks_for_another_version_is_refused(scene):
         scene.engine.receiver.update(UpdateRequest())
         assert scene.engine.serves == (2, "2")
         # A forced sync brings it again, if it is there.
-        scene.engine.model.tensors = SMALL.weights(0)  # unnoticed
+        scene.engine.rank.tensors = SMALL.weights(0)  # unnoticed
         assert follower.sync(force=True).version == 2
         assert scene.engine.serves == (2, "2")
         scene.publish(4, 5, 6, 7, 8)
@@ -259,7 +260,7 @@ def test_senders_do_not_wait_for_it(scene, sender):
         assert (engine["only_version"], engine["lag_versions"]) == (2, None)
         with pytest.raises(dbuffer.WaitTimeoutError, match=f"{scene.engine_id} stays at 2"):
             sender.wait_applied(3, receivers=1, timeout_s=0.1)
-        other = Scene(scene.store, "other", None, engine=LightEngine(instance_id="two"))
+        other = Scene(scene.store, "other", None, engine=FakeEngine(instance_id="two"))
         with other.follower() as follows:
             follows.sync()
             sender.wait_applied(3, receivers=1, timeout_s=WAIT_S)

@@ -24,9 +24,9 @@ from dbuffer.engine.rank_receiver import RankReceiver
 from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.receive.stager import DeviceMemory
 from dbuffer.store.buffer import DoubleBuffer
-from tests.support.light_engines import Rank
+from dbuffer.testing.engines import FakeRank
+from dbuffer.testing.waiting import until
 from tests.support.soak import in_turn
-from tests.support.waiting import until
 from tests.support.worlds import Coordinator, World, world_of
 
 SIZE = 4
@@ -69,8 +69,6 @@ class Model(nn.Module):
                 parameter = nn.Parameter(torch.ones(shape, dtype=DTYPE), requires_grad=False)
                 parameter.weight_loader = self.of_this_rank(loader)
                 self.register_parameter(f"{kind}_{layer}", parameter)
-        self.num_loads = 0
-        self.checkpoint: dict[str, torch.Tensor] = {}
 
     def of_this_rank(self, loader: Callable[..., None]) -> Callable[..., None]:
         return lambda parameter, loaded: loader(parameter, loaded, self.rank)
@@ -79,24 +77,6 @@ class Model(nn.Module):
         for name, tensor in weights:
             parameter = self.get_parameter(name)
             parameter.weight_loader(parameter, tensor)
-
-    # What swaps weights in.
-
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool = False) -> None:
-        self.num_loads += 1  # two for a switch that proves the plan
-        self.load_weights(tensors)
-
-    def require_reloadable(self) -> None:
-        """Its loaders find each parameter by its name."""
-
-    def load_checkpoint(self) -> None:
-        self.load_weights(self.checkpoint.items())
-
-    def refuse_to_serve(self, reason: str) -> None:
-        raise AssertionError(reason)
-
-    def serve_again(self) -> None:
-        """It has never stopped."""
 
 
 class Watched(MetaModel):
@@ -108,18 +88,29 @@ class Watched(MetaModel):
             self.require_whole(name, parameter, 1)
 
 
-class PlannedRank(Rank):
+class PlannedRank(FakeRank):
     """A rank of a model of several parts."""
 
     not_weights = ("num_loads", "_dbuffer_endpoint")
 
     def __init__(self, model: Model, ranks: RankChannel) -> None:
-        super().__init__(model, ranks)
+        super().__init__(ranks=ranks)
         self.module = model
+        self.checkpoint: dict[str, torch.Tensor] = {}
 
     def make_check(self) -> ShapeCheck:
         with torch.device("meta"):
             return ShapeCheck(Watched(Model(self.ranks.rank)))
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool = False) -> None:
+        self.num_loads += 1  # two for a switch that proves the plan
+        self.module.load_weights(tensors)
+
+    def load_checkpoint(self) -> None:
+        self.module.load_weights(self.checkpoint.items())
+
+    def refuse_to_serve(self, reason: str) -> None:
+        raise AssertionError(reason)
 
 
 _engine: list[tuple[PlannedRank, RankReceiver]] = []
@@ -139,8 +130,8 @@ def start(rank: int, store: Path, staging: str, more: dict[str, Any] | None = No
 
 
 def parameters(rank: int) -> tuple[int, dict[str, torch.Tensor]]:
-    module = _engine[-1][0].module
-    return module.num_loads, {name: p.clone() for name, p in module.named_parameters()}
+    rank = _engine[-1][0]
+    return rank.num_loads, {name: p.clone() for name, p in rank.module.named_parameters()}
 
 
 def update(rank: int, version: int) -> tuple[int, dict[str, torch.Tensor]]:
@@ -434,9 +425,9 @@ def test_a_load_into_a_part_of_a_model_makes_its_weights_unknown():
 
 def start_on_checkpoint(rank: int, store: Path, checkpoint: dict[str, torch.Tensor]) -> None:
     start(rank, store, "auto")
-    module = _engine[-1][0].module
-    module.checkpoint = checkpoint
-    module.load_checkpoint()
+    mine = _engine[-1][0]
+    mine.checkpoint = checkpoint
+    mine.load_checkpoint()
 
 
 def fail_loads(rank: int) -> None:
@@ -446,12 +437,12 @@ def fail_loads(rank: int) -> None:
         raise RuntimeError("the bus is on fire")
 
     if rank == 1:
-        _engine[-1][0].module.load = fail
+        _engine[-1][0].load = fail
 
 
 def mend_loads(rank: int) -> None:
     if rank == 1:
-        del _engine[-1][0].module.load
+        del _engine[-1][0].load
 
 
 def test_a_delta_is_not_patched_upon_a_checkpoint(tmp_path, monkeypatch):

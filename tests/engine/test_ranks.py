@@ -20,10 +20,11 @@ from dbuffer.engine.follower import Follower
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.rank_receiver import RankReceiver
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.engines import FakeEngine, FakeRank
+from dbuffer.testing.waiting import until
 from tests.support.children import Child
-from tests.support.light_engines import LightEngine, Model, Rank, options
+from tests.support.light_engines import options
 from tests.support.patterns import SMALL
-from tests.support.waiting import until
 from tests.support.worlds import Coordinator, Failure, world_of
 
 SIZE = 3
@@ -147,7 +148,7 @@ def die_in_gather(rank: int) -> list[Any]:
 # An engine that is ours
 
 
-class UnevenRank(Rank):
+class UnevenRank(FakeRank):
     """A rank of several, of which one has no place for a tensor."""
 
     def require_fitting(self, names: list[str]) -> None:
@@ -155,14 +156,14 @@ class UnevenRank(Rank):
             raise dbuffer.WeightsMismatchError(f"{UNFIT} does not fit this rank")
 
 
-_state: list[tuple[Model, RankReceiver]] = []
+_state: list[tuple[FakeRank, RankReceiver]] = []
 
 
 def start(rank: int, store: Path) -> None:
-    mine = UnevenRank(Model(), ranks())
+    mine = UnevenRank(ranks=ranks())
     endpoint = RankEndpoint()
     endpoint.begin(lambda: mine, options(store, NAME))
-    _state.append((mine.model, endpoint.receiver))
+    _state.append((mine, endpoint.receiver))
 
 
 def update(rank: int, version: int, stop_at: str = "") -> int | None:
@@ -304,7 +305,7 @@ def test_ranks_that_took_different_versions_all_take_the_highest(world, store):
 
 def replica(connection: Connection, store: Path, instance_id: str) -> None:
     """An engine with its follower: tell what it serves, says, and is called, when asked."""
-    engine = LightEngine(instance_id=instance_id)
+    engine = FakeEngine(instance_id=instance_id)
     with Follower(engine, options(store, NAME)) as follower:
         follower.start()
         connection.send((engine.version, follower.applied, follower.engine_id))

@@ -29,10 +29,10 @@ from typing import Any
 import pytest
 
 import dbuffer
+from dbuffer.testing.waiting import until
 from tests.lab.lab import LIMIT_S
 from tests.support import children
 from tests.support.soak import is_soak
-from tests.support.waiting import until
 
 LAB = Path("/lab")
 EXPORT = Path("/export")

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import dbuffer
 from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support.children import Child
 from tests.support.patterns import Pattern
-from tests.support.waiting import TIMEOUT_S
 
 
 def publish_when_told(

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import dbuffer
 from dbuffer.runtime.timing import TIMING
+from dbuffer.testing.patterns import Sparse
+from dbuffer.testing.waiting import TIMEOUT_S
 from tests.lab.guest import Guest
 from tests.lab.hosts import applied, load_each, publish_when_told, published
 from tests.lab.lab import scenario
 from tests.lab.scenarios_mirror import local_stores, mirror
 from tests.lab.scenarios_store import read_with_delays
-from tests.support.patterns import Sparse, newest
+from tests.support.patterns import newest
 from tests.support.soak import is_soak
-from tests.support.waiting import TIMEOUT_S
 
 MB = 1 << 20
 SMALL_CHANGES = Sparse(num_tensors=12, numel=16_384)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from dbuffer.tools.doctor import peer, probes
 from dbuffer.tools.doctor.probes import Finding
 from tests.lab.guest import Guest
 from tests.lab.lab import scenario
 from tests.support.soak import is_soak
-from tests.support.waiting import TIMEOUT_S, until
 
 
 def examine(connection: Connection, path: Path) -> None:

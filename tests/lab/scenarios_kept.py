@@ -11,12 +11,13 @@ import dbuffer
 from dbuffer.engine.follower import Follower
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.engines import FakeEngine
+from dbuffer.testing.waiting import TIMEOUT_S
 from tests.lab.guest import Guest
 from tests.lab.lab import scenario
-from tests.support.light_engines import LightEngine, options
+from tests.support.light_engines import options
 from tests.support.patterns import SMALL
 from tests.support.soak import is_soak
-from tests.support.waiting import TIMEOUT_S
 
 KEEP = 3
 PINNED = 2
@@ -69,7 +70,7 @@ def read_kept_versions(connection: Connection, path: Path) -> None:
 
 def stay_on_a_version(connection: Connection, path: Path) -> None:
     """Pin a version, serve it, and say after each word what is served, and what is refused."""
-    store, engine = path / "store", LightEngine()
+    store, engine = path / "store", FakeEngine()
     kept.pin(DoubleBuffer(store), PINNED)
     with Follower(engine, options(store, version=PINNED, timeout_s=TIMEOUT_S)) as follower:
         switch = follower.sync()
@@ -79,9 +80,7 @@ def stay_on_a_version(connection: Connection, path: Path) -> None:
             gone = connection.recv()
             assert follower.sync() is None
             try:
-                Follower(
-                    LightEngine(instance_id="two"), options(store, "two", version=gone)
-                ).start()
+                Follower(FakeEngine(instance_id="two"), options(store, "two", version=gone)).start()
             except dbuffer.VersionError as error:
                 connection.send(str(error))
 

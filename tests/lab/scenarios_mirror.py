@@ -13,14 +13,14 @@ from typing import Any
 
 from dbuffer.mirror import sources as mirror_sources
 from dbuffer.mirror.mirror import Mirror
+from dbuffer.testing.waiting import TIMEOUT_S
 from tests.lab.guest import Guest
 from tests.lab.hosts import Looking, applied, load_each, publish_when_told, published
 from tests.lab.lab import scenario
-from tests.support.moments import Step, at_step
 from tests.support.patterns import Pattern, newest
 from tests.support.soak import IN_SOAKS_ALONE, is_soak
+from tests.support.steps import Step, at_step
 from tests.support.stores import SHARED_MEMORY
-from tests.support.waiting import TIMEOUT_S
 
 MB = 1 << 20
 WEIGHTS_BYTES = 5 * MB

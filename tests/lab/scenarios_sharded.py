@@ -19,12 +19,14 @@ import dbuffer
 from dbuffer.format.places import BUFFERS, part_name
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.moments import die
+from dbuffer.testing.patterns import Sparse
 from tests.lab.guest import Guest
 from tests.lab.hosts import applied, load_each
 from tests.lab.lab import scenario
-from tests.support.moments import Step, at_step, die
-from tests.support.patterns import Pattern, Sparse, newest
+from tests.support.patterns import Pattern, newest
 from tests.support.soak import IN_SOAKS_ALONE
+from tests.support.steps import Step, at_step
 
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
 

@@ -25,14 +25,14 @@ from dbuffer.receive import reader as reader_module
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.open_version import OpenStoreVersion
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.lab.guest import Guest, times_to_look
 from tests.lab.hosts import Looking, publish_when_told, published
 from tests.lab.lab import scenario
 from tests.support.children import Child
-from tests.support.moments import Step, at_step
 from tests.support.patterns import Pattern
 from tests.support.soak import is_soak
-from tests.support.waiting import TIMEOUT_S, until
+from tests.support.steps import Step, at_step
 
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
 WEIGHTS_BYTES = 12 * 16_384 * 8  # 1.5 MiB

@@ -14,6 +14,7 @@ import torch
 
 import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.waiting import until
 from tests.support.engines.misfits import MISFITS, NORM
 from tests.support.engines.sglang_engines import (
     PROMPTS,
@@ -24,7 +25,6 @@ from tests.support.engines.sglang_engines import (
     version_told,
 )
 from tests.support.engines.tiny_models import make_model, save_model, transformers_greedy
-from tests.support.waiting import until
 
 FORMS: dict[str, Callable[[torch.nn.Module], Any]] = {
     "of eight bits": lambda layer: layer.float().to(torch.float8_e4m3fn),

@@ -13,10 +13,10 @@ import pytest
 import dbuffer
 from dbuffer.integrations.sglang import follow
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.waiting import until
 from tests.support.engines.families import CONFIGURATIONS, save_family
 from tests.support.engines.sglang_engines import greedy, label, prefork, start_engine
 from tests.support.engines.tiny_models import save_model
-from tests.support.waiting import until
 
 ORDER = (1, 0, 1, 0)
 """Of the two checkpoints, as they are published: where switches are copies, the last ones are."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.engines.tiny_models import make_model, save_model
 from tests.support.engines.vllm_engines import (
     NUM_TOKENS,
@@ -28,7 +29,7 @@ from tests.support.engines.vllm_engines import (
     judge,
     start_llm,
 )
-from tests.support.waiting import TIMEOUT_S, meanwhile, until
+from tests.support.waiting import meanwhile
 
 with warnings.catch_warnings():
     # torchrl warns of its own legacy classes, and of torch's, as it is imported.

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import dbuffer
+from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support.engines.vllm_engines import judge
-from tests.support.waiting import TIMEOUT_S
 
 WEIGHTS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(6.0)}
 

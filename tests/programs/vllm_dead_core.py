@@ -18,9 +18,9 @@ from dbuffer.engine.engine_options import UpdateRequest
 from dbuffer.engine.messages import RankRequest
 from dbuffer.integrations.vllm import follow
 from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
+from dbuffer.testing.waiting import until
 from tests.support.engines.tiny_models import revealing_weights, save_revealing, token_of
 from tests.support.engines.vllm_engines import greedy, judge, start_llm
-from tests.support.waiting import until
 
 SOON_S = 20.0
 

@@ -18,6 +18,7 @@ import dbuffer
 from dbuffer.engine.endpoint import RankEndpoint
 from dbuffer.integrations.vllm import follow
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.waiting import until
 from tests.support.engines.tiny_models import (
     SHAPE,
     save_mixed,
@@ -34,7 +35,7 @@ from tests.support.engines.vllm_engines import (
     set_packing,
     start_llm,
 )
-from tests.support.waiting import error_of, until
+from tests.support.waiting import error_of
 
 
 def run(directory: Path) -> None:

@@ -20,12 +20,13 @@ import pytest
 import dbuffer
 from dbuffer.integrations.vllm import follow
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.waiting import until
 from tests.support.children import is_running
 from tests.support.engines.tiny_models import make_model, save_model
 from tests.support.engines.vllm_engines import engine_arguments, greedy, judge
 from tests.support.soak import is_soak
 from tests.support.stores import number_in, receiver_records, remove_store
-from tests.support.waiting import error_of, until
+from tests.support.waiting import error_of
 
 WAIT_S = 60.0
 AFTER_TENSORS = 3

@@ -14,6 +14,7 @@ import pytest
 import dbuffer
 from dbuffer.integrations.vllm import follow
 from dbuffer.integrations.vllm.core_pauses import HOLD
+from dbuffer.testing.waiting import until
 from tests.support.engines.async_engines import STEP_TIMEOUT_S, Asking, answer_afresh
 from tests.support.engines.async_engines import until as until_async
 from tests.support.engines.in_workers import let_fail, let_wait, let_work
@@ -39,7 +40,7 @@ from tests.support.engines.vllm_servers import (
     following,
 )
 from tests.support.ports import free_port
-from tests.support.waiting import error_of, until
+from tests.support.waiting import error_of
 
 REPLICAS = (0, 1)
 ENGINE = "policy"

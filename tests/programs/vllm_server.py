@@ -20,6 +20,7 @@ from typing import Any
 import dbuffer
 from dbuffer.integrations.vllm import follow
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.waiting import until
 from dbuffer.tools import cli
 from tests.support.engines import preforked
 from tests.support.engines.patch_trainers import all_of
@@ -43,7 +44,6 @@ from tests.support.engines.vllm_servers import (
 )
 from tests.support.ports import free_port
 from tests.support.soak import is_soak
-from tests.support.waiting import until
 
 ENGINE_TIMEOUT_S = 10
 LONG_TIMEOUT_S = 120

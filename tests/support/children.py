@@ -6,28 +6,21 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
-import traceback
-from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
-import torch
 
+from dbuffer.testing import processes
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support import ROOT
-from tests.support.timings import current_timings, set_timings
-from tests.support.waiting import TIMEOUT_S, until
 
-_processes = multiprocessing.get_context("forkserver")
 # Python 3.11 does not give that process our `sys.path`, and it skips what it cannot import.
 _paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
@@ -54,7 +47,7 @@ def preload(*modules: str) -> None:
 
 
 def _name_modules() -> None:
-    _processes.set_forkserver_preload([*_PRELOADED, "tests.support.frozen"])
+    processes.FORK_SERVER.set_forkserver_preload([*_PRELOADED, "tests.support.frozen"])
 
 
 def start_server() -> None:
@@ -73,21 +66,8 @@ def start_server() -> None:
 def is_running(pid: int) -> bool:
     """Whether a process is there; an orphan stays as a zombie where nothing collects it."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return _state_of(pid) != "Z"
+        return processes.state_of(pid) != "Z"
     return False
-
-
-def in_a_fork(body: Callable[[], None]) -> int:
-    """Run it in a fork of this process, which is killed if it hangs; the fork's exit status."""
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(60)
-            body()
-            os._exit(0)
-        os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def open_files(*parts: str) -> list[str]:
@@ -99,84 +79,12 @@ def open_files(*parts: str) -> list[str]:
     return sorted(name for name in found if any(part in name for part in parts))
 
 
-class Child:
-    """A process that runs ``function(connection, *args)`` and never outlives its block.
+class Child(processes.Child):
+    """A child that is forked off a process which has imported torch and more."""
 
-    ``processes``: what of :mod:`multiprocessing` starts it, if not the fork server of all tests.
-    """
-
-    def __init__(
-        self, function: Callable[..., None], *args: Any, processes: Any = _processes
-    ) -> None:
-        if processes is _processes:
-            start_server()
-        self._connection, theirs = processes.Pipe()
-        self._process = processes.Process(
-            target=_run,
-            args=(function, theirs, args, dict(os.environ), current_timings()),
-        )
-        self._process.start()
-        theirs.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.signal(signal.SIGKILL)
-        self._process.join(TIMEOUT_S)
-        self._process.close()
-        self._connection.close()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def receive(self, timeout_s: float = TIMEOUT_S) -> Any:
-        """What the child sends next."""
-        assert self._connection.poll(timeout_s), f"the child sent nothing for {timeout_s} s"
-        try:
-            return self._connection.recv()
-        except EOFError:
-            raise AssertionError(f"the child ended with {self.wait()}") from None
-
-    def has_sent(self) -> bool:
-        """Wait until the child sends something, or ends; whether it sends something."""
-        assert self._connection.poll(TIMEOUT_S), "the child neither sends anything nor ends"
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as connection:
-            try:
-                return connection.recv(1, socket.MSG_PEEK) != b""
-            except ConnectionResetError:  # it ended before it read what it was sent
-                return False
-
-    def send(self, value: Any = None) -> None:
-        self._connection.send(value)
-
-    def signal(self, number: int) -> None:
-        if self._process.exitcode is None:
-            # Whoever forks children has seen the end of one a moment before telling us of it.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """Kill it, and wait for its end."""
-        self.signal(signal.SIGKILL)
-        assert self.wait() == -signal.SIGKILL
-
-    def wait(self, timeout_s: float = TIMEOUT_S) -> int:
-        """Wait for its end; the exit status, negative for a signal."""
-        self._process.join(timeout_s)
-        assert self._process.exitcode is not None, f"the child still runs after {timeout_s} s"
-        return self._process.exitcode
-
-    def wait_until_stopped(self) -> None:
-        """Wait until a SIGSTOP has taken effect."""
-
-        def has_stopped() -> bool:
-            assert self._process.exitcode is None, "the child ended"
-            return _state_of(self.pid) == "T"
-
-        until("the child has stopped", has_stopped, TIMEOUT_S)
+    def __init__(self, *arguments: Any, **how: Any) -> None:
+        start_server()
+        super().__init__(*arguments, **how)
 
 
 class Command(Child):
@@ -247,31 +155,6 @@ def _command(
     from dbuffer.__main__ import main
 
     main()
-
-
-def _state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def _run(
-    function: Callable[..., None],
-    connection: Connection,
-    args: tuple[Any, ...],
-    environment: dict[str, str],
-    seconds: dict[str, float],
-) -> None:
-    # As a fork of the test's own process would have it: the server may be older than a change.
-    set_timings(seconds)
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_num_threads(1)  # so that the child can fork, and does not fight for two cores
-    try:
-        function(connection, *args)
-    except SystemExit:
-        raise
-    except BaseException:
-        traceback.print_exc()
-        raise
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

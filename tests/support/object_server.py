@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Self
 from unittest import mock
 
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.ports import free_port
-from tests.support.waiting import TIMEOUT_S, until
 
 BUCKET = "weights"
 _ACCESS_KEY_ID, _SECRET_ACCESS_KEY = "test-key", "test-secret"

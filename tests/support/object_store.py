@@ -29,8 +29,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.object_server import RunningServer, variables
-from tests.support.waiting import TIMEOUT_S, until
 
 
 def set_environment(endpoint: str, patch: pytest.MonkeyPatch) -> None:

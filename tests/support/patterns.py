@@ -1,8 +1,7 @@
-"""Weights that know their version, name and place."""
+"""Patterns published and read, and tensors of every other kind."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,73 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dbuffer
-
-
-class Pattern:
-    """Tensors whose every element is a function of version, name and position.
-
-    A tensor from another version, under another's name or from another place in the file has no
-    element in common with the right one.
-    """
-
-    def __init__(self, num_tensors: int = 8, numel: int = 256) -> None:
-        self.names = [f"layers.{index}.weight" for index in range(num_tensors)]
-        self._numel = numel
-
-    @functools.cached_property
-    def _position(self) -> torch.Tensor:
-        return torch.arange(self._numel, dtype=torch.int64)
-
-    @functools.cached_property
-    def _base(self) -> torch.Tensor:
-        return torch.stack([self._position + (index << 24) for index in range(len(self.names))])
-
-    def weights(self, version: int) -> dict[str, torch.Tensor]:
-        """What is published as ``version`` (below 2**19)."""
-        return dict(zip(self.names, self._base + (version << 44), strict=True))
-
-    def empty(self) -> dict[str, torch.Tensor]:
-        """A target to load into."""
-        return dict(zip(self.names, torch.zeros_like(self._base), strict=True))
-
-    def version_of(self, tensors: Mapping[str, torch.Tensor]) -> int | None:
-        """The version that all of these are of; None if they are a mix."""
-        if list(tensors) != self.names:
-            return None
-        version = int(tensors[self.names[0]][0]) >> 44
-        right = torch.unbind(self._base + (version << 44))
-        pairs = zip(self.names, right, strict=True)
-        return version if all(torch.equal(tensors[name], value) for name, value in pairs) else None
-
-
-class Sparse(Pattern):
-    """A pattern of which each version changes one element in so many: what deltas are for.
-
-    Each tensor tells all versions from one another still.
-    """
-
-    def __init__(self, num_tensors: int = 8, numel: int = 256, one_in: int = 16) -> None:
-        super().__init__(num_tensors, numel)
-        self.names = [f"sparse.{index}.weight" for index in range(num_tensors)]
-        self._one_in = one_in
-
-    def weights(self, version: int) -> dict[str, torch.Tensor]:
-        changed_at = version - (version - self._position) % self._one_in
-        return dict(zip(self.names, self._base + (changed_at.clamp(min=0) << 44), strict=True))
-
-    def version_of(self, tensors: Mapping[str, torch.Tensor]) -> int | None:
-        if list(tensors) != self.names:
-            return None
-        version = int(tensors[self.names[0]].max()) >> 44
-        right = self.weights(version)
-        return version if all(torch.equal(tensors[name], right[name]) for name in right) else None
-
-
-SMALL = Pattern()
-
-OTHER = Pattern(num_tensors=5, numel=700)
-
-SPARSE = Sparse()
+from dbuffer.testing.patterns import OTHER, SMALL, SPARSE, Pattern
 
 
 def publish(sender: dbuffer.WeightSender, *versions: int, pattern: Pattern = SMALL) -> None:

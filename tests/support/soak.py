@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.moments import MOMENTS, at_call
-from tests.support.waiting import TIMEOUT_S
+from dbuffer.testing.moments import MOMENTS, at_call
+from dbuffer.testing.waiting import TIMEOUT_S
 
 Record = Callable[[str, int], None]
 """pytest's ``record_property``: a figure that is added up over all tests, and told at the end."""

@@ -20,7 +20,7 @@ from dbuffer.format.lineage import Run, VersionId
 from dbuffer.format.manifest import Manifest
 from dbuffer.store import filesystem
 from dbuffer.store.watcher import Watcher
-from tests.support.waiting import until
+from dbuffer.testing.waiting import until
 
 SHARED_MEMORY = Path("/dev/shm")
 

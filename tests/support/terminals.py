@@ -11,8 +11,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.children import Child
-from tests.support.waiting import TIMEOUT_S, until
 
 COLUMNS, ROWS = 80, 24
 

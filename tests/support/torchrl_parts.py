@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 
     from dbuffer.integrations.torchrl import DoubleBufferSyncScheme
 
-from tests.support.waiting import TIMEOUT_S, until
+from dbuffer.testing.waiting import TIMEOUT_S, until
 
 TORN = -1.0
 """What `WholePolicy` does when its weights are of two versions."""

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 from torch import distributed
 
+from dbuffer.testing.timings import timings
 from tests.support.children import Child
-from tests.support.timings import timings
 
 OUTCOME_TIMEOUT_S = 120.0
 

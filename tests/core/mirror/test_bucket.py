@@ -39,6 +39,8 @@ from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.mirror.sweep import KEEP_ANCHORS
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import OwnRecord
+from dbuffer.testing.patterns import Sparse
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.children import Child
 from tests.support.object_store import (
     FAULTS,
@@ -51,8 +53,7 @@ from tests.support.object_store import (
     status,
     truncate_answer,
 )
-from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, Sparse, newest
-from tests.support.waiting import TIMEOUT_S, until
+from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest
 
 pytestmark = pytest.mark.timing(
     bucket_list_s=0.05,

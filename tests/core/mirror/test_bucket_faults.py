@@ -16,6 +16,7 @@ import dbuffer
 from dbuffer.errors import DBufferError
 from dbuffer.mirror import bucket, upload
 from dbuffer.mirror.mirror import Mirror
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.children import Child, is_running
 from tests.support.object_store import (
     FAULTS,
@@ -29,7 +30,6 @@ from tests.support.object_store import (
 )
 from tests.support.patterns import SMALL, SPARSE, Pattern, received
 from tests.support.soak import IN_SOAKS_ALONE, numbers
-from tests.support.waiting import TIMEOUT_S, until
 
 pytestmark = pytest.mark.timing(request_retry_s=0.005, retry_min_s=0.02)
 

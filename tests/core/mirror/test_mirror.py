@@ -41,13 +41,15 @@ from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.liveness import Process
 from dbuffer.store.writer import BufferWriter
+from dbuffer.testing.moments import COPIES, at_call, die, stop
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support import ROOT
 from tests.support.children import Child, Command, call
 from tests.support.damage import flip_bit
-from tests.support.moments import COPIES, Step, at_call, at_step, die, stop
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest, received
 from tests.support.ports import free_port
 from tests.support.soak import is_soak, numbers, patience_s
+from tests.support.steps import Step, at_step
 from tests.support.stores import (
     assert_tidy,
     begin_watching,
@@ -59,7 +61,7 @@ from tests.support.stores import (
     small_disk,
     without_flock,
 )
-from tests.support.waiting import TIMEOUT_S, meanwhile, until
+from tests.support.waiting import meanwhile
 
 MEGABYTE = 1 << 20
 LONG = Pattern(num_tensors=9, numel=MEGABYTE // 8)  # 9 MB: read in three spans

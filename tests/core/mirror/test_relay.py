@@ -23,9 +23,10 @@ from dbuffer.mirror.relay import RELAY_S, AcknowledgementRelay, StoreRecords
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.children import Child
 from tests.support.patterns import SMALL, newest
-from tests.support.waiting import TIMEOUT_S, Gate, until
+from tests.support.waiting import Gate
 
 POLL_S = 0.05
 

@@ -16,9 +16,9 @@ from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import newest_version
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.patterns import Sparse
+from dbuffer.testing.waiting import until
 from tests.support.object_store import FaultyProxy, Request
-from tests.support.patterns import Sparse
-from tests.support.waiting import until
 
 LONG = Sparse(num_tensors=9, numel=1 << 14)
 PART_BYTES = 1 << 18

@@ -17,11 +17,11 @@ from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.object_store import FAULTS, FaultyProxy, Request, set_environment, slow
 from tests.support.patterns import SPARSE
 from tests.support.soak import is_soak
 from tests.support.stores import remove_store
-from tests.support.waiting import TIMEOUT_S, until
 
 NUM_WORLDS = 500 if is_soak() else 40
 NUM_GROUPS = 4

@@ -34,6 +34,7 @@ from dbuffer.receive import reader as reader_module
 from dbuffer.store import retention
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.writer import BufferWriter
+from dbuffer.testing.waiting import TIMEOUT_S
 from dbuffer.tools.status import read_status
 from dbuffer.tools.verification import verify_store
 from tests.support.children import Child
@@ -41,7 +42,6 @@ from tests.support.damage import flip_bit
 from tests.support.patterns import OTHER, SPARSE, assert_same, newest, received
 from tests.support.soak import in_turn
 from tests.support.stores import fill, named_files, small_disk, version_files
-from tests.support.waiting import TIMEOUT_S
 
 Tensors = dict[str, torch.Tensor]
 

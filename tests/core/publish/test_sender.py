@@ -28,9 +28,9 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.store import acknowledgements
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.children import Child, open_files
 from tests.support.patterns import assert_same, bits, checksum_of, random_bits, received
-from tests.support.waiting import TIMEOUT_S, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

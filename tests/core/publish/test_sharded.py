@@ -42,9 +42,10 @@ from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.writer import BufferWriter
+from dbuffer.testing.moments import COPIES, at_call, die, stop
+from dbuffer.testing.waiting import TIMEOUT_S
 from dbuffer.tools.verification import verify_store
 from tests.support.damage import flip_bit
-from tests.support.moments import COPIES, at_call, die, stop
 from tests.support.patterns import SMALL, assert_same, newest
 from tests.support.sharded import (
     CASES,
@@ -81,7 +82,7 @@ from tests.support.stores import (
     weights_files,
     without_garbage_collection,
 )
-from tests.support.waiting import TIMEOUT_S, meanwhile
+from tests.support.waiting import meanwhile
 from tests.support.worlds import World
 
 

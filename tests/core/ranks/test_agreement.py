@@ -16,11 +16,11 @@ import dbuffer
 from dbuffer.ranks import agreement
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime.timing import TIMING
-from tests.support.moments import at_call
+from dbuffer.testing.moments import at_call
+from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support.patterns import newest
 from tests.support.sharded import Way, mounted
 from tests.support.soak import in_turn
-from tests.support.waiting import TIMEOUT_S
 from tests.support.worlds import world_of
 
 world = world_of(3)

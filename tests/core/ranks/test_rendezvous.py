@@ -13,8 +13,8 @@ from torch import distributed
 
 import dbuffer
 from dbuffer.ranks.agreement import meet
+from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support.ports import free_port
-from tests.support.waiting import TIMEOUT_S
 from tests.support.worlds import World
 
 SOON_S = 0.2

@@ -17,9 +17,10 @@ import dbuffer
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.runtime.trouble import RetryLoop
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.waiting import until
 from tests.support.patterns import SMALL
 from tests.support.stores import remove_store
-from tests.support.waiting import meanwhile, until
+from tests.support.waiting import meanwhile
 
 logger = logging.getLogger(__name__)
 

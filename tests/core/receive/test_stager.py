@@ -30,12 +30,13 @@ from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.receive.stager import Staged, Stager, StagingMemory
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.writer import BufferWriter
+from dbuffer.testing.waiting import until
 from tests.support.children import Child, run_program
 from tests.support.damage import flip_bit
 from tests.support.patterns import OTHER, SMALL, Pattern, publish
 from tests.support.soak import in_turn
 from tests.support.stores import begin_watching, remove_store
-from tests.support.waiting import meanwhile, until
+from tests.support.waiting import meanwhile
 
 SOON_S = 20.0
 """Bound of what would take a minute if it were wrong."""

@@ -14,8 +14,8 @@ from dbuffer.io.copier import Copier
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.stager import Stager
 from dbuffer.runtime.cores import use_cores_of_parent
+from dbuffer.testing.waiting import until
 from tests.support.children import Child
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
 

@@ -25,9 +25,9 @@ from dbuffer.errors import (
 from dbuffer.store import filesystem, medium
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.medium import medium_of
-from tests.support.children import in_a_fork
+from dbuffer.testing.processes import in_a_fork
+from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support.stores import open_below, small_disk
-from tests.support.waiting import TIMEOUT_S
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from dbuffer.format import chain
 from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.open_version import OpenStoreVersion
+from dbuffer.testing.moments import CHANGING_CALLS, at_call, die
 from tests.support.children import Child, call
-from tests.support.moments import die_before_call
 from tests.support.patterns import SMALL, SPARSE, Pattern, newest, opened, publish, received
 from tests.support.soak import numbers
 from tests.support.stores import (
@@ -282,7 +282,7 @@ def test_a_sender_that_rewrites_files_spares_a_kept_one(store):
 
 def _publish_and_die(_: object, store: Path, number: int, delta: bool) -> None:
     with dbuffer.WeightSender(store, keep=KEEP, delta=delta, reader_timeout_s=0) as sender:
-        die_before_call(number)
+        at_call(number, die, CHANGING_CALLS)
         sender.send(SPARSE.weights(7), version=7)
         sender.republish(4)
         sys.setprofile(None)

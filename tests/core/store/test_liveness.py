@@ -29,13 +29,13 @@ from dbuffer.store.buffer import DoubleBuffer, _file_state
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.liveness import Process
 from dbuffer.store.records import OwnRecord, RecordFile
+from dbuffer.testing.moments import LOOKS, at_call
+from dbuffer.testing.waiting import until
 from dbuffer.tools.status import read_status
 from tests.support.children import Child
-from tests.support.moments import LOOKS, at_call
 from tests.support.namespaces import Boxed
 from tests.support.patterns import SMALL, newest, publish
 from tests.support.stores import applied, make_temporaries_old, weights_files
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.timing(last_word_s=0.2)
 

@@ -19,10 +19,11 @@ import dbuffer
 from dbuffer.format.manifest import Manifest
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
+from dbuffer.testing.moments import die, stop
 from dbuffer.tools import cli
 from tests.support.children import Child
-from tests.support.moments import Step, at_step, die, stop
 from tests.support.patterns import SMALL, load, newest, publish
+from tests.support.steps import Step, at_step
 
 pytestmark = pytest.mark.usefixtures("network")
 

@@ -27,12 +27,13 @@ from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.medium import medium_of
 from dbuffer.store.open_version import OpenStoreVersion, open_newest, open_version
+from dbuffer.testing.moments import LOOKS, at_call
 from dbuffer.tools import cli
 from tests.support.children import Child
 from tests.support.damage import flip_bit, weights_file
-from tests.support.moments import LOOKS, Step, at_call, at_step
 from tests.support.patterns import OTHER, SMALL, Pattern, load, newest, publish
 from tests.support.soak import in_turn, is_soak
+from tests.support.steps import Step, at_step
 from tests.support.stores import version_files, weights_files
 
 pytestmark = pytest.mark.usefixtures("network")

@@ -18,10 +18,10 @@ from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
+from dbuffer.testing.waiting import until
 from tests.support.children import Child
 from tests.support.patterns import SMALL
 from tests.support.stores import RUN, applied, fill, small_disk
-from tests.support.waiting import until
 
 NOBODY = 65534
 FOURTH = VersionId(RUN, 4)
@@ -170,6 +170,19 @@ def test_what_could_not_be_written_is_written_when_it_can_be(tmp_path, mount):
         filler.unlink()
         until("it is written", lambda: read(disk / "store") == record.current)
         record.close()
+
+
+@pytest.mark.timing(heartbeat_s=0.02)
+def test_what_was_written_while_the_store_was_put_back_is_written_then(made, mount):
+    """A store that is removed and copied back is away for a moment."""
+    record = RecordFile(made, "one")
+    record.write(**applied(1))
+    away = made.rename(made.with_name("away"))
+    record.write(**applied(2))
+    away.rename(made)
+    assert read(made).applied_version == 1
+    until("it is written", lambda: read(made) == record.current)
+    record.close()
 
 
 def test_a_receiver_with_a_mirrors_form_of_id_is_no_mirror(store, sender):

@@ -23,8 +23,8 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.liveness import owner_fields
 from dbuffer.store.records import OwnRecord
 from dbuffer.store.retention import Retention
+from dbuffer.testing.moments import die
 from tests.support.children import Child
-from tests.support.moments import die
 from tests.support.patterns import OTHER, SMALL, SPARSE, newest, publish
 from tests.support.stores import named_files, version_files, weights_files
 

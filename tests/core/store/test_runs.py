@@ -22,8 +22,8 @@ import pytest
 import dbuffer
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.moments import MOMENTS, at_call, die
 from tests.support.children import Child, call
-from tests.support.moments import MOMENTS, at_call, die
 from tests.support.patterns import SMALL, opened
 from tests.support.soak import is_soak, numbers
 from tests.support.stores import WAYS, back_up, copy_over, receiver_records, rename

@@ -21,9 +21,10 @@ from dbuffer import WeightReceiver, WeightSender
 from dbuffer.store import filesystem, medium
 from dbuffer.store import watcher as watcher_module
 from dbuffer.store.watcher import Watcher
+from dbuffer.testing.waiting import until
 from tests.support.soak import in_turn
 from tests.support.stores import begin_watching, remove_store
-from tests.support.waiting import meanwhile, until
+from tests.support.waiting import meanwhile
 
 LONG_S = 300.0
 """A poll interval that no test waits for."""

@@ -22,12 +22,12 @@ from dbuffer.format.objects import (
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import newest_version
+from dbuffer.testing.patterns import Sparse
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.children import Command, call
 from tests.support.object_store import Request, status
-from tests.support.patterns import Sparse
 from tests.support.ports import free_port
 from tests.support.terminals import Terminal
-from tests.support.waiting import TIMEOUT_S, until
 
 pytestmark = pytest.mark.timing(
     bucket_list_s=0.05,

@@ -23,13 +23,13 @@ import dbuffer
 from dbuffer.__main__ import main
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.open_version import open_newest
+from dbuffer.testing.waiting import until
 from dbuffer.tools import cli
 from dbuffer.tools.commands import follow
 from dbuffer.tools.commands.shared import stopped_by_signals
 from dbuffer.tools.verification import verify_store
 from tests.support.children import Child, Command, call
 from tests.support.stores import contents
-from tests.support.waiting import until
 
 FILE = "model.safetensors"
 TWO_FILES = "consolidated.safetensors and model.safetensors"

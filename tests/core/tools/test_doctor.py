@@ -24,13 +24,14 @@ import dbuffer
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.store import filesystem, records
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.moments import die
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from dbuffer.tools.doctor import peer, probes
 from dbuffer.tools.doctor.probes import PREFIX, Finding, examine
 from tests.support.children import Child, Command, call
-from tests.support.moments import die
 from tests.support.patterns import SMALL, newest
 from tests.support.stores import contents, fill, small_disk, without_flock
-from tests.support.waiting import TIMEOUT_S, meanwhile, until
+from tests.support.waiting import meanwhile
 
 MEGABYTE = 1 << 20
 NOBODY = 65534

@@ -39,10 +39,11 @@ from dbuffer.integrations.atropos.mapping import (
     mapping_path,
     wait_for_mapping,
 )
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.children import Child
 from tests.support.patterns import received as stored
 from tests.support.ports import free_port
-from tests.support.waiting import TIMEOUT_S, meanwhile, until
+from tests.support.waiting import meanwhile
 
 SOON_S = 0.5
 

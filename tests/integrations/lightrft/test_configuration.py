@@ -25,11 +25,11 @@ from dbuffer.integrations.lightrft.configuration import (
 from dbuffer.integrations.lightrft.manager import engine_of_rank
 from dbuffer.publish.sender_options import SenderKeywords
 from dbuffer.receive.stager import Stager
+from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support.engines.vllm_engines import NEEDS_VLLM
 from tests.support.later import Later
 from tests.support.lightrft_parts import Actor, strategy_for
 from tests.support.patterns import received
-from tests.support.waiting import TIMEOUT_S
 from tests.support.worlds import World
 
 peft = Later("peft")

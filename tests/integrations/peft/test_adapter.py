@@ -15,6 +15,7 @@ import dbuffer
 from dbuffer.integrations import peft as integration
 from dbuffer.integrations.peft.saved import hold
 from dbuffer.store import filesystem
+from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support.engines.tiny_models import make_model
 from tests.support.later import Later
 from tests.support.peft_parts import (
@@ -25,7 +26,6 @@ from tests.support.peft_parts import (
     reference,
     train,
 )
-from tests.support.waiting import TIMEOUT_S
 
 peft = Later("peft")
 pytestmark = NEEDS_PEFT

@@ -19,12 +19,12 @@ import torch
 
 import dbuffer
 from dbuffer.integrations.sglang import ServerEngine, follow, versions_of
+from dbuffer.testing.waiting import until
 from tests.support import ROOT
 from tests.support.engines.sglang_engines import NEEDS_SGLANG, WAIT_S, Server
 from tests.support.engines.tiny_models import revealing_weights, save_revealing, token_of
 from tests.support.ports import free_port
 from tests.support.soak import IN_SOAKS_ALONE
-from tests.support.waiting import until
 
 pytestmark = [*NEEDS_SGLANG, IN_SOAKS_ALONE, pytest.mark.timeout(3 * WAIT_S)]
 

@@ -27,11 +27,11 @@ from torch import nn
 
 import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.children import Child
 from tests.support.later import Later
 from tests.support.soak import in_turn, is_soak
 from tests.support.stores import begin_watching, remove_store
-from tests.support.waiting import TIMEOUT_S, until
 
 parts = Later("tests.support.torchrl_parts")
 collectors = Later("torchrl.collectors")

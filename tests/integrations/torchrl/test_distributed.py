@@ -21,12 +21,12 @@ import torch
 
 import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support import ROOT
 from tests.support.children import Child
 from tests.support.later import Later
 from tests.support.ports import free_port
 from tests.support.soak import IN_SOAKS_ALONE
-from tests.support.waiting import TIMEOUT_S, until
 
 parts = Later("tests.support.torchrl_parts")
 collectors = Later("torchrl.collectors")

@@ -32,10 +32,12 @@ from dbuffer.integrations.torchrl import (
 )
 from dbuffer.receive.stager import Stager
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.engines import FakeEngine
+from dbuffer.testing.waiting import until
 from tests.support.children import Child
-from tests.support.light_engines import WAIT_S, LightEngine, Rank, options
+from tests.support.light_engines import WAIT_S, options
 from tests.support.patterns import SMALL
-from tests.support.waiting import Gate, until
+from tests.support.waiting import Gate
 
 pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 
@@ -119,7 +121,7 @@ def light_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("scheme_class", [VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme])
 def test_poll_that_waits_ends_when_its_receiver_is_shut_down(light_engines, tmp_path, scheme_class):
-    engine, store = LightEngine(), tmp_path / "light"
+    engine, store = FakeEngine(), tmp_path / "light"
     with dbuffer.WeightSender(store) as sender, ThreadPoolExecutor(1) as pool:
         sender.send(SMALL.weights(1))
         receiver = scheme_class(remote_addr=store).create_receiver(engine)
@@ -139,13 +141,13 @@ def test_poll_that_waits_ends_when_its_receiver_is_shut_down(light_engines, tmp_
 @pytest.mark.parametrize("scheme_class", [VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme])
 def test_names_of_older_documents(light_engines, tmp_path, scheme_class):
     """A worker registers its engine by a path in its collector, and the way to its weights."""
-    first, second = LightEngine(), LightEngine()
+    first, second = FakeEngine(), FakeEngine()
     model = torch.nn.Module()
     trainer, worker = (scheme_class(remote_addr=tmp_path / "light") for _ in range(2))
     trainer.init_on_sender("policy", SimpleNamespace(policy=model))
     trainer.create_transport(object()).close()
 
-    def serve(engine: LightEngine, value: int) -> None:
+    def serve(engine: FakeEngine, value: int) -> None:
         trainer.get_sender().update_weights(SMALL.weights(value))
         until("it is served", lambda: receiver.receive() or engine.version == value, WAIT_S)
 
@@ -169,7 +171,7 @@ def test_names_of_older_documents(light_engines, tmp_path, scheme_class):
 @pytest.mark.parametrize("comes_late", [False, True])
 def test_the_address_that_has_weights_is_followed(light_engines, tmp_path, comes_late):
     """Another host knows the store by another name, or sees it later."""
-    engine, there, empty = LightEngine(), tmp_path / "there", tmp_path / "empty"
+    engine, there, empty = FakeEngine(), tmp_path / "there", tmp_path / "empty"
     empty.mkdir()
     with dbuffer.WeightSender(there / "store") as sender:
         sender.send(SMALL.weights(1))
@@ -186,7 +188,7 @@ def test_the_address_that_has_weights_is_followed(light_engines, tmp_path, comes
 
 @contextlib.contextmanager
 def shutting_down_in_a_poll(
-    engine: LightEngine, store: Path, gate: Gate
+    engine: FakeEngine, store: Path, gate: Gate
 ) -> Iterator[tuple[Future[bool], Future[None]]]:
     """A poll that is held up at a gate, and the shutdown that has begun meanwhile."""
     receiver = VLLMDoubleBufferSyncScheme(store).create_receiver(engine)
@@ -201,7 +203,7 @@ def shutting_down_in_a_poll(
 
 
 def test_shutdown_ends_a_poll_whose_version_is_being_staged(light_engines, tmp_path, monkeypatch):
-    engine, store = LightEngine(), tmp_path / "light"
+    engine, store = FakeEngine(), tmp_path / "light"
     gate, stage = Gate(), Stager._stage
 
     def stage_slowly(stager: Stager, *arguments: Any, **more: Any) -> None:
@@ -218,8 +220,8 @@ def test_shutdown_ends_a_poll_whose_version_is_being_staged(light_engines, tmp_p
 
 
 def test_shutdown_waits_for_a_switch_that_is_under_way(light_engines, tmp_path):
-    engine, store, gate = LightEngine(), tmp_path / "light", Gate()
-    engine.model.on_load = lambda: gate.hold_up(WAIT_S)
+    engine, store, gate = FakeEngine(), tmp_path / "light", Gate()
+    engine.rank.on_load = lambda: gate.hold_up(WAIT_S)
     with shutting_down_in_a_poll(engine, store, gate) as (polling, closing):
         time.sleep(SOON_S)
         assert not closing.done()
@@ -233,12 +235,12 @@ def test_shutdown_waits_for_a_switch_that_is_under_way(light_engines, tmp_path):
 def test_the_worst_error_of_several_engines_is_raised(tmp_path, monkeypatch):
     store = tmp_path / "light"
     monkeypatch.setattr(vllm_double_buffer, "followers_of", lambda followers, _: followers)
-    engines = [LightEngine(instance_id=name) for name in ("busy", "broken", "well")]
-    followers = [Follower(one, options(store, one.instance_id)) for one in engines]
+    engines = [FakeEngine(instance_id=name) for name in ("busy", "broken", "well")]
+    followers = [Follower(one, options(store, one.rank.instance_id)) for one in engines]
     for follower in followers:
         follower.start()
     engines[0].pause = raising(EngineBusyError("it is generating"))  # type: ignore[method-assign]
-    engines[1].model.failing_loads = 100
+    engines[1].rank.failing_loads = 100
     receiver = VLLMDoubleBufferSyncScheme(store).create_receiver(followers)
     with dbuffer.WeightSender(store) as sender:
         sender.send(SMALL.weights(1))
@@ -255,14 +257,13 @@ def raising(error: Exception) -> Callable[[str], None]:
     return call
 
 
-class WithoutValueHead(LightEngine):
+class WithoutValueHead(FakeEngine):
     """A light engine that has no place for a tensor."""
 
-    def make_rank(self) -> Rank:
-        rank = super().make_rank()
+    def __init__(self) -> None:
+        super().__init__()
         unused = LoadTrace({}, frozenset(SMALL.names), unused=("value_head",))
-        rank.make_check = lambda: lambda *_: unused  # type: ignore[method-assign]
-        return rank
+        self.rank.make_check = lambda: lambda *_: unused  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("treatment", ["warn", "refuse"])

@@ -14,7 +14,7 @@ from torch import nn
 from dbuffer import WeightsMismatchError
 from dbuffer.integrations.torchrl import VLLMDoubleBufferTransport as Transport
 from dbuffer.integrations.torchrl.base import TransportOptions
-from tests.support.waiting import TIMEOUT_S
+from dbuffer.testing.waiting import TIMEOUT_S
 
 
 @pytest.fixture

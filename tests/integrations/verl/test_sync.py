@@ -24,8 +24,8 @@ from dbuffer.errors import (
     WaitTimeoutError,
 )
 from dbuffer.integrations.verl.syncing import StoreSync
+from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support.stores import remove_store
-from tests.support.waiting import TIMEOUT_S
 
 STEP = 7
 

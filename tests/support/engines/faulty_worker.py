@@ -16,7 +16,7 @@ import torch
 
 from dbuffer.integrations.vllm import WorkerExtension
 from dbuffer.store import filesystem
-from tests.support.waiting import until
+from dbuffer.testing.waiting import until
 
 _WAIT_S = 60.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dbuffer.engine.endpoint import RankEndpoint
-from tests.support.waiting import until
+from dbuffer.testing.waiting import until
 
 SLOW_STEP_S = 0.1
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from dbuffer.integrations.sglang import versions_of
+from dbuffer.testing.waiting import until
 from tests.support import ROOT
 from tests.support.engines import preforked
-from tests.support.waiting import until
 
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 WHOLE = PYTHON.parent.parent / "made-from"

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any, Self
 
+from dbuffer.testing.waiting import until
 from tests.support.engines import preforked
 from tests.support.engines.vllm_engines import BLOCK_TOKENS, environment
-from tests.support.waiting import until
 
 WAIT_S = 300
 """For anything that is waited for in the programs, a server's start on a busy machine included."""

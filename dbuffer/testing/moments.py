@@ -1,4 +1,4 @@
-"""Moments in the life of a process at which tests kill or freeze it."""
+"""System calls of a process before which tests kill, freeze or interrupt it."""
 
 from __future__ import annotations
 
@@ -8,56 +8,23 @@ import sys
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
-
-
-class Step(NamedTuple):
-    """A moment in the life of a sender, as Python's profiler sees it."""
-
-    event: str
-    """``call`` and ``return`` of a Python function, ``c_call`` and ``c_return`` of others."""
-    function: str
-    """Qualified name, without the module."""
-    file: str = ""
-    """Name of the file that the function works on: its local variable ``path``."""
-    nth: int = 1
-
-
-def at_step(step: Step, action: Callable[[], None]) -> None:
-    """Call ``action`` in this thread when it comes to ``step``."""
-    left = step.nth
-
-    def watch(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal left
-        if event != step.event:
-            return
-        name = argument.__name__ if event.startswith("c_") else frame.f_code.co_qualname
-        if name != step.function:
-            return
-        if step.file and getattr(frame.f_locals.get("path"), "name", None) != step.file:
-            return
-        left -= 1
-        if left == 0:
-            sys.setprofile(None)
-            action()
-
-    sys.setprofile(watch)
+from typing import Any
 
 
 def die() -> None:
-    """End this process as if the machine had turned on it: no handler runs."""
+    """End this process by SIGKILL: no handler runs."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop() -> None:
-    """Freeze this process until someone lets it go on."""
+    """Freeze this process until another one sends it SIGCONT."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 CHANGING_CALLS = frozenset(
     {"flock", "fsync", "link", "mkdir", "open", "posix_fallocate", "pwrite", "replace", "unlink"}
 )
-"""System calls that can change the disk, or who holds it."""
+"""System calls that change a store on its disk, or its locks."""
 
 MOMENTS = CHANGING_CALLS | {"setprofile", "xxh3_64_intdigest"}
 """`CHANGING_CALLS`, and moments between them: a tensor is in its place and hashed, or the watch is
@@ -124,8 +91,3 @@ def _place(frame: FrameType) -> Hashable:
         stack.append((caller.f_code, caller.f_lasti))
         caller = caller.f_back
     return tuple(stack)
-
-
-def die_before_call(number: int) -> None:
-    """Kill this process before its ``number``-th call that can change what is on the disk."""
-    at_call(number, die, CHANGING_CALLS)

@@ -1,0 +1,1 @@
+"""Tools for tests against dbuffer: senders that die, weights that tell their version, engines."""

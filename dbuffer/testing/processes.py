@@ -1,0 +1,228 @@
+"""Other processes: functions in children that end with their block, forks, and a sender."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from dbuffer.publish.publisher import Publication
+from dbuffer.publish.sender import WeightSender
+from dbuffer.testing.moments import CHANGING_CALLS, at_call, die
+from dbuffer.testing.timings import current_timings, set_timings
+from dbuffer.testing.waiting import TIMEOUT_S, until
+
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload([__name__])  # an import of torch takes seconds
+FORK_TIMEOUT_S = 60
+
+
+class Child:
+    """A process that runs ``function(connection, *args)`` and never outlives its block.
+
+    It has the environment and the timings of its parent at this moment.
+
+    Args:
+        processes: the context of :mod:`multiprocessing` that starts it.
+    """
+
+    def __init__(
+        self, function: Callable[..., None], *args: Any, processes: Any = FORK_SERVER
+    ) -> None:
+        self._connection, theirs = processes.Pipe()
+        self._process = processes.Process(
+            target=_run,
+            args=(function, theirs, args, dict(os.environ), current_timings()),
+        )
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.join(TIMEOUT_S)
+        self._process.close()
+        self._connection.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return int(self._process.pid)
+
+    def receive(self, timeout_s: float = TIMEOUT_S) -> Any:
+        """Return the next object that the child sends."""
+        assert self._connection.poll(timeout_s), f"the child sent nothing for {timeout_s} s"
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise AssertionError(f"the child ended with {self.wait()}") from None
+
+    def has_sent(self) -> bool:
+        """Wait until the child sends something, or ends; return whether it sends something."""
+        assert self._connection.poll(TIMEOUT_S), "the child neither sends anything nor ends"
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as connection:
+            try:
+                return connection.recv(1, socket.MSG_PEEK) != b""
+            except ConnectionResetError:  # it ended before it read what it was sent
+                return False
+
+    def send(self, value: Any = None) -> None:
+        self._connection.send(value)
+
+    def signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            # A process that forks children may see the end of one before this one does.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it, and wait for its end."""
+        self.signal(signal.SIGKILL)
+        assert self.wait() == -signal.SIGKILL
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> int:
+        """Wait for its end; return the exit status, negative for a signal."""
+        self._process.join(timeout_s)
+        assert self._process.exitcode is not None, f"the child still runs after {timeout_s} s"
+        return int(self._process.exitcode)
+
+    def wait_until_stopped(self) -> None:
+        """Wait until a SIGSTOP has taken effect."""
+
+        def has_stopped() -> bool:
+            assert self._process.exitcode is None, "the child ended"
+            return state_of(self.pid) == "T"
+
+        until("the child has stopped", has_stopped, TIMEOUT_S)
+
+
+def _run(
+    function: Callable[..., None],
+    connection: Connection,
+    args: tuple[Any, ...],
+    environment: dict[str, str],
+    seconds: dict[str, float],
+) -> None:
+    # As in a fork of the parent: the fork server may be older than a change.
+    set_timings(seconds)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)  # so that the child can fork, and needs one processor
+    try:
+        function(connection, *args)
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        raise
+
+
+class SenderProcess(Child):
+    """A :class:`~dbuffer.WeightSender` in another process, which :meth:`kill` ends as a crash does.
+
+    Args:
+        store: its directory; by default one in shared memory, removed at the end of the block.
+        **options: of the sender.
+    """
+
+    def __init__(self, store: Path | None = None, **options: Any) -> None:
+        self._directory = None
+        if store is None:
+            shared_memory = Path("/dev/shm")  # noqa: S108 - where stores live
+            base = shared_memory if shared_memory.is_dir() else None
+            self._directory = tempfile.mkdtemp(prefix="dbuffer-testing-", dir=base)
+            store = Path(self._directory, "store")
+        self.store = store
+        super().__init__(_send, store, options)
+        self._answer()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self._directory is not None:
+            shutil.rmtree(self._directory)
+
+    def publish(self, weights: Any, **options: Any) -> Publication:
+        """Call :meth:`dbuffer.WeightSender.send` there; raise its error here."""
+        self.send((weights, options, 0))
+        publication: Publication = self._answer()
+        return publication
+
+    def was_killed_at(self, number: int, weights: Any, **options: Any) -> bool:
+        """Publish, and be killed before the ``number``-th system call that changes the store.
+
+        Return False if the publish ended before it.
+        """
+        self.send((weights, options, number))
+        return not self.has_sent()
+
+    def _answer(self) -> Any:
+        answer = self.receive()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def _send(connection: Connection, store: Path, options: dict[str, Any]) -> None:
+    try:
+        sender = WeightSender(store, **options)
+    except Exception as error:  # raised by the parent
+        connection.send(error)
+        return
+    with sender:
+        connection.send(None)
+        while True:
+            weights, how, kill_at = connection.recv()
+            if kill_at:
+                at_call(kill_at, die, CHANGING_CALLS)
+            try:
+                connection.send(sender.send(weights, **how))
+            except Exception as error:  # raised by the parent
+                connection.send(error)
+
+
+def fork(body: Callable[[], None]) -> int:
+    """Run ``body`` in a fork of this process, which is killed if it hangs; return its pid.
+
+    A process that forks should have one thread, as a :class:`Child` has.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(FORK_TIMEOUT_S)
+            body()
+            os._exit(0)
+        except BaseException:  # it must not run on as a second copy of the test
+            traceback.print_exc()
+            os._exit(1)
+    return pid
+
+
+def in_a_fork(body: Callable[[], None]) -> int:
+    """Run ``body`` in a :func:`fork`; return its exit status."""
+    return os.waitstatus_to_exitcode(os.waitpid(fork(body), 0)[1])
+
+
+def was_killed(body: Callable[[], None]) -> bool:
+    """Run ``body`` in a fork; return whether it was killed, and not at its end."""
+    status = in_a_fork(body)
+    assert status in (0, -signal.SIGKILL), f"it ended with {status}"
+    return status != 0
+
+
+def state_of(pid: int) -> str:
+    """State of a process, as Linux names it: ``R``, ``S``, ``T``, ``Z``."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,0 +1,67 @@
+"""What others use in their tests: `dbuffer.testing`."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+
+import pytest
+import torch
+
+import dbuffer
+from dbuffer.testing.engines import FakeEngine
+from dbuffer.testing.patterns import SMALL
+from dbuffer.testing.processes import SenderProcess
+from tests.support.children import start_server
+from tests.support.patterns import newest
+
+
+@pytest.fixture(autouse=True)
+def quick_children():
+    start_server()
+
+
+def test_a_sender_in_another_process_has_a_store_while_it_is_there():
+    with SenderProcess() as sender:
+        assert sender.publish(SMALL.weights(1), metadata={"step": 10}).version == 1
+        assert newest(sender.store) == 1
+        with pytest.raises(dbuffer.StoreBusyError, match=str(sender.pid)):
+            SenderProcess(sender.store)
+        with pytest.raises(dbuffer.InvalidWeightsError):
+            sender.publish({"a": torch.ones(3).to_sparse()})
+        assert sender.publish(SMALL.weights(2)).version == 2
+    assert not sender.store.parent.exists()
+
+
+def test_a_sender_is_killed_at_each_call_that_changes_the_store(store):
+    with SenderProcess(store, checksum=True) as sender:
+        sender.publish(SMALL.weights(1))
+    seen = []
+    for number in itertools.count(1):
+        copied = store.with_name("copied")
+        shutil.copytree(store, copied)
+        with SenderProcess(copied, checksum=True, num_threads=1) as sender:
+            is_killed = sender.was_killed_at(number, SMALL.weights(2))
+        seen.append(newest(copied, verify=True))
+        shutil.rmtree(copied)
+        if not is_killed:
+            break
+    assert seen == sorted(seen)
+    assert set(seen) == {1, 2}
+    assert len(seen) > 8
+
+
+def test_an_engine_that_is_a_dictionary_follows(store):
+    engine = FakeEngine()
+    with dbuffer.WeightSender(store) as sender, engine.follow(store, engine_id="fake") as follower:
+        sender.send(SMALL.weights(1))
+        assert follower.wait_applied(1, 60) == engine.version == 1
+        engine.rank.failing_loads = 1
+        sender.send(SMALL.weights(2))
+        with pytest.raises(dbuffer.ReceiverFailedError, match="this load fails"):
+            sender.wait_applied(2, receivers="fake", timeout_s=60)
+        assert follower.wait_applied(2, 60) == engine.version == 2
+        sender.send({"another": torch.ones(1)})
+        with pytest.raises(dbuffer.WaitTimeoutError, match="not this model's tensors"):
+            follower.wait_applied(3, 1.0)
+        assert engine.serves == (2, "2")
