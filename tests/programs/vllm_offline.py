@@ -16,6 +16,9 @@ import dbuffer
 from dbuffer.engine.contract import UNKNOWN_VERSION
 from dbuffer.integrations.vllm import follow, versions_of
 from dbuffer.integrations.vllm.launched import LaunchedFollower
+from dbuffer.testing.conformance import Client
+from dbuffer.testing.waiting import TIMEOUT_S, until
+from tests.support.engines.broken_backends import require_conformance
 from tests.support.engines.misfits import (
     BIAS,
     EMBEDDING,
@@ -24,7 +27,7 @@ from tests.support.engines.misfits import (
     Q_PROJ,
     layer_too_many,
 )
-from tests.support.engines.patch_trainers import Client, all_of, require_patched, trainer_engine
+from tests.support.engines.patch_trainers import all_of, require_patched, trainer_engine
 from tests.support.engines.tiny_models import make_model, save_model, version_of
 from tests.support.engines.vllm_engines import (
     PROMPTS,
@@ -39,7 +42,7 @@ from tests.support.engines.vllm_engines import (
 )
 from tests.support.soak import is_soak
 from tests.support.stores import number_in, receiver_records
-from tests.support.waiting import TIMEOUT_S, error_of, until
+from tests.support.waiting import error_of
 
 # vLLM makes what experts need when its first engine has some, so that one comes first.
 FAMILIES = ("qwen3-moe", "qwen3", "llama", "tied-qwen2")
@@ -89,6 +92,7 @@ def run(directory: Path) -> None:
     patched = pairs[PATCHED]
     require_patched(directory / "patches", patched.llm, lambda llm: str(told_by(llm)[0]))
     assert greedy(patched.llm) == patched.fresh[1]
+    require_conformance(directory / "conformance", patched.llm)
     set_packing(packed=True)
     pair, base = pairs[MANY], directory / "qwen3-0"
     patch_without_source(directory / "sourceless", base, pair)

@@ -28,26 +28,6 @@ VARIED = (
 )
 
 
-class Client:
-    """vLLM's protocol of the same four methods, for an ``LLM`` in this process."""
-
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._llm.init_weight_transfer_engine({"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self._llm.start_weight_update()
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._llm.update_weights({"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._llm.finish_weight_update(weight_version)
-        self._llm.reset_prefix_cache()
-
-
 class Trainer:
     """Parameters in float32, which change in places."""
 
@@ -119,6 +99,7 @@ def require_patched(store: Path, llm: Any, version_of: Callable[[Any], str]) -> 
     """
     from vllm.distributed.weight_transfer.base import ModuleSource
 
+    from dbuffer.testing.conformance import Client
     from tests.support.engines.tiny_models import make_model
 
     trainer, client = Trainer(make_model("qwen3", 0)), Client(llm)

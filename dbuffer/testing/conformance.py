@@ -1,0 +1,264 @@
+"""Checks of any weight-transfer backend of vLLM 0.26 or later, against a running engine.
+
+Each check is a function of a :class:`Bench`, and raises :class:`AssertionError`::
+
+    bench = Bench(llm, start_trainer, first, second)
+
+    @pytest.mark.parametrize("check", CHECKS)
+    def test_backend(check):
+        check(bench)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
+
+Weights = Mapping[str, torch.Tensor]
+State = tuple[dict[str, str], list[list[int]]]
+"""Digest of each parameter of an engine, and the tokens that it answers."""
+
+PROMPTS = [list(range(1, 6)), list(range(40, 70)), list(range(100, 140))]
+
+
+class Client:
+    """The engine as a trainer drives it: vLLM's protocol, for an ``LLM`` in this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._llm.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        self._llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._llm.finish_weight_update(weight_version)
+        self._llm.reset_prefix_cache()
+
+
+class Source(WeightSource):  # type: ignore[misc]
+    """A trainer's weights, that can be replaced, and whose iteration can fail."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self.num_before_failure: int | None = None
+        """Number of tensors before an iteration fails."""
+
+    def metadata(self) -> list[ParamMeta]:
+        return [
+            ParamMeta(name, tensor.dtype, tuple(tensor.shape))
+            for name, tensor in self.weights.items()
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, (name, tensor) in enumerate(self.weights.items()):
+            if number == self.num_before_failure:
+                raise RuntimeError("the trainer's source fails")
+            yield name, tensor
+
+
+@dataclass(repr=False)
+class Bench:
+    """An engine, a trainer of the backend under test, and two versions of all weights."""
+
+    llm: Any
+    """An ``LLM`` in this process with this backend, that was started on ``first``."""
+    start_trainer: Callable[[Client, Source], Any]
+    """Returns a ``TrainerWeightTransferEngine`` of that source, which is shut down at the end."""
+    first: Weights
+    """Tensors of a checkpoint."""
+    second: Weights
+    """The same, with other values in each tensor."""
+    fresh: State = field(init=False)
+    """State of the engine as it was started."""
+
+    def __post_init__(self) -> None:
+        self.fresh = self.state()
+
+    def state(self) -> State:
+        """Return all that tells one version of the engine's weights from another."""
+        self.llm.reset_prefix_cache()
+        [parameters] = self.llm.apply_model(_digests)
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        how = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        answers = self.llm.generate(prompts, how, use_tqdm=False)
+        return parameters, [list(answer.outputs[0].token_ids) for answer in answers]
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[Trainer]:
+        """Start a trainer that has sent ``first``."""
+        source, client = Source(self.first), Client(self.llm)
+        trainer = Trainer(self, self.start_trainer(client, source), source, client)
+        try:
+            trainer.send(self.first)
+            yield trainer
+        finally:
+            trainer.engine.shutdown()
+
+
+@dataclass(repr=False)
+class Trainer:
+    """A trainer of the backend under test, and the engine that it updates."""
+
+    bench: Bench
+    engine: Any
+    source: Source
+    client: Client
+
+    def send(self, weights: Weights) -> State:
+        """Send weights; return the engine's state then."""
+        self.source.weights = weights
+        self.engine.send_weights()
+        return self.bench.state()
+
+    def require_refused(self, problem: str, update: Callable[[], object]) -> None:
+        """Require that an update raises, changes nothing, and hinders no later one."""
+        before = self.bench.state()
+        try:
+            update()
+        except Exception:
+            with contextlib.suppress(Exception):  # most backends have ended it already
+                self.client.finish_weight_update()
+        else:
+            raise AssertionError(f"an update is not refused: {problem}")
+        assert self.bench.state() == before, f"a refused update changes the engine: {problem}"
+        assert self.send(self.bench.first) == self.bench.fresh, f"no update after: {problem}"
+
+
+def check_names(bench: Bench) -> None:
+    """Each tensor reaches its parameter; tensors that are missing or unknown are refused."""
+    with bench.training() as trainer:
+        assert bench.state() == bench.fresh, "the weights of the start are not those of the start"
+        second, _ = trainer.send(bench.second)
+        same = [name for name, digest in bench.fresh[0].items() if second[name] == digest]
+        assert not same, f"an update changes no {same}"
+        trainer.send(bench.first)
+        name, tensor = next(iter(bench.second.items()))
+        missing = {other: bench.second[other] for other in bench.second if other != name}
+        trainer.require_refused(f"{name} is missing", lambda: trainer.send(missing))
+        renamed = {**missing, f"{name}.unknown": tensor}
+        trainer.require_refused(f"{name} has another name", lambda: trainer.send(renamed))
+        surplus = {**bench.second, f"{name}.unknown": tensor}
+        trainer.require_refused("a tensor too many", lambda: trainer.send(surplus))
+
+
+def check_shapes(bench: Bench) -> None:
+    """Tensors that do not fit are refused, before any other is loaded."""
+    name, tensor = [item for item in bench.second.items() if item[1].ndim == 2][-1]
+    misfits = {
+        "too few rows": tensor[:-1],
+        "too many rows": tensor.repeat(2, 1),
+        "too few columns": tensor[:, :-1],
+    }
+    with bench.training() as trainer:
+        for problem, misfit in misfits.items():
+            weights = {**bench.second, name: misfit.contiguous()}
+            trainer.require_refused(problem, lambda weights=weights: trainer.send(weights))  # type: ignore[misc]
+
+
+def check_refusals(bench: Bench) -> None:
+    """Fields that the backend does not know are refused."""
+    unknown = {"no_such_field": 1}
+    with bench.training() as trainer:
+
+        def update() -> None:
+            trainer.client.start_weight_update()
+            trainer.client.update_weights(unknown)
+
+        trainer.require_refused("an unknown field of update_info", update)
+        trainer.require_refused(
+            "an unknown field of init_info",
+            lambda: trainer.client.init_weight_transfer_engine(unknown),
+        )
+
+
+def check_half_updates(bench: Bench) -> None:
+    """An update that ends in the middle leaves the engine whole, and ready for the next."""
+    with bench.training() as trainer:
+
+        def fail() -> None:
+            trainer.source.num_before_failure = len(bench.second) // 2
+            try:
+                trainer.send(bench.second)
+            finally:
+                trainer.source.num_before_failure = None
+
+        trainer.require_refused("the source fails", fail)
+        trainer.client.start_weight_update()  # and is killed
+    with bench.training() as trainer:
+        assert bench.state() == bench.fresh, "no update after one that was left open"
+
+
+def check_sleep(bench: Bench) -> None:
+    """An engine that sleeps has whole weights when it wakes; an update brings lost ones back."""
+    with bench.training() as trainer:
+        second = trainer.send(bench.second)
+        bench.llm.sleep(level=1)
+        with contextlib.suppress(Exception):  # it may wait, be refused, or succeed
+            trainer.source.weights = bench.first
+            trainer.engine.send_weights()
+        bench.llm.wake_up()
+        assert bench.state() in (second, bench.fresh), "a mix of weights after sleep"
+        trainer.send(bench.first)
+        bench.llm.sleep(level=2)
+        bench.llm.wake_up()
+        bench.llm.apply_model(_lose)  # this level leaves anything
+        assert trainer.send(bench.first) == bench.fresh, "weights lost in sleep stay lost"
+
+
+def check_sparse(bench: Bench) -> None:
+    """Patches give what the same weights give when they are sent whole."""
+    patched = {name: tensor.clone() for name, tensor in bench.first.items()}
+    patches = []
+    for name in list(patched)[::3]:
+        tensor = patched[name].view(-1)
+        places = torch.arange(0, len(tensor), 7)
+        tensor[places] = bench.second[name].reshape(-1)[places]
+        shape = tuple(bench.first[name].shape)
+        patches.append(SparseWeightPatch(name, places.int(), tensor[places], shape))
+    with bench.training() as trainer:
+        trainer.engine.send_weights(patches)
+        state = bench.state()
+        assert state != bench.fresh, "patches change nothing"
+        assert state == trainer.send(patched), "patches are not what they stand for"
+        name, places, values = patches[0].name, patches[0].indices, patches[0].values
+        beyond = torch.full_like(places, bench.first[name].numel())
+        wrong = SparseWeightPatch(name, beyond, values, tuple(bench.first[name].shape))
+        trainer.require_refused(
+            "a patch beyond the end of its tensor",
+            lambda: trainer.engine.send_weights([*patches[1:], wrong]),
+        )
+
+
+CHECKS = (check_names, check_shapes, check_refusals, check_half_updates, check_sleep, check_sparse)
+"""All checks; leave `check_sparse` out for a backend without patches."""
+
+
+def _digests(model: torch.nn.Module) -> dict[str, str]:
+    def bits(parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+    return {
+        name: sha256(bits(parameter).numpy().tobytes()).hexdigest()
+        for name, parameter in model.named_parameters()
+        if parameter.numel()
+    }
+
+
+@torch.no_grad()
+def _lose(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.zero_()
