@@ -182,7 +182,7 @@ class RecordFile(OwnRecord):
         """
         self.set(**changes)
         # Not Path.is_dir(), which raises some errors that a network mount may answer.
-        if not os.path.isdir(self._directory):  # noqa: PTH112
+        if self._file is None and not os.path.isdir(self._directory):  # noqa: PTH112
             return
         with self._lock:
             if self._is_closed:
