@@ -8,8 +8,8 @@ written. When a tensor's turn comes, its layer is copied, with data, merged by p
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -143,62 +143,38 @@ class _Layers:
     def weight(
         self, name: str, to_be: torch.Tensor, tensor: torch.Tensor | None
     ) -> torch.Tensor | LazyTensor:
-        """Return the tensor to publish under a name: the existing one, or a merged one."""
+        """Return the tensor to publish under a name: the existing one, or a merged one.
+
+        A merged one is of a layer, or tied to one, and is made when its turn comes.
+        """
         parts = name.split(".")
         modules = (".".join(parts[:end]) for end in range(1, len(parts)))
-        key = next((module for module in modules if module in self._layers), None)
-        if key is not None:
-            part = name.removeprefix(f"{key}.")
-            keys = self._merged_with[key]
-            return self._promise(
-                keys, to_be, tensor, lambda: self.merge(keys, [])[0][key].state_dict()[part]
-            )
-        assert tensor is not None  # noqa: S101 - peft makes new ones in its own layers only
-        tied = self._keys_at.get(_place(tensor))
-        if not tied:
-            return tensor.detach()
-        keys = self._merged_with[tied[0]]
-        return self._promise(keys, to_be, tensor, lambda: self.merge(keys, [tensor])[1][0].detach())
-
-    def _promise(
-        self,
-        keys: list[str],
-        to_be: torch.Tensor,
-        tensor: torch.Tensor | None,
-        make: Callable[[], torch.Tensor],
-    ) -> LazyTensor:
-        """Return a tensor of the layers, or tied to them, that is made when its turn comes."""
+        key = owner = next((module for module in modules if module in self._layers), None)
+        if owner is None:
+            assert tensor is not None  # noqa: S101 - peft makes new ones in its own layers only
+            owner = next(iter(self._keys_at.get(_place(tensor), ())), None)
+            if owner is None:
+                return tensor.detach()
+        keys = self._merged_with[owner]
         state = self._state_of(keys)
 
+        @torch.no_grad()
         def fetch() -> torch.Tensor:
             if self._state_of(keys) != state:
                 raise InvalidWeightsError(
                     "adapters were switched, merged or disabled since merged_weights() was called: "
                     "call it again"
                 )
-            with torch.no_grad():
-                return make()
+            # In one copy: a tensor that is tied to the layers changes with them.
+            layers, tied_copy = copy.deepcopy(({key: self._layers[key] for key in keys}, tensor))
+            merged = {key: _merge_layer(layer) for key, layer in layers.items()}
+            if key is None:
+                return cast("torch.Tensor", tied_copy).detach()
+            weight: torch.Tensor = merged[key].state_dict()[name.removeprefix(f"{key}.")]
+            return weight
 
         identity = 0 if tensor is None else -id(tensor)
         return LazyTensor(to_be.dtype, tuple(to_be.shape), fetch, identity)
-
-    def merge(
-        self, keys: list[str], tied: list[torch.Tensor]
-    ) -> tuple[dict[str, nn.Module], list[torch.Tensor]]:
-        """Return copies of layers, merged, and of tensors that are tied to them."""
-        layers, tied = copy.deepcopy(({key: self._layers[key] for key in keys}, tied))
-        return {key: self._merge_layer(layer) for key, layer in layers.items()}, tied
-
-    def _merge_layer(self, layer: Any) -> nn.Module:
-        if hasattr(layer, "unload_and_optionally_merge_module"):
-            merged = layer.unload_and_optionally_merge_module(
-                merge=True, safe_merge=False, adapter_names=None
-            )
-        else:
-            layer.merge()
-            merged = layer.get_base_layer()
-        assert isinstance(merged, nn.Module)  # noqa: S101 - what peft puts in the layer's place
-        return merged
 
     def _state_of(self, keys: list[str]) -> list[tuple[Any, ...]]:
         """Return all that determines the result of merging, except for values."""
@@ -208,6 +184,18 @@ class _Layers:
             for module in self._layers[key].modules()
             if isinstance(module, BaseTunerLayer)
         ]
+
+
+def _merge_layer(layer: Any) -> nn.Module:
+    if hasattr(layer, "unload_and_optionally_merge_module"):
+        merged = layer.unload_and_optionally_merge_module(
+            merge=True, safe_merge=False, adapter_names=None
+        )
+    else:
+        layer.merge()
+        merged = layer.get_base_layer()
+    assert isinstance(merged, nn.Module)  # noqa: S101 - what peft puts in the layer's place
+    return merged
 
 
 def _layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

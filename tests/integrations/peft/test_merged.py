@@ -119,8 +119,8 @@ def test_experts_that_are_one_parameter_are_merged_once_and_published_one_by_one
     )
     from dbuffer.integrations.peft import merged
 
-    merge, merges = merged._Layers.merge, list[Any]()
-    monkeypatch.setattr(merged._Layers, "merge", lambda *args: merges.append(args) or merge(*args))
+    merge, merges = merged._merge_layer, list[Any]()
+    monkeypatch.setattr(merged, "_merge_layer", lambda layer: merges.append(layer) or merge(layer))
     weights = integration.merged_weights(model)
     for step in range(2):
         merges.clear()
