@@ -6,7 +6,7 @@ import datetime
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, TypeAlias, Unpack
 from urllib.parse import urlsplit
@@ -22,7 +22,7 @@ from dbuffer.integrations.atropos.mapping import (
     mapping_path,
     wait_for_mapping,
 )
-from dbuffer.integrations.atropos.server import is_stock, notify
+from dbuffer.integrations.atropos.server import notify
 from dbuffer.integrations.default_store import default_store
 from dbuffer.integrations.vllm.vllm_engine import VllmServer
 from dbuffer.publish.sender import WeightSender
@@ -123,13 +123,10 @@ class VLLMWeightBridge:
             self._join_ranks()
             if self.config.is_local_mode and self.config.trainer_rank == 0:
                 self._server = VllmServer(self.config.vllm_api_url)
-            mapping = self._on_first_rank(
-                "read the parameter mapping",
-                lambda: wait_for_mapping(
-                    self.config, lambda: self._server is not None and is_stock(self._server)
-                ),
-            )
-            self._mapping = ParameterMapping(self._mapping.path, mapping)
+            with self._ranks.step("read the parameter mapping") as step:
+                if self._ranks.rank == 0:
+                    step.result = wait_for_mapping(self.config, self._server)
+            self._mapping = ParameterMapping(self._mapping.path, step.results[0])
             if self._weights is not None:
                 self._mapping.check(_named(self._weights))
             options = SenderKeywords(rename=self._mapping.names) | self._sender_options
@@ -231,7 +228,16 @@ class VLLMWeightBridge:
             return
         deadline = time.monotonic() + self.config.timeout_seconds
         if self.config.is_local_mode:
-            self._on_first_rank("notify the server", self._notify)
+            if not self._ranks.is_open:
+                raise RankFailedError("a rank of the trainer was lost; start the trainer again")
+            with self._ranks.step("notify the server"):
+                if self._server is not None:
+                    notification = {
+                        "update_count": self._update_count,
+                        "trainer_rank": self.config.trainer_rank,
+                        "timestamp": time.time(),
+                    }
+                    notify(self._server, notification, self.config.timeout_seconds)
         try:
             sender.wait_applied(
                 version,
@@ -298,15 +304,6 @@ class VLLMWeightBridge:
             self._owns_group = True
         self._ranks = Agreement(None, timeout_s=self._rank_patience_s)
 
-    def _on_first_rank(self, doing: str, action: Callable[[], Any]) -> Any:
-        """Run ``action`` on rank 0; return or raise its outcome on all ranks."""
-        if not self._ranks.is_open:
-            raise RankFailedError("a rank of the trainer was lost; start the trainer again")
-        with self._ranks.step(doing) as step:
-            if self._ranks.rank == 0:
-                step.result = action()
-        return step.results[0]
-
     # Weights to publish
 
     @property
@@ -322,16 +319,6 @@ class VLLMWeightBridge:
         shape = AutoConfig.from_pretrained(self.config.model_name).get_text_config()
         heads = shape.num_attention_heads, shape.num_key_value_heads
         return self._mapping.permute(_named(weights), *heads)
-
-    def _notify(self) -> None:
-        """Notify the server of local mode, on rank 0."""
-        assert self._server is not None  # noqa: S101 - this is its rank
-        notification = {
-            "update_count": self._update_count,
-            "trainer_rank": self.config.trainer_rank,
-            "timestamp": time.time(),
-        }
-        notify(self._server, notification, self.config.timeout_seconds)
 
 
 def _default_store(config: BridgeConfig) -> Path:

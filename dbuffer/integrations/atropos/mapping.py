@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ import torch
 from dbuffer.errors import NotReadyError, OptionError
 from dbuffer.integrations.atropos.config import BridgeConfig
 from dbuffer.integrations.atropos.rotary import permute_for_rotary
+from dbuffer.integrations.atropos.server import is_stock
+from dbuffer.integrations.vllm.vllm_engine import VllmServer
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
 from dbuffer.runtime.timing import TIMING
@@ -112,11 +114,11 @@ class ParameterMapping:
         }
 
 
-def wait_for_mapping(config: BridgeConfig, is_stock: Callable[[], bool]) -> Any:
+def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
     """Return the content of a run's mapping, once it is there, or an empty one if none is needed.
 
-    It is needed if ``config`` or the environment names its place, unless the server of local mode
-    ``is_stock``, and writes none.
+    It is needed if ``config`` or the environment names its place, unless the ``server`` of local
+    mode is a stock one, which writes none.
 
     Raises:
         NotReadyError: (a ``RuntimeError``) it is needed, and did not come in time.
@@ -130,7 +132,7 @@ def wait_for_mapping(config: BridgeConfig, is_stock: Callable[[], bool]) -> Any:
         logger.warning("waiting up to %g s for %s, which a server writes", timeout_s, path)
     deadline = time.monotonic() + timeout_s
     while not path.exists():
-        if not is_named and is_stock():
+        if not is_named and server is not None and is_stock(server):
             logger.warning("no %s: weights are published under the trainer's names", path)
             return _CHANGES_NOTHING
         if time.monotonic() > deadline:
