@@ -110,13 +110,21 @@ class WeightSync:
         timeout_s: float,
         **sender: Unpack[SenderKeywords],
     ) -> None:
+        from accelerate.utils import DistributedType
+
         self._trainer = trainer
         self._generation = trainer.vllm_generation
-        self._store, self._receivers, self._timeout_s = store, receivers, timeout_s
+        self._receivers, self._timeout_s = receivers, timeout_s
         self.version: int | None = None
         """Newest version that the servers have."""
-        self.sender = self._open_sender(sender)
+        self.sender: WeightSender | ShardedWeightSender
         """Sender that publishes the weights, for instance for `dbuffer.integrations.metrics`."""
+        if self._generation.accelerator.distributed_type == DistributedType.NO:
+            self.sender = WeightSender(store, **sender)
+        else:
+            # Ranks wait for a rank that waits for engines.
+            rank_timeout_s = DEFAULT_RANK_TIMEOUT_S + timeout_s
+            self.sender = ShardedWeightSender(store, rank_timeout_s=rank_timeout_s, **sender)
 
     def sync_weights(self) -> None:
         """Publish the trainer's weights, and return when servers generate with them.
@@ -149,15 +157,6 @@ class WeightSync:
     def close(self) -> None:
         """Give the store up. The last version stays published, and servers keep their weights."""
         self.sender.close()
-
-    def _open_sender(self, options: SenderKeywords) -> WeightSender | ShardedWeightSender:
-        from accelerate.utils import DistributedType
-
-        if self._generation.accelerator.distributed_type == DistributedType.NO:
-            return WeightSender(self._store, **options)
-        # Ranks wait for a rank that waits for engines.
-        timeout_s = DEFAULT_RANK_TIMEOUT_S + self._timeout_s
-        return ShardedWeightSender(self._store, rank_timeout_s=timeout_s, **options)
 
     def _weights(self) -> Weights:
         from accelerate.utils import is_peft_model
