@@ -128,6 +128,14 @@ class BackgroundFollower(Closing):
         with self._attempted:
             self._attempted.wait_for(lambda: self._running <= self._errors.keys())
 
+    def done(self) -> None:
+        """Let the engine go on from a version that it keeps ``until_done``.
+
+        It looks for the next one within ``poll_interval_s``.
+        """
+        for follower in self.replicas:
+            follower.done()
+
     def close(self) -> None:
         """Stop following, after the switch that is under way. Not for the engine's event loop.
 

@@ -48,6 +48,11 @@ class EngineOptions:
     version: int | None = None
     """Version to serve and stay on, whatever is published later: in a buffer, kept, or not yet
     published. Not with ``local_store``. Default: the newest, each time."""
+    every: int = 1
+    """Least distance between the numbers of two versions that the engine serves: with 10, an engine
+    that serves version 20 takes the first version from 30 on."""
+    until_done: bool = False
+    """Keep each version until its follower's ``done()``: an evaluation runs on one version."""
     engine_id: str | None = None
     """The engine's name among the store's receivers. Default: one from what
     the engine calls itself, or from its address."""
@@ -99,6 +104,11 @@ class EngineOptions:
         if self.version is not None:
             checks.whole_number("version", self.version, at_most=MAX_INTEGER)
             _require(self, "version", self.local_store is None)
+        checks.whole_number("every", self.every, at_most=MAX_INTEGER)
+        checks.flag("until_done", self.until_done)
+        is_newest = self.version is None
+        _require(self, "every", is_newest or self.every == 1)
+        _require(self, "until_done", is_newest or not self.until_done)
         is_name = isinstance(self.engine_id, str) and is_receiver_id(self.engine_id + ".rank-0000")
         _require(self, "engine_id", self.engine_id is None or is_name)
         checks.choice("staging", self.staging, ("auto", "map", "copy", "device"))
@@ -251,6 +261,8 @@ _RULES = {
     "store": "the path of the store's directory",
     "local_store": "the path of a directory",
     "version": "it without local_store, which gets the newest only: follow the store itself",
+    "every": "1 with version, on which the engine stays",
+    "until_done": "false with version, on which the engine stays",
     "engine_id": "1 to 118 letters, digits, '.', '_' or '-'",
     "instance_id": "a text, not empty",
     "run": "16 hexadecimal digits, as dbuffer status shows them, with version or at_least",

@@ -217,6 +217,7 @@ class Follower(Closing):
         view.note_ranks()
         self._record = None
         self._adopt_and_label(view.engine_record())
+        view.is_kept = options.until_done and self._applied is not None
         if self._applied is None and WeightLabel(self._engine.weight_version()).number is not None:
             # A version of another store, or one that the engine has lost since.
             self._label(WeightLabel())
@@ -483,6 +484,7 @@ class Follower(Closing):
             num_bytes=int(record.stats.get("bytes", 0)),
         )
         self._report.switched(switch)
+        view.is_kept = view.options.until_done
         self._acknowledge()
         # The switch is done. A problem with the store is for the next attempt.
         with contextlib.suppress(errors.DBufferError, OSError):
@@ -646,6 +648,14 @@ class Follower(Closing):
             if other._owes_resume:
                 self._note("paused")
             self.start()
+
+    def done(self) -> None:
+        """Let the engine go on from a version that it keeps ``until_done``. Any thread may call it.
+
+        It has no effect on a version that the engine is switched to later.
+        """
+        if self._view is not None:
+            self._view.is_kept = False
 
     # Between two attempts
 

@@ -99,7 +99,8 @@ class RankReceiver:
         # The engine's own record: what it serves. Its first rank keeps it.
         self._record = RecordFile(receiver.store, engine_id)
         is_ephemeral = instance_id in engine_id
-        self._record.set(token=token, is_ephemeral=is_ephemeral, only_version=options.version)
+        self._record.set(token=token, is_ephemeral=is_ephemeral)
+        self._record.set(only_version=options.version, every=options.every)
         self._write_record()
         self._stager = Stager(
             receiver,
@@ -110,8 +111,9 @@ class RankReceiver:
             pin_memory=rank.on_device and options.staging != "map",
             forked=options.forked,
             version=options.version,
-            # The version to stay on need not be staged again, and would keep the sender waiting.
-            applied=self._id if self._version == options.version else None,
+            every=options.every,
+            # A version to stay on need not be staged again, and would keep the sender waiting.
+            applied=self._id if options.every > 1 or self._version == options.version else None,
             on_found=self._show_engine,
             attest=self._model.attest if self._attests else None,
         )

@@ -53,6 +53,8 @@ class StoreView:
         self._rank_ids = [rank_id(self.engine_id, rank) for rank in range(facts.num_ranks)]
         self._seen: set[str] = set()
         self._logged_fork: str | None = None
+        self.is_kept = False
+        """Whether the engine keeps its version until its user is done with it."""
 
     def close(self) -> None:
         self._receiver.close()
@@ -101,10 +103,11 @@ class StoreView:
     def newer_than(
         self, served: Lineage | None, at_least: int | None = None
     ) -> int | VersionId | None:
-        """Return the newest version, or ``at_least``, or None if the engine has it.
+        """Return the newest version, or ``at_least``, or None if the engine is to keep its own.
 
         A version that the store does not have yet is returned as its number. For an engine that
-        stays on a version, it is that one, once it is published.
+        stays on a version, it is that one, once it is published. With ``every`` it is one that far
+        above the engine's, or of another run.
 
         Raises:
             VersionError: that one is gone from the store.
@@ -129,9 +132,16 @@ class StoreView:
         # A version that is known to be published may be on its way to a local store.
         store = self._origin if at_least is not None and self._origin.exists() else self._store
         newest = self._newest_in(store, served)
+        due = 0
+        if newest and served and relation(served, newest) is not Relation.FORKED:
+            due = served.id.number + self.options.every
+            if at_least is not None:
+                at_least = max(at_least, due) if at_least > served.id.number else None
+            elif self.is_kept:
+                return None
         if at_least is not None and (newest is None or newest.id.number < at_least):
             return at_least
-        return None if newest is None or (served and served.id == newest.id) else newest.id
+        return None if newest is None or newest.id.number < due else newest.id
 
     def _newest_in(self, store: DoubleBuffer, served: Lineage | None) -> Lineage | None:
         """Return a store's newest version, or None if it has none.
@@ -176,6 +186,11 @@ class StoreView:
                 stop_event.wait(timeout_s)
                 return None
             newer_than = only - 1
+        elif newer_than is not None:
+            if self.is_kept:
+                stop_event.wait(timeout_s)
+                return None
+            newer_than += self.options.every - 1
         return self._receiver.wait_or_follow_fork(newer_than, timeout_s, stop_event)
 
     # Whether the ranks are ready, and the engine has switched

@@ -297,6 +297,8 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     only_version: Count | None
     """Number of the version that an engine is to serve and stay on; None if it follows the newest.
     """
+    every: Count
+    """Least distance between the numbers of two versions that an engine serves."""
     attempt: Token | None
     """Last attempt to switch an engine, whose outcome this record tells."""
     boot: _Boot
@@ -339,9 +341,10 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
         return self.state == "broken"
 
     def lag_behind(self, newest: Lineage, metadata: Mapping[str, Any]) -> Lag | None:
-        """Return its lag behind the newest version, or None if it has no version or stays on one.
+        """Return its lag behind the newest version.
 
-        If its version does not lead to the newest, it lacks every version of that line.
+        It is None if it has no version, or keeps its own on purpose. If its version does not lead
+        to the newest, it lacks every version of that line.
 
         Args:
             newest: that version.
@@ -349,7 +352,9 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
         """
         if self.lineage is None or self.only_version is not None:
             return None
-        return lag_between(self.lineage, self.metadata, newest, metadata)
+        lag = lag_between(self.lineage, self.metadata, newest, metadata)
+        is_due = lag.versions >= self.every or relation(self.lineage, newest) is Relation.FORKED
+        return lag if is_due or not lag.versions else None
 
     def has_problem_with(self, number: int, newest: Lineage | None) -> bool:
         """Whether it reports a problem with the store, or with a version from ``number`` on.

@@ -261,6 +261,7 @@ class Stager(ProcessBound):
             its own in any case.
         pin_memory: that memory is page-locked, for a device to copy from.
         version: keep this version ready, and no other, until it was applied; it is waited for.
+        every: of later versions stage those that are so far above the applied one.
         applied: version that the engine has at the start; only later ones are staged.
         forked: if another run has published in place of the versions seen so far, ``"follow"``
             stages the newest version. ``"refuse"`` reports a problem with every version, until
@@ -283,6 +284,7 @@ class Stager(ProcessBound):
         device: torch.device | None = None,
         pin_memory: bool = False,
         version: int | None = None,
+        every: int = 1,
         applied: VersionId | None = None,
         forked: Forked = "refuse",
         on_found: Callable[[], None] | None = None,
@@ -308,6 +310,7 @@ class Stager(ProcessBound):
         self._memories = threading.Lock()
         """Locked while a version is staged, until it is ready, and while it is attested."""
         self._version = version
+        self._every = every
         self._loop = FollowLoop(receiver, "staging", logger, forked=forked)
         self._interrupt = threading.Event()
         self._condition = threading.Condition()
@@ -631,8 +634,9 @@ class Stager(ProcessBound):
             for version in (None if self._staged is None else self._staged.id, self._applied)
         )
         if self._version is None:
-            above = staged or applied
-            return None if above is None else above.number, None
+            above = [] if staged is None else [staged.number]
+            above += [] if applied is None else [applied.number + self._every - 1]
+            return max(above, default=None), None
         if staged is not None and staged.number == self._version:
             return MAX_INTEGER, None  # nothing, unless another run comes
         return None, self._version

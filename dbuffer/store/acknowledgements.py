@@ -148,6 +148,8 @@ class _Wait:
 
     def _state(self, record: ReceiverRecord) -> str:
         verb = "stays" if record.stays_below(self._version) else "is"
+        if record.every > 1:
+            verb = f"switches every {record.every} versions and is"
         if not self._store.may_live(record):
             verb = "has ended" if _is_certain_of_end(record) else "was"
         state = f"{record.receiver} {verb} {_at(record)}"

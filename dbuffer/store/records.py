@@ -112,6 +112,7 @@ class OwnRecord(ProcessBound):
             attested_at=None,
             is_attestable=False,
             only_version=None,
+            every=1,
             attempt=None,
             is_ephemeral=False,
             is_relayed=False,

@@ -144,6 +144,7 @@ def receiver_status(
         "staged_version": None if record.staged is None or copied else record.staged.number,
         "is_attested": record.attested_at is not None,
         "only_version": record.only_version,
+        "every": record.every,
         "problem": record.problem,
     }
 
