@@ -90,7 +90,9 @@ def test_a_receiver_that_is_not_due_does_not_lag(scene):
         scene.publish(2, 3)
         assert lag(scene) is None
         [status] = [
-            each for each in read_status(DoubleBuffer(scene.store))["receivers"] if each["part_of"] is None
+            each
+            for each in read_status(DoubleBuffer(scene.store))["receivers"]
+            if each["part_of"] is None
         ]
         assert (status["every"], status["lag_versions"]) == (3, None)
 

@@ -238,13 +238,14 @@ class Inside:
         self.checkpoint = save_revealing(0, directory)
 
     def run(self) -> None:
-        server = self.start()
+        server = self.start(until_done=True, poll_interval_s=0.05)
         with dbuffer.WeightSender(self.store) as sender:
             self.wait_for_a_version(server, sender)
             self.have_no_route_of_development_mode(server)
             self.follow_each_publish(server, sender)
             self.log_each_switch(server)
             assert self.verify(server) == (EXIT_TIMEOUT, [False])  # which compares nothing
+            self.keep_until_done(server, sender)
             server.kill()
             self.publish(sender, 8)
             flags = ["--no-enable-prefix-caching"]
@@ -286,6 +287,17 @@ class Inside:
         sender.wait_applied(version, timeout_s=WAIT_S)
         assert server.answer() == tokens_of(version)
 
+    def keep_until_done(self, server: Server, sender: dbuffer.WeightSender) -> None:
+        """Serve version 5 until a client is done with it."""
+        assert server.status_of("GET", "/weights/done") == 405
+        self.publish(sender, 6)
+        with contextlib.suppress(dbuffer.WaitTimeoutError):
+            sender.wait_applied(6, timeout_s=1.0)
+        assert server.answer() == tokens_of(5)
+        assert server.client.post("/weights/done").json()["version"] == 5
+        sender.wait_applied(6, timeout_s=WAIT_S)
+        assert server.answer() == tokens_of(6)
+
     def wait_for_a_version(self, server: Server, sender: dbuffer.WeightSender) -> None:
         """With a dummy's weights it is not ready before there is one."""
         assert not server.is_ready_without_version()
@@ -313,6 +325,7 @@ class Inside:
 
     def follow_each_publish(self, server: Server, sender: dbuffer.WeightSender) -> None:
         for version in range(2, 6):
+            assert server.status_of("POST", "/weights/done") == 200
             self.follow_one(server, sender, version)
         # The store knows of a switch a moment before it is counted.
         until("five pauses", lambda: server.metrics()["pause_seconds_count"] == 5, WAIT_S, 0.05)

@@ -79,7 +79,7 @@ class FollowStore:
         async with following:
             try:
                 engine = _engine_of(scope)
-                await _start(engine, following)
+                follower = await _start(engine, following)
             # Servers take an exception here for an application without a lifespan, and serve. This
             # message of the protocol ends the server.
             except Exception as error:  # noqa: BLE001
@@ -87,7 +87,7 @@ class FollowStore:
                 await receive()
                 await send({"type": "lifespan.startup.failed", "message": _refusal(error)})
                 return
-            self._outlook = Outlook(engine)
+            self._outlook = Outlook(engine, follower)
             observe(engine)
             await self._app(scope, receive_after_us, send)
 
@@ -113,8 +113,11 @@ def _engine_of(scope: Scope) -> Any:
     return engine
 
 
-async def _start(engine: Any, following: contextlib.AsyncExitStack) -> None:
-    """Let the engine serve the newest version, and follow until ``following`` is closed."""
+async def _start(engine: Any, following: contextlib.AsyncExitStack) -> BackgroundFollower | None:
+    """Let the engine serve the newest version, and follow until ``following`` is closed.
+
+    Return the follower, or None if another API server has it.
+    """
     config = engine.vllm_config
     options = options_of(config.additional_config)
     if options is None:
@@ -123,9 +126,14 @@ async def _start(engine: Any, following: contextlib.AsyncExitStack) -> None:
         )
     parallel = config.parallel_config
     is_shared = getattr(parallel, "_api_process_count", 1) > 1
+    if is_shared and options.until_done:
+        raise UnsupportedError(
+            "until_done needs one API server (--api-server-count 1): of several, a client reaches "
+            "any, and one follows"
+        )
     if is_shared and parallel._api_process_rank != 0:  # noqa: SLF001 - vLLM tells it nowhere else
         await _wait_for_first_api_server()
-        return
+        return None
     pause = engine_settings(config.additional_config).get("pause", "keep")
     follower = follow(engine, pause=pause)
     assert isinstance(follower, BackgroundFollower)  # noqa: S101 - an AsyncLLM is followed so
@@ -135,6 +143,7 @@ async def _start(engine: Any, following: contextlib.AsyncExitStack) -> None:
         await _wait_for_weights(follower, options)
     if is_shared:
         following.enter_context(_ready_engine())
+    return follower
 
 
 def _name_of_api_servers() -> str:

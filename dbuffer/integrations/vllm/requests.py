@@ -3,6 +3,7 @@
 * A request with ``X-Weight-Min-Version: 7`` is answered by version 7 or later, or by 409. With
   ``X-Weight-Wait-S: 2.5`` the server waits so long for such a version.
 * ``GET /ready?min_version=7&wait_s=2.5`` answers 200 if such a request would be, else 503.
+* ``POST /weights/done`` lets a server go on that keeps each version ``until_done``.
 
 Versions only go up within a run, so a request may be compared before vLLM's routes have it. After
 another run began in the store, numbers are of that run, also while the engine serves the old one.
@@ -20,6 +21,7 @@ from typing import Any, TypeAlias
 from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse
 
+from dbuffer.engine.background import BackgroundFollower
 from dbuffer.engine.contract import WeightLabel
 from dbuffer.errors import EngineEndedError, OptionError
 from dbuffer.format.manifest import MAX_INTEGER
@@ -118,10 +120,14 @@ def _seconds(name: str, text: str) -> float:
 
 
 class Outlook:
-    """The labels of an engine's cores, for requests that wait for a version."""
+    """The labels of an engine's cores, for requests that wait for a version.
 
-    def __init__(self, engine: Any) -> None:
+    ``follower`` is the engine's, if it is in this process.
+    """
+
+    def __init__(self, engine: Any, follower: BackgroundFollower | None = None) -> None:
         self._engine = engine
+        self._follower = follower
         self._lock = asyncio.Lock()
         self._labels: list[WeightLabel] = []
         self._looked_at = 0.0
@@ -142,6 +148,14 @@ class Outlook:
         finally:
             answers.cancel()
         return [WeightLabel.decode(text) for text in answers.result()]
+
+    def done(self) -> int | None:
+        """Let the engine go on from the version that it keeps ``until_done``; return that one."""
+        if self._follower is None:
+            return None
+        version = self._follower.applied
+        self._follower.done()
+        return version
 
     def _require_alive(self) -> None:
         if self._engine.errored:

@@ -56,7 +56,7 @@ WITHOUT_CHOICES = frozenset(
     }
 )
 """Routes that generate, and answer without choices. Some begin a stream before the engine does."""
-_OK, _BAD_REQUEST = 200, 400
+_OK, _BAD_REQUEST, _NOT_ALLOWED = 200, 400, 405
 _UNKNOWN = {"weight_versions": None}
 """Fields of a choice whose spans are unknown."""
 
@@ -215,6 +215,10 @@ async def _answer_to(
     if path == "/ready":
         query = QueryParams(scope["query_string"])
         return await readiness(outlook, requirement_of_query(query))
+    if path == "/weights/done":
+        if scope["method"] != "POST":
+            return error_answer(_NOT_ALLOWED, "MethodNotAllowed", f"{path} takes POST")
+        return JSONResponse({"version": outlook.done()})
     requirement = requirement_in(headers)
     return None if requirement is None else await refused(outlook, requirement)
 
