@@ -1,1 +1,1 @@
-"""The command line and what it shows."""
+"""The command line."""

@@ -54,7 +54,7 @@ def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
         raise StoreNotFoundError(f"nothing was published in {bucket.url} yet")
     manifest = None if version is None else version.manifest
     metadata = {} if manifest is None else manifest.metadata
-    records = in_order(_dated(each, record) for each, record in readers.latest.values())
+    records = in_order(_dated(mirror, record) for mirror, record in readers.latest.values())
     return make_status(
         bucket.url,
         "bucket",
@@ -66,7 +66,7 @@ def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
         ],
         problems=[
             *(f"{bucket.name_of(name)} {_MISSING}" for name in missing[:1]),
-            *(each.fault for each in readers.objects.values() if each.fault is not None),
+            *(it.fault for it in readers.objects.values() if it.fault is not None),
             *_silent_mirrors(readers.objects),
         ],
     )
@@ -76,8 +76,8 @@ def _silent_mirrors(objects: dict[str, MirrorObject]) -> list[str]:
     """Return a problem if there are mirrors that look dead and were not closed."""
     silent = [
         PurePosixPath(name).stem
-        for name, each in sorted(objects.items())
-        if any(not it.has_ended and _looks_dead(_dated(each, it)) for it in each.records)
+        for name, mirror in sorted(objects.items())
+        if any(not it.has_ended and _looks_dead(_dated(mirror, it)) for it in mirror.records)
     ]
     if not silent:
         return []
@@ -87,9 +87,9 @@ def _silent_mirrors(objects: dict[str, MirrorObject]) -> list[str]:
     ]
 
 
-def _dated(each: MirrorObject, record: ReceiverRecord) -> ReceiverRecord:
+def _dated(mirror: MirrorObject, record: ReceiverRecord) -> ReceiverRecord:
     """Return a record with the time at which its mirror has put it."""
-    return replace(record, updated_at=each.put_at)
+    return replace(record, updated_at=mirror.put_at)
 
 
 def _looks_dead(record: ReceiverRecord) -> bool:
@@ -99,6 +99,6 @@ def _looks_dead(record: ReceiverRecord) -> bool:
 
 def _version_status(version: BucketVersion) -> dict[str, Any]:
     def delta_bytes(versions: Iterable[VersionId]) -> int:
-        return sum(version.delta(each).num_bytes for each in versions)
+        return sum(version.delta(version_id).num_bytes for version_id in versions)
 
     return buffer_status("", "newest", version.manifest, delta_bytes)

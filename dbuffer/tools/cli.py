@@ -21,7 +21,6 @@ import dbuffer
 from dbuffer.errors import DBufferError, OptionError, WaitTimeoutError, WriterSupersededError
 from dbuffer.tools.commands import keep, mirror, publish, show
 from dbuffer.tools.commands.doctor import doctor
-from dbuffer.tools.commands.export import export
 from dbuffer.tools.commands.follow import follow
 from dbuffer.tools.commands.shared import (
     EXIT_FAILED,
@@ -39,7 +38,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "status": (show.status, "STORE --watch"),
     "verify": (show.verify, "STORE"),
     "ls": (show.ls, "STORE"),
-    "export": (export, "STORE checkpoints/step-800 --model models/qwen3"),
+    "export": (keep.export, "STORE checkpoints/step-800 --model models/qwen3"),
     "pin": (keep.pin, "STORE 120"),
     "unpin": (keep.unpin, "STORE 120"),
     "rollback": (keep.rollback, "STORE 120"),
@@ -65,7 +64,7 @@ pipe; 143 stopped by SIGTERM.
 _TELLING = (
     "dbuffer.mirror.loop",
     "dbuffer.store.weights_files",
-    "dbuffer.tools.commands.publish",
+    "dbuffer.weights.checkpoint_directory",
 )
 """Loggers that say at the level INFO for whom a command waits."""
 
@@ -78,8 +77,8 @@ class StoreCommand(TyperCommand):
         store = os.environ.get("DBUFFER_STORE")
         names = [str(it.name) for it in self.params if it.param_type_name == "argument"]
         if store and "store" in names:
-            given, _, _ = self.make_parser(ctx).parse_args(list(args))
-            if sum(not isinstance(given.get(name), str) for name in names) == 1:
+            values, _, _ = self.make_parser(ctx).parse_args(list(args))
+            if sum(not isinstance(values.get(name), str) for name in names) == 1:
                 args = [*args, store] if names[-1] == "store" else [store, *args]
         return super().parse_args(ctx, args)
 

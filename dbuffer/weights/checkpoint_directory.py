@@ -1,4 +1,4 @@
-"""`CheckpointDirectory`: checkpoints that a trainer saves into a directory, once they are finished.
+"""`send_saved`: publishes the checkpoints that a trainer saves into a directory, once finished.
 
 A checkpoint is finished when its files have not changed for a while, and are of one save. Files of
 two saves have the same names and sizes, so only their times tell them apart: trainers write the
@@ -9,10 +9,12 @@ headers is checked when they are read.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import re
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,7 +22,12 @@ from typing import Any, TypeAlias
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.runtime.messages import listed
 from dbuffer.runtime.timing import TIMING
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.contents import Contents
+from dbuffer.store.watcher import Watcher
 from dbuffer.weights.checkpoint import INDEX, FileState, checkpoint_files, state_of
+
+logger = logging.getLogger(__name__)
 
 SAVED_AT = "saved_at"
 """Metadata of a version: time of the last write to its checkpoint, in seconds since the epoch."""
@@ -83,7 +90,7 @@ class Checkpoint:
 
 
 class CheckpointDirectory:
-    """Checkpoints in a directory that were saved after the one that was published last.
+    """Checkpoints in a directory, saved after the checkpoint that was published last.
 
     The directory is a checkpoint that is written over, or has checkpoints in directories such as
     ``checkpoint-80`` and ``step_80``.
@@ -111,6 +118,45 @@ class CheckpointDirectory:
                 since = math.inf
             self._settling[checkpoint.path] = checkpoint, since
         return sorted(settled, key=lambda checkpoint: checkpoint.order)
+
+
+def send_saved(
+    directory: Path,
+    store: DoubleBuffer,
+    send: Callable[[Path, dict[str, Any]], None],
+    stop: threading.Event,
+    *,
+    count: int | None = None,
+) -> None:
+    """Let a function publish each checkpoint that is saved into a directory.
+
+    Args:
+        directory: the directory, which may come later.
+        store: the store, whose versions say which checkpoint was published last.
+        send: publishes a checkpoint with this metadata. Its `InvalidWeightsError` is logged, once
+            for each state of the checkpoint.
+        stop: ends it.
+        count: number of checkpoints that end it.
+    """
+    checkpoints, num_sent = CheckpointDirectory(directory), 0
+    published = [manifest.metadata for _, manifest in Contents(store).published()]
+    last = max(map(order_of, published), default=order_of({}))
+    logger.info("publishing each checkpoint that is saved into %s", directory)
+    with contextlib.closing(Watcher(directory)) as watcher:
+        while True:
+            for checkpoint in checkpoints.settled(last):
+                try:
+                    checkpoint.require_one_save(last)
+                    send(checkpoint.path, checkpoint.metadata)
+                except InvalidWeightsError as error:
+                    logger.warning("%s is not published: %s", checkpoint.path, str(error))
+                    continue
+                last, num_sent = checkpoint.order, num_sent + 1
+                if stop.is_set() or num_sent == count:
+                    return
+            if stop.is_set():
+                return
+            watcher.wait(TIMING.settle_s / 2)
 
 
 def order_of(metadata: Mapping[str, Any]) -> Order:

@@ -6,6 +6,7 @@ The reward is the share of an answer's words with a number below 128: a quarter 
 """
 
 import argparse
+import sys
 import warnings
 
 warnings.simplefilter("ignore")  # TRL warns of a vLLM that it does not know
@@ -29,7 +30,10 @@ GROUP_SIZE = 8
 def main(args: argparse.Namespace) -> None:
     """Train."""
     if args.metrics_port:  # before a store is made: another program may have the port
-        start_http_server(args.metrics_port, "127.0.0.1")
+        try:
+            start_http_server(args.metrics_port, "127.0.0.1")
+        except OSError as error:
+            sys.exit(f"--metrics-port {args.metrics_port}: {error.strerror}; use another port")
     rewards: list[float] = []
 
     def reward(completion_ids: list[list[int]], **_: object) -> list[float]:

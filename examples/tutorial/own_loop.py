@@ -75,7 +75,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("model", help="checkpoint to start from")
     parser.add_argument("store", help="store that the servers follow")
     parser.add_argument("server", help="URL of the server that answers")
-    parser.add_argument("--receivers", type=int, default=1, help="servers to wait for at each step")
+    parser.add_argument(
+        "--receivers",
+        nargs="+",
+        default=["server-1"],
+        metavar="ID",
+        help="servers to wait for at each step",
+    )
     parser.add_argument("--steps", type=int, default=8)
     return parser.parse_args()
 

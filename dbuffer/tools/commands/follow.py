@@ -37,7 +37,7 @@ def follow(
             metavar="SECONDS",
         ),
     ] = None,
-    as_json: shared.JsonLinesOption = False,
+    as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Print each new version. Nothing is acknowledged: no sender waits for this command."""

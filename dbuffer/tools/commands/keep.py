@@ -1,8 +1,7 @@
-"""``dbuffer pin``, ``dbuffer unpin`` and ``dbuffer rollback``."""
+"""``dbuffer pin``, ``unpin``, ``rollback`` and ``export``."""
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -18,33 +17,13 @@ from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import progress
 
 
-def parse_version(text: str) -> int | VersionId:
-    """Parse a version's number, or its id; a path in its place is named."""
-    if text.isdecimal():
-        return int(text)
-    with contextlib.suppress(ValueError):
-        return VersionId.parse(text)
-    swapped = " (are STORE and VERSION swapped?)" if Path(text).is_dir() else ""
-    raise typer.BadParameter(f"{text!r} is not a version number{swapped}")
-
-
-VersionArgument = Annotated[
-    int,
-    typer.Argument(
-        help="Number of a version, or RUN-NUMBER, as in `dbuffer status`.",
-        metavar="VERSION",
-        parser=parse_version,
-    ),
-]
-
-
 def _as_json(version: int | VersionId) -> int | str:
     return version if isinstance(version, int) else str(version)
 
 
 def pin(
     store: shared.StoreArgument,
-    version: VersionArgument,
+    version: shared.VersionArgument,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
@@ -59,7 +38,7 @@ def pin(
 
 def unpin(
     store: shared.StoreArgument,
-    version: VersionArgument,
+    version: shared.VersionArgument,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
@@ -71,7 +50,7 @@ def unpin(
 
 def rollback(
     store: shared.StoreArgument,
-    version: VersionArgument,
+    version: shared.VersionArgument,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
@@ -83,13 +62,13 @@ def rollback(
     """
     view = shared.view_of(store, allow_shared_store=allow_shared_store)
     # Refuse a version that cannot be read before the sender takes the store over.
-    held = open_version(view, version)
-    if held is None:
+    opened = open_version(view, version)
+    if opened is None:
         raise kept.missing(view, version)
-    with held:
-        if held.manifest.is_copy:
+    with opened:
+        if opened.manifest.is_copy:
             raise OptionError(f"{store} is a mirror's copy: roll back where it is published")
-        has_checksums = held.manifest.checksums_xxh3 is not None
+        has_checksums = opened.manifest.checksums_xxh3 is not None
     sender = dbuffer.WeightSender(
         store,
         checksum=has_checksums,
@@ -100,3 +79,40 @@ def rollback(
         publication = sender.republish(version)
     text = f"version {publication.version} has the weights of version {version}"
     shared.show(publication, text, as_json=as_json)
+
+
+def export(
+    store: shared.StoreArgument,
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            help="Directory of the checkpoint; made, or empty.",
+            metavar="DIR",
+            parser=shared.parse_path,
+        ),
+    ],
+    version: shared.VersionOption = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Copy the configuration and the tokenizer of this HuggingFace checkpoint, too.",
+            metavar="MODEL_DIR",
+            parser=shared.parse_path,
+        ),
+    ] = None,
+    as_json: shared.JsonOption = False,
+    allow_shared_store: shared.SharedOption = False,
+) -> None:
+    """Save the newest version, or another one, as a HuggingFace checkpoint.
+
+    `vllm serve` and transformers load it. It is written beside DIR, whole, and renamed.
+    """
+    receiver = dbuffer.WeightReceiver(store, allow_shared_store=allow_shared_store)
+    with receiver, progress(f"saving {store}", in_bytes=True) as on_bytes:
+        saved = receiver.save_pretrained(directory, version=version, model=model, on_bytes=on_bytes)
+    text = f"version {saved.number} of {store} is saved in {directory}"
+    shared.show(
+        {"version": saved.number, "run": saved.run, "directory": str(directory)},
+        text,
+        as_json=as_json,
+    )

@@ -37,7 +37,7 @@ def mirror(
             max=65535,
         ),
     ] = None,
-    as_json: shared.JsonLinesOption = False,
+    as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Copy each new version into a local store, for all workers of this node.

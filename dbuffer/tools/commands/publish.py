@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
-import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import dbuffer
-from dbuffer.errors import InvalidWeightsError, OptionError
+from dbuffer.errors import OptionError
 from dbuffer.runtime import options
-from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer, is_store
 from dbuffer.store.contents import Contents
-from dbuffer.store.watcher import Watcher
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import progress
 from dbuffer.weights.names import NameMap
@@ -27,8 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from dbuffer.publish.sender_options import SenderKeywords
-
-logger = logging.getLogger(__name__)
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -97,7 +89,7 @@ def publish(
             parser=shared.parse_path,
         ),
     ] = None,
-    as_json: shared.JsonLinesOption = False,
+    as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Publish a checkpoint as the store's newest version."""
@@ -124,54 +116,22 @@ def publish(
     if not watch:
         SenderOptions(**chosen).make_describer().describe(checkpoint)
         Contents(view).next_version(version)
+
+    def send(path: Path, metadata: dict[str, Any]) -> None:
+        with progress(f"publishing {path}", in_bytes=True) as on_bytes:
+            publication = sender.send(path, version=version, metadata=metadata, progress=on_bytes)
+        shared.show(publication, shared.describe_copy(publication), as_json=as_json)
+
     with dbuffer.WeightSender(store, **chosen) as sender:
-        send = functools.partial(_send, sender, as_json=as_json)
-        if watch:
-            _publish_saved(checkpoint, view, count, send, metadata)
-        else:
-            send(checkpoint, metadata, version)
+        if not watch:
+            send(checkpoint, metadata)
+            return
+        from dbuffer.weights.checkpoint_directory import send_saved
 
-
-def _send(
-    sender: dbuffer.WeightSender,
-    checkpoint: Path,
-    metadata: dict[str, Any],
-    version: int | None = None,
-    *,
-    as_json: bool,
-) -> None:
-    with progress(f"publishing {checkpoint}", in_bytes=True) as on_bytes:
-        publication = sender.send(checkpoint, version=version, metadata=metadata, progress=on_bytes)
-    shared.show(publication, shared.describe_copy(publication), as_json=as_json)
-
-
-def _publish_saved(
-    directory: Path,
-    store: DoubleBuffer,
-    count: int | None,
-    send: Callable[[Path, dict[str, Any]], None],
-    metadata: dict[str, Any],
-) -> None:
-    """Publish each checkpoint that is saved into a directory, until a signal or ``count``."""
-    from dbuffer.weights.checkpoint_directory import CheckpointDirectory, order_of
-
-    saves, num_sent = CheckpointDirectory(directory), 0
-    published = [manifest.metadata for _, manifest in Contents(store).published()]
-    last = max(map(order_of, published), default=order_of({}))
-    logger.info("publishing each checkpoint that is saved into %s", directory)
-    with shared.stopped_by_signals() as stop, contextlib.closing(Watcher(directory)) as watcher:
-        while not stop.is_set():
-            for checkpoint in saves.settled(last):
-                try:
-                    checkpoint.require_one_save(last)
-                    send(checkpoint.path, metadata | checkpoint.metadata)
-                except InvalidWeightsError as error:
-                    logger.warning("%s is not published: %s", checkpoint.path, str(error))
-                    continue
-                last, num_sent = checkpoint.order, num_sent + 1
-                if stop.is_set() or num_sent == count:
-                    return
-            watcher.wait(TIMING.settle_s / 2)
+        with shared.stopped_by_signals() as stop:
+            send_saved(
+                checkpoint, view, lambda path, its: send(path, metadata | its), stop, count=count
+            )
 
 
 def _parse_dtype(name: str | None) -> torch.dtype | None:
@@ -181,6 +141,6 @@ def _parse_dtype(name: str | None) -> torch.dtype | None:
 
     dtype = DTYPES.get(_SHORT_DTYPES.get(name, name))
     if dtype is None or not can_cast_to(dtype):
-        possible = [one for one, its_dtype in DTYPES.items() if can_cast_to(its_dtype)]
+        possible = [name for name, its_dtype in DTYPES.items() if can_cast_to(its_dtype)]
         options.refuse("--dtype", name, ", ".join((*_SHORT_DTYPES, *possible)))
     return dtype

@@ -15,6 +15,7 @@ import typer
 from rich.console import RenderableType
 
 from dbuffer.errors import OptionError, StoreNotFoundError
+from dbuffer.format.lineage import VersionId
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import counted, format_bytes
 from dbuffer.store.buffer import DoubleBuffer, is_store
@@ -64,12 +65,30 @@ SharedOption = Annotated[
         help="Accept a directory that belongs to another user, or that others can write to.",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, each result on a line.")]
 CountOption = Annotated[
     int | None,
     typer.Option(help="Stop after N versions.", metavar="N", min=1),
 ]
+
+
+def _parse_version(text: str) -> int | VersionId:
+    """Parse a version's number, or its id; a path in its place is named."""
+    if text.isdecimal():
+        return int(text)
+    with contextlib.suppress(ValueError):
+        return VersionId.parse(text)
+    swapped = " (are STORE and VERSION swapped?)" if Path(text).is_dir() else ""
+    raise typer.BadParameter(f"{text!r} is not a version number{swapped}")
+
+
+_VERSION = {
+    "help": "Number of a version, or RUN-NUMBER, as in `dbuffer status`.",
+    "metavar": "VERSION",
+    "parser": _parse_version,
+}
+VersionArgument = Annotated[int, typer.Argument(**_VERSION)]
+VersionOption = Annotated[int | None, typer.Option(**_VERSION)]
 
 
 def view_of(store: Path, *, allow_shared_store: bool) -> DoubleBuffer:

@@ -19,8 +19,6 @@ from dbuffer.runtime.timing import TIMING
 from dbuffer.store.open_version import open_newest
 from dbuffer.tools import tables
 from dbuffer.tools.commands import shared
-from dbuffer.tools.commands.keep import parse_version
-from dbuffer.tools.serving import ask_server
 from dbuffer.tools.status import read_status
 from dbuffer.tools.terminal import print_parts, progress
 
@@ -69,9 +67,9 @@ def status(
             read, refresh_s = functools.partial(read_bucket_status, bucket), TIMING.bucket_watch_s
         if watch:
             _watch(lambda: tables.status_parts(read()), refresh_s)
-        found = read()
-    shared.show(found, tables.status_parts(found), as_json=as_json)
-    if check and found["problems"]:
+        result = read()
+    shared.show(result, tables.status_parts(result), as_json=as_json)
+    if check and result["problems"]:
         raise typer.Exit(shared.EXIT_FAILED)
 
 
@@ -100,20 +98,8 @@ def verify(
             metavar="URL",
         ),
     ] = None,
-    version: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of a version, or RUN-NUMBER, that the engine should serve.",
-            metavar="VERSION",
-            parser=parse_version,
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print a JSON list of one object per version; of an engine, one object."
-        ),
-    ] = False,
+    version: shared.VersionOption = None,
+    as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Check all versions in a store, also kept ones: records, layouts, sizes and any checksums.
@@ -122,6 +108,8 @@ def verify(
     """
     view = shared.view_of(store, allow_shared_store=allow_shared_store)
     if engine is not None:
+        from dbuffer.engine.served import ask_server
+
         answer = ask_server(view, engine, version)
         shared.show(answer, tables.server_parts(answer), as_json=as_json)
         if not answer["is_verified"]:
@@ -130,7 +118,7 @@ def verify(
         return
     if version is not None:
         raise OptionError("--version needs --engine")
-    from dbuffer.tools.verification import verify_store
+    from dbuffer.receive.verification import verify_store
 
     with progress(f"verifying {store}"):
         checks = verify_store(view)
@@ -147,10 +135,10 @@ def ls(
     """List the newest version's tensors: name, dtype, shape, bytes."""
     view = shared.view_of(store, allow_shared_store=allow_shared_store)
     with progress(f"reading {store}"):
-        if (held := open_newest(view, newer_than=None)) is None:
+        if (opened := open_newest(view, newer_than=None)) is None:
             raise WaitTimeoutError(f"nothing was published in {store} yet")
-        with held:
-            version, layout = held.manifest.version, held.read_layout()
+        with opened:
+            version, layout = opened.manifest.version, opened.read_layout()
     tensors = [{**spec._asdict(), "num_bytes": spec.num_bytes} for spec in layout.specs]
     result = {"version": version, "tensors": tensors, "aliases": layout.aliases}
     shared.show(result, tables.layout_parts(result), as_json=as_json)

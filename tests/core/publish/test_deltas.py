@@ -31,12 +31,12 @@ from dbuffer.format.manifest import Manifest
 from dbuffer.publish import deltas
 from dbuffer.publish.draft import Draft
 from dbuffer.receive import reader as reader_module
+from dbuffer.receive.verification import verify_store
 from dbuffer.store import retention
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.writer import BufferWriter
 from dbuffer.testing.waiting import TIMEOUT_S
 from dbuffer.tools.status import read_status
-from dbuffer.tools.verification import verify_store
 from tests.support.children import Child
 from tests.support.damage import flip_bit
 from tests.support.patterns import OTHER, SPARSE, assert_same, newest, received

@@ -38,13 +38,13 @@ from dbuffer.publish.draft import Draft
 from dbuffer.publish.part import Part
 from dbuffer.publish.shards import HeldParts
 from dbuffer.ranks import agreement
+from dbuffer.receive.verification import verify_store
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.writer import BufferWriter
 from dbuffer.testing.moments import COPIES, at_call, die, stop
 from dbuffer.testing.waiting import TIMEOUT_S
-from dbuffer.tools.verification import verify_store
 from tests.support.damage import flip_bit
 from tests.support.patterns import SMALL, assert_same, newest
 from tests.support.sharded import (

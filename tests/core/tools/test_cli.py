@@ -21,13 +21,13 @@ from safetensors.torch import save_file
 
 import dbuffer
 from dbuffer.__main__ import main
+from dbuffer.receive.verification import verify_store
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.open_version import open_newest
 from dbuffer.testing.waiting import until
 from dbuffer.tools import cli
 from dbuffer.tools.commands import follow
 from dbuffer.tools.commands.shared import stopped_by_signals
-from dbuffer.tools.verification import verify_store
 from tests.support.children import Child, Command, call
 from tests.support.stores import contents
 
@@ -457,7 +457,7 @@ def test_verify_names_what_it_has_read_where_a_version_is_published_meanwhile(
             next(later, lambda: None)()
             return open_newest(*arguments, **options)
 
-        monkeypatch.setattr("dbuffer.tools.verification.open_newest", hold)
+        monkeypatch.setattr("dbuffer.receive.verification.open_newest", hold)
         checks = verify_store(DoubleBuffer(store))
     assert [check["version"] for check in checks] == [3, 2]
     assert len({check["buffer"] for check in checks}) == 2

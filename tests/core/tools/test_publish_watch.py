@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -18,8 +19,8 @@ from safetensors.torch import save_file
 
 import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.tools.commands.publish import _publish_saved
 from dbuffer.weights.checkpoint import INDEX
+from dbuffer.weights.checkpoint_directory import send_saved
 from tests.support.children import Child, Command, call
 from tests.support.patterns import SMALL
 
@@ -205,7 +206,7 @@ def test_a_checkpoint_that_vanishes_while_it_is_read_is_told(caplog, out, store)
 
         save(out / "checkpoint-1", 1)
         save(out / "checkpoint-2", 2)
-        _publish_saved(out, DoubleBuffer(store), 1, send, {})
+        send_saved(out, DoubleBuffer(store), send, threading.Event(), count=1)
     [record] = caplog.records
     assert f"{out / 'checkpoint-1'} is not published: " in record.message
     assert f"{INDEX} was removed while it was being published" in record.message

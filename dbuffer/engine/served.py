@@ -24,8 +24,8 @@ def ask_server(store: DoubleBuffer, url: str, version: int | VersionId | None) -
     Args:
         store: the store that it should follow.
         url: the server's address.
-        version: the version that it should serve; None: the newest, or the one that was the newest
-            before the server was asked.
+        version: the version that it should serve. Default: the newest, before the question or
+            after the answer.
 
     Raises:
         EngineUnreachableError: the server does not answer, or its engine has ended.

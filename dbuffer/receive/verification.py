@@ -23,7 +23,7 @@ from dbuffer.store.open_version import (
 def verify_store(store: DoubleBuffer) -> list[dict[str, Any]]:
     """Read and check all versions of a store, the newest first, as `dbuffer verify --json` does.
 
-    ``problems`` has names of damaged tensors, or descriptions of other damage. Each version is held
+    ``problems`` has names of damaged tensors, or descriptions of other damage. A version is locked
     while it is read: a publish may wait for that.
     """
     store.check()
@@ -32,8 +32,8 @@ def verify_store(store: DoubleBuffer) -> list[dict[str, Any]]:
         raise WaitTimeoutError(f"nothing was published in {store.root} yet")
 
     newest = _verify_buffer(store, pointer.buffer, pointer.version)
-    others = [name for name in BUFFERS if name != newest["buffer"] and _has_version(store, name)]
-    return [newest, *(_verify_buffer(store, name, None) for name in (*others, *store.kept()))]
+    idle = [name for name in BUFFERS if name != newest["buffer"] and _has_version(store, name)]
+    return [newest, *(_verify_buffer(store, name, None) for name in (*idle, *store.kept()))]
 
 
 def _has_version(store: DoubleBuffer, buffer: str) -> bool:
@@ -56,16 +56,17 @@ def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> dict
     patience = Patience()
     while True:
         try:
-            held = open_newest(store, newer_than=None) if newest else open_buffer(store, buffer)
-            if held is None:
+            opened = open_newest(store, newer_than=None) if newest else open_buffer(store, buffer)
+            if opened is None:
                 return check
-            check["buffer"], check["version"] = held.buffer, held.manifest.version  # or a newer one
-            check["has_checksums"] = held.manifest.checksums_xxh3 is not None
+            check["buffer"] = opened.buffer  # or of a newer version
+            check["version"] = opened.manifest.version
+            check["has_checksums"] = opened.manifest.checksums_xxh3 is not None
             try:
-                with held:
-                    check["problems"] = _find_damage(held)
+                with opened:
+                    check["problems"] = _find_damage(opened)
             except StoreNotFoundError as error:
-                held.wait_after_loss(error, patience)
+                opened.wait_after_loss(error, patience)
         except OvertakenError:  # its file was removed, for a newer version on a network
             store.check()
             continue
@@ -74,18 +75,18 @@ def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> dict
         return check
 
 
-def _find_damage(held: OpenStoreVersion) -> list[str]:
+def _find_damage(opened: OpenStoreVersion) -> list[str]:
     """Read a version and compare its tensors with their checksums, if it has any."""
     copier = Copier()
     try:
-        layout = held.read_layout()
-        if held.manifest.checksums_xxh3 is None:
+        layout = opened.read_layout()
+        if opened.manifest.checksums_xxh3 is None:
             return []
-        if not layout.is_in_parts and held.store.medium.maps_files:
-            checksums: list[int] | None = copier.checksums(map_privately(held))
+        if not layout.is_in_parts and opened.store.medium.maps_files:
+            checksums: list[int] | None = copier.checksums(map_privately(opened))
         else:
-            _, checksums = read_whole(held, copier, hashed=True)
-        return [] if checksums is None else wrong_tensors(held, layout, checksums)
+            _, checksums = read_whole(opened, copier, hashed=True)
+        return [] if checksums is None else wrong_tensors(opened, layout, checksums)
     except UNDECODABLE as error:
         return [str(error)]
     finally:
