@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dbuffer.format.objects import PART_BYTES
+from dbuffer.format.objects import RANGE_BYTES
+from dbuffer.mirror.bucket import num_puts
 
 Requests = Mapping[str, float]
 """Number of requests by kind."""
@@ -30,13 +31,14 @@ class Ends:
 
     trainer: Requests
     reader: Requests
-    num_parts: int = 0
-    """Parts that were put, and got: a request each."""
+    num_bytes: int = 0
+    """Size of the file that was put, in parts, and got, in ranges."""
 
     def of_size(self, num_bytes: float) -> Ends:
-        """Return the requests if there are more bytes, and so more parts."""
-        more = math.ceil(num_bytes / PART_BYTES) - self.num_parts
-        return Ends(_with(self.trainer, put=more), _with(self.reader, get=more))
+        """Return the requests if there are more bytes, and so more parts and ranges."""
+        puts = num_puts(int(num_bytes)) - num_puts(self.num_bytes)
+        gets = math.ceil(num_bytes / RANGE_BYTES) - math.ceil(self.num_bytes / RANGE_BYTES)
+        return Ends(_with(self.trainer, put=puts), _with(self.reader, get=gets))
 
     def dollars(self, num_readers: int) -> float:
         """Return their price, with so many mirrors that read.

@@ -476,9 +476,7 @@ def mirrors() -> Picture:
     for y in (360, 416):
         picture.arrow((419, 408), (503, y + 20))
         _node(picture, 505, y)
-    picture.note(
-        484, "The bucket holds versions, anchors and deltas, as objects of at most 32 MiB."
-    )
+    picture.note(484, "The bucket holds versions, anchors and deltas, one object a file.")
     return picture
 
 
@@ -487,10 +485,10 @@ def bucket() -> Picture:
     picture = Picture(
         324,
         "Versions and acknowledgements through a bucket",
-        "The mirror of the trainer's store puts a version's parts into the bucket, then its "
-        "record, and last the pointer CURRENT. The mirror of a node polls the pointer, gets the "
-        "record and the parts, and publishes the version in its local store. It puts its "
-        "receivers' records into the bucket, which the trainer's mirror lists and gets.",
+        "The mirror of the trainer's store puts a version's files into the bucket, and last the "
+        "pointer CURRENT. The mirror of a node polls the pointer, gets the files, and publishes "
+        "the version in its local store. It puts its receivers' records into the bucket, which the "
+        "trainer's mirror lists and gets.",
     )
     picture.box(5, 10, 170, 262, "panel")
     picture.text(90, 34, "Trainer's cluster", "strong", MIDDLE)
@@ -514,17 +512,16 @@ def bucket() -> Picture:
             picture.text((since + until) / 2, y + 11, label, "small", MIDDLE)
     picture.note(
         294,
-        "Parts and versions never change. The pointer is put on condition that no other mirror has "
+        "Files of versions never change. The pointer is put on condition that no other mirror has "
         "put it meanwhile, and a get of it is answered in full only if it has changed.",
     )
     return picture
 
 
 BUCKET_ROWS = (
-    (48, "soft", "weights/, deltas/", "1. puts", "6. gets"),
-    (100, "soft", "versions/", "2. puts", "5. gets"),
-    (152, "ours", "CURRENT", "3. puts last", "4. polls"),
-    (224, "empty", "receivers/", "8. lists, gets", "7. puts"),
+    (74, "soft", "versions/", "1. puts", "4. gets"),
+    (126, "ours", "CURRENT", "2. puts last", "3. polls"),
+    (198, "empty", "receivers/", "6. lists, gets", "5. puts"),
 )
 """Place, classes, objects, and the requests of the trainer's mirror and of the node's."""
 

@@ -1,15 +1,15 @@
 """Records and names of a bucket's objects, through which versions go from one store to another.
 
-``CURRENT`` describes the newest version. The version's files are objects cut into parts, which are
-immutable: their names have the digests of their content, so that a part that a mirror puts late,
-after another mirror took over, changes no object. A part that arrived is not put again.
+``CURRENT`` describes the newest version. Each file of a version is one immutable object, whose name
+has the digest of its content: an object that a mirror puts late, after another mirror took over,
+replaces no other content.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -28,42 +28,39 @@ from dbuffer.format.manifest import (
 POINTER_OBJECT = "CURRENT"
 RECEIVERS_PREFIX = "receivers"
 VERSIONS_PREFIX = "versions"
-"""Directory of the parts of versions' files."""
+"""Directory of versions' files."""
 
-PART_BYTES = 32 << 20
-"""Size of the parts that are written: many enough for requests side by side, and few enough for
-what a request costs."""
+RANGE_BYTES = 32 << 20
+"""Bytes of a file that are hashed by themselves, and got by one request: few enough for requests
+side by side, and many enough for the price of a request."""
 
 MAX_OBJECT_BYTES = 16 * MAX_RECORD_BYTES
-"""No object with a record is larger; a part is as large as the version says."""
+"""No object with a record is larger; a file is as large as the version says."""
 
-_PART = re.compile(
-    rf"{VERSIONS_PREFIX}/{VERSION_ID.pattern}\.(weights|delta)/[0-9]{{6}}-[0-9a-f]{{16}}"
-)
+Kind: TypeAlias = Literal["weights", "delta"]
+
+_FILE = re.compile(rf"{VERSIONS_PREFIX}/{VERSION_ID.pattern}-[0-9a-f]{{16}}\.(weights|delta)")
 _RECEIVERS = re.compile(rf"{RECEIVERS_PREFIX}/mirror-[A-Za-z0-9-]{{0,64}}-[0-9a-f]{{16}}\.json")
 
 
-class Part(NamedTuple):
-    """Object with a part of a file."""
-
-    name: str
-    offset: int
-    """Place of its first byte in the file."""
-    num_bytes: int
-    xxh3: Token
-
-
-class Parts(NamedTuple):
-    """A file in parts: all but the last have the same size."""
+class Content(NamedTuple):
+    """Content of an object."""
 
     num_bytes: Positive
-    digests: list[Token]
-    """Digest of each part."""
+    xxh3: Token
+    """Digest of the digests of its ranges, or the digest of its only range."""
+
+
+class FileObject(NamedTuple):
+    """Object with a file of a version."""
+
+    name: str
+    content: Content
 
 
 @decodable
 class BucketVersion(Record, frozen=True, kw_only=True):
-    """``CURRENT``: the newest version in a bucket, and the parts of its files."""
+    """``CURRENT``: the newest version in a bucket, and the content of its files."""
 
     NAME: ClassVar = "bucket's version"
 
@@ -75,12 +72,10 @@ class BucketVersion(Record, frozen=True, kw_only=True):
     """
     manifest: Manifest
     """The version's manifest; its ``anchor_buffer`` is None."""
-    part_bytes: Positive
-    """Size of each part but the last of a file."""
-    weights: list[Token]
-    """Digests of the weights file's parts."""
-    deltas: list[Parts]
-    """Parts of the deltas that lead to the versions of its chain, but the first."""
+    weights: Token
+    """Digest of the weights file."""
+    deltas: list[Content]
+    """Deltas that lead to the versions of its chain, but the first."""
     xxh3: Token
     """Digest of the other fields: a reader remembers a version, and must not remember a wrong one.
     """
@@ -102,10 +97,6 @@ class BucketVersion(Record, frozen=True, kw_only=True):
             raise StoreCorruptError(f"{self.NAME}: field 'manifest' describes no mirrored version")
         if len(self.deltas) != len(self.manifest.chain[1:]):
             raise StoreCorruptError(f"{self.NAME}: field 'deltas' is not of its chain")
-        for file in self.files.values():
-            count = -(-file.num_bytes // self.part_bytes)
-            if len(file.digests) != count:
-                raise StoreCorruptError(f"{self.NAME}: its parts are not {count} digests")
 
     @property
     def id(self) -> VersionId:
@@ -113,36 +104,21 @@ class BucketVersion(Record, frozen=True, kw_only=True):
         return self.manifest.id
 
     @property
-    def parts(self) -> list[Part]:
+    def weights_file(self) -> FileObject:
+        """The weights file, of this version or of its anchor."""
+        content = Content(self.manifest.file_bytes, self.weights)
+        return file_object(self.manifest.file_version, "weights", content)
+
+    @property
+    def delta_files(self) -> dict[VersionId, FileObject]:
+        """The deltas, by the versions of its chain that they lead to."""
+        files = zip(self.manifest.chain[1:], self.deltas, strict=True)
+        return {version: file_object(version, "delta", content) for version, content in files}
+
+    @property
+    def files(self) -> list[FileObject]:
         """All objects that it consists of."""
-        return [part for directory in self.files for part in self.parts_in(directory)]
-
-    @property
-    def weights_parts(self) -> list[Part]:
-        """Parts of the weights file."""
-        return self.parts_in(weights_directory(self.manifest.file_version))
-
-    def delta(self, version: VersionId) -> Parts:
-        """Return the parts of the delta that leads to a version of its chain."""
-        return self.files[delta_directory(version)]
-
-    def parts_in(self, directory: str) -> list[Part]:
-        """Return the parts of the file in a directory, in their order."""
-        file, size = self.files[directory], self.part_bytes
-        parts = []
-        for index, xxh3 in enumerate(file.digests):
-            name, offset = part_object(directory, index, xxh3), index * size
-            parts.append(Part(name, offset, min(size, file.num_bytes - offset), xxh3))
-        return parts
-
-    @property
-    def files(self) -> dict[str, Parts]:
-        """Its files, by the directories of their parts."""
-        manifest = self.manifest
-        weights = weights_directory(manifest.file_version)
-        files = {weights: Parts(manifest.file_bytes, self.weights)}
-        deltas = zip(manifest.chain[1:], self.deltas, strict=True)
-        return files | {delta_directory(version): file for version, file in deltas}
+        return [self.weights_file, *self.delta_files.values()]
 
 
 @decodable
@@ -157,27 +133,17 @@ class BucketReceivers(Record, frozen=True, kw_only=True):
 
 
 def version_of(name: str) -> VersionId | None:
-    """Return the version whose part a mirror gives this name, or None if it gives none.
+    """Return the version whose file a mirror gives this name, or None if it gives none.
 
-    A part of a weights file belongs to its anchor, a part of a delta to the version it leads to.
+    A weights file belongs to its anchor, a delta to the version it leads to.
     """
-    match = _PART.fullmatch(name)
+    match = _FILE.fullmatch(name)
     return match and VersionId(match[1], int(match[2]))
 
 
-def weights_directory(version: VersionId) -> str:
-    """Directory of the parts of the weights file that holds this version."""
-    return f"{VERSIONS_PREFIX}/{version}.weights"
-
-
-def delta_directory(version: VersionId) -> str:
-    """Directory of the parts of the delta that leads to this version."""
-    return f"{VERSIONS_PREFIX}/{version}.delta"
-
-
-def part_object(directory: str, index: int, xxh3: str) -> str:
-    """Name of a part."""
-    return f"{directory}/{index:06}-{xxh3}"
+def file_object(version: VersionId, kind: Kind, content: Content) -> FileObject:
+    """Return the object with a version's file."""
+    return FileObject(f"{VERSIONS_PREFIX}/{version}-{content.xxh3}.{kind}", content)
 
 
 def receivers_object(mirror: str) -> str:
@@ -192,5 +158,5 @@ def is_of_receivers(name: str) -> bool:
 
 def _joint_digest(fields: dict[str, Any]) -> str:
     """Digest of all fields of a version but the digest itself."""
-    others = {name: value for name, value in fields.items() if name != "xxh3"}
-    return digest(json.dumps(msgspec.to_builtins(others), sort_keys=True).encode())
+    digested = {name: value for name, value in fields.items() if name != "xxh3"}
+    return digest(json.dumps(msgspec.to_builtins(digested), sort_keys=True).encode())

@@ -1,7 +1,8 @@
 """`Bucket`: the objects under one prefix of an object storage, by obstore.
 
-obstore signs requests and knows the services; each call of it is one request here. Retries are
-ours: they are counted, and a caller knows that a conditional put may have been repeated.
+obstore signs requests, knows the services, and puts large files in parts, which it retries. All
+other retries are ours: they are counted, and a caller knows that a conditional put may have been
+repeated.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import contextlib
 import functools
 import importlib
 import logging
-import math
 import random
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -28,36 +28,62 @@ from dbuffer.errors import (
     StoreCorruptError,
     StoreNotFoundError,
 )
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE, RecordT, decode
-from dbuffer.format.objects import MAX_OBJECT_BYTES
-from dbuffer.io.copier import Copier
+from dbuffer.format.objects import (
+    MAX_OBJECT_BYTES,
+    RANGE_BYTES,
+    Content,
+    FileObject,
+    Kind,
+    file_object,
+)
+from dbuffer.io.tensors import join_digests
 from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.messages import first_line
-from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.timing import TIMING, doubling
 from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+ItemT = TypeVar("ItemT")
 
 Tag: TypeAlias = dict[str, str]
 """ETag of an object's content, and on some services its version, for requests with a condition."""
 
 NUM_REQUESTS = 8
-"""Requests that are made side by side: one alone does not fill a network."""
+"""Most requests that are made side by side: one alone does not fill a network."""
 
+PART_BYTES = 16 << 20
+"""Bytes that an upload puts by one request, at least."""
+_MAX_PARTS = 10_000
+"""Most parts of an object on S3."""
 _PIECE_BYTES = 1 << 18
 """Bytes of an object that are handled together, at least."""
 
 _ATTEMPTS = 6
+_RANGE_ATTEMPTS = 60
+"""Attempts at a range of a download, which keeps the bytes that came: some ten minutes."""
 _MAX_PAUSE_S = 10.0
 """Longest pause between two attempts."""
+
+_CONNECT_S = 10.0
+"""Time to connect to an object storage."""
+REQUEST_S = 30.0
+"""Time without a byte of an answer after which a request has failed."""
+TRANSFER_S = 120.0
+"""Time without an answer after which a put of a part has failed. The answer comes after the last
+byte: a link of 0.15 MB/s carries a part in time if it is put alone."""
+UPLOAD_RETRIES_S = 180.0
+"""Time from a part's first put during which it is put again."""
 
 _LIST_PAGE = 1000
 """Objects that a service names in the answer to one request, at most."""
 
-_REFUSED = re.compile(r"status code: 40[1345] ")
+_REFUSED = re.compile(r"status code: 4(0[1345]|16) ")
 """Answer that no retry changes, in the text of an error that has no class of its own."""
 
 _REASON = re.compile(
@@ -77,14 +103,6 @@ _VARIABLES = {"s3": _S3, "s3a": _S3, "gs": "GOOGLE_APPLICATION_CREDENTIALS (a fi
 """Variables for credentials, by the scheme of a URL; of all others Azure's."""
 
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
-_CONNECT_S = 10.0
-"""Time to connect to an object storage."""
-REQUEST_S = 120.0
-"""Time without a byte of an answer after which a request has failed. An upload has no answer before
-its end: a part of 32 MiB needs 0.3 MB/s."""
-_OUTAGE_S = 600.0
-"""Time without a byte after which a download is given up, with the parts that came."""
-_NO_LIMIT = timedelta(days=1)
 
 
 class Listed(NamedTuple):
@@ -114,76 +132,121 @@ class Bucket(Closing):
         self._errors = self._obstore.exceptions
         self._stop = threading.Event()
         self._has_credentials = False
-        self._copier = Copier(NUM_REQUESTS)
-        self._width = _Width()
+        self._width = NUM_REQUESTS
+        """Requests of a file side by side: half as many after a file that failed, and one more
+        after a file that did not. Many at once may take longer on a slow link than a request may.
+        """
         self.requests: collections.Counter[str] = collections.Counter()
         """Number of requests made, by kind: get, put, list, delete."""
         try:
-            self._objects = self._open()
+            self._objects = self._open(REQUEST_S, retry_s=0.0)
+            self._uploads = self._open(TRANSFER_S, retry_s=UPLOAD_RETRIES_S)
         except (self._errors.BaseError, ValueError) as error:
             raise OptionError(f"cannot use {self.url}: {first_line(error)}") from error
 
-    def _open(self) -> Any:
+    def _open(self, silence_s: float, *, retry_s: float) -> Any:
         return self._obstore.store.from_url(
             self.url,
             # http is used only if the environment names an endpoint with it.
             client_options={
                 "allow_http": True,
                 "connect_timeout": timedelta(seconds=_CONNECT_S),
-                "read_timeout": timedelta(seconds=REQUEST_S),
-                "timeout": _NO_LIMIT,
+                "read_timeout": timedelta(seconds=silence_s),
+                "timeout": timedelta(days=1),  # no limit but that on silence
             },
-            retry_config={"max_retries": 0},
+            retry_config={
+                "max_retries": 1000 if retry_s else 0,
+                "retry_timeout": timedelta(seconds=retry_s),
+                "backoff": {
+                    "init_backoff": timedelta(seconds=TIMING.request_retry_s),
+                    "max_backoff": timedelta(seconds=_MAX_PAUSE_S),
+                },
+            },
         )
 
-    def end_retries(self) -> None:
+    def close(self) -> None:
         """Let requests that fail from now on be given up at once."""
         self._stop.set()
 
-    def close(self) -> None:
-        self.end_retries()
-        self._copier.close()
+    # Files
 
-    def get_pieces(
-        self, name: str, num_bytes: int, place: Callable[[int, memoryview], None]
-    ) -> str:
-        """Get the content of an object of a known size piece by piece, and return its digest.
+    def upload(self, version: VersionId, kind: Kind, data: memoryview) -> FileObject:
+        """Put a file of a version, in parts side by side."""
+
+        def hash_range(start: int) -> int:
+            return xxhash.xxh3_64_intdigest(data[start : start + RANGE_BYTES])
+
+        digests = self.in_parallel(hash_range, range(0, len(data), RANGE_BYTES))
+        file = file_object(version, kind, _content(len(data), digests))
+        self.requests["put"] += num_puts(len(data)) - 1  # one is counted below
+        with self._transfer() as width:
+            put = functools.partial(
+                self._obstore.put,
+                *(self._uploads, file.name, data),
+                chunk_size=_part_bytes(len(data)),
+                max_concurrency=width,
+            )
+            self._request("put", file.name, put, attempts=1)
+        return file
+
+    def download(self, file: FileObject, place: Callable[[int, memoryview], None]) -> None:
+        """Get a file, in ranges side by side.
+
+        ``place`` is called with pieces, each with its offset in the file, from several threads.
+
+        Raises:
+            StoreCorruptError: the content differs from the published file.
+        """
+        size = file.content.num_bytes
+
+        def get_range(start: int) -> int:
+            return self._download_range(file, start, min(start + RANGE_BYTES, size), place)
+
+        for _ in range(2):  # the network may have damaged it
+            with self._transfer() as width:
+                digests = self.in_parallel(get_range, range(0, size, RANGE_BYTES), width)
+            if _content(size, digests) == file.content:
+                return
+        raise StoreCorruptError(f"{self.name_of(file.name)} differs from the published file")
+
+    def _download_range(
+        self, file: FileObject, start: int, end: int, place: Callable[[int, memoryview], None]
+    ) -> int:
+        """Get a range of a file, and return its digest.
 
         A request that breaks off is followed by one for the bytes that did not come.
-
-        Args:
-            name: the object's.
-            num_bytes: its size.
-            place: called with pieces of the content, each with its offset, in this order.
         """
-        hasher, end, came_at = xxhash.xxh3_64(), 0, time.monotonic()
+        hasher, at = xxhash.xxh3_64(), start
 
         def request() -> None:
-            nonlocal end, came_at
-            if end == num_bytes:  # it broke off behind the last one
+            nonlocal at
+            if at == end:  # it broke off behind the last one
                 return
-            options: Any = {"range": (end, num_bytes)} if end else None
-            with self._width.request():
-                result = self._obstore.get(self._objects, name, options=options)
-                if result.meta["size"] != num_bytes:
-                    raise self._wrong_size(name)
-                # A piece is copied and hashed while it is in a core's cache.
-                for piece in result.stream(min_chunk_size=_PIECE_BYTES):
-                    data = memoryview(piece)
-                    if end + data.nbytes > num_bytes:
-                        raise self._wrong_size(name)
-                    place(end, data)
-                    hasher.update(data)
-                    end += data.nbytes
-                    came_at = time.monotonic()
+            result = self._obstore.get(self._objects, file.name, options={"range": (at, end)})
+            if result.meta["size"] != file.content.num_bytes:
+                name = self.name_of(file.name)
+                raise StoreCorruptError(f"{name} has not the size that was published")
+            # A piece is copied and hashed while it is in a core's cache.
+            for piece in result.stream(min_chunk_size=_PIECE_BYTES):
+                data = memoryview(piece)
+                place(at, data)
+                hasher.update(data)
+                at += data.nbytes
 
-        self._request("get", name, request, lambda: came_at)
-        if end < num_bytes:
-            raise self._wrong_size(name)
-        return hasher.hexdigest()
+        self._request("get", file.name, request, attempts=_RANGE_ATTEMPTS)
+        return hasher.intdigest()
 
-    def _wrong_size(self, name: str) -> StoreCorruptError:
-        return StoreCorruptError(f"{self.name_of(name)} has not the size that was published")
+    @contextlib.contextmanager
+    def _transfer(self) -> Iterator[int]:
+        """Give the requests that a file may make side by side."""
+        try:
+            yield self._width
+        except StoreAccessError:
+            self._width = max(1, self._width // 2)
+            raise
+        self._width = min(NUM_REQUESTS, self._width + 1)
+
+    # Records
 
     def get_range(self, name: str, start: int, end: int) -> memoryview:
         """Return some bytes of an object."""
@@ -194,7 +257,7 @@ class Bucket(Closing):
 
         data = self._request("get", name, request)
         if data.nbytes != end - start:
-            raise StoreCorruptError(f"{self.name_of(name)} is shorter than what was published")
+            raise StoreCorruptError(f"{self.name_of(name)} is shorter than the published file")
         return data
 
     def read(
@@ -241,6 +304,22 @@ class Bucket(Closing):
 
         return self._request("put", name, request)
 
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects, if they are there."""
+
+        def delete(name: str) -> None:
+            with contextlib.suppress(StoreNotFoundError):
+                self._request("delete", name, lambda: self._obstore.delete(self._objects, name))
+
+        self.in_parallel(delete, names)
+
+    def in_parallel(
+        self, action: Callable[[ItemT], T], items: Iterable[ItemT], width: int = NUM_REQUESTS
+    ) -> list[T]:
+        """Return the results of a function for each item, called from several threads."""
+        with ThreadPoolExecutor(width, "dbuffer-bucket", leave_core) as pool:
+            return list(pool.map(action, items))
+
     def list(self, prefix: str) -> dict[str, Listed]:
         """Return all objects under a prefix, by name."""
 
@@ -249,55 +328,25 @@ class Bucket(Closing):
             pages = self._obstore.list(self._objects, prefix, chunk_size=_LIST_PAGE)
             for count, page in enumerate(pages):
                 self.requests["list"] += count > 0  # each page is a request
-                for each in page:
-                    put_at = each["last_modified"].timestamp()
-                    listed[each["path"]] = Listed(each["e_tag"], each["size"], put_at)
+                for meta in page:
+                    put_at = meta["last_modified"].timestamp()
+                    listed[meta["path"]] = Listed(meta["e_tag"], meta["size"], put_at)
             return listed
 
         return self._request("list", prefix, request)
-
-    def delete(self, names: Sequence[str]) -> None:
-        """Delete objects, if they are there."""
-
-        def delete(name: str) -> None:
-            with contextlib.suppress(StoreNotFoundError):
-                request = functools.partial(self._obstore.delete, self._objects, name)
-                self._request("delete", name, request)
-
-        self.in_parallel(delete, names)
-
-    def in_parallel(self, action: Callable[[T], Any], items: Sequence[T]) -> None:
-        """Call a function with each item, from several threads."""
-
-        def work(index: int, _: int) -> None:
-            action(items[index])
-
-        self._copier.in_parallel(work, [(index, index + 1) for index in range(len(items))])
 
     def name_of(self, name: str) -> str:
         """Return an object's URL, for messages."""
         return f"{self.url}/{name}"
 
     def _put(self, name: str, data: bytes | memoryview, mode: Any) -> Tag:
-        with self._width.request():
-            put = self._obstore.put
-            return _tag_of(put(self._objects, name, data, mode=mode, use_multipart=False))
+        return _tag_of(self._obstore.put(self._objects, name, data, mode=mode, use_multipart=False))
 
     def _request(
-        self,
-        kind: str,
-        name: str,
-        action: Callable[[], T],
-        came_at: Callable[[], float] | None = None,
+        self, kind: str, name: str, action: Callable[[], T], *, attempts: int = _ATTEMPTS
     ) -> T:
-        """Make a request, again and again if it fails.
-
-        ``came_at``: returns the time of the last byte, of a request that goes on where it broke
-        off. It is given up only when none has come for long.
-        """
-        started, pause_s, attempts = time.monotonic(), TIMING.request_retry_s, 0
-        while True:
-            attempts += 1
+        """Make a request, again and again if it fails."""
+        for attempt, pause_s in enumerate(doubling(TIMING.request_retry_s, _MAX_PAUSE_S), 1):
             self.requests[kind] += 1
             try:
                 result = action()
@@ -319,18 +368,11 @@ class Bucket(Closing):
                 return result
             logger.debug("%s of %s failed: %s", kind, name, first_line(failure))
             # The caller logs what lasts, and tries again.
-            now = time.monotonic()
-            if came_at is None:
-                has_lasted = attempts == _ATTEMPTS or now - started > REQUEST_S
-            else:
-                has_lasted = now - came_at() > _OUTAGE_S
-                if attempts == _ATTEMPTS:
-                    problem = first_line(failure)
-                    log_once(logger, "trying again to get parts of %s: %s", self.url, problem)
+            if attempt == _ATTEMPTS < attempts:
+                log_once(logger, "trying again to %s %s: %s", kind, name, first_line(failure))
             # At random: many clients must not retry at once.
-            if has_lasted or self._stop.wait(pause_s * random.uniform(0.5, 1)):  # noqa: S311
+            if attempt == attempts or self._stop.wait(pause_s * random.uniform(0.5, 1)):  # noqa: S311
                 break
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         raise self._refused(kind, name, failure) from failure
 
     def _describe_credentials(self, error: Exception) -> str:
@@ -344,38 +386,19 @@ class Bucket(Closing):
         return StoreAccessError(f"cannot {kind} {self.name_of(name)}: {_described(error)}")
 
 
-class _Width:
-    """Requests side by side: half as many after a time-out, and more again as requests succeed.
+def num_puts(num_bytes: int) -> int:
+    """Return the number of requests that put a file: of several parts, one more at both ends."""
+    num_parts = -(-num_bytes // _part_bytes(num_bytes))
+    return 1 if num_parts == 1 else num_parts + 2
 
-    Many at once may take longer on a slow link than each may alone.
-    """
 
-    def __init__(self) -> None:
-        self._has_changed = threading.Condition()
-        self._limit = float(NUM_REQUESTS)
-        self._running = 0
-        self._narrowed_at = -math.inf
+def _part_bytes(num_bytes: int) -> int:
+    return max(PART_BYTES, -(-num_bytes // _MAX_PARTS))
 
-    @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
-        """Wait for a place, and keep it for the length of a request."""
-        with self._has_changed:
-            self._has_changed.wait_for(lambda: self._running < int(self._limit))
-            self._running += 1
-        started, has_failed = time.monotonic(), True
-        try:
-            yield
-            has_failed = False
-        finally:
-            now = time.monotonic()
-            with self._has_changed:
-                self._running -= 1
-                if not has_failed:
-                    self._limit = min(NUM_REQUESTS, self._limit + 1 / self._limit)
-                # Requests that ran at that time have met the same time-out.
-                elif now - started >= REQUEST_S and started > self._narrowed_at:
-                    self._limit, self._narrowed_at = max(1.0, self._limit / 2), now
-                self._has_changed.notify_all()
+
+def _content(num_bytes: int, digests: list[int]) -> Content:
+    """Return a file's content, from the digests of its ranges."""
+    return Content(num_bytes, f"{join_digests(digests):016x}")
 
 
 def _tag_of(described: Mapping[str, Any]) -> Tag:

@@ -1,4 +1,4 @@
-"""A bucket as a mirror's source: `BucketSource`, its receiver, and a version held there."""
+"""`BucketSource`: a bucket that a mirror follows; `OpenBucketVersion`: a version held there."""
 
 from __future__ import annotations
 
@@ -7,25 +7,20 @@ import functools
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from typing import Self
 
 import numpy as np
 
-from dbuffer.errors import StoreCorruptError, StoreNotFoundError
+from dbuffer.errors import StoreNotFoundError
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import Versioned
-from dbuffer.format.objects import (
-    POINTER_OBJECT,
-    BucketVersion,
-    Part,
-    delta_directory,
-    weights_directory,
-)
+from dbuffer.format.objects import POINTER_OBJECT, BucketVersion
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors
-from dbuffer.mirror.bucket import Bucket, Tag
-from dbuffer.mirror.bucket_records import BucketRecords
+from dbuffer.mirror.bucket import Bucket, Listed, Tag
+from dbuffer.mirror.records import BucketRecords
 from dbuffer.receive.follow_loop import wait_until_newer
 from dbuffer.receive.reader import VersionVerifier
 from dbuffer.store import filesystem
@@ -42,12 +37,12 @@ class OpenBucketVersion(OpenVersion):
     Args:
         bucket: where it is.
         version: its record.
-        deltas: open files with deltas, by the versions that they lead to, which were fetched
-            already. Afterwards it has the deltas that the next version may need once more.
+        deltas: deltas in memory, by the versions that they lead to. Afterwards it has the deltas
+            that the next version may need once more.
 
     Raises, in all its methods:
-        StoreNotFoundError: a part is missing.
-        StoreCorruptError: a part is not what was published.
+        StoreNotFoundError: a file is missing.
+        StoreCorruptError: a file differs from the published one.
     """
 
     def __init__(
@@ -63,7 +58,7 @@ class OpenBucketVersion(OpenVersion):
 
     @property
     def name(self) -> str:
-        return self._bucket.name_of(weights_directory(self.manifest.file_version))
+        return self._bucket.name_of(self._record.weights_file.name)
 
     def release(self) -> None:
         # The next version goes into a store's other buffer, which needs the same deltas; an empty
@@ -86,14 +81,8 @@ class OpenBucketVersion(OpenVersion):
             return name, Descriptor.open(path, os.O_RDONLY)
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        end = offset + num_bytes
-        return b"".join(
-            self._bucket.get_range(
-                part.name, max(0, offset - part.offset), min(part.num_bytes, end - part.offset)
-            )
-            for part in self._record.weights_parts
-            if part.offset < end and offset < part.offset + part.num_bytes
-        )
+        name = self._record.weights_file.name
+        return bytes(self._bucket.get_range(name, offset, offset + num_bytes))
 
     def is_still_named(self) -> bool:
         newest = newest_version(self._bucket)
@@ -105,42 +94,26 @@ class OpenBucketVersion(OpenVersion):
         # Copies into an array let go of the interpreter's lock.
         target = np.frombuffer(memory.raw[: manifest.checksums_offset], np.uint8)
 
-        def place(offset: int, data: memoryview) -> None:
-            some = target[offset : offset + data.nbytes]
-            some[:] = np.frombuffer(data, np.uint8)[: len(some)]  # without the footer
+        def put(offset: int, data: memoryview) -> None:
+            place = target[offset : offset + data.nbytes]
+            place[:] = np.frombuffer(data, np.uint8)[: len(place)]  # without the footer
 
-        self._fetch(self._record.weights_parts, place)
+        self._bucket.download(self._record.weights_file, put)
         self._is_read_whole = True
         chain = ChainReader(self, memory.layout)
         return chain.read(memory, copier, since=manifest.file_version, hashed=hashed)
 
     def _fetch_delta(self, version: VersionId) -> Descriptor:
-        file = filesystem.make_memory_file(str(version))
+        memory = filesystem.make_memory_file(str(version))
         try:
-            self._fetch(
-                self._record.parts_in(delta_directory(version)),
-                lambda offset, data: filesystem.write_at(file.number, offset, data),
+            self._bucket.download(
+                self._record.delta_files[version],
+                lambda offset, data: filesystem.write_at(memory.number, offset, data),
             )
         except BaseException:
-            file.close()
+            memory.close()
             raise
-        return file
-
-    def _fetch(self, parts: list[Part], place: Callable[[int, memoryview], None]) -> None:
-        """Fetch parts of a file side by side; ``place`` puts bytes to an offset in the file."""
-
-        def fetch(part: Part) -> None:
-            for _ in range(2):  # the network may have damaged it
-                xxh3 = self._bucket.get_pieces(
-                    part.name,
-                    part.num_bytes,
-                    lambda offset, data: place(part.offset + offset, data),
-                )
-                if xxh3 == part.xxh3:
-                    return
-            raise StoreCorruptError(f"{self._bucket.name_of(part.name)} is not what was published")
-
-        self._bucket.in_parallel(fetch, parts)
+        return memory
 
 
 def newest_version(bucket: Bucket) -> BucketVersion | None:
@@ -152,49 +125,49 @@ def newest_version(bucket: Bucket) -> BucketVersion | None:
     return None if read is None else read[0]
 
 
+def missing_files(listed: Mapping[str, Listed], version: BucketVersion) -> list[str]:
+    """Return the names of a version's files that are missing, or have another size."""
+    return [
+        name
+        for name, content in version.files
+        if name not in listed or listed[name].num_bytes != content.num_bytes
+    ]
+
+
 class BucketSource:
-    """A bucket that a mirror follows."""
+    """A bucket that a mirror follows, as a `WeightReceiver` follows a store.
+
+    Its record is relayed together with the records of the mirror's target.
+    """
+
+    record: OwnRecord
+    reader: VersionVerifier
 
     def __init__(self, bucket: Bucket, poll_interval_s: float, copier: Copier) -> None:
+        self.name = self.store = bucket.url
         self._bucket = bucket
         self._poll_interval_s = poll_interval_s
         self._copier = copier
-
-    @property
-    def name(self) -> str:
-        return self._bucket.url
-
-    def newest(self) -> Versioned | None:
-        version = newest_version(self._bucket)
-        return None if version is None else version.manifest
-
-    def open_receiver(self, name: str) -> BucketReceiver:
-        return BucketReceiver(self._bucket, name, self._poll_interval_s, self._copier)
-
-    def records(self, own: OwnRecord) -> BucketRecords:
-        return BucketRecords(self._bucket, own)
-
-
-class BucketReceiver:
-    """Receiver that a mirror follows a bucket with, as a `WeightReceiver` follows a store.
-
-    The mirror relays its record together with its target's receivers'.
-    """
-
-    def __init__(self, bucket: Bucket, name: str, poll_interval_s: float, copier: Copier) -> None:
-        self._bucket = bucket
-        self._poll_interval_s = poll_interval_s
         self._deltas: dict[VersionId, Descriptor] = {}
         """Deltas of the version that was held last, in memory."""
         self._seen: BucketVersion | None = None
         self._tag: Tag | None = None
         self._is_woken = threading.Event()
-        self.record = OwnRecord(name)
-        self.reader = VersionVerifier(self.store, self.record, copier)
 
-    @property
-    def store(self) -> str:
-        return self._bucket.url
+    def newest(self) -> Versioned | None:
+        version = newest_version(self._bucket)
+        return None if version is None else version.manifest
+
+    def copied_from(self) -> str | None:
+        return None  # the other end is no bucket
+
+    def open_receiver(self, name: str) -> Self:
+        self.record = OwnRecord(name)
+        self.reader = VersionVerifier(self.name, self.record, self._copier)
+        return self
+
+    def records(self, record: OwnRecord) -> BucketRecords:
+        return BucketRecords(self._bucket, record)
 
     @property
     def last_seen(self) -> Lineage | None:
@@ -236,6 +209,7 @@ class BucketReceiver:
         while self._deltas:
             self._deltas.popitem()[1].close()
         self.record.set(has_ended=True)
+        self._seen = self._tag = None
 
     def _look(self) -> int | None:
         """Read the newest version's record, unless it was read last; return its number."""

@@ -28,9 +28,8 @@ from dbuffer.errors import (
 from dbuffer.format.layout import digest
 from dbuffer.format.lineage import Relation, relation
 from dbuffer.format.manifest import host_in_id
-from dbuffer.mirror.relay import AcknowledgementRelay
-from dbuffer.mirror.sources import Upstream, UpstreamReceiver
-from dbuffer.mirror.stores import StoreTarget
+from dbuffer.mirror.records import AcknowledgementRelay
+from dbuffer.mirror.stores import StoreTarget, Upstream, UpstreamReceiver
 from dbuffer.mirror.upload import BucketTarget
 from dbuffer.publish.publisher import Publication
 from dbuffer.receive.follow_loop import FollowLoop
@@ -121,14 +120,19 @@ class MirrorLoop:
         retry = RetryLoop(logger, failed=f"mirroring {name}: ", final=FINAL, stop=stop)
         while not stop.is_set():
             with retry.attempt():
-                is_elected = self._is_elected()
-                retry.succeeded(f"mirroring {name}")
-                if is_elected:
+                # After an attempt that failed later it is elected.
+                if self._target.is_elected or self._target.elect(self._source):
+                    retry.succeeded(f"mirroring {name}")
                     self._receiver = self._source.open_receiver(mirror_id(self._target.name))
                     self.record = self._receiver.record
                     self.record.count(**NO_STATS)
                     self.is_fit.set()
                     return self._receiver
+                is_fit = self._target.is_fit(self._source)
+                retry.succeeded(f"mirroring {name}")
+                if is_fit and not self.is_fit.is_set():
+                    logger.info("another mirror of %s is at work: standing by", self._target.name)
+                    self.is_fit.set()
             self.problem, wait_s = retry.error, TIMING.retry_min_s
             if retry.error is not None:
                 wait_s = min(retry.retry_s, 2 * TIMING.retry_min_s)
@@ -136,20 +140,6 @@ class MirrorLoop:
                 self.record.write_problem(retry.error, None)
             stop.wait(wait_s)
         return None
-
-    def _is_elected(self) -> bool:
-        """Whether this mirror is elected; if not, note whether the target is fit to be read.
-
-        Raises:
-            WaitTimeoutError: readers of the target find another run's version.
-        """
-        if self._target.is_elected or self._target.elect(self._source):  # by an earlier run
-            return True
-        if self._target.is_fit(self._source):
-            if not self.is_fit.is_set():
-                logger.info("another mirror of %s is at work: standing by", self._target.name)
-            self.is_fit.set()
-        return False
 
     def _mirror(self, receiver: UpstreamReceiver, stop: threading.Event) -> None:
         """Copy version after version, until ``stop`` is set or the target was removed."""
@@ -197,21 +187,21 @@ class MirrorLoop:
 
     def _note_published(self, receiver: UpstreamReceiver) -> None:
         """Note which of the source's versions the target has: of a commit that failed, too."""
-        there, seen = self._target.newest(), receiver.last_seen
-        if there is None or seen is None or there.version == self.published:
+        target, source = self._target.newest(), receiver.last_seen
+        if target is None or source is None or target.version == self.published:
             return
-        match relation(there.lineage, seen):
+        match relation(target.lineage, source):
             case Relation.SAME | Relation.BEHIND:
-                self.published = there.version
-                receiver.record.write(staged=there.id)
+                self.published = target.version
+                receiver.record.write(staged=target.id)
             case Relation.AHEAD:  # which the source may have lost; what comes next is copied
                 log_once(
                     logger,
                     "%s went back to version %d, and %s has version %d: it stays, until more is "
                     "published",
-                    *(self._source.name, seen.id.number, self._target.name, there.version),
+                    *(self._source.name, source.id.number, self._target.name, target.version),
                 )
-                self.published = seen.id.number
+                self.published = source.id.number
 
     def _check(self) -> None:
         """Compare the target with the copied version; if they differ, it is copied again.

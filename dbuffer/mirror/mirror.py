@@ -30,8 +30,13 @@ from dbuffer.io.copier import Copier
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import BucketSource
 from dbuffer.mirror.loop import NO_STATS, MirrorLoop
-from dbuffer.mirror.sources import StoreSource, Upstream
-from dbuffer.mirror.stores import OneStoreError, StoreTarget, state_of_senders
+from dbuffer.mirror.stores import (
+    OneStoreError,
+    StoreSource,
+    StoreTarget,
+    Upstream,
+    state_of_senders,
+)
 from dbuffer.mirror.upload import BucketTarget
 from dbuffer.publish.publisher import Publication
 from dbuffer.runtime import options
@@ -139,7 +144,10 @@ class Mirror(Closing, ProcessBound):
 
     @property
     def requests(self) -> dict[str, int]:
-        """Number of requests that it has made to a bucket, by kind: get, put, list, delete."""
+        """Number of requests that it has made to a bucket, by kind: get, put, list, delete.
+
+        A put of a file's part that is repeated counts once.
+        """
         return dict(self._buckets[0].requests) if self._buckets else {}
 
     def start(self) -> Self:
@@ -242,8 +250,9 @@ class Mirror(Closing, ProcessBound):
     def close(self) -> None:
         """Stop after the version that is being copied. A mirror that stands by takes over.
 
-        A bucket gets the last acknowledgements. A request to it that hangs fails after 120 s, and
-        is not repeated. In ``on_copied`` it returns at once, and the mirror stops after that call.
+        A bucket gets the last acknowledgements. A request to it that hangs fails after 30 s, and is
+        not repeated; an upload, after 5 minutes at most. In ``on_copied`` it returns at once, and
+        the mirror stops after that call.
         """
         if self._is_inherited:
             return  # a fork: threads and files are its parent's
@@ -251,7 +260,7 @@ class Mirror(Closing, ProcessBound):
             self._stop.set()
             has_begun = self._has_begun
         for bucket in self._buckets:
-            bucket.end_retries()
+            bucket.close()
         if self._runs_in == threading.get_ident():
             return
         if has_begun:

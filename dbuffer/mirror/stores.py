@@ -1,4 +1,4 @@
-"""`StoreTarget`: a store as a mirror's target; it refuses a sender's store, and the source."""
+"""Stores as a mirror's two ends: `StoreSource`; `StoreTarget`, which is no sender's store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import logging
 import os
 import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 from dbuffer.errors import (
     OptionError,
@@ -25,26 +27,111 @@ from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of, read_tensors
-from dbuffer.mirror.sources import (
-    SWAPPED,
-    OpenUpstream,
-    StoreSource,
-    Upstream,
-    UpstreamReceiver,
-    deltas_since,
-)
+from dbuffer.mirror.download import BucketSource, OpenBucketVersion
+from dbuffer.mirror.records import StoreRecords
 from dbuffer.publish.draft import Draft
 from dbuffer.publish.part import Part
 from dbuffer.publish.publisher import Publication
 from dbuffer.ranks.world import World
+from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer, require_own_directory
 from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import Descriptor, is_locked
 from dbuffer.store.open_version import OpenStoreVersion, open_newest
+from dbuffer.store.records import OwnRecord
 from dbuffer.store.writer import BufferWriter
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+SWAPPED = "did you swap source and target? If not, name another target"
+
+
+class StoreSource:
+    """A store that a mirror follows."""
+
+    def __init__(
+        self, root: Path, poll_interval_s: float, num_threads: int, *, allow_shared_store: bool
+    ) -> None:
+        self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
+        self.name = str(root)
+        self._poll_interval_s = poll_interval_s
+        self._num_threads = num_threads
+        self._allow_shared_store = allow_shared_store
+
+    def newest(self) -> Pointer | None:
+        return self.store.newest_pointer() if self.store.exists() else None
+
+    def copied_from(self) -> str | None:
+        """Return the source of the mirror that published its newest version, or None."""
+        pointer = self.store.undamaged_pointer()
+        manifest = None if pointer is None else self.store.undamaged_manifest(pointer.buffer)
+        if manifest is None or not manifest.is_copy:
+            return None
+        try:
+            return os.fsdecode((self.store.root / places.MIRROR_LOCK_FILE).read_bytes())
+        except OSError:
+            return None
+
+    def open_receiver(self, name: str) -> WeightReceiver:
+        return WeightReceiver(
+            self.store.root,
+            receiver_id=name,
+            poll_interval_s=self._poll_interval_s,
+            num_threads=self._num_threads,
+            allow_shared_store=self._allow_shared_store,
+        )
+
+    def records(self, record: OwnRecord) -> StoreRecords:  # noqa: ARG002 - it has a file
+        return StoreRecords(self.store)
+
+
+Upstream: TypeAlias = StoreSource | BucketSource
+"""Source of a mirror."""
+UpstreamReceiver: TypeAlias = WeightReceiver | BucketSource
+"""Receiver that a mirror follows its source with."""
+OpenUpstream: TypeAlias = OpenStoreVersion | OpenBucketVersion
+"""Version of a source that is held for reading."""
+
+
+def copy_deltas(
+    last: VersionId | None,
+    held: OpenUpstream,
+    layout: Layout,
+    target: str,
+    copy: Callable[[VersionId, Path | str, Descriptor], T],
+) -> dict[VersionId, T]:
+    """Copy the deltas that lead from a target's last version to a held one.
+
+    Args:
+        last: version that was copied last, or None.
+        held: version to be copied.
+        layout: layout of its copy.
+        target: name of the target.
+        copy: called with each version, and the name and file of the delta that leads to it.
+
+    Returns:
+        Results of ``copy``, by version. If there are none, although there are deltas, the log says
+        why.
+    """
+    manifest, copied = held.manifest, dict[VersionId, T]()
+    # Deltas between tensors in parts are none between the joined ones.
+    if last not in manifest.chain[:-1] or manifest.layout_xxh3 != layout.xxh3:
+        if manifest.chain:
+            message = "%s: version %d has no delta: none leads from %s to this layout"
+            logger.info(message, target, manifest.version, last)
+        return {}
+    try:
+        for version in manifest.deltas_after(last):
+            name, file = held.open_delta(version)
+            with file:
+                copied[version] = copy(version, name, file)
+    except (*UNDECODABLE, StoreNotFoundError, StoreFullError) as error:
+        message = "%s: copying version %d without its deltas: %s"
+        logger.warning(message, target, manifest.version, str(error))
+        return {}
+    return copied
 
 
 class OneStoreError(OptionError):
@@ -66,6 +153,7 @@ class StoreTarget:
         allow_shared_store: bool,
     ) -> None:
         self._store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
+        self.name = str(root)
         self._copier = copier
         self._reader_timeout_s = reader_timeout_s
         self._allow_shared_store = allow_shared_store
@@ -78,10 +166,6 @@ class StoreTarget:
         """Layout of the version copied last, which the next version mostly shares."""
         self._chain: dict[VersionId, int] = {}
         """Deltas up to the version copied last."""
-
-    @property
-    def name(self) -> str:
-        return str(self._store.root)
 
     @property
     def is_elected(self) -> bool:
@@ -211,7 +295,7 @@ class StoreTarget:
                 published_at=manifest.published_at,
                 chain=chain_of(chain),
             )
-            copied = [chain[each] for each in chain_of(chain)[1:] if each not in before]
+            copied = [chain[version] for version in chain_of(chain)[1:] if version not in before]
             self._chain = chain
         delta_bytes = sum(copied) if copied else None
         return Publication.of(manifest.id, layout, started, delta_bytes)
@@ -239,8 +323,8 @@ class StoreTarget:
             and not draft.is_mapped
         ):
             file, path = held.file.number, held.path
-            own = draft.claim.weights
-            return read_tensors(file, path, remote, own, copier, hashed=hashed)
+            weights = draft.claim.weights
+            return read_tensors(file, path, remote, weights, copier, hashed=hashed)
         memory = draft.memory()
         hashed_here = hashed and draft.is_mapped
         if isinstance(held, OpenStoreVersion):
@@ -277,25 +361,15 @@ class StoreTarget:
         self, held: OpenUpstream, draft: Draft, writer: BufferWriter
     ) -> dict[VersionId, int]:
         """Copy the deltas that lead from the version copied last; return the chain they make."""
-        manifest, chain = held.manifest, self._chain
-        last = next(reversed(chain), None)
-        versions = deltas_since(last, held, draft.layout, self.name)
-        if not versions:
-            return {manifest.id: 0}
-        try:
-            for version in versions:
-                path, file = held.open_delta(version)
-                with file:
-                    chunks = chunks_of(file, path)
-                    num_bytes = writer.add_delta(draft.claim, version, chunks)
-                chain = {**chain, version: num_bytes}
-        except (*UNDECODABLE, StoreNotFoundError, StoreFullError) as error:
-            # The version itself is here, whole.
-            logger.warning(
-                "copying version %d without its deltas: %s", manifest.version, str(error)
-            )
-            return {manifest.id: 0}
-        return trimmed(chain, draft.layout.num_bytes, None)
+
+        def copy(version: VersionId, path: Path | str, file: Descriptor) -> int:
+            return writer.add_delta(draft.claim, version, chunks_of(file, path))
+
+        last = next(reversed(self._chain), None)
+        copied = copy_deltas(last, held, draft.layout, self.name, copy)
+        if not copied:
+            return {held.manifest.id: 0}
+        return trimmed({**self._chain, **copied}, draft.layout.num_bytes, None)
 
     def _open_writer(self) -> BufferWriter:
         return BufferWriter(

@@ -1,7 +1,7 @@
 """`BucketTarget`: a bucket as a mirror's target.
 
-Parts of a version's files are put first, under names that no other content has, and last the
-version's record, on condition that no other mirror has put it meanwhile.
+A version's files are put first, under names that no other content has, and last the version's
+record, on condition that no other mirror has put it meanwhile.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -24,40 +26,34 @@ from dbuffer.errors import (
 from dbuffer.format.chain import chain_of, is_long, trimmed
 from dbuffer.format.layout import Layout, digest
 from dbuffer.format.lineage import VersionId
-from dbuffer.format.manifest import UNDECODABLE, Manifest, encode
+from dbuffer.format.manifest import Manifest, encode
 from dbuffer.format.objects import (
-    PART_BYTES,
     POINTER_OBJECT,
     RECEIVERS_PREFIX,
     VERSIONS_PREFIX,
     BucketVersion,
-    Parts,
-    delta_directory,
+    Content,
     is_of_receivers,
-    part_object,
     version_of,
-    weights_directory,
 )
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import as_bytes, new_memory, pack_checksums
-from dbuffer.mirror.bucket import Bucket, Tag
-from dbuffer.mirror.bucket_records import ReceiversOfBucket
-from dbuffer.mirror.sources import (
-    SWAPPED,
-    OpenUpstream,
-    StoreSource,
-    Upstream,
-    UpstreamReceiver,
-    deltas_since,
-)
-from dbuffer.mirror.sweep import forgotten_objects, missing_objects, unneeded_objects
+from dbuffer.mirror.bucket import Bucket, Listed, Tag
+from dbuffer.mirror.download import missing_files
+from dbuffer.mirror.records import ReceiversOfBucket
+from dbuffer.mirror.stores import SWAPPED, OpenUpstream, Upstream, UpstreamReceiver, copy_deltas
 from dbuffer.publish.publisher import Publication
 from dbuffer.receive.reader import read_whole
+from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
+from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.open_version import OpenStoreVersion
 
 logger = logging.getLogger(__name__)
+
+KEEP_ANCHORS = 2
+"""Newest anchors that are kept, with the deltas since: a reader of an earlier one may be slow."""
 
 
 class BucketTarget:
@@ -71,6 +67,10 @@ class BucketTarget:
     """
 
     def __init__(self, bucket: Bucket, copier: Copier) -> None:
+        self.name = bucket.url
+        self.is_elected = False
+        self.receivers = ReceiversOfBucket(bucket)
+        """Reader of receivers' records."""
         self._bucket = bucket
         self._copier = copier
         self._writer = secrets.token_hex(8)
@@ -83,13 +83,6 @@ class BucketTarget:
         """Current record, if this mirror has put it and the version lacks no object."""
         self._layout: Layout | None = None
         """Layout of the version read last, which the next version mostly shares."""
-        self.receivers = ReceiversOfBucket(bucket)
-        """Reader of receivers' records."""
-        self.is_elected = False
-
-    @property
-    def name(self) -> str:
-        return self._bucket.url
 
     def elect(self, source: Upstream) -> bool:  # noqa: ARG002 - whatever it holds
         self.is_elected = True
@@ -111,7 +104,7 @@ class BucketTarget:
     def open(self, source: Upstream) -> None:
         """Become the writer, once there is something to write."""
         # It would take the bucket over from the trainer's mirror, and nothing new would come.
-        if isinstance(source, StoreSource) and source.copied_from() == self.name:
+        if source.copied_from() == self.name:
             raise OptionError(
                 f"{source.name} is copied from {self.name}, and was to be copied into it: {SWAPPED}"
             )
@@ -134,7 +127,8 @@ class BucketTarget:
             if self._layout is None or self._layout.xxh3 != manifest.layout_xxh3:
                 self._layout = held.read_layout()
             layout = self._layout.joined
-            deltas, weights = self._read_deltas(held, layout), None
+            base = None if self._last is None else self._last.id
+            deltas, weights = copy_deltas(base, held, layout, self.name, _read_delta), None
             if self._needs_weights(deltas, layout):
                 weights = self._read_weights(held, receiver, layout)
             held.require_unchanged()
@@ -142,12 +136,10 @@ class BucketTarget:
         held.release()
         receiver.record.write(held=None)
         version = self._put_files(manifest, deltas, weights, layout)
-        if not self._put_record(version):
-            # The record is another mirror's; or ours, and the answer to a put was lost.
-            self._take_over()
-            if self._record != version:
-                raise self._describe_loss()
-        self._last = version
+        if self._put_record(version):
+            self._last = version
+        else:  # the record is another mirror's; or ours, and the answer to a put was lost
+            self._take_over(version)
         delta_bytes = sum(map(len, deltas.values()))
         return Publication.of(manifest.id, layout, started, delta_bytes or None)
 
@@ -158,18 +150,16 @@ class BucketTarget:
             WriterSupersededError: another mirror has put the record.
             StoreCorruptError: an object is missing, or an earlier record is there again.
         """
-        last = self._last
-        if last is not None:
-            self._take_over()
-            if self._last != last:
-                raise self._describe_loss()
+        if self._last is not None:
+            self._take_over(self._last)
 
-    def _take_over(self) -> None:
+    def _take_over(self, expected: BucketVersion | None = None) -> None:
         """Read the record, put it again with this mirror's name, and look at the objects.
 
         Raises:
             WriterSupersededError: a mirror that was started later has put the record.
             StoreAccessError: another mirror was faster, or the answer was lost.
+            StoreCorruptError: the bucket does not hold the version ``expected``.
         """
         record = self._read_record()
         if not self._epoch:
@@ -187,17 +177,15 @@ class BucketTarget:
                     "ETag: does the service support conditional puts?"
                 )
         self._last = record if record is not None and self._is_whole(record) else None
-
-    def _describe_loss(self) -> StoreCorruptError:
-        """Return the error for a bucket that is not as this mirror has left it."""
-        record = self._record
+        if expected is None or self._last == expected:
+            return
         if record is None:
             loss = f"{POINTER_OBJECT} is missing or damaged"
         elif self._last is None:
-            loss = f"parts of version {record.id.number} are missing, or have another size"
+            loss = f"files of version {record.id.number} are missing, or have another size"
         else:
             loss = f"{POINTER_OBJECT} went back to version {record.id.number}"
-        return StoreCorruptError(f"{self.name}: {loss}; it gets its newest version anew")
+        raise StoreCorruptError(f"{self.name}: {loss}; it gets its newest version anew")
 
     def _is_whole(self, version: BucketVersion) -> bool:
         """Whether a version lacks no object; if so, delete objects that are not needed.
@@ -206,14 +194,41 @@ class BucketTarget:
             StoreAccessError: the objects cannot be listed.
         """
         listed = self._bucket.list(VERSIONS_PREFIX)
-        if missing_objects(listed, version):
+        if missing_files(listed, version):
             return False
         try:
-            forgotten = forgotten_objects(self._bucket.list(RECEIVERS_PREFIX))
-            self._bucket.delete(unneeded_objects(listed, version) + forgotten)
+            self._delete_unneeded(listed, version)
         except StoreAccessError as error:
             log_once(logger, "old objects stay: %s", str(error))
         return True
+
+    def _delete_unneeded(self, listed: Mapping[str, Listed], newest: BucketVersion) -> None:
+        """Delete old versions' files, and records of mirrors that have put none for long.
+
+        Kept are the newest version's files, the last anchors and their deltas, and all files that
+        are younger than `Timing.bucket_grace_s`. Times are the service's; the last file's is taken
+        for now.
+        """
+        versions = {name: version for name in listed if (version := version_of(name)) is not None}
+        lineage, needed = newest.manifest.lineage, {name for name, _ in newest.files}
+        leading = {name: of.number for name, of in versions.items() if lineage.reaches(of)}
+        anchors = {number for name, number in leading.items() if name.endswith(".weights")}
+        oldest = min(sorted(anchors)[-KEEP_ANCHORS:])
+        limit = max(listed[name].put_at for name in versions) - TIMING.bucket_grace_s
+        records = self._bucket.list(RECEIVERS_PREFIX)
+        forgotten_at = time.time() - TIMING.forget_receivers_after_s
+        self._bucket.delete(
+            [
+                name
+                for name in versions.keys() - needed
+                if leading.get(name, -1) < oldest and listed[name].put_at <= limit
+            ]
+            + [
+                name
+                for name, record in records.items()
+                if is_of_receivers(name) and record.put_at < forgotten_at
+            ]
+        )
 
     def _put_record(self, version: BucketVersion) -> bool:
         """Put a version's record, if no other mirror has put one since the last look."""
@@ -229,7 +244,9 @@ class BucketTarget:
         except StoreNotFoundError:
             self._record = self._tag = None
         except StoreCorruptError as error:
-            if self._record is None and not self._has_mirrors_objects():
+            if self._record is None and not any(
+                map(version_of, self._bucket.list(VERSIONS_PREFIX))
+            ):
                 remedy = "remove it, unless it is another program's"
                 raise StoreCorruptError(f"{error}; {remedy}") from None
             logger.warning("deleting a damaged record: %s", str(error))
@@ -240,38 +257,16 @@ class BucketTarget:
                 self._record, self._tag = read
         return self._record
 
-    def _has_mirrors_objects(self) -> bool:
-        return any(map(version_of, self._bucket.list(VERSIONS_PREFIX))) or any(
-            map(is_of_receivers, self._bucket.list(RECEIVERS_PREFIX))
-        )
-
-    def _read_deltas(self, held: OpenUpstream, layout: Layout) -> dict[VersionId, bytes]:
-        """Read the deltas that lead from the version put last, if some do and can be read."""
-        last, deltas = self._last, dict[VersionId, bytes]()
-        is_of_this_release = last is not None and last.part_bytes == PART_BYTES
-        base = last.id if last is not None and is_of_this_release else None
-        try:
-            for version in deltas_since(base, held, layout, self.name):
-                name, file = held.open_delta(version)
-                with file, filesystem.os_errors("read a delta", name):
-                    num_bytes = os.fstat(file.number).st_size
-                    deltas[version] = filesystem.read_at(file.number, 0, num_bytes)
-        except (*UNDECODABLE, StoreNotFoundError) as error:
-            number = held.manifest.version
-            logger.warning("copying version %d without its deltas: %s", number, str(error))
-            return {}
-        return deltas
-
     def _needs_weights(self, deltas: dict[VersionId, bytes], layout: Layout) -> bool:
         """Whether no deltas lead to a version, or readers are better off with a new anchor."""
         last = self._last
         if last is None or not deltas:
             return True
         since = last.manifest.since_anchor
-        sizes = [last.delta(version).num_bytes for version in since]
+        sizes = [last.delta_files[version].content.num_bytes for version in since]
         if is_long([*sizes, *map(len, deltas.values())], layout.num_bytes):
             reason = "its chain of deltas is long"
-        elif any(record.unreadable in since for record in self.receivers.known()):
+        elif any(record.unreadable in since for record in self.receivers.last_read()):
             reason = "a receiver cannot read the deltas before it"
         else:
             return False
@@ -308,57 +303,40 @@ class BucketTarget:
         layout: Layout,
     ) -> BucketVersion:
         """Put the files of a version, and return its record."""
-        last = self._last
-        files = {} if last is None else last.files
-        chain = [manifest.id]
+        last, in_chain = self._last, dict[VersionId, Content]()
+        chain = {manifest.id: 0}
         if last is not None and deltas:
-            chain = [*(last.manifest.chain or [last.id]), *deltas]
-        for version, delta in deltas.items():
-            directory = delta_directory(version)
-            files[directory] = self._put_parts(directory, memoryview(delta))
+            in_chain = {version: file.content for version, file in last.delta_files.items()}
+            in_chain |= {
+                version: self._bucket.upload(version, "delta", memoryview(delta)).content
+                for version, delta in deltas.items()
+            }
+            first = (last.manifest.chain or [last.id])[0]
+            chain = {first: 0} | {
+                version: content.num_bytes for version, content in in_chain.items()
+            }
         if weights is not None:
-            data, fields = weights
-            directory, anchor = weights_directory(manifest.id), None
-            files[directory] = self._put_parts(directory, data)
-            of_file = fields | {"file": f"weights-{manifest.id}.td"}
+            data, of_file = weights
+            of_file["file"] = f"weights-{manifest.id}.td"
+            xxh3 = self._bucket.upload(manifest.id, "weights", data).content.xxh3
+            anchor = None
         else:
             assert last is not None  # noqa: S101 - deltas lead from it
-            directory, anchor = (
-                weights_directory(last.manifest.file_version),
-                last.manifest.file_version,
-            )
             of_file = last.manifest.of_file | {"file": last.manifest.file}
-        sizes = {each: files[delta_directory(each)].num_bytes for each in chain[1:]}
-        chain = chain_of(trimmed({chain[0]: 0, **sizes}, layout.num_bytes, anchor))
+            xxh3, anchor = last.weights, last.manifest.file_version
+        versions = chain_of(trimmed(chain, layout.num_bytes, anchor))
         described = replace(
-            manifest,
-            **of_file,
-            is_final=True,
-            anchor=anchor,
-            anchor_buffer=None,
-            chain=chain,
+            manifest, **of_file, is_final=True, anchor=anchor, anchor_buffer=None, chain=versions
         )
         return BucketVersion.sealed(
             writer=self._writer,
             epoch=self._epoch,
             manifest=described,
-            part_bytes=PART_BYTES,
-            weights=files[directory].digests,
-            deltas=[files[delta_directory(version)] for version in chain[1:]],
+            weights=xxh3,
+            deltas=[in_chain[version] for version in versions[1:]],
         )
 
-    def _put_parts(self, directory: str, data: memoryview) -> Parts:
-        """Put the missing parts of a file."""
-        digests = [""] * -(-len(data) // PART_BYTES)
-        # Parts of a delta are few: to put them again costs less than to look.
-        there = self._bucket.list(directory) if len(digests) > 1 else {}
 
-        def put(index: int) -> None:
-            part = data[index * PART_BYTES : (index + 1) * PART_BYTES]
-            digests[index] = digest(part)
-            name = part_object(directory, index, digests[index])
-            if name not in there or there[name].num_bytes != len(part):
-                self._bucket.put(name, part)
-
-        self._bucket.in_parallel(put, range(len(digests)))
-        return Parts(len(data), digests)
+def _read_delta(_: VersionId, name: Path | str, file: Descriptor) -> bytes:
+    with filesystem.os_errors("read a delta", name):
+        return filesystem.read_at(file.number, 0, os.fstat(file.number).st_size)

@@ -23,9 +23,8 @@ from dbuffer.format.objects import (
     version_of,
 )
 from dbuffer.mirror.bucket import Bucket
-from dbuffer.mirror.bucket_records import MirrorObject, ReceiversOfBucket
-from dbuffer.mirror.download import newest_version
-from dbuffer.mirror.sweep import missing_objects
+from dbuffer.mirror.download import missing_files, newest_version
+from dbuffer.mirror.records import MirrorObject, ReceiversOfBucket
 from dbuffer.runtime.messages import listed as in_words
 from dbuffer.runtime.timing import TIMING
 from dbuffer.tools.status import buffer_status, in_order, make_status, receiver_status
@@ -36,7 +35,7 @@ _MISSING = "is missing, or has another size: the mirror into the bucket puts it 
 def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
     """Return the status, as `dbuffer status --json` prints it; nothing is written.
 
-    It takes a request, lists of the mirrors' records and of the versions' parts, and a request for
+    It takes a request, lists of the mirrors' records and of the versions' files, and a request for
     each of these records.
 
     Raises:
@@ -47,14 +46,14 @@ def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
     version, readers = newest_version(bucket), ReceiversOfBucket(bucket)
     readers.receivers()
     listed = bucket.list(VERSIONS_PREFIX)
-    missing = [] if version is None else missing_objects(listed, version)
+    missing = [] if version is None else missing_files(listed, version)
     if version is None and any(map(version_of, listed)):
         missing = [POINTER_OBJECT]
     if version is None and not missing and not readers.objects:
         raise StoreNotFoundError(f"nothing was published in {bucket.url} yet")
     manifest = None if version is None else version.manifest
     metadata = {} if manifest is None else manifest.metadata
-    records = in_order(_dated(mirror, record) for mirror, record in readers.latest.values())
+    records = in_order(_dated(read, record) for read, record in readers.latest.values())
     return make_status(
         bucket.url,
         "bucket",
@@ -66,7 +65,7 @@ def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
         ],
         problems=[
             *(f"{bucket.name_of(name)} {_MISSING}" for name in missing[:1]),
-            *(it.fault for it in readers.objects.values() if it.fault is not None),
+            *(read.fault for read in readers.objects.values() if read.fault is not None),
             *_silent_mirrors(readers.objects),
         ],
     )
@@ -76,8 +75,8 @@ def _silent_mirrors(objects: dict[str, MirrorObject]) -> list[str]:
     """Return a problem if there are mirrors that look dead and were not closed."""
     silent = [
         PurePosixPath(name).stem
-        for name, mirror in sorted(objects.items())
-        if any(not it.has_ended and _looks_dead(_dated(mirror, it)) for it in mirror.records)
+        for name, read in sorted(objects.items())
+        if any(not it.has_ended and _looks_dead(_dated(read, it)) for it in read.records)
     ]
     if not silent:
         return []
@@ -87,9 +86,9 @@ def _silent_mirrors(objects: dict[str, MirrorObject]) -> list[str]:
     ]
 
 
-def _dated(mirror: MirrorObject, record: ReceiverRecord) -> ReceiverRecord:
+def _dated(read: MirrorObject, record: ReceiverRecord) -> ReceiverRecord:
     """Return a record with the time at which its mirror has put it."""
-    return replace(record, updated_at=mirror.put_at)
+    return replace(record, updated_at=read.put_at)
 
 
 def _looks_dead(record: ReceiverRecord) -> bool:
@@ -98,7 +97,9 @@ def _looks_dead(record: ReceiverRecord) -> bool:
 
 
 def _version_status(version: BucketVersion) -> dict[str, Any]:
+    files = version.delta_files
+
     def delta_bytes(versions: Iterable[VersionId]) -> int:
-        return sum(version.delta(version_id).num_bytes for version_id in versions)
+        return sum(files[version].content.num_bytes for version in versions)
 
     return buffer_status("", "newest", version.manifest, delta_bytes)

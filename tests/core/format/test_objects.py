@@ -15,12 +15,10 @@ from dbuffer.format.manifest import Manifest, decode, encode, fields_of
 from dbuffer.format.objects import (
     BucketReceivers,
     BucketVersion,
-    Parts,
+    Content,
     is_of_receivers,
-    part_object,
     receivers_object,
     version_of,
-    weights_directory,
 )
 
 RUN, XXH3 = "0123456789abcdef", "fedcba9876543210"
@@ -55,9 +53,8 @@ VERSION = BucketVersion.sealed(
             metadata={},
         )
     ),
-    part_bytes=128,
-    weights=[XXH3] * 3,
-    deltas=[Parts(100, [XXH3])],
+    weights=XXH3,
+    deltas=[Content(100, XXH3)],
 )
 MANIFEST = fields_of(VERSION.manifest)
 
@@ -74,20 +71,19 @@ def test_records_are_read_as_they_were_written():
     assert decode(BucketVersion, encode(VERSION)) == VERSION
     assert decode(BucketVersion, changed()) == VERSION
     assert VERSION.id == ID
-    assert VERSION.delta(ID).num_bytes == 100
-    sizes = [(part.offset, part.num_bytes) for part in VERSION.parts]
-    assert sizes == [(0, 128), (128, 128), (256, 44), (0, 100)]
+    assert VERSION.delta_files[ID].content.num_bytes == 100
+    assert [file.content.num_bytes for file in VERSION.files] == [300, 100]
 
 
 def test_names_of_all_objects_are_known():
-    assert [version_of(part.name) for part in VERSION.parts] == [BASE, BASE, BASE, ID]
+    assert [version_of(file.name) for file in VERSION.files] == [BASE, ID]
     assert is_of_receivers(receivers_object(f"mirror-node-{RUN}"))
     for name in (
         "CURRENT",
         "mine",
-        f"{weights_directory(BASE)}/x",
+        f"{VERSION.weights_file.name}/x",
         f"versions/{BASE}",
-        "x/" + part_object(weights_directory(BASE), 0, XXH3),
+        f"x/{VERSION.weights_file.name}",
     ):
         assert version_of(name) is None
     assert not is_of_receivers("receivers/a/b.json")
@@ -99,16 +95,14 @@ def test_names_of_all_objects_are_known():
     [
         {"writer": "me"},
         {"epoch": 0},
-        {"weights": [XXH3] * 2},
-        {"weights": [XXH3, XXH3, "../../secret"]},
-        {"weights": [XXH3, XXH3, 7]},
-        {"part_bytes": 0},
+        {"weights": "../../secret"},
+        {"weights": [XXH3]},
         {"deltas": []},
-        {"deltas": [[100, [XXH3]]] * 2},
-        {"deltas": [[100, [XXH3, XXH3]]]},
-        {"deltas": [[0, []]]},
+        {"deltas": [[100, XXH3]] * 2},
+        {"deltas": [[100, 7]]},
+        {"deltas": [[0, XXH3]]},
         {"deltas": "x"},
-        {"deltas": {str(ID): [100, [XXH3]]}},
+        {"deltas": {str(ID): [100, XXH3]}},
         {"manifest": {}},
         {"manifest": MANIFEST | {"state": "writing"}},
         {"manifest": MANIFEST | {"id": BASE}},
@@ -129,8 +123,7 @@ def test_a_version_that_was_changed_is_refused():
     for other in (
         {"writer": RUN},
         {"epoch": 2},
-        {"part_bytes": 127},
-        {"weights": [RUN, XXH3, XXH3]},
+        {"weights": RUN},
     ):
         with pytest.raises(dbuffer.StoreCorruptError, match="not as it was written"):
             structs.replace(VERSION, **other)

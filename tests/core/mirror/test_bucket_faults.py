@@ -14,7 +14,7 @@ import pytest
 
 import dbuffer
 from dbuffer.errors import DBufferError
-from dbuffer.mirror import bucket, upload
+from dbuffer.mirror import bucket
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.children import Child, is_running
@@ -34,9 +34,8 @@ from tests.support.soak import IN_SOAKS_ALONE, numbers
 pytestmark = pytest.mark.timing(request_retry_s=0.005, retry_min_s=0.02)
 
 POLL_S = 0.02
-PART_BYTES = 5000
-"""So small that a version has several parts."""
-OTHER_PART_BYTES = 7000
+RANGE_BYTES = 5000
+"""So small that a version is got in several ranges."""
 MAX_STARTS = 25
 MIN_REQUESTS = 5
 """Far fewer than a copy makes: with fewer, a test has watched something else."""
@@ -125,7 +124,7 @@ class Route:
 @pytest.fixture(params=["deltas", pytest.param("full", marks=IN_SOAKS_ALONE)])
 def route(request, store, local, proxy, bucket_url, monkeypatch) -> Iterator[Route]:
     """A route of which store and bucket hold version 1."""
-    monkeypatch.setattr(upload, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(bucket, "RANGE_BYTES", RANGE_BYTES)
     monkeypatch.setenv("DBUFFER_MOUNT", "network")
     pattern, delta = KINDS[request.param]
     with dbuffer.WeightSender(store, checksum=True, delta=delta) as sender:
@@ -177,10 +176,8 @@ def test_each_request_of_an_upload_is_done_after_the_mirror_gave_it_up(route, mo
         assert route.bucket_version() == version
 
 
-def mirror_until_killed(
-    connection: Connection, remote: object, local: object, part_bytes: int = PART_BYTES
-) -> None:
-    upload.PART_BYTES = part_bytes
+def mirror_until_killed(connection: Connection, remote: object, local: object) -> None:
+    bucket.RANGE_BYTES = RANGE_BYTES
     copy_newest(remote, local)
 
 
@@ -220,19 +217,15 @@ def test_a_download_is_killed_at_each_request(route):
         assert route.local_version() == version
 
 
-@pytest.mark.parametrize(
-    "part_bytes", [OTHER_PART_BYTES, pytest.param(PART_BYTES, marks=IN_SOAKS_ALONE)]
-)
-def test_a_writer_is_overtaken_at_each_request(route, part_bytes):
+def test_a_writer_is_overtaken_at_each_request(route):
     """A request of the first is held while a second mirror publishes: the bucket is the second's.
 
-    What the first still puts does not change what readers find, even if it cuts parts as another
-    release of dbuffer does.
+    Later puts of the first do not change the version that readers find.
     """
     for version, nth in route.requests_to_spoil():
         hold = Hold()
         route.proxy.inject(hold, nth=nth)
-        with Child(mirror_until_killed, route.store, route.bucket, part_bytes) as first:
+        with Child(mirror_until_killed, route.store, route.bucket) as first:
             until(
                 "it is held, or done",
                 lambda hold=hold, first=first: hold.has_come() or not is_running(first.pid),

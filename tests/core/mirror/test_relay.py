@@ -19,7 +19,7 @@ from dbuffer.format.lineage import Lineage, Run, VersionId
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.mirror.mirror import Mirror
-from dbuffer.mirror.relay import RELAY_S, AcknowledgementRelay, StoreRecords
+from dbuffer.mirror.records import RELAY_S, AcknowledgementRelay, StoreRecords
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile

@@ -11,7 +11,7 @@ from typing import Self
 import pytest
 
 import dbuffer
-from dbuffer.mirror import upload
+from dbuffer.mirror import bucket as buckets
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import newest_version
 from dbuffer.mirror.mirror import Mirror
@@ -21,8 +21,8 @@ from dbuffer.testing.waiting import until
 from tests.support.object_store import FaultyProxy, Request
 
 LONG = Sparse(num_tensors=9, numel=1 << 14)
-PART_BYTES = 1 << 18
-NUM_PARTS = 5  # LONG has 1.2 MB
+RANGE_BYTES = 1 << 18
+NUM_RANGES = 5  # LONG has 1.2 MB
 POLL_S = 0.1
 RECORD_BYTES = 4000
 """Bound of the size of a version's record, of a mirror's records, and of a footer."""
@@ -72,11 +72,11 @@ def count_kinds(requests: list[Request]) -> Counter[str]:
 
 def kind_of(request: Request) -> str:
     if "list-type" in request.query:
-        return "list of parts" if "weights" in request.query else "list of records"
+        return "list of records"
     if request.path.endswith("/CURRENT"):
         is_poll = request.method == "GET" and request.sent_bytes == 0
         return "poll" if is_poll else f"{request.method.lower()} of the version"
-    what = "records" if "/receivers/" in request.path else "a part"
+    what = "records" if "/receivers/" in request.path else "a file"
     return f"{request.method.lower()} of {what}"
 
 
@@ -91,16 +91,15 @@ def costs_of(requests: list[Request]) -> tuple[dict[str, int], int]:
 
 
 def test_an_anchor(remote, local, proxy, bucket_url, monkeypatch):
-    monkeypatch.setattr(upload, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(buckets, "RANGE_BYTES", RANGE_BYTES)
     with Way(remote, bucket_url, local, proxy, delta=False) as way:
         way.publish(1)
         kinds, num_bytes = costs_of(way.publish(2))
     assert kinds == {
-        "list of parts": 1,
-        "put of a part": NUM_PARTS,
+        "put of a file": 1,
         "put of the version": 1,
         "get of the version": 1,
-        "get of a part": NUM_PARTS + 1,  # and its checksums
+        "get of a file": NUM_RANGES + 1,  # and its checksums
         "put of records": 1,
     }
     with Bucket(bucket_url) as bucket:
@@ -109,16 +108,16 @@ def test_an_anchor(remote, local, proxy, bucket_url, monkeypatch):
 
 
 def test_a_delta(remote, local, proxy, bucket_url, monkeypatch):
-    monkeypatch.setattr(upload, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(buckets, "RANGE_BYTES", RANGE_BYTES)
     with Way(remote, bucket_url, local, proxy, delta=True) as way:
         for count in (1, 2):  # into both buffers of the far store
             way.publish(count)
         kinds, num_bytes = costs_of(way.publish(3))
     assert kinds == {
-        "put of a part": 1,
+        "put of a file": 1,
         "put of the version": 1,
         "get of the version": 1,
-        "get of a part": 1,
+        "get of a file": 1,
         "put of records": 1,
     }
     with Bucket(bucket_url) as bucket:

@@ -13,7 +13,7 @@ import pytest
 
 import dbuffer
 from dbuffer.format.objects import POINTER_OBJECT
-from dbuffer.mirror import upload
+from dbuffer.mirror import bucket
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.store.buffer import DoubleBuffer
@@ -105,10 +105,10 @@ class World:
         self.proxy.inject(fault, nth=nth, times=times)
 
     def slow_down(self) -> None:
-        def is_part(request: Request) -> bool:
-            return "/000" in request.path
+        def is_file(request: Request) -> bool:
+            return "/versions/" in request.path
 
-        self.proxy.inject(slow(100_000), when=is_part, times=4)
+        self.proxy.inject(slow(100_000), when=is_file, times=4)
 
     def save(self) -> None:
         self.saved = [
@@ -187,7 +187,7 @@ WEIGHTS = (6, 1, 2, 3, 1, 1, 1, 1, 4)
 @pytest.mark.parametrize("group", range(NUM_GROUPS))
 @pytest.mark.timeout(3600 if is_soak() else 300)
 def test_worlds(shm_path, proxy, bucket_url, monkeypatch, group):
-    monkeypatch.setattr(upload, "PART_BYTES", 5000)
+    monkeypatch.setattr(bucket, "RANGE_BYTES", 5000)
     for seed in range(group, NUM_WORLDS, NUM_GROUPS):
         steps: list[str] = []
         with contextlib.closing(World(shm_path, bucket_url, proxy, seed)) as world:

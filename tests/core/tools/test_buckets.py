@@ -19,7 +19,6 @@ import dbuffer
 from dbuffer.format.objects import (
     POINTER_OBJECT,
 )
-from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import newest_version
 from dbuffer.testing.patterns import Sparse
@@ -38,12 +37,6 @@ pytestmark = pytest.mark.timing(
 )
 
 LONG = Sparse(num_tensors=9, numel=1 << 14)
-PART_BYTES = 1 << 18  # LONG has 1.2 MB
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "PART_BYTES", PART_BYTES)
 
 
 @contextlib.contextmanager
@@ -77,11 +70,6 @@ def status_of(capsys: pytest.CaptureFixture[str], url: str) -> dict[str, Any]:
     code, out, err = call(capsys, "status", url, "--json")
     assert (code, err) == (0, "")
     return dict(json.loads(out))
-
-
-def parts_of(bucket: Bucket, kind: str) -> list[str]:
-    """Names of the parts of the newest version: of its weights, or of its deltas."""
-    return [part.name for part in newest_version(bucket).parts if f".{kind}/" in part.name]
 
 
 def damage(bucket: Bucket, name: str) -> None:
@@ -158,9 +146,9 @@ def test_status_names_what_is_wrong(capsys, bucket, url):
     assert f"{url}/{damaged}" in problem
     assert call(capsys, "status", url)[1].splitlines()[1] == problem
     bucket.delete([damaged])
-    part = parts_of(bucket, "weights")[0]
-    bucket.put(part, b"cut")
-    for name in (part, POINTER_OBJECT):
+    file = newest_version(bucket).weights_file.name
+    bucket.put(file, b"cut")
+    for name in (file, POINTER_OBJECT):
         [problem] = status_of(capsys, url)["problems"]
         assert f"{url}/{name} is missing" in problem
         bucket.delete([POINTER_OBJECT])
