@@ -65,7 +65,7 @@ _PIECE_BYTES = 1 << 18
 """Bytes of an object that are handled together, at least."""
 
 _ATTEMPTS = 6
-_RANGE_ATTEMPTS = 60
+_RANGE_ATTEMPTS = 80
 """Attempts at a range of a download, which keeps the bytes that came: some ten minutes."""
 _MAX_PAUSE_S = 10.0
 """Longest pause between two attempts."""

@@ -130,7 +130,7 @@ class MirrorObject(NamedTuple):
 
     e_tag: str | None
     put_at: float
-    """Time at which it was put, by the service's clock."""
+    """Time of its put, by the service's clock."""
     changed_at: float
     """Time at which it was seen changed, by this host's monotonic clock."""
     records: list[ReceiverRecord]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from pathlib import PurePosixPath
 from typing import Any
 
 from msgspec.structs import replace
@@ -24,8 +23,7 @@ from dbuffer.format.objects import (
 )
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import missing_files, newest_version
-from dbuffer.mirror.records import MirrorObject, ReceiversOfBucket
-from dbuffer.runtime.messages import listed as in_words
+from dbuffer.mirror.records import ReceiversOfBucket
 from dbuffer.runtime.timing import TIMING
 from dbuffer.tools.status import buffer_status, in_order, make_status, receiver_status
 
@@ -53,47 +51,28 @@ def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
         raise StoreNotFoundError(f"nothing was published in {bucket.url} yet")
     manifest = None if version is None else version.manifest
     metadata = {} if manifest is None else manifest.metadata
-    records = in_order(_dated(read, record) for read, record in readers.latest.values())
+    records = in_order(
+        replace(record, updated_at=read.put_at) for read, record in readers.latest.values()
+    )
     return make_status(
         bucket.url,
         "bucket",
         manifest,
         buffers=[] if version is None else [_version_status(version)],
         receivers=[
-            receiver_status(record, manifest, metadata, is_alive=not _looks_dead(record))
+            receiver_status(record, manifest, metadata, is_alive=_may_live(record))
             for record in records
         ],
         problems=[
             *(f"{bucket.name_of(name)} {_MISSING}" for name in missing[:1]),
             *(read.fault for read in readers.objects.values() if read.fault is not None),
-            *_silent_mirrors(readers.objects),
         ],
     )
 
 
-def _silent_mirrors(objects: dict[str, MirrorObject]) -> list[str]:
-    """Return a problem if there are mirrors that look dead and were not closed."""
-    silent = [
-        PurePosixPath(name).stem
-        for name, read in sorted(objects.items())
-        if any(not it.has_ended and _looks_dead(_dated(read, it)) for it in read.records)
-    ]
-    if not silent:
-        return []
-    return [
-        f"mirrors look dead, and with them their receivers: {in_words(silent)}; no record was put "
-        f"for {TIMING.bucket_presumed_dead_after_s:g} s"
-    ]
-
-
-def _dated(read: MirrorObject, record: ReceiverRecord) -> ReceiverRecord:
-    """Return a record with the time at which its mirror has put it."""
-    return replace(record, updated_at=read.put_at)
-
-
-def _looks_dead(record: ReceiverRecord) -> bool:
-    age_s = max(0.0, time.time() - record.updated_at)
-    return record.has_ended or age_s > TIMING.bucket_presumed_dead_after_s
+def _may_live(record: ReceiverRecord) -> bool:
+    age_s = time.time() - record.updated_at
+    return not record.has_ended and age_s < TIMING.bucket_presumed_dead_after_s
 
 
 def _version_status(version: BucketVersion) -> dict[str, Any]:

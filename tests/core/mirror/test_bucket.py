@@ -514,6 +514,20 @@ def test_a_download_goes_on_where_it_broke_off(proxy, bucket_url, bucket, times,
     assert sent < len(data) + times * (1 << 18), "no more than a piece is got again each time"
 
 
+def test_a_late_put_replaces_no_other_content(bucket):
+    """As another release of dbuffer may have of one version."""
+    contents = [random.Random(seed).randbytes(3 * RANGE_BYTES) for seed in (1, 2)]
+    files = [bucket.upload(VERSION, "weights", memoryview(data)) for data in contents]
+    for file, data in zip(files, contents, strict=True):
+        copy = bytearray(len(data))
+
+        def place(offset: int, piece: memoryview, copy: bytearray = copy) -> None:
+            copy[offset : offset + len(piece)] = piece
+
+        bucket.download(file, place)
+        assert copy == data
+
+
 def test_a_large_file_goes_up_in_parts(proxy, bucket_url, monkeypatch):
     """A part that fails is put again, and no other."""
     monkeypatch.setattr(buckets, "PART_BYTES", LEAST_PART_BYTES)

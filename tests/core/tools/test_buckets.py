@@ -119,7 +119,6 @@ def test_status_of_a_bucket(capsys, remote, local, bucket_url):
 
 
 def test_status_says_who_looks_dead(capsys, remote, local, bucket_url, timing):
-    """Except for a mirror that was stopped."""
     with mirrored(remote, bucket_url), dbuffer.Mirror(bucket_url, local) as down:
         down.start().wait_until_current(TIMEOUT_S)
         with dbuffer.WeightReceiver(local, receiver_id="engine-1") as receiver:
@@ -128,9 +127,7 @@ def test_status_says_who_looks_dead(capsys, remote, local, bucket_url, timing):
             assert all(each["is_alive"] for each in status_of(capsys, bucket_url)["receivers"])
             timing.bucket_heartbeat_s = -1.0
             seen = status_of(capsys, bucket_url)
-            lines = call(capsys, "status", bucket_url)[1].splitlines()
         assert not any(each["is_alive"] for each in seen["receivers"])
-        assert lines[1].startswith("mirrors look dead, and with them their receivers: mirror-")
     seen = status_of(capsys, bucket_url)
     assert {each["is_alive"] for each in seen["receivers"]} == {False}
     assert seen["problems"] == []
