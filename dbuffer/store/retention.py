@@ -35,7 +35,7 @@ CURRENT, ``A/manifest.json``,          sender,       no process: the next writer
 
 ``dbuffer export`` leaves ``.NAME.*`` beside the checkpoint, ``dbuffer doctor``
 ``.dbuffer-doctor-*`` in the directory that it examines: a person removes them. For a bucket see
-`dbuffer.mirror.sweep`.
+`BucketTarget`.
 """
 
 from __future__ import annotations
