@@ -506,7 +506,6 @@ def between(text: str, since: str, until: str | None = None) -> str:
         ("benchmarks.md", "served.txt", "## From publish to served", "## GPUs"),
         ("benchmarks.md", "gpu.txt", "## GPUs", "## An engine on a GPU"),
         ("benchmarks.md", "gpu-engine.txt", "## An engine on a GPU", "## Deltas"),
-        ("sharded-trainers.md", "sharded.txt", "# ", None),
         ("object-storage.md", "objects.txt", "## Speed", None),
         ("across-nodes.md", "fleet.txt", "## A fleet", "¹ If"),
     ],
