@@ -566,7 +566,7 @@ class RankReceiver:
         """
         problem, version = self._problem
         applied = self._applied
-        self._record.set_anew(
+        self._record.set(
             applied=applied and applied.id,
             runs=list(applied.runs) if applied else [],
             metadata=self._state.metadata if applied else {},

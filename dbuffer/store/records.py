@@ -127,11 +127,6 @@ class OwnRecord(ProcessBound):
     def set(self, **changes: Any) -> None:
         """Change fields of the record; :meth:`write` publishes them."""
         with self._lock:
-            self._record = replace(self._record, **changes)
-
-    def set_anew(self, **changes: Any) -> None:
-        """Change fields as :meth:`set` does, of a record that is later than all before it."""
-        with self._lock:
             self._record = _anew(self._record, **changes)
 
     def count(self, **amounts: float) -> None:
@@ -140,11 +135,11 @@ class OwnRecord(ProcessBound):
             stats = dict(self._record.stats)
             for name, amount in amounts.items():
                 stats[name] = stats.get(name, 0) + amount
-            self._record = replace(self._record, stats=stats)
+            self._record = _anew(self._record, stats=stats)
 
     def write(self, **changes: Any) -> None:
         """Change and publish fields."""
-        self.set_anew(**changes)
+        self.set(**changes)
 
     def write_problem(self, error: Exception, version: VersionId | None) -> None:
         """Report why a version cannot be applied, or why the store cannot be read if it is None."""
