@@ -312,7 +312,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.note_publication(child.receive(), tensors, {})
             assert child.wait() == -signal.SIGKILL
         for held in self.held:  # it may have come before the mark: readers keep what they hold
-            held.is_evicted |= not held.snapshot._held.is_unchanged()
+            held.is_evicted |= not held.snapshot._opened.is_unchanged()
         pointer = DoubleBuffer(self.store).pointer()
         if pointer is not None and pointer.version > self.newest:
             self.note_publication(pointer.version, weights[-1], {})
