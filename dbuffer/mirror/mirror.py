@@ -112,13 +112,9 @@ class Mirror(Closing, ProcessBound):
         )
         self._loop = MirrorLoop(self._source, self._target, on_copied)
         self._stop = threading.Event()
-        self._closing = threading.Lock()
-        """Held while ``_stop`` and ``_has_begun`` change."""
-        self._has_begun = False
-        self._has_ended = threading.Event()
+        self._starting = threading.Lock()
+        """Held while ``_stop`` and ``_thread`` change."""
         self._thread: threading.Thread | None = None
-        self._runs_in: int | None = None
-        """Identifier of the thread that runs it."""
         self._error: BaseException | None = None
         """Error that ended the mirror's thread."""
 
@@ -163,14 +159,7 @@ class Mirror(Closing, ProcessBound):
             StoreAccessError, StoreCorruptError: after 10 s it still cannot compare its two ends.
             ClosedError: it was closed.
         """
-        self._begin()
-        thread = threading.Thread(target=self._run_in_thread, name="dbuffer-mirror", daemon=True)
-        try:
-            thread.start()
-        except BaseException:
-            self._end()
-            raise
-        self._thread = thread  # a thread that could not begin cannot be joined
+        thread = self._begin()
         try:
             self._wait_until_fit(thread)
         except BaseException:
@@ -179,7 +168,7 @@ class Mirror(Closing, ProcessBound):
         return self
 
     def run(self, stop_event: threading.Event | None = None) -> None:
-        """Mirror in this thread, once, until :meth:`close` is called.
+        """Mirror, once, until :meth:`close` is called.
 
         Args:
             stop_event: closes it when it is set; :meth:`close` sets it.
@@ -193,27 +182,46 @@ class Mirror(Closing, ProcessBound):
             ClosedError: it was closed before.
             NotReadyError: it runs already.
         """
-        self._begin(stop_event)
-        self._run()
+        thread = self._begin(stop_event, is_awaited=True)
+        try:
+            thread.join()
+        finally:
+            self.close()
+        if self._error is not None:
+            raise self._error
 
-    def _begin(self, stop_event: threading.Event | None = None) -> None:
+    def _begin(
+        self, stop_event: threading.Event | None = None, *, is_awaited: bool = False
+    ) -> threading.Thread:
         name = self._target.name
-        with self._closing:
-            if self._stop.is_set() or self._has_ended.is_set() or self._is_inherited:
+        with self._starting:
+            if self._thread is not None and self._thread.is_alive():
+                raise NotReadyError(f"this mirror to {name} runs already: close it first")
+            if self._thread is not None or self._stop.is_set() or self._is_inherited:
                 raise ClosedError(
                     f"this mirror to {name} is closed, or was made before a fork; make a new one"
                 )
-            if self._has_begun:
-                raise NotReadyError(f"this mirror to {name} runs already: close it first")
-            self._has_begun = True
             self._stop = stop_event or self._stop
+            thread = threading.Thread(
+                target=self._run, args=(is_awaited,), name="dbuffer-mirror", daemon=True
+            )
+            thread.start()
+            self._thread = thread  # a thread that could not begin cannot be joined
+        return thread
 
-    def _run(self) -> None:
-        self._runs_in = threading.get_ident()
+    def _run(self, is_awaited: bool) -> None:
+        leave_core()
         try:
             self._loop.run(self._stop)
+        except BaseException as error:
+            if isinstance(error, OneStoreError) and not is_awaited:
+                logger.info("%s", str(error))
+                return
+            # `start` or `wait_until_current` raises it; the log has it if neither is called.
+            self._error = error
+            if not is_awaited and self._loop.is_fit.is_set():
+                logger.exception("the mirror of %s has ended", self._source.name)
         finally:
-            self._runs_in = None
             self._end()
 
     def _end(self) -> None:
@@ -221,7 +229,6 @@ class Mirror(Closing, ProcessBound):
         self._target.resign()
         for bucket in self._buckets:
             bucket.close()
-        self._has_ended.set()
 
     def wait_until_current(self, timeout_s: float = 60.0) -> None:
         """Wait until the local store holds the version that is the remote store's newest now.
@@ -256,20 +263,15 @@ class Mirror(Closing, ProcessBound):
         """
         if self._is_inherited:
             return  # a fork: threads and files are its parent's
-        with self._closing:
+        with self._starting:
             self._stop.set()
-            has_begun = self._has_begun
+            thread = self._thread
         for bucket in self._buckets:
             bucket.close()
-        if self._runs_in == threading.get_ident():
-            return
-        if has_begun:
-            self._has_ended.wait()
-        else:
+        if thread is None:
             self._end()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        elif thread is not threading.current_thread():
+            thread.join()
 
     def _has(self, newest: Versioned) -> bool:
         pointer = self._target.newest()
@@ -277,18 +279,6 @@ class Mirror(Closing, ProcessBound):
             return False
         is_copied_here = self.is_elected or self._error is not None
         return not is_copied_here or (self._loop.published or 0) >= newest.version
-
-    def _run_in_thread(self) -> None:
-        leave_core()
-        try:
-            self._run()
-        except OneStoreError as error:
-            logger.info("%s", str(error))
-        # `start` or `wait_until_current` raises it; the log has it for whom neither is called.
-        except BaseException as error:
-            self._error = error
-            if self._loop.is_fit.is_set():
-                logger.exception("the mirror of %s has ended", self._source.name)
 
     def _wait_until_fit(self, thread: threading.Thread) -> None:
         deadline = time.monotonic() + _FIT_S
