@@ -8,8 +8,11 @@ error would name it.
 from __future__ import annotations
 
 import json
+import queue
+import threading
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any, TypeVar
 
 from torch import distributed
@@ -27,12 +30,11 @@ RANK_TIMEOUT_S = 600.0
 """Longest wait for a rank that does not come. A load of a large model must fit; the end of a rank
 on the same host is noticed at once."""
 
-_LOST = "was lost"
-_PROCESS = "process {}"
-"""Key of a rank's process."""
 _GIVEN_UP = "given up {}"
 """Key of the last step that a rank did not wait for any longer."""
 
+_STORE_S = 1.0
+"""Time for the store to answer, beyond the time for the ranks to come."""
 _LOOK_MIN_S = 1e-4
 """Shortest pause between two looks for the answers of other ranks."""
 
@@ -90,73 +92,106 @@ class RankChannel:
         """
         if self.size == 1:
             return [answer]
+        result: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        is_given_up = threading.Event()
+
+        def exchange() -> None:
+            try:
+                result.put(self._exchange(answer, begins, is_given_up))
+            except Exception as error:  # noqa: BLE001 - raised in the caller's thread
+                result.put(error)
+
+        # A call to the store takes as long as the process that has it is stopped.
+        threading.Thread(target=exchange, name="dbuffer-ranks", daemon=True).start()
+        try:
+            answers = result.get(timeout=self.timeout_s + _STORE_S)
+        except queue.Empty:
+            is_given_up.set()
+            answers = TimeoutError(f"no answer within {self.timeout_s:g} s")
+        if isinstance(answers, RankFailedError):
+            raise answers
+        if isinstance(answers, Exception):
+            raise self._store_failure(answers) from answers
+        gathered: list[AnswerT] = answers
+        return gathered
+
+    def _exchange(self, answer: Any, begins: bool, is_given_up: threading.Event) -> list[Any]:
         if self._store is None:
-            self._store = self._meet()
+            store = store_of_meeting(
+                self.process_group, self.rank, self.size, self.timeout_s, purpose="engine"
+            )
+            self._step, self._readable, self._processes = (0, 0), [], []
+            processes = self._exchange_in(store, astuple(Process.here()), is_given_up)
+            self._processes = [Process(*fields) for fields in processes]
+            self._store = store
         first, second = self._step
         self._step = (first + 1, 0) if begins else (first, second + 1)
-        try:
-            return self._exchange(self._store, answer)
-        except RuntimeError as error:  # torch's, if the process that has the store ended
-            why = f"the store of torch.distributed does not answer: {first_line(error)}"
-            deadline = time.monotonic() + TIMING.ranks_end_within_s
-            while not (ended := self._ended()) and time.monotonic() < deadline:
-                time.sleep(TIMING.look_s)
-            problems = [self._describe(rank, _LOST) for rank in ended]
-            raise RankFailedError("; ".join([*problems, why])) from error
+        return self._exchange_in(self._store, answer, is_given_up)
 
-    def _meet(self) -> PrefixStore:
-        store = store_of_meeting(
-            self.process_group, self.rank, self.size, self.timeout_s, purpose="engine"
-        )
-        store.set(_PROCESS.format(self.rank), json.dumps(asdict(Process.here())))
-        self._step, self._readable, self._processes = (0, 0), [], []
-        return store
-
-    def _exchange(self, store: PrefixStore, answer: Any) -> list[Any]:
-        keys = [f"{self._step} {rank}" for rank in range(self.size)]
+    def _exchange_in(
+        self, store: PrefixStore, answer: Any, is_given_up: threading.Event
+    ) -> list[Any]:
+        step = self._step
+        keys = [f"{step} {rank}" for rank in range(self.size)]
         store.set(keys[self.rank], json.dumps(answer))
         self._readable.append(keys[self.rank])
         started = time.monotonic()
         look_for_lost_s = 0.0
-        while not store.check(keys):
+        while not (store.check(keys) or is_given_up.is_set()):
             waited_s = time.monotonic() - started
             if waited_s > min(look_for_lost_s, self.timeout_s):
-                self._require_coming(store, keys, is_over=waited_s > self.timeout_s)
+                self._require_coming(store, step, keys, is_over=waited_s > self.timeout_s)
                 look_for_lost_s = waited_s + TIMING.stop_check_s
             time.sleep(min(max(waited_s / 100, _LOOK_MIN_S), TIMING.look_s))
+        if is_given_up.is_set():
+            raise self._give_up(store, step, ())
         answers = [json.loads(text) for text in store.multi_get(keys)]
         # All ranks have answered here, and so have read this rank's answers before.
         for key in self._readable[:-1]:
             store.delete_key(key)
         del self._readable[:-1]
-        if not self._processes:
-            texts = store.multi_get([_PROCESS.format(rank) for rank in range(self.size)])
-            self._processes = [Process(**json.loads(text)) for text in texts]
         return answers
 
-    def _require_coming(self, store: PrefixStore, keys: list[str], *, is_over: bool) -> None:
+    def _require_coming(
+        self, store: PrefixStore, step: tuple[int, int], keys: list[str], *, is_over: bool
+    ) -> None:
         """Raise :class:`RankFailedError` if a rank that has not answered will not, or is late."""
-        ended, lost = self._ended(), {}
+        problems = []
         for rank, key in enumerate(keys):
+            given_up = _GIVEN_UP.format(rank)
             if store.check([key]):
                 continue
-            if rank in ended:
-                lost[rank] = _LOST
-            elif self._has_given_up(store, rank):
-                lost[rank] = "has given this step up, and is at another"
+            if self._processes and self._processes[rank].has_ended():
+                problems.append(self._describe(rank, "was lost"))
+            elif store.check([given_up]) and json.loads(store.get(given_up)) >= [step[0]]:
+                problems.append(self._describe(rank, "has given this step up, and is at another"))
             elif is_over:
-                lost[rank] = f"did not answer within {self.timeout_s:g} s"
-        if lost:
-            store.set(_GIVEN_UP.format(self.rank), json.dumps(self._step))
-            raise RankFailedError("; ".join(map(self._describe, lost, lost.values())))
+                problems.append(self._describe(rank, self._late))
+        if problems:
+            raise self._give_up(store, step, problems)
 
-    def _has_given_up(self, store: PrefixStore, rank: int) -> bool:
-        key = _GIVEN_UP.format(rank)
-        return store.check([key]) and json.loads(store.get(key))[0] >= self._step[0]
+    def _give_up(
+        self, store: PrefixStore, step: tuple[int, int], problems: Sequence[str]
+    ) -> RankFailedError:
+        store.set(_GIVEN_UP.format(self.rank), json.dumps(step))
+        return RankFailedError("; ".join(problems))
 
-    def _ended(self) -> list[int]:
-        """Return the ranks whose processes are known to have ended."""
-        return [rank for rank, process in enumerate(self._processes) if process.has_ended()]
+    def _store_failure(self, error: Exception) -> RankFailedError:
+        """Make the error if the process that has the store ended, or is stopped."""
+        # The kernel closes a dead process's connections before it counts as dead.
+        deadline = time.monotonic() + TIMING.ranks_end_within_s
+        problems: list[str] = []
+        while not problems and time.monotonic() < deadline:
+            time.sleep(TIMING.look_s)
+            lost = [rank for rank, process in enumerate(self._processes) if process.state]
+            problem = self._late if isinstance(error, TimeoutError) else "was lost"
+            problems = [self._describe(rank, problem) for rank in lost]
+        cause = f"the store of torch.distributed does not answer: {first_line(error)}"
+        return RankFailedError("; ".join(problems or [cause]))
+
+    @property
+    def _late(self) -> str:
+        return f"did not answer within {self.timeout_s:g} s"
 
     def _describe(self, rank: int, problem: str) -> str:
         if not self._processes:
