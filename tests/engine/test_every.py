@@ -14,8 +14,8 @@ import pytest
 import dbuffer
 from dbuffer.store.acknowledgements import receiver_lags
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing import waiting
 from dbuffer.tools.status import read_status
-from tests.support import waiting
 from tests.support.light_engines import WAIT_S, Scene, nearly_idle
 from tests.support.patterns import SMALL
 from tests.support.stores import remove_store
@@ -55,7 +55,7 @@ def test_versions_between_are_neither_staged_nor_served(mount, scene):
             if follower.sync() is not None:
                 served.append(scene.engine.serves)
     assert served == [(1, "1"), (4, "4"), (7, "7")]
-    assert scene.engine.model.num_loads == 3
+    assert scene.engine.rank.num_loads == 3
 
 
 def test_a_version_that_was_missed_is_made_up_for_by_the_next(scene):
