@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from types import SimpleNamespace, TracebackType
+from typing import NamedTuple, Self
 
 import torch
 from torch import nn
 
 from benchmarks.models import DTYPE, Shapes, Weights
+from dbuffer.engine.contract import EngineRank, ModelState
+from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.meta_model import MetaModel
-from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.engine.plan.prepared_switch import PreparedSwitch
-from dbuffer.engine.plan.weight_loader import WeightLoader
+from dbuffer.engine.rank_channel import RankChannel
+from dbuffer.engine.rank_model import RankModel
 from dbuffer.engine.shape_check import ShapeCheck
-from dbuffer.io.copier import Copier
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Staged, Stager
 
 _FUSED = {
@@ -104,6 +103,19 @@ class _Watched(MetaModel):  # type: ignore[no-untyped-call]
         """All are there."""
 
 
+class _Rank(EngineRank):
+    """A model that is never refused, and has no checkpoint."""
+
+    def __init__(self, model: FusedModel, check: ShapeCheck, device: torch.device) -> None:
+        self.ranks = RankChannel(SimpleNamespace(rank_in_group=0, world_size=1, cpu_group=None))
+        self.module, self.device = model, device
+        self._check = check
+        self.load = model.load  # type: ignore[method-assign]
+
+    def make_check(self) -> ShapeCheck:
+        return self._check
+
+
 class Switched(NamedTuple):
     """What a switch took."""
 
@@ -135,15 +147,15 @@ class PlannedReceiver:
             default_loader=lambda parameter, loaded: parameter.data.copy_(loaded),
             tp_size=size,
         )
-        self._check = ShapeCheck(watched)
-        self._copier = Copier()
-        serving: Any = self.model  # it is never refused, and has no checkpoint
         is_cuda = device.type == "cuda"
-        self._loads = WeightLoader(self.model, serving, self._copier, self._check, patches=is_cuda)
+        serving = _Rank(self.model, ShapeCheck(watched), device)
+        options = EngineOptions(store=str(store), attest=is_cuda)
+        self._loads = RankModel(serving, options, ModelState())
         receiver = WeightReceiver(store, receiver_id=f"engine.rank-{rank}")
         self._stager = Stager(
             receiver,
-            prepare=self._prepare,
+            check=self._loads.check,
+            prepare=self._loads.prepare,
             copy=True,
             device=device if stages_on_device else None,
             pin_memory=is_cuda,
@@ -151,7 +163,6 @@ class PlannedReceiver:
         )
         self._stager.use_device()
         self._attest_s = 0.0
-        self._trace: LoadTrace | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -163,21 +174,17 @@ class PlannedReceiver:
         traceback: TracebackType | None,
     ) -> None:
         self._stager.close()
-        self._copier.close()
+        self._loads.close()
 
     def switch(self, at_least: int | None = None) -> Switched:
         """Switch to the newest version that the engine does not have; wait for ``at_least``."""
         staged = self._stager.take(at_least=at_least, timeout_s=_TIMEOUT_S)
         start_s = time.perf_counter()
-        switch = staged.prepared if isinstance(staged.prepared, PreparedSwitch) else None
-        if switch is not None and switch.replaces_tensors:
-            self._loads.apply(switch)
-        else:
-            assert self._trace is not None
-            self._loads.reload(staged.tensors or {}, self._trace, switch)
+        self._loads.load(staged)
         commit_s = time.perf_counter() - start_s
         self._stager.release(applied=staged.id)
-        is_patched = switch is not None and switch.patches is not None
+        switch = staged.prepared
+        is_patched = isinstance(switch, PreparedSwitch) and switch.patches is not None
         return Switched(staged.duration_s, commit_s, staged.num_bytes, is_patched)
 
     def attest_s(self) -> float:
@@ -193,10 +200,8 @@ class PlannedReceiver:
         return self._attest_s
 
     def _attest(self, staged: Staged, is_wanted: Callable[[], bool]) -> Sequence[str] | None:
-        if not isinstance(staged.prepared, PreparedSwitch):
-            return None
         started = time.perf_counter()
-        differing = self._loads.attest(staged.prepared, lambda: contextlib.nullcontext(is_wanted()))
+        differing = self._loads.attest(staged, is_wanted)
         self._attest_s = time.perf_counter() - started
         return differing
 
@@ -207,9 +212,3 @@ class PlannedReceiver:
         for name, parameter in right.named_parameters():
             if not torch.equal(parameter, self.model.get_parameter(name)):
                 raise RuntimeError(f"the plan did not bring {name} over")
-
-    def _prepare(self, snapshot: Snapshot) -> PreparedSwitch | None:
-        if self._trace is None:
-            self._trace = self._check(snapshot.specs)
-        tensors = dict(snapshot.tensors)
-        return self._loads.prepare(tensors, self._trace, snapshot.id, snapshot.changed_since)

@@ -133,8 +133,8 @@ def watch_steps(llm: Any) -> Stopwatch:
         initialize_layerwise_reload,
     )
 
-    from dbuffer.engine.plan.weight_loader import WeightLoader
     from dbuffer.engine.rank_channel import RankChannel
+    from dbuffer.engine.rank_model import RankModel
     from dbuffer.engine.rank_receiver import RankReceiver
     from dbuffer.integrations.vllm.reload_fixes import repack_tied
     from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
@@ -146,8 +146,7 @@ def watch_steps(llm: Any) -> Stopwatch:
         (OfflineVllm, OfflineVllm.pause, PAUSING),
         (RankReceiver, RankReceiver._take_on_all_ranks, AGREEING),  # noqa: SLF001
         (RankChannel, RankChannel.gather, AGREEING),
-        (WeightLoader, WeightLoader.apply, COPYING),
-        (WeightLoader, WeightLoader.reload, COPYING),
+        (RankModel, RankModel.load, COPYING),
         (RankReceiver, RankReceiver._write_record, ACKNOWLEDGING),  # noqa: SLF001
         (OfflineVllm, OfflineVllm.weight_version, STAMPING),
         (OfflineVllm, OfflineVllm.set_weight_version, STAMPING),

@@ -3,8 +3,7 @@
 `contract` lists the methods of an engine and of its ranks. In each of an engine's processes,
 `endpoint` answers a follower's requests. `rank_receiver` takes and loads a version together with
 the other ranks, over a `rank_channel`. `rank_model` loads one rank's model: `shape_check` checks a
-version against a copy without data (`meta_model`, watched by `load_recorder`), `plan` turns a
-switch into copies.
+version against a copy without data (`meta_model`), `plan` turns a switch into copies.
 
 Where an engine is driven, `follower` switches it on demand, `background` until it is closed;
 `store_view` reads the store, `reporting` has metrics and log. Between the two: `messages` (requests

@@ -24,10 +24,10 @@ _SERVER_CLOSE_S = 30.0
 class BackgroundFollower(Closing):
     """Follows with an engine, or with each of its replicas, until closed. Made by :func:`follow`.
 
-    Each replica has a thread of its own, and switches by itself: the others serve on meanwhile.
-    Whatever fails is logged and counted, the engine serves on with the weights that it has, under
-    their label, and the next attempt follows after a while. A thread ends when this is closed, or
-    when an engine of this process is dead, which is logged once.
+    Each replica has a thread of its own, and switches by itself: the others serve on meanwhile. A
+    failure is logged and counted, and retried with backoff; the engine serves on with its weights,
+    under their label. A thread ends when this is closed, or when an engine of this process is dead,
+    which is logged once.
 
     Args:
         *replicas: followers that have not started, one for each replica.
@@ -45,7 +45,7 @@ class BackgroundFollower(Closing):
         self._attempted = threading.Condition()
         """Notified after each attempt, and when a thread ends."""
         self._errors: dict[Follower, Exception | None] = {}
-        """Error of each follower's last attempt, from the first one on; None: it succeeded."""
+        """Error of each follower's last attempt, or None after a success; none before the first."""
         self._running = {*replicas}
         self._threads = [
             threading.Thread(
@@ -65,7 +65,7 @@ class BackgroundFollower(Closing):
     def applied(self) -> int | None:
         """The version that the engine serves, the oldest of its replicas' versions.
 
-        None: the weights of some did not come from the store.
+        It is None if the weights of some did not come from the store.
         """
         applied = [follower.applied for follower in self.replicas]
         return None if None in applied else min(filter(None, applied))
@@ -78,7 +78,7 @@ class BackgroundFollower(Closing):
 
     @property
     def error(self) -> Exception | None:
-        """Why the last attempt failed, with the first replica with which it did; None: none did."""
+        """Error of the last attempt, of the first replica that has one, or None."""
         return next((error for error in self._errors.copy().values() if error is not None), None)
 
     def wait_applied(self, version: int, timeout_s: float = 60.0) -> int:
@@ -94,7 +94,7 @@ class BackgroundFollower(Closing):
 
         def is_over() -> bool:
             nonlocal behind
-            behind = [one for one in self.replicas if not one.has_applied(version)]
+            behind = [f for f in self.replicas if not f.has_applied(version)]
             return not behind or not self._running.issuperset(behind)
 
         with self._attempted:
@@ -103,9 +103,9 @@ class BackgroundFollower(Closing):
         if behind or applied is None:
             raise WaitTimeoutError(
                 "; ".join(
-                    f"{one.engine_id} has {one.weights}, and not version {version} within "
-                    f"{timeout_s:g} s; last problem: {self._errors.get(one) or 'none'}"
-                    for one in behind
+                    f"{follower.engine_id} has {follower.weights}, and not version {version} "
+                    f"within {timeout_s:g} s; last problem: {self._errors.get(follower) or 'none'}"
+                    for follower in behind
                 )
             )
         return applied
@@ -115,18 +115,19 @@ class BackgroundFollower(Closing):
         return await asyncio.to_thread(self.wait_applied, version, timeout_s)
 
     async def wait_started_async(self) -> None:
-        """Wait until the engine serves what was there when following began.
+        """Wait until the engine serves the version that the store had when following began.
 
         Raises:
             DBufferError: why it does not.
         """
-        await asyncio.to_thread(self._wait_started)
+
+        def wait() -> None:
+            with self._attempted:
+                self._attempted.wait_for(lambda: self._running <= self._errors.keys())
+
+        await asyncio.to_thread(wait)
         if self.error is not None:
             raise self.error
-
-    def _wait_started(self) -> None:
-        with self._attempted:
-            self._attempted.wait_for(lambda: self._running <= self._errors.keys())
 
     def done(self) -> None:
         """Let the engine go on from a version that it keeps ``until_done``.
@@ -137,7 +138,7 @@ class BackgroundFollower(Closing):
             follower.done()
 
     def close(self) -> None:
-        """Stop following, after the switch that is under way. Not for the engine's event loop.
+        """Stop following, after the switch that is under way; the engine's event loop must run.
 
         A server that does not answer then is waited for half a minute.
         """
@@ -184,7 +185,6 @@ class BackgroundFollower(Closing):
                 self._attempted.notify_all()
 
     def _note(self, follower: Follower, error: Exception | None) -> None:
-        """Note how a follower's attempt ended."""
         with self._attempted:
             self._errors[follower] = error
             self._attempted.notify_all()

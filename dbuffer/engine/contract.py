@@ -5,9 +5,9 @@ A follower calls `Engine`: `facts`; `call` with a `begin`; for each version `pau
 call reaches the `RankEndpoint` of every rank, which makes an `EngineRank`, asks it for a
 `ShapeCheck`, and in an update lets it load. `ModelState` says which version its weights are.
 
-`WeightLabel` is how the engine's responses tell its version. Without one, its weights did not come
-from its store: they are the checkpoint that it was started with, or what another load or sleep
-left. Its record then names no version, and its label is :data:`UNKNOWN_VERSION`.
+The engine's responses tell its version by a `WeightLabel`. If its weights did not come from its
+store (but from the checkpoint of its start, another load, or a sleep), its record names no version,
+and its label is :data:`UNKNOWN_VERSION`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dbuffer.engine import messages
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import EngineBusyError, UnsupportedError
 from dbuffer.format.lineage import Lineage, VersionId
-from dbuffer.format.manifest import ReceiverRecord, metadata_for_record, step_in
+from dbuffer.format.manifest import ReceiverRecord, metadata_for_record
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.messages import listed
 
@@ -43,14 +43,14 @@ def served_by(record: ReceiverRecord | None) -> Lineage | None:
 
 @dataclass(frozen=True, slots=True)
 class WeightLabel:
-    """Label under which an engine answers: a version, and what its publisher said of it."""
+    """Label under which an engine answers: a version, and its publisher's metadata."""
 
     version: str = UNKNOWN_VERSION
     """Number of the version; or another text, of weights that did not come from the store."""
     run: str | None = None
     """Run of the version."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Metadata that the version was published with, a trainer's ``step`` for instance."""
+    """Metadata of the version, a trainer's ``step`` for instance."""
     newest_run: str | None = None
     """Run of the store's newest version while the engine gets it ready; None if it is ``run``."""
     is_attested: bool = False
@@ -65,10 +65,7 @@ class WeightLabel:
         *,
         is_attested: bool = False,
     ) -> Self:
-        """Make the label of an engine that has this version, published with this metadata.
-
-        ``newest``: the version that it gets ready.
-        """
+        """Make the label of an engine that has this version; ``newest`` is the next one."""
         if version is None:
             return cls()
         run, number = version.id
@@ -80,11 +77,6 @@ class WeightLabel:
         """The version's number, or None if the weights did not come from a store."""
         is_number = self.version.isascii() and self.version.isdecimal()
         return int(self.version) if is_number else None
-
-    @property
-    def step(self) -> float | None:
-        """The number ``step`` of the metadata, if it has one."""
-        return step_in(self.metadata)
 
     def as_json(self) -> dict[str, Any]:
         """Return it as responses show it, without unknown values."""
@@ -98,30 +90,25 @@ class WeightLabel:
         return {name: value for name, value in values.items() if value}
 
     def encode(self) -> str:
-        """Return it as one text: the version, and JSON of the rest if there is any."""
-        rest = self.as_json()
-        del rest["version"]
-        return " ".join([self.version, *([json.dumps(rest)] if rest else [])])
+        """Return it as one text: the version, and JSON of all further values."""
+        values = self.as_json()
+        del values["version"]
+        return f"{self.version} {json.dumps(values)}" if values else self.version
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        """Read what :meth:`encode` wrote; any other text is a version's label by itself."""
-        version, _, rest = text.partition(" ")
+        """Read the text of :meth:`encode`; any other text is a version's label by itself."""
+        version, _, further = text.partition(" ")
         try:
-            values = json.loads(rest) if rest else {}
-            return cls(
-                version,
-                values.get("run"),
-                values.get("metadata", {}),
-                values.get("newest_run"),
-                values.get("attested", False),
-            )
-        except (ValueError, AttributeError):
+            values = json.loads(further) if further else {}
+            values["is_attested"] = values.pop("attested", False)
+            return cls(version, **values)
+        except (ValueError, TypeError, AttributeError):
             return cls(text)
 
 
 def describe_weights(version: Lineage | None) -> str:
-    """Describe the weights of an engine that has this version of the store that it follows."""
+    """Describe an engine's weights, which are this version of its store, or of no version."""
     if version is None:
         return "weights from outside the store (its checkpoint, or another load)"
     return f"version {version.id.number}"
@@ -149,8 +136,8 @@ class EngineFacts:
     replica: str = ""
     """Suffix of this replica's name, after the name that its replicas share."""
     begins_paused: bool = False
-    """Whether it must be paused when following begins. Ranks that meet in each step can exchange
-    messages only in a pause: otherwise one waits in a step for another, which waits for it."""
+    """Whether its ranks meet in each step. Following then begins in a pause: otherwise one waits in
+    a step for another, which waits in a gather for it."""
 
 
 class Engine:
@@ -160,9 +147,8 @@ class Engine:
     """
 
     is_server: bool = False
-    """Whether it runs apart from this process, and may be restarted while it is followed."""
-    may_be_left_paused: bool = False
-    """Whether another process may have followed it before, and have died in a switch."""
+    """Whether it runs apart from this process: it may be restarted while it is followed, or be left
+    paused by a follower that dies in a switch."""
     has_own_pause: bool = False
     """Whether it tells a follower's pause from any other: a resume by others does not end it, and
     :meth:`resume` ends no other."""
@@ -170,7 +156,7 @@ class Engine:
     """Modes of pausing that its kind has."""
 
     def close(self) -> None:
-        """Release what this process holds of it."""
+        """Release this process's connections to it."""
 
     def require_alive(self) -> None:
         """Raise :class:`EngineEndedError` if it is dead for good; a server may come back."""
@@ -239,12 +225,12 @@ ASLEEP = (
 )
 
 
-def require_unchanged(before: Mapping[str, object], now: Mapping[str, object]) -> None:
+def require_unchanged(before: Mapping[str, object], present: Mapping[str, object]) -> None:
     """Raise :class:`UnsupportedError` if a model's layers and parameters are not as they were."""
-    if replaced := [name for name, each in before.items() if now.get(name) != each]:
+    if replaced := [name for name, form in before.items() if present.get(name) != form]:
         raise UnsupportedError(
             f"something replaced {listed(replaced)} since following began, and the engine cannot "
-            "load into what is there now: restart the engine"
+            "load into the replacements: restart the engine"
         )
 
 
@@ -291,10 +277,7 @@ class EngineRank:
         raise NotImplementedError
 
     def make_check(self) -> ShapeCheck:
-        """Return a check of weights against the model, for use while the model serves.
-
-        It traces the model's loaders.
-        """
+        """Return a check of weights against the model, for use while the model serves."""
         raise NotImplementedError
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
@@ -334,11 +317,11 @@ class ModelState:
     version: Lineage | None = None
     """Version of `store` that the weights are, or None if they are no version."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Metadata of `version`, for the engine's record; empty where there is none."""
+    """Metadata of `version`, for the engine's record."""
     store: str | None = None
     must_reload: bool = False
     """Whether something else than dbuffer wrote the weights, so that the next update reloads all of
-    them; False: they are `version`, or those that the engine was started with."""
+    them. Otherwise they are `version`, or the weights of the engine's start."""
     broken: str | None = None
     """Why the model refuses to serve."""
     is_asleep: bool = False

@@ -22,8 +22,8 @@ from dbuffer import errors
 from dbuffer.engine import messages
 from dbuffer.engine.contract import ENDPOINT_ATTR, EngineRank, ModelState
 from dbuffer.engine.engine_options import NO_STORE_YET, EngineOptions
-from dbuffer.engine.rank_model import no_places
 from dbuffer.engine.rank_receiver import RankReceiver, by_rank
+from dbuffer.engine.shape_check import no_places
 from dbuffer.runtime.messages import described
 
 logger = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ class RankEndpoint:
     def of(cls, model: Any) -> RankEndpoint:
         """Return the endpoint of a model, which keeps it for as long as it lives.
 
-        It notices each ``load_weights`` outside of an update, of the model or of a part: a program
-        may load the language model of a multimodal one alone.
+        It notices each ``load_weights`` outside of an update, also of a part of the model: a
+        program may load the language model of a multimodal one alone.
         """
         endpoint = getattr(model, ENDPOINT_ATTR, None)
         if endpoint is None:
@@ -77,13 +77,13 @@ class RankEndpoint:
         finally:
             self.note_foreign_load("load_weights")
 
-    def note_foreign_load(self, what: str) -> None:
-        """Treat the weights as unknown after ``what``, unless that was part of an update."""
+    def note_foreign_load(self, cause: str) -> None:
+        """Treat the weights as unknown, unless the cause was part of an update."""
         # Loaders that load tensor by tensor call this for each.
         if self.state.is_updating or self.state.must_reload:
             return
         if self.receiver is not None:
-            self.receiver.note_foreign_load(what)
+            self.receiver.note_foreign_load(cause)
         else:
             self.state.note_foreign_load()
 
@@ -113,11 +113,7 @@ class RankEndpoint:
         match request.call:
             case "begin":
                 assert request.options is not None  # noqa: S101 - parsed
-                self.begin(
-                    make_rank,
-                    request.options,
-                    takes_over=request.takes_over,
-                )
+                self.begin(make_rank, request.options, takes_over=request.takes_over)
             case "reserve":
                 assert request.update is not None  # noqa: S101 - parsed
                 self.following().reserve(request.update)
@@ -134,7 +130,10 @@ class RankEndpoint:
                 threading.Thread(target=receiver.acknowledge, name="dbuffer-acknowledge").start()
                 return receiver.engine_record
             case "check":
-                _check(self._rank or make_rank(), request)
+                rank = self._rank or make_rank()
+                unused = rank.make_check()(request.tensors).unused
+                if unused and not rank.is_pipeline_stage and not request.allows_unused:
+                    raise errors.WeightsMismatchError(no_places(unused))
             case "forget":
                 self.following()
                 self.note_foreign_load("a request to load it again")
@@ -159,7 +158,7 @@ class RankEndpoint:
             takes_over: do it also if some rank follows with others.
 
         Raises:
-            UnsupportedError: some rank cannot, whatever becomes of the store.
+            UnsupportedError: some rank cannot, with any store.
             EngineUpdateError: some rank cannot now, or follows with other options.
         """
         rank = self._rank = self._rank or make_rank()
@@ -168,31 +167,32 @@ class RankEndpoint:
             engine_id=rank.engine_id(options),
             instance_id=options.instance_id or rank.instance_id,
         )
+        # vLLM's ``init_info`` is of a class of its own.
+        is_same = self.receiver is not None and asdict(self.receiver.options) == asdict(options)
         try:
             # All ranks or none: a rank that began alone would wait for the others.
-            # vLLM's ``init_info`` is of a class of its own.
-            before = None if self.receiver is None else asdict(self.receiver.options)
-            if all(rank.ranks.gather(before == asdict(options), begins=True)):
+            answers = rank.ranks.gather((is_same, self.receiver is not None), begins=True)
+            if all(is_same for is_same, _ in answers):
                 self.following().write_records()
                 return
-            if not takes_over and any(rank.ranks.gather(self.receiver is not None)):
+            if not takes_over and any(follows for _, follows in answers):
                 raise errors.EngineUpdateError(
                     f"{options.engine_id} no longer follows {options.store}: another follower let "
                     "the engine follow another store, or with other options. An engine has one "
                     "follower: close one of them, and make the other one again"
                 )
             self.end()
-            self.receiver = self._start_on_all_ranks(rank, options)
+            self._start(rank, options)
         except errors.RankFailedError as failure:
             raise errors.EngineUpdateError(
                 f"the engine cannot follow {options.store}: {failure}"
             ) from failure
 
-    def _start_on_all_ranks(self, rank: EngineRank, options: EngineOptions) -> RankReceiver:
-        receiver: RankReceiver | None = None
+    def _start(self, rank: EngineRank, options: EngineOptions) -> None:
+        """Make the receiver; all ranks do, or all raise."""
         problem, is_final = None, False
         try:
-            receiver = RankReceiver(rank, options, self.state)
+            self.receiver = RankReceiver(rank, options, self.state)
         except Exception as error:
             logger.warning("cannot follow %s", options.store, exc_info=True)
             problem = described(error)
@@ -205,11 +205,8 @@ class RankEndpoint:
                 kind = errors.UnsupportedError if any(finals) else errors.EngineUpdateError
                 raise kind(f"the engine cannot follow {options.store}: {by_rank(problems)}")
         except BaseException:
-            if receiver is not None:
-                receiver.close()
+            self.end()
             raise
-        assert receiver is not None  # noqa: S101 - or this rank had a problem
-        return receiver
 
     def following(self) -> RankReceiver:
         """Return the receiver that follows a store.
@@ -261,13 +258,13 @@ def watch(
 
 
 @contextlib.contextmanager
-def loading(model_of: Callable[[], Any], what: str, is_ours: Callable[[], bool]) -> Iterator[None]:
-    """Treat a model's weights as unknown after ``what``, unless that was dbuffer's own load."""
+def loading(model_of: Callable[[], Any], cause: str, is_ours: Callable[[], bool]) -> Iterator[None]:
+    """Treat a model's weights as unknown from the cause on, unless that is dbuffer's own load."""
     try:
         yield
     finally:
         if not is_ours():
-            RankEndpoint.of(model_of()).note_foreign_load(what)
+            RankEndpoint.of(model_of()).note_foreign_load(cause)
 
 
 @contextlib.contextmanager
@@ -287,9 +284,3 @@ def waking_up(model_of: Callable[[], Any]) -> Iterator[None]:
     """Read and write a model's weights again, once they were woken."""
     yield
     RankEndpoint.of(model_of()).note_awake()
-
-
-def _check(rank: EngineRank, request: messages.RankRequest) -> None:
-    trace = rank.make_check()(request.tensors)
-    if trace.unused and not rank.is_pipeline_stage and not request.allows_unused:
-        raise errors.WeightsMismatchError(no_places(trace.unused))

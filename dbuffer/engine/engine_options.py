@@ -42,12 +42,12 @@ class EngineOptions:
     store: str
     """The store's directory, as the workers see it: a text or a ``Path``."""
     local_store: str | None = None
-    """Directory in shared memory (a text or a ``Path``), to which one process of the node copies
-    each version once, and from which all ranks map it. For a store on a network mount; all ranks
-    must be on one node."""
+    """Directory in shared memory (a text or a ``Path``). One process of the node copies each
+    version there once, and all ranks map it. For a store on a network mount; all ranks must be on
+    one node."""
     version: int | None = None
     """Version to serve and stay on, whatever is published later: in a buffer, kept, or not yet
-    published. Not with ``local_store``. Default: the newest, each time."""
+    published. A ``local_store`` excludes it. Default: the newest, each time."""
     every: int = 1
     """Least distance between the numbers of two versions that the engine serves: with 10, an engine
     that serves version 20 takes the first version from 30 on."""
@@ -72,8 +72,8 @@ class EngineOptions:
     allow_shared_store: bool = False
     """Accept a directory that belongs to someone else, or that others can write to."""
     unused_tensors: Literal["refuse", "warn"] = "refuse"
-    """Treatment of a version some of whose tensors the engine's model has no place for:
-    ``"refuse"`` it by their names, or leave them out with one warning (``"warn"``). Buffers that
+    """Treatment of a version with tensors that the engine's model has no place for: ``"refuse"`` it
+    by their names, or leave them out with one warning (``"warn"``). Buffers that
     the model computes itself, a head equal to the embedding that it is tied to, and layers of a
     draft (MTP) are left out in any case."""
     forked: Forked = "follow"
@@ -97,20 +97,26 @@ class EngineOptions:
         for name in ("store", "local_store"):
             if (place := getattr(self, name)) is not None or name == "store":
                 path = checks.directory(name, place)
-                # It need not exist yet. Not Path.is_file(), which raises what a mount may answer.
-                _require(self, name, not os.path.isfile(path))  # noqa: PTH113
+                # It need not exist yet. Not Path.is_file(), which raises errors of a mount.
+                is_file = os.path.isfile(path)  # noqa: PTH113
+                _require(self, name, not is_file, "the path of a directory")
                 # As text, also of a `Path`: options go to other processes as JSON.
                 object.__setattr__(self, name, str(path))
         if self.version is not None:
             checks.whole_number("version", self.version, at_most=MAX_INTEGER)
-            _require(self, "version", self.local_store is None)
+            rule = "it without local_store, which gets the newest only: follow the store itself"
+            _require(self, "version", self.local_store is None, rule)
         checks.whole_number("every", self.every, at_most=MAX_INTEGER)
         checks.flag("until_done", self.until_done)
-        is_newest = self.version is None
-        _require(self, "every", is_newest or self.every == 1)
-        _require(self, "until_done", is_newest or not self.until_done)
-        is_name = isinstance(self.engine_id, str) and is_receiver_id(self.engine_id + ".rank-0000")
-        _require(self, "engine_id", self.engine_id is None or is_name)
+        is_newest, stays = self.version is None, "with version, on which the engine stays"
+        _require(self, "every", is_newest or self.every == 1, f"1 {stays}")
+        _require(self, "until_done", is_newest or not self.until_done, f"false {stays}")
+        if self.engine_id is not None:
+            is_name = isinstance(self.engine_id, str) and is_receiver_id(
+                rank_id(self.engine_id, 1000)
+            )
+            rule = "1 to 118 letters, digits, '.', '_' or '-'"
+            _require(self, "engine_id", is_name, rule)
         checks.choice("staging", self.staging, ("auto", "map", "copy", "device"))
         checks.choice("verify", self.verify, (True, False, "auto"))
         checks.positive_seconds("poll_interval_s", self.poll_interval_s)
@@ -123,8 +129,8 @@ class EngineOptions:
         checks.flag("plan", self.plan)
         checks.flag("images", self.images)
         checks.choice("attest", self.attest, (True, False, "auto"))
-        is_text = isinstance(self.instance_id, str) and self.instance_id != ""
-        _require(self, "instance_id", self.instance_id is None or is_text)
+        is_text = isinstance(self.instance_id, str | None) and self.instance_id != ""
+        _require(self, "instance_id", is_text, "a text, not empty")
 
     @property
     def record_token(self) -> str:
@@ -155,7 +161,7 @@ class EngineOptions:
         )
 
     def admit(self, request: UpdateRequest) -> UpdateRequest:
-        """Return a request as it is to be served.
+        """Return a request, for the version that the engine stays on, if there is one.
 
         Raises:
             OptionError: the engine stays on another version.
@@ -188,15 +194,11 @@ class EngineOptions:
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "init_info") -> Self:
         """Make them from a dictionary, as ``init_info`` is one; ``source`` is for the message."""
-        known = [item.name for item in fields(cls)]
-        if (
-            not isinstance(values, Mapping)
-            or not set(values) <= set(known)
-            or "store" not in values
-        ):
+        options = [item.name for item in fields(cls)]
+        if not isinstance(values, Mapping) or not {"store"} <= values.keys() <= {*options}:
             raise OptionError(
                 f"{source} is {values!r:.500}, and must be an object with 'store' and maybe "
-                f"{', '.join(name for name in known if name != 'store')}"
+                f"{', '.join(name for name in options if name != 'store')}"
             )
         return cls(**values)
 
@@ -212,7 +214,7 @@ class UpdateRequest:
     version: int | None = None
     """Exactly this version."""
     at_least: int | None = None
-    """This version, or a later one that is ready on all ranks."""
+    """This version, or a later version that is ready on all ranks."""
     run: str | None = None
     """Run of the version. Default: the number alone names it, among the versions that lead to the
     newest."""
@@ -227,11 +229,15 @@ class UpdateRequest:
         for name in ("version", "at_least"):
             if (value := getattr(self, name)) is not None:
                 checks.whole_number(name, value, at_most=MAX_INTEGER)
-        _require(self, "at_least", None in (self.version, self.at_least))
-        has_number = self.version is not None or self.at_least is not None
-        _require(self, "run", self.run is None or (is_run(self.run) and has_number))
-        is_attempt = isinstance(self.attempt, str) and ATTEMPT.fullmatch(self.attempt) is not None
-        _require(self, "attempt", self.attempt is None or is_attempt)
+        is_number_alone = None in (self.version, self.at_least)
+        _require(self, "at_least", is_number_alone, "either version or at_least, not both")
+        if self.run is not None:
+            has_number = self.version is not None or self.at_least is not None
+            rule = "16 hexadecimal digits, as dbuffer status shows them, with version or at_least"
+            _require(self, "run", is_run(self.run) and has_number, rule)
+        if self.attempt is not None:
+            is_attempt = isinstance(self.attempt, str) and ATTEMPT.fullmatch(self.attempt)
+            _require(self, "attempt", bool(is_attempt), "16 hexadecimal digits")
         checks.choice("update_kind", self.update_kind, ("dense", "sparse_flat"))
 
     @property
@@ -243,29 +249,15 @@ class UpdateRequest:
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
         """Make one from a dictionary, as ``update_info`` is one."""
-        known = [item.name for item in fields(cls)]
-        if not isinstance(values, Mapping) or not set(values) <= set(known):
+        options = [item.name for item in fields(cls)]
+        if not isinstance(values, Mapping) or not values.keys() <= {*options}:
             raise OptionError(
                 f"update_info is {values!r:.500}, and must be an object with nothing but "
-                f"{', '.join(known)}"
+                f"{', '.join(options)}"
             )
         return cls(**values)
 
 
-def _require(options: Any, name: str, is_right: bool) -> None:
+def _require(options: Any, name: str, is_right: bool, rule: str) -> None:
     if not is_right:
-        checks.refuse(name, getattr(options, name), _RULES[name])
-
-
-_RULES = {
-    "store": "the path of the store's directory",
-    "local_store": "the path of a directory",
-    "version": "it without local_store, which gets the newest only: follow the store itself",
-    "every": "1 with version, on which the engine stays",
-    "until_done": "false with version, on which the engine stays",
-    "engine_id": "1 to 118 letters, digits, '.', '_' or '-'",
-    "instance_id": "a text, not empty",
-    "run": "16 hexadecimal digits, as dbuffer status shows them, with version or at_least",
-    "at_least": "either version or at_least, not both",
-    "attempt": "16 hexadecimal digits",
-}
+        checks.refuse(name, getattr(options, name), rule)

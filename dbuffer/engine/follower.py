@@ -121,14 +121,12 @@ class Follower(Closing):
 
     @property
     def _applied(self) -> Lineage | None:
-        """Version of this store that the engine's record names, or None."""
         return served_by(self._record)
 
     @property
     def applied(self) -> int | None:
         """The version that the engine serves, or None if its weights came from elsewhere."""
-        applied = self._applied
-        return None if applied is None else applied.id.number
+        return None if self._applied is None else self._applied.id.number
 
     @property
     def applied_metadata(self) -> dict[str, Any]:
@@ -144,7 +142,7 @@ class Follower(Closing):
         return describe_weights(self._applied)
 
     def has_applied(self, version: int) -> bool:
-        """Whether the engine serves this version, or a later one, of what the store holds now.
+        """Whether the engine serves this version or a later one, which the store leads on from.
 
         An engine that is to stay on a version must serve that one. Its record is read anew: it may
         have lost its weights since the last switch.
@@ -155,13 +153,12 @@ class Follower(Closing):
         record = view.readable_record()
         is_older = record is not None and self._is_earlier(record)  # it is being written
         recorded = applied if is_older else served_by(record)
-        if recorded is None:
-            return False
-        if min(applied.id.number, recorded.id.number) < version:
-            return False
-        if view.options.version not in (None, applied.id.number):
-            return False
-        return view.leads_on(applied)
+        return (
+            recorded is not None
+            and min(applied.id.number, recorded.id.number) >= version
+            and view.options.version in (None, applied.id.number)
+            and view.leads_on(applied)
+        )
 
     @property
     def engine_id(self) -> str:
@@ -219,8 +216,7 @@ class Follower(Closing):
         self._adopt_and_label(view.engine_record())
         view.is_kept = options.until_done and self._applied is not None
         if self._applied is None and WeightLabel(self._engine.weight_version()).number is not None:
-            # A version of another store, or one that the engine has lost since.
-            self._label(WeightLabel())
+            self._label(WeightLabel())  # it is of another store, or was lost since
         if was_paused and is_new:
             self._end_pause_left(view.engine_id)
         self._note("known")
@@ -242,7 +238,7 @@ class Follower(Closing):
         """End the pause of a follower that was killed in a switch: no other process does."""
         if self._engine.has_own_pause:
             self._engine.resume()
-        elif self._engine.may_be_left_paused:
+        elif self._engine.is_server:
             # A resume must not let it compute with weights that are asleep.
             with contextlib.suppress(errors.EngineBusyError):
                 self._engine.do(RankRequest("awake"))
@@ -293,7 +289,7 @@ class Follower(Closing):
         self._note("resumed")
 
     def _refresh_applied(self, view: StoreView) -> None:
-        """Learn from the engine's record whether it still has what it was switched to."""
+        """Learn from the engine's record whether it still has its version."""
         record = view.readable_record()
         if record is None or self._is_earlier(record):
             return
@@ -316,7 +312,7 @@ class Follower(Closing):
         self._record = record
 
     def has_restarted(self) -> bool:
-        """Whether this is not the engine that was switched last, as only a server can be."""
+        """Whether this is another start of the engine, as only a server can be."""
         if self._view is None or not self._engine.is_server:
             return False
         if self.applied is not None:
@@ -350,8 +346,8 @@ class Follower(Closing):
             VersionError: the version that it is to stay on is no longer in the store.
             EngineBusyError: its weights are asleep, or (an ``LLM``) it has unfinished requests; it
                 was not touched.
-            EngineUpdateError: it serves on with the weights that it had; or, if these were no
-                version of this store, with those that it was started with. The message says why.
+            EngineUpdateError: it serves on with its version; or, if it had none of this store, with
+                the weights of its start. The message says why.
             EngineBrokenError: its weights are half loaded, and it refuses to serve.
             EngineUnreachableError: (a server) it does not answer; (an ``AsyncLLM``) its event loop
                 is not running.
@@ -388,7 +384,7 @@ class Follower(Closing):
         try:
             return self._ensure_started()
         finally:
-            # Also if starting failed: the weights are whole, or the model refuses to serve.
+            # If starting failed, too: the weights are whole, or the model refuses to serve.
             if self._owes_resume:
                 self._label_and_resume()
 
@@ -398,7 +394,7 @@ class Follower(Closing):
         if record is None or not record.is_attestable or self._engine.is_idle():
             return
         if self._view is not None and self._view.facts.begins_paused:
-            return  # its ranks, which tell each other, can do so in a pause alone
+            return  # its ranks can tell each other in a pause alone
         with self._translating("compare its weights"):
             record = self._engine.do(RankRequest("attest"))
         if record is not None:
@@ -434,30 +430,26 @@ class Follower(Closing):
     ) -> float:
         """Wait until all ranks have the version ready; return the seconds that it took."""
         timeout_s = view.options.timeout_s if timeout_s is None else timeout_s
+        require_alive = self._engine.require_alive
         started, left_s = time.monotonic(), timeout_s
         while True:
-            require_alive = self._engine.require_alive
             view.wait_ready(goal, self._applied, left_s, stop_event, require_alive=require_alive)
             # A background follower waits, without a failure, for the program to go on generating.
             while stop_event is not None and self._engine.is_idle():
                 if stop_event.wait(TIMING.stop_check_s):
                     raise errors.ClosedError("following was stopped")
             left_s = max(0.0, started + timeout_s - time.monotonic())
-            if self._reserve(goal) or not left_s:
-                return time.monotonic() - started
+            # A newer version may come at any moment, and would be staged in the pause. If a rank is
+            # staging it already, all ranks are waited for again.
+            with self._translating("keep the version that is ready"):
+                try:
+                    self._engine.do(RankRequest("reserve", update=_update_to(goal)))
+                    break
+                except errors.EngineUpdateError:
+                    if not left_s:
+                        break
             time.sleep(min(left_s, TIMING.look_s))
-
-    def _reserve(self, goal: int | VersionId) -> bool:
-        """Let each rank keep the version that it has ready; return whether all have one.
-
-        A newer one, which may come at any moment, would be staged while the engine is paused.
-        """
-        with self._translating("keep the version that is ready"):
-            try:
-                self._engine.do(RankRequest("reserve", update=_update_to(goal)))
-            except errors.EngineUpdateError:
-                return False
-        return True
+        return time.monotonic() - started
 
     def _switch(self, view: StoreView, goal: int | VersionId, wait_s: float) -> Switch:
         started = time.monotonic()
@@ -468,7 +460,7 @@ class Follower(Closing):
             if isinstance(error, errors.EngineBusyError) and not self._engine.has_own_pause:
                 # It went to sleep, and must not compute before it is woken; or it runs again.
                 self._note("resumed")
-            # What became of the weights says more than a pause that cannot be ended just now.
+            # The load's error says more than a pause that cannot be ended just now.
             try:
                 self._label_and_resume()
             except Exception as later:  # noqa: BLE001 - the next attempt tries that again
@@ -501,7 +493,7 @@ class Follower(Closing):
         if engine.has_own_pause or not engine.is_paused():
             self._note("paused")  # also if pausing fails: the pause may have begun
         else:
-            # Another mode than that of its pause may end requests, or let them run on.
+            # A pause in another mode may end its requests, or let them run on.
             engine.do(RankRequest("awake"))
         engine.pause(self._pause_mode)
         if not engine.has_own_pause and engine.is_paused() is False:
@@ -523,7 +515,7 @@ class Follower(Closing):
         record: ReceiverRecord | None = None
         try:
             record = self._engine.do(RankRequest("update", update=update))
-        except Exception as raised:  # noqa: BLE001 - the record tells what it means
+        except Exception as raised:  # noqa: BLE001 - the record tells the outcome
             error = raised
         load_s = time.monotonic() - started
         record = self._outcome_of(view, attempt, record)
@@ -601,12 +593,12 @@ class Follower(Closing):
             )
             self._label(label)
 
-    def _translating(self, what: str) -> TranslatedErrors:
+    def _translating(self, step: str) -> TranslatedErrors:
         def translate(error: BaseException) -> None:
             if isinstance(error, Exception) and not isinstance(error, errors.DBufferError):
                 # From another process: any class of the engine's, with the worker's message.
                 raise errors.EngineUpdateError(
-                    f"{self.engine_id} could not {what}: {error}"
+                    f"{self.engine_id} could not {step}: {error}"
                 ) from error
 
         return TranslatedErrors(translate)
@@ -637,15 +629,15 @@ class Follower(Closing):
         """
         following = self._ensure_started().options
         options = replace(following, store=store, local_store=None, version=None)
-        other = Follower(self._engine, options, pause=self._pause_mode)
+        once = Follower(self._engine, options, pause=self._pause_mode)
         self._forget()
         try:
-            other.sync()
+            once.sync()
         finally:
-            other._forget()
-            if other._view is not None:
-                other._view.close()
-            if other._owes_resume:
+            once._forget()
+            if once._view is not None:
+                once._view.close()
+            if once._owes_resume:
                 self._note("paused")
             self.start()
 
@@ -666,7 +658,7 @@ class Follower(Closing):
         self._report.failed(version, is_engine_known=self._is_certain)
 
     def wait_to_retry(self, timeout_s: float, stop_event: threading.Event) -> None:
-        """Wait until something newer is there than the version that failed, or the time is over.
+        """Wait until the store has a newer version than the failed one, or the time is over.
 
         Half a second is waited in any case: a store that is in trouble may call anything newer.
         """
@@ -680,7 +672,7 @@ class Follower(Closing):
         stop_event.wait(max(0.0, end - time.monotonic()))
 
     def wait_for_version(self, stop_event: threading.Event) -> int | None:
-        """Wait a poll interval for a version that the engine does not have; None: there is none."""
+        """Wait a poll interval for a version that the engine does not have; return it, or None."""
         assert self._view is not None  # noqa: S101 - there was a sync before
         try:
             return self._view.wait_for_version(

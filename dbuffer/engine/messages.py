@@ -1,7 +1,7 @@
 """Requests to an engine's ranks, and their answers; both travel as JSON.
 
-An answer is None, or an error, whose class tells what state the engine is in. After an update, the
-engine's first rank answers with the engine's record, which tells the outcome.
+An answer is None, or an error, whose class tells the engine's state. After an update, the engine's
+first rank answers with the engine's record, which tells the outcome.
 """
 
 from __future__ import annotations
@@ -140,13 +140,12 @@ def record_in(answers: Sequence[RankAnswer]) -> ReceiverRecord | None:
 
 
 def raise_worst(failures: Sequence[errors.DBufferError]) -> None:
-    """Raise the worst of several engines' errors, with the messages of all; none: return."""
-    if not failures:
-        return
-    worst = max(failures, key=_severity)
+    """Raise the worst of several engines' errors, if any, with the messages of all."""
     if len(failures) == 1:
-        raise worst
-    raise type(worst)("; ".join(dict.fromkeys(map(str, failures)))) from worst
+        raise failures[0]
+    if failures:
+        worst = max(failures, key=_severity)
+        raise type(worst)("; ".join(dict.fromkeys(map(str, failures)))) from worst
 
 
 def _severity(error: errors.DBufferError) -> int:
@@ -154,14 +153,14 @@ def _severity(error: errors.DBufferError) -> int:
 
 
 def encode_answer(answer: RankAnswer) -> dict[str, Any]:
-    """Encode an answer as JSON."""
+    """Encode an answer as JSON; :func:`decode_answer` reads it."""
     if isinstance(answer, ReceiverRecord):
         return {"record": fields_of(answer)}
     return {} if answer is None else {"error": type(answer).__name__, "problem": str(answer)}
 
 
 def decode_answer(values: Any) -> RankAnswer:
-    """Decode an answer."""
+    """Read an answer; a value that is none is an :class:`EngineUpdateError`."""
     kinds = {kind.__name__: kind for kind in _ANSWERS}
     with contextlib.suppress(errors.StoreCorruptError):  # of a record with other fields
         match values:

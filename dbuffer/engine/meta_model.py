@@ -1,9 +1,9 @@
 """`MetaModel`: a copy of an engine's model without data, whose loaders are watched.
 
-Weights are loaded into it without data, while the engine serves. What its loaders write is counted,
-since engines fuse parameters (q, k and v are one): a set of loaded names cannot tell that one of
-the parts is missing. Loaders also skip names that they do not know, so it is noted which tensors
-they read.
+Weights are loaded into it without data, while the engine serves. The elements that its loaders
+write are counted, since engines fuse parameters (q, k and v are one): a set of loaded names cannot
+tell that a part is missing. Loaders skip names that they do not know, so the tensors that they read
+are noted.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dbuffer.engine.load_recorder import LoadRecorder, storage_of
-from dbuffer.engine.plan.load_trace import LoadTrace, tables_of, unwrapped
+from dbuffer.engine.plan.load_trace import LoadRecorder, LoadTrace, tables_of, unwrapped
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
 from dbuffer.runtime.messages import described, listed
 
@@ -57,8 +56,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         if serving is not None:
             _tie_as_serving(model, serving)
-        # No buffers: engines keep rotary embeddings for all their models, so the copy has those of
-        # the model that serves.
+        # No buffers: engines share rotary embeddings among their models, this copy included.
         for parameter in list(model.parameters()):
             if not parameter.is_meta:
                 _put_in_place(model, parameter, _empty_like(parameter, "meta"))
@@ -68,10 +66,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._of_thread = threading.local()
         self.recorder = LoadRecorder(dict(model.named_parameters()) | dict(model.named_buffers()))
         self.names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        """All names of its parameters, those of tied ones included."""
+        """All names of its parameters, also of tied ones."""
         self._loaded: dict[int, int] = {}
-        self._read: set[int] = set()
-        self._embedded: set[int] = set()
         self._padded = {
             id(parameter): module
             for module in model.modules()
@@ -90,28 +86,12 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tables_of(module)[0][name] = None
         self._late.clear()
         self._loaded.clear()
-        self._read.clear()
-        self._embedded.clear()
         self._thread = threading.get_ident()
         self.recorder.begin()
 
     def require_complete(self) -> None:
         """Raise :class:`WeightsMismatchError` if something is missing."""
         raise NotImplementedError
-
-    def note_read(self, tensor: torch.Tensor) -> None:
-        """Note that a loader is about to read this."""
-        # A tensor of the loaders' own is gone soon, and another one may take its place in memory.
-        if self.recorder.is_source(tensor):
-            self._read.add(storage_of(tensor))
-
-    def is_read(self, tensor: torch.Tensor) -> bool:
-        """Whether a loader has read this, or a view of it."""
-        return storage_of(tensor) in self._read
-
-    def is_embedded(self, tensor: torch.Tensor) -> bool:
-        """Whether this has gone into an embedding or a head."""
-        return storage_of(tensor) in self._embedded
 
     def note_loaded(self, tensor: Any, count: int, *, is_part: bool) -> None:
         """Note that a loader has written so many elements of this, as a whole or as a part."""
@@ -134,9 +114,9 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextlib.contextmanager
     def with_data(self, name: str) -> Iterator[torch.Tensor]:
         """Give a parameter or buffer memory, of zeros, for a while."""
-        path, _, own = name.rpartition(".")
+        path, _, attribute = name.rpartition(".")
         tables = tables_of(self.model.get_submodule(path))
-        without = next(table[own] for table in tables if own in table)
+        without = next(table[attribute] for table in tables if attribute in table)
         made = _empty_like(without, "cpu")
         made.data.zero_()
         _put_in_place(self.model, without, made)
@@ -179,7 +159,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for prefix, module in self.model.named_modules():
             lacking = [name for name, tensor in tables_of(module)[0].items() if tensor is None]
             paths = {f"{prefix}.{name}".lstrip("."): name for name in lacking}
-            # Engines make others of what they have loaded.
+            # Other parameters that the serving model has alone are derived from loaded ones.
             late = [path for path, name in paths.items() if name == "bias" and path in shapes]
             self._served_late |= {path: shapes[path] for path in late}
             if paths:
@@ -195,7 +175,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         path = f"{prefix}.{name}".lstrip(".")
         self._late[path] = module, name
         self._loaded[id(parameter)] = parameter.numel()
-        self.note_read(parameter)
+        self.recorder.note_read(parameter)
         self.recorder.note_registered(path, parameter)
 
     def __torch_dispatch__(
@@ -205,7 +185,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func.is_view:
             for value in tree_leaves(args):
                 if isinstance(value, torch.Tensor):
-                    self.note_read(value)
+                    self.recorder.note_read(value)
         if func is torch.ops.aten.copy_.default:
             self._of_thread.num_copied = self._num_copied + args[0].numel()
         self.recorder.note(func, args, kwargs or {})
@@ -222,11 +202,11 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         signature = inspect.signature(loader)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            # All take the parameter and what is loaded first, some by name.
+            # All take the parameter and the loaded tensor first, some by name.
             param, loaded, *which_part = signature.bind(*args, **kwargs).arguments.values()
-            if not param.is_meta:  # with data, what was counted without is done once more
+            if not param.is_meta:  # in `with_data`, where nothing is counted
                 return loader(*args, **kwargs)
-            self.note_read(loaded)
+            self.recorder.note_read(loaded)
             # A trainer's float32 into an engine's bfloat16 is the usual case; bits are not numbers.
             if loaded.is_floating_point() != param.is_floating_point():
                 raise WeightsMismatchError(f"{loaded.dtype} does not convert to {param.dtype}")
@@ -250,8 +230,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_padded = id(parameter) in self._padded
         if not is_padded and 0 < count * self.num_shares(parameter) < loaded.numel():
             raise WeightsMismatchError(f"only {count} of {loaded.numel()} elements fit")
-        if is_padded and self.recorder.is_source(loaded):
-            self._embedded.add(storage_of(loaded))
+        if is_padded:
+            self.recorder.note_embedded(loaded)
         self.note_loaded(parameter, count, is_part=is_part)
         self._loaded[id(parameter)] = self.count_of(parameter) + count
 
@@ -264,12 +244,12 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = next((name for name, tensor in named if tensor is parameter), "its embedding")
         raise WeightsMismatchError(
             f"{name} of the engine has the {num_rows} rows of its vocabulary, not {len(loaded)}: "
-            f"publish {num_rows} rows, without those that a trainer pads it with, or start the "
+            f"publish {num_rows} rows, without a trainer's padding, or start the "
             "engine from a checkpoint with this vocabulary"
         )
 
 
-def built_without_data(make: Callable[[], Any], what: str, keep: Collection[str] = ()) -> Any:
+def built_without_data(make: Callable[[], Any], kind: str, keep: Collection[str] = ()) -> Any:
     """Build a model on the meta device.
 
     Some constructors read values that they compute (slopes of ALiBi, a threshold): where that
@@ -288,7 +268,7 @@ def built_without_data(make: Callable[[], Any], what: str, keep: Collection[str]
                 model = make()
         except Exception as error:
             raise UnsupportedError(
-                f"a {what} cannot be built without data, so nothing could be checked before it is "
+                f"a {kind} cannot be built without data, so nothing could be checked before it is "
                 f"loaded: {described(error)}"
             ) from error
     for module in model.modules():
@@ -318,15 +298,15 @@ def _tie_as_serving(model: torch.nn.Module, serving: torch.nn.Module) -> None:
 
     An engine may tie a head to the embedding once it has loaded both, and they were equal.
     """
-    own = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     firsts: dict[tuple[int, int], str] = {}
     for served, tensor in serving.named_parameters(remove_duplicate=False):
         name = unwrapped(served)
-        if name not in own or not tensor.nbytes:
+        if name not in parameters or not tensor.nbytes:
             continue
-        first = firsts.setdefault((tensor.data_ptr(), tensor.nbytes), name)
-        if own[name] is not own[first] and own[name].shape == own[first].shape:
-            _put_in_place(model, own[name], own[first])
+        first = parameters[firsts.setdefault((tensor.data_ptr(), tensor.nbytes), name)]
+        if parameters[name] is not first and parameters[name].shape == first.shape:
+            _put_in_place(model, parameters[name], first)
 
 
 def _empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:

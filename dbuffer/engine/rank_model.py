@@ -1,28 +1,41 @@
 """`RankModel`: the model of one rank, into which versions are loaded.
 
 A version is checked and prepared in the stager's thread, while the engine serves. It is loaded in
-the worker's main thread, between two steps.
+the worker's main thread, between two steps: by copies if they are verified, else by a reload.
+
+The first switch of a layout goes through the engine's own reload, and is compared with its copies
+(`verification`). Verified copies are used from then on. If a reload does more to a layer, the next
+plan has an image of that layer, or reloads it alone, provided that this leaves the same as a reload
+of everything. Otherwise the whole model stays with the reload.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeVar
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch.autograd.graph import increment_version
 
 from dbuffer.engine.contract import EngineRank, ModelState
 from dbuffer.engine.engine_options import EngineOptions
-from dbuffer.engine.plan.attestation import same_bytes
+from dbuffer.engine.plan.attestation import digest_of_all, same_bytes
+from dbuffer.engine.plan.copy_plan import CopyPlan, Tensors, plan_copies
+from dbuffer.engine.plan.images import Image, NotAloneError, packed_layers
 from dbuffer.engine.plan.load_trace import LoadTrace
-from dbuffer.engine.plan.patching import Changed
-from dbuffer.engine.plan.prepared_switch import PreparedSwitch
-from dbuffer.engine.plan.weight_loader import WeightLoader
-from dbuffer.errors import UnsupportedError, WeightsMismatchError
+from dbuffer.engine.plan.prepared_switch import PreparedSwitch, digest_of, log_copied_whole
+from dbuffer.engine.plan.verification import UnverifiableError, Verifier
+from dbuffer.engine.shape_check import Unread, UnusedTensors
+from dbuffer.errors import UnsupportedError
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.io.copier import Copier
+from dbuffer.io.devices import fork_streams
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Staged
 from dbuffer.runtime.messages import described, listed
@@ -34,128 +47,32 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _KEPT_TRACES = 4
-"""Number of layouts whose traces are kept."""
+"""Number of layouts whose traces are kept: the version before may be loaded again."""
 
+_MAX_VERIFICATIONS = 4
+"""Verifications of a layout before it is set aside; each takes two reloads."""
 
-class Unread(NamedTuple):
-    """Tensors of a version that one rank of a pipeline does not read; it travels as JSON."""
+_NUM_SKIPPED = 16
+"""Versions that are reloaded before a layout that was set aside is planned again."""
 
-    unused: dict[str, str]
-    """Tensors that it has no place for, and why."""
-    twins: list[str]
-    """Tensors that duplicate a tied tensor of the model."""
-    differing: dict[str, str]
-    """Differences of such tensors from their tied ones, by name."""
-
-
-NOTHING_UNREAD = Unread({}, [], {})
-
-
-class UnusedTensors:
-    """Refuses tensors that the model has no place for, or warns of them once.
-
-    A tensor that duplicates a tied tensor of the model counts only if the two differ. A rank of a
-    pipeline skips the layers of other ranks, so all ranks compare the tensors they skipped.
-    """
-
-    def __init__(
-        self, store: str, treatment: Literal["refuse", "warn"], *, is_pipeline: bool, is_first: bool
-    ) -> None:
-        self._store = store
-        self._treatment = treatment
-        self._is_pipeline = is_pipeline
-        self._is_first = is_first
-        self._warned: set[str] = set()
-        self._agreed: Layout | None = None
-        """Last layout that the ranks of a pipeline agreed on."""
-        self._redundant: set[str] = set()
-        """Tensors of that layout that no rank reads, and that duplicate a tensor that is read."""
-        self._differing: tuple[VersionId | None, dict[str, str]] = None, {}
-        """Identity of the version compared last, and its tensors that differ from their twins."""
-
-    def check(self, trace: LoadTrace) -> None:
-        """Refuse a layout, as far as this rank alone can tell."""
-        if not self._is_pipeline:
-            self._refuse_or_warn(trace.unused)
-
-    def compare(self, trace: LoadTrace, snapshot: Snapshot) -> None:
-        """Refuse a version whose tied tensors differ, as far as this rank alone can tell."""
-        tensors, aliases = snapshot.tensors, snapshot.layout.aliases
-        stored = {name: aliases.get(name, name) for pair in trace.twins.items() for name in pair}
-        differing = {
-            name: f"{name} (it differs from {twin}, which the engine has in its place)"
-            for name, twin in trace.twins.items()
-            if stored[name] != stored[twin]
-            and not same_bytes(tensors[stored[name]], tensors[stored[twin]])
-        }
-        if self._is_pipeline:
-            self._differing = snapshot.id, differing
-        else:
-            self._refuse_or_warn([*differing.values()])
-
-    def unread(self, layout: Layout, version: VersionId, trace: LoadTrace | None) -> Unread:
-        """Return what this rank of a pipeline does not read, for the other ranks."""
-        if not self._is_pipeline:
-            return NOTHING_UNREAD
-        differing = self._differing[1] if self._differing[0] == version else {}
-        if layout == self._agreed or trace is None:
-            return Unread({}, [], differing)
-        unused = {text.partition(" ")[0]: text for text in trace.unused}
-        return Unread(unused, [*trace.twins], differing)
-
-    def check_pipeline(self, layout: Layout, of_ranks: Sequence[Unread]) -> None:
-        """Refuse a version with tensors that no rank of a pipeline reads, on all ranks alike."""
-        if not self._is_pipeline:
-            return
-        nowhere: list[str] = []
-        if layout != self._agreed:
-            unread = set.intersection(*({*each.unused, *each.twins} for each in of_ranks))
-            self._redundant = unread & {name for each in of_ranks for name in each.twins}
-            nowhere = [of_ranks[0].unused[name] for name in sorted(unread - self._redundant)]
-        differing = {
-            name: why
-            for each in of_ranks
-            for name, why in each.differing.items()
-            if name in self._redundant
-        }
-        self._refuse_or_warn([*nowhere, *differing.values()])
-        self._agreed = layout
-
-    def _refuse_or_warn(self, unused: Sequence[str]) -> None:
-        if unused and self._treatment == "refuse":
-            raise WeightsMismatchError(no_places(unused))
-        new = [each for each in unused if each not in self._warned]
-        if new and self._is_first:
-            logger.warning(
-                "versions of %s are served without %s: the engine's model has no place for them",
-                self._store,
-                listed(new),
-            )
-        self._warned.update(unused)
-
-
-def no_places(unused: Sequence[str]) -> str:
-    """Return a message: these tensors were published for a model that has no places for them."""
-    return (
-        f"the engine's model has no place for {listed(unused)}, and would answer "
-        "without them: publish only tensors that it has, or start the engine from a checkpoint of "
-        "the published model. "
-        "With unused_tensors='warn' such tensors are left out"
-    )
+_NEVER = float("inf")
 
 
 class RankModel:
-    """Checks versions against the model, prepares them for it, and loads them.
+    """Checks versions against the model, prepares switches to them, and loads them.
 
-    The stager and `RankReceiver` call it; it calls a `WeightLoader`, which knows no store.
+    A layout is *unplanned*, *planned*, *verified*, or *set aside*: reloaded for some versions, or
+    for ever. The next version plans it. A reload verifies the plan; a mismatch, a failure or a
+    replaced layer makes the layout unplanned again.
     """
 
     def __init__(self, rank: EngineRank, options: EngineOptions, state: ModelState) -> None:
-        self._state = state
         self._rank = rank
+        self._model = rank.module
+        self._state = state
         self.reading = threading.Lock()
         """Held while the stager's thread may read the model's weights."""
-        self._shape_check = rank.make_check()
+        self._check = rank.make_check()
         self._traces: list[tuple[Layout, LoadTrace]] = []
         self.unused = UnusedTensors(
             options.store,
@@ -164,16 +81,39 @@ class RankModel:
             is_first=rank.ranks.rank == 0,
         )
         self._copier = Copier(options.num_threads)
-        self._loader = WeightLoader(
+        self._plans = options.plan
+        self._may_patch = rank.on_device and options.attests(on_device=True)
+        self._packing = rank.packing if options.images else None
+        # The engine's generators are seeded, and sample tokens.
+        self._random = np.random.default_rng()
+        self._verifier = Verifier(
             rank.module,
-            rank,
+            partial(self._load, partial=False),
+            self._reload_part,
             self._copier,
-            self._shape_check,
-            plans=options.plan,
-            patches=options.attests(on_device=rank.on_device) and rank.on_device,
-            not_weights=rank.not_weights,
-            packing=rank.packing if options.images else None,
+            rank.not_weights,
+            self._random,
         )
+        self._trace: LoadTrace | None = None
+        """Trace of the current layout."""
+        self._rewritten: Collection[str] = ()
+        """Published tensors of the last reload that loaders write into: each load gets copies."""
+        self._plan: CopyPlan | None = None
+        """Plan of this trace, or None if it is unplanned or set aside."""
+        self._derived: set[str] = set()
+        """Layers of this layout that a reload does more to than copy."""
+        self._reloaded: Mapping[str, str] = {}
+        """Layers of this layout that stay with the reload, and why."""
+        self._num_verifications = 0
+        """Verifications of this layout since it was last set aside."""
+        self._num_skipped: float = 0
+        """Versions to reload before this layout, which was set aside, is planned again."""
+        self._loaded: VersionId | None = None
+        """Version that was loaded last, as far as that is known."""
+        self._digest: int | None = None
+        """Digest of its parameters, as they were seen to be that version's while they served."""
+        self._comes_as_deltas = False
+        self._rechecks_loaders = True
 
     def close(self) -> None:
         self._copier.close()
@@ -184,57 +124,190 @@ class RankModel:
         """Refuse a version that cannot be loaded."""
         refuse_adapter(snapshot.metadata)
         layout = snapshot.layout
-        trace = self._shape_check(layout.specs, layout.aliases)
-        # A version is loaded as it was recorded, and the one before may be loaded again.
+        trace = self._check(layout.specs, layout.aliases)
         self._traces = [(layout, trace), *self._traces][:_KEPT_TRACES]
         self.unused.check(trace)
 
+    @torch.no_grad()
     def prepare(self, snapshot: Snapshot) -> PreparedSwitch | None:
-        """Plan the copies that switch to a version, or return None if a reload is needed."""
-        trace = self._trace_of(snapshot.layout)
-        if trace is None:
-            return None
-        self.unused.compare(trace, snapshot)
-        tensors = dict(self._as_offered(snapshot.tensors, snapshot.layout))
-
-        def changed_since(version: VersionId) -> Changed | None:
-            changed = snapshot.changed_since(version)
-            if changed is None:
-                return None
-            aliases = snapshot.layout.aliases.items()
-            return changed | {alias: changed[name] for alias, name in aliases if name in changed}
-
+        """Return a switch to a version that was checked, or None if a reload is needed."""
+        layout = snapshot.layout
+        self.unused.compare(self._trace_of(layout), snapshot)
+        tensors = self._as_offered(snapshot.tensors, layout)
         with self.reading:
-            # What else loads may not be done, and have layers on the meta device meanwhile: no plan
-            # is made of those, and the reload that follows verifies none.
+            # A load that is not dbuffer's may be under way, and have layers on the meta device
+            # meanwhile: they are not planned, and the reload that follows verifies no plan.
             if self._state.is_asleep or self._state.must_reload:
                 return None
-            return self._loader.prepare(
-                tensors, trace, snapshot.id, changed_since, snapshot.layout.aliases
+            switch = self._bind(tensors, snapshot)
+            if switch is not None and switch.plan.verified_for is not None:
+                try:
+                    self._add_patches(switch, snapshot)
+                # Memory that is short for a moment, say. The copies are there.
+                except Exception as error:  # noqa: BLE001
+                    log_copied_whole(error)
+            return switch
+
+    def _bind(self, tensors: Tensors, snapshot: Snapshot) -> PreparedSwitch | None:
+        """Bind the layout's plan to a version, or return None if there is no plan."""
+        plan = self._plan_of(self._trace_of(snapshot.layout))
+        if plan is None:
+            return None
+        if plan.verified_for is not None and (name := self._changed_loader(plan, tensors)):
+            changed = f"the loader of {name} does something else than when it was traced"
+            self._give_up(changed, logging.WARNING)
+            return None
+        images = self._images_of(plan, tensors)
+        if (plan := self._plan) is None:
+            return None
+        return PreparedSwitch(
+            plan,
+            snapshot.id,
+            tensors,
+            snapshot.layout.aliases,
+            copies=plan.copies_of(tensors),
+            images=[image for image in images if image.name in plan.packed],
+            digests={name: digest_of(tensors[name]) for name in plan.verified_for or ()},
+        )
+
+    def _plan_of(self, trace: LoadTrace) -> CopyPlan | None:
+        """Return the plan of a trace, made now if that is due."""
+        if not self._plans:
+            return None
+        if trace is not self._trace:
+            self._drop_plan()
+            self._trace, self._derived, self._reloaded = trace, set(), {}
+            self._num_verifications, self._num_skipped = 0, 0
+        self._drop_plan_of_replaced()
+        if self._plan is None and self._num_skipped:
+            self._num_skipped -= 1
+        if self._plan is None and not self._num_skipped:
+            self._make_plan()
+        return self._plan
+
+    def _make_plan(self) -> None:
+        """Plan the trace, without the layers that stay with the reload."""
+        assert self._trace is not None  # noqa: S101 - it was prepared
+        try:
+            self._plan = plan_copies(
+                self._model,
+                self._trace,
+                self._check,
+                packing=self._packing,
+                derived=self._derived,
+                reloaded=self._reloaded,
             )
+        except UnsupportedError as error:
+            self._give_up(str(error))
+
+    def _images_of(self, plan: CopyPlan, tensors: Tensors) -> list[Image]:
+        """Return the images of a plan; plan again if a layer cannot be processed beside itself."""
+        images: list[Image] = []
+        failed: dict[str, str] = {}
+        with fork_streams(plan.written)():
+            for packed in plan.packed.values():
+                try:
+                    images.append(Image(packed, plan.traced, tensors))
+                except NotAloneError as error:
+                    self._give_up(str(error))
+                    return []
+                except (MemoryError, torch.OutOfMemoryError) as error:
+                    self._set_aside(f"there is no image of {packed.name}: {described(error)}")
+                    return []
+                # Each method fails in its own way, on a layer that a reload would load.
+                except Exception as error:  # noqa: BLE001
+                    failed[packed.name] = f"no image of it can be made: {described(error)}"
+        if failed:
+            self._drop_plan()
+            self._reloaded = {**failed, **plan.reloaded}
+            self._make_plan()
+        return images
+
+    def _changed_loader(self, plan: CopyPlan, tensors: Tensors) -> str | None:
+        """Load one parameter, a random one, and return its name if that is not as it was traced."""
+        if not self._rechecks_loaders or not plan.traced:
+            return None
+        name = str(self._random.choice(list(plan.traced)))
+        sources = {op.source for op in plan.traced[name].ops}
+        try:
+            part = {n: t for n, t in tensors.items() if n in sources}
+            loaded = self._check.loaded(name, self._for_loaders(part))
+        # Some models' loaders want all tensors, or none.
+        except Exception as error:  # noqa: BLE001
+            self._rechecks_loaders = False
+            logger.info(
+                "the plan is not verified again: loaders refuse what %s is made of, alone: %s",
+                name,
+                described(error),
+            )
+            return None
+        copies = plan.traced[name].bind(loaded, tensors)
+        return None if all(same_bytes(*copy) for copy in copies) else name
+
+    def _add_patches(self, switch: PreparedSwitch, snapshot: Snapshot) -> None:
+        """Give a switch patches, if the model was seen to hold a version that they lead from."""
+        if not self._may_patch or self._loaded is None:
+            return
+        changed = snapshot.changed_since(self._loaded)
+        self._comes_as_deltas |= changed is not None
+        if changed is not None and self._digest is not None:
+            aliases = snapshot.layout.aliases.items()
+            changed |= {alias: changed[name] for alias, name in aliases if name in changed}
+            switch.patches = switch.patches_from(self._loaded, changed, self._copier)
 
     def attest(self, staged: Staged, is_wanted: Callable[[], bool]) -> Sequence[str] | None:
-        """Compare the model with a version that was loaded last; see :meth:`WeightLoader.attest`.
+        """Compare the model with the version that was loaded last, whose memory still exists.
 
-        It is given up once ``is_wanted`` returns False.
+        Layers that stay with the reload are not compared.
+
+        Returns:
+            Parameters and layers that differ, or were replaced; None if a reload loaded the
+            version, and no copies do the same, if weights may not be read, or once ``is_wanted``
+            returns False.
         """
         switch = self._switch_of(staged)
-        if switch is None:
-            return None
-
-        @contextlib.contextmanager
-        def reading() -> Iterator[bool]:
-            with self.reading:
-                is_ours = not (self._state.is_asleep or self._state.must_reload)
-                yield is_ours and is_wanted()
-
         try:
-            return self._loader.attest(switch, reading)
+            return None if switch is None else self._differing(switch, is_wanted)
         # A device without room, say. That the version is not attested is told.
         except Exception as error:  # noqa: BLE001
             message = "the engine's weights could not be compared with the published ones: %s"
             log_once(logger, message, described(error))
             return None
+
+    @torch.no_grad()
+    def _differing(
+        self, switch: PreparedSwitch, is_wanted: Callable[[], bool]
+    ) -> Sequence[str] | None:
+        plan = switch.plan
+        differing: list[str] = []
+
+        def may_read() -> bool:
+            is_ours = not (self._state.is_asleep or self._state.must_reload)
+            is_last = plan is self._plan and self._loaded == switch.version
+            return is_ours and is_last and is_wanted()
+
+        def digest() -> int | None:
+            with self.reading:
+                return digest_of_all(plan.parameters.values()) if may_read() else None
+
+        with fork_streams(plan.written)():
+            # Before and after: something may write while parameters are compared.
+            before = digest() if self._comes_as_deltas else None
+            for name, copies in switch.compared():
+                with self.reading:
+                    if not may_read():
+                        return None
+                    if not all(same_bytes(*copy) for copy in copies):
+                        differing.append(name)
+            after = None if before is None else digest()
+            with self.reading:
+                if not may_read():
+                    return None
+                if (replaced := plan.replaced()) is not None:
+                    differing.append(replaced)
+                if not differing and before is not None and before == after:
+                    self._digest = before
+        return differing
 
     # In the worker's main thread
 
@@ -258,16 +331,76 @@ class RankModel:
         """Load a version. A failure leaves a mix, to be repaired at once."""
         switch = self._switch_of(staged)
         if switch is not None and switch.replaces_tensors:
-            self._loader.apply(switch)
+            self._apply(switch)
             return
         assert staged.tensors is not None  # noqa: S101 - or the switch replaced them
-        trace = self._trace_of(staged.layout)
-        tensors = dict(self._as_offered(staged.tensors, staged.layout))
-        self._loader.reload(tensors, trace, switch)
+        tensors = self._as_offered(staged.tensors, staged.layout)
+        self._reload_and_verify(tensors, self._trace_of(staged.layout), switch)
+
+    @torch.no_grad()
+    def _apply(self, switch: PreparedSwitch) -> None:
+        is_base = switch.patches is not None and switch.patches.base == self._loaded
+        digest = self._digest if is_base else None
+        self._loaded = self._digest = None
+        try:
+            switch.apply(self._copier, digest)
+            increment_version(switch.plan.written)
+            self._reload_part(switch)
+        except BaseException:
+            # The repair must not fail for the same reason: a reload, and a new verification.
+            self._drop_plan()
+            raise
+        self._loaded = switch.version
+
+    @torch.no_grad()
+    def _reload_and_verify(
+        self, tensors: Tensors, trace: LoadTrace, switch: PreparedSwitch | None
+    ) -> None:
+        """Load by a reload, and verify the switch that was prepared for the version, if any."""
+        self._forget()
+        self._rewritten = trace.rewritten
+        plan = self._plan
+        if switch is None or plan is None or switch.plan is not plan:
+            self._load(tensors, partial=False)
+            return
+        if self._num_verifications == _MAX_VERIFICATIONS:
+            self._set_aside(
+                f"they were verified {_MAX_VERIFICATIONS} times, as integers change, parameters "
+                "move, or layers change more than they load"
+            )
+            self._load(tensors, partial=False)
+            return
+        started = time.monotonic()
+        self._num_verifications += 1
+        try:
+            mismatch = self._verifier.verify(switch, tensors)
+        except UnverifiableError as error:
+            self._set_aside(str(error))
+            return
+        if not mismatch:
+            self._loaded = switch.version
+            _log_verified(plan, time.monotonic() - started)
+        elif mismatch.keys() <= plan.reloaded.keys():
+            self._give_up(listed(sorted({*mismatch.values()}), "; "))
+        else:
+            self._plan_more(mismatch, plan)
+
+    def _plan_more(self, mismatch: Mapping[str, str], plan: CopyPlan) -> None:
+        """Let the next plan have images of layers that a reload does more to, or reload them."""
+        self._drop_plan()
+        if self._packing is not None and self._trace is not None:
+            derived = self._derived | mismatch.keys()
+            packed = packed_layers(self._model, self._packing, self._trace, derived)
+            if not packed.keys() - plan.reloaded.keys() <= plan.packed.keys():
+                self._derived = derived
+                return
+        self._reloaded = {**mismatch, **plan.reloaded}
 
     def load_checkpoint(self) -> None:
         """Load the weights that the engine was started with."""
-        self._loader.load_checkpoint()
+        self._forget()
+        self._rank.load_checkpoint()
+        increment_version(self._model.parameters())
 
     def refuse_to_serve(self, reason: str) -> None:
         """Let every step of the model fail, until :meth:`serve_again`."""
@@ -281,7 +414,66 @@ class RankModel:
     def note_foreign_load(self) -> None:
         """Reload all weights with the next version: something else wrote them."""
         self._state.note_foreign_load()
-        self._loader.forget()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Treat the weights as unknown: the next version is not patched onto them."""
+        self._loaded = self._digest = None
+        self._drop_plan_of_replaced()
+        # A value derived from one of these may have become another one.
+        if self._plan is not None and self._plan.verified_for:
+            self._plan.verified_for = None
+
+    def _reload_part(self, switch: PreparedSwitch) -> None:
+        if reloaded := switch.reloaded:
+            self._load(reloaded, partial=True)
+
+    def _load(self, tensors: Tensors, *, partial: bool) -> None:
+        self._rank.load(self._for_loaders(tensors), partial=partial)
+        # Some heads keep a float32 copy of their weight, which is stale if this counter went up.
+        # vLLM's reload, which writes to `param.data`, does not count it up; nor do direct copies.
+        increment_version(self._model.parameters())
+
+    def _for_loaders(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors for loaders, and copies in place of tensors that loaders write into."""
+        # Tensors are loaded again, and copied from, and must be as they were published.
+        for name, tensor in tensors.items():
+            yield name, tensor.clone() if name in self._rewritten else tensor
+
+    def _drop_plan(self) -> None:
+        """Plan the trace again with the next version; switches of this plan are not enough."""
+        if self._plan is not None:
+            self._plan.verified_for = None
+        self._plan = None
+
+    def _drop_plan_of_replaced(self) -> None:
+        """Plan again, and reload once, if the model has other modules or tensors than planned."""
+        if self._plan is not None and (name := self._plan.replaced()):
+            logger.warning(
+                "%s was replaced, or has moved in memory, since switches were planned: a reload "
+                "fills the model that serves, and they are planned again",
+                name,
+            )
+            self._derived, self._reloaded = set(), {}
+            self._drop_plan()
+
+    def _give_up(self, reason: str, level: int = logging.INFO) -> None:
+        """Reload all versions of this layout."""
+        self._drop_plan()
+        self._num_skipped = _NEVER
+        logger.log(level, "no fast path: switches go through the engine's reload: %s", reason)
+
+    def _set_aside(self, reason: str) -> None:
+        """Reload some versions, and plan again then: memory may have been short for a moment."""
+        self._drop_plan()
+        self._num_verifications, self._num_skipped = 0, _NUM_SKIPPED
+        logger.warning(
+            "no fast path for %d versions: switches go through the engine's reload: %s",
+            _NUM_SKIPPED,
+            reason,
+        )
+
+    # Of a version
 
     def unread(self, staged: Staged) -> Unread:
         """Return what this rank does not read of a version."""
@@ -293,14 +485,25 @@ class RankModel:
             return None
         return staged.prepared
 
-    def _trace_of(self, layout: Layout) -> LoadTrace | None:
-        traces = (trace for of, trace in self._traces if of is layout or of == layout)
-        return next(traces, None)
+    def _trace_of(self, layout: Layout) -> LoadTrace:
+        return next(trace for of, trace in self._traces if of is layout or of == layout)
 
-    def _as_offered(self, stored: Mapping[str, T], layout: Layout) -> Iterator[tuple[str, T]]:
-        """Yield a version's contents under the names that the check offered to the model."""
-        trace = self._trace_of(layout)
+    def _as_offered(self, stored: Mapping[str, T], layout: Layout) -> dict[str, T]:
+        """Return a version's contents under the names that the check offered to the model."""
+        offered = self._trace_of(layout).offered
         names = {**{name: name for name in stored}, **layout.aliases}
-        for name, stored_as in names.items():
-            if name in trace.offered if trace else name == stored_as:
-                yield name, stored[stored_as]
+        return {name: stored[stored_as] for name, stored_as in names.items() if name in offered}
+
+
+def _log_verified(plan: CopyPlan, verified_s: float) -> None:
+    logger.info(
+        "fast path: from now on a switch copies into %d parameters (%.3f GB), uses %d layers "
+        "processed beforehand, and reloads %d (verified in %.0f ms)",
+        len(plan.parameters),
+        plan.copied_bytes / 1e9,
+        len(plan.packed),
+        len(plan.reloaded),
+        1e3 * verified_s,
+    )
+    for layer, reason in plan.reloaded.items():
+        logger.info("%s stays with the engine's reload: %s", layer, reason)

@@ -14,12 +14,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dbuffer.engine.contract import EngineRank, ModelState, describe_weights
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest, rank_id
 from dbuffer.engine.rank_channel import RANK_TIMEOUT_S
-from dbuffer.engine.rank_model import NOTHING_UNREAD, RankModel, Unread
+from dbuffer.engine.rank_model import RankModel
+from dbuffer.engine.shape_check import Unread
 from dbuffer.errors import (
     DBufferError,
     EngineBrokenError,
@@ -53,11 +54,11 @@ class _Offer(NamedTuple):
     """Outcome of taking a version on one rank, as the others learn it before any of them loads."""
 
     version: int | None
-    """Version that it has taken, or else the one that its model has."""
-    taken: str = ""
+    """Number of the version that it has taken, or else of its model's."""
+    id: str = ""
     """Id of the version that it has taken, or an empty text."""
     problem: str | None = None
-    unread: Unread = NOTHING_UNREAD
+    unread: Unread = Unread({}, {})
 
 
 class RankReceiver:
@@ -79,11 +80,7 @@ class RankReceiver:
         self._model = RankModel(rank, options, state)
         self._attempt: str | None = None
         self._attests = options.attests(on_device=rank.on_device)
-        self._attested_at: float | None = None
-        self._is_attestable = False
-        self._problem: tuple[str | None, VersionId | None] = state.broken, None
-        """Reason and version of the last load if it failed."""
-        # Before anything is read: it retires what an earlier run may have left there.
+        # Before anything is read: it retires an earlier run's versions there.
         self._mirror = options.start_mirror()
         receiver = WeightReceiver(
             options.read_store,
@@ -96,11 +93,15 @@ class RankReceiver:
         token = options.record_token
         receiver.record.set(part_of=engine_id, token=token, is_ephemeral=True)
         self._rank_record = receiver.record
-        # The engine's own record: what it serves. Its first rank keeps it.
+        # The engine's record. Its first rank writes it.
         self._record = RecordFile(receiver.store, engine_id)
-        is_ephemeral = instance_id in engine_id
-        self._record.set(token=token, is_ephemeral=is_ephemeral)
-        self._record.set(only_version=options.version, every=options.every)
+        self._record.set(
+            token=token,
+            is_ephemeral=instance_id in engine_id,
+            only_version=options.version,
+            every=options.every,
+            problem=state.broken,
+        )
         self._write_record()
         self._stager = Stager(
             receiver,
@@ -148,11 +149,8 @@ class RankReceiver:
     # Before a switch
 
     def catch_up(self) -> None:
-        """Switch to the newest version, if there is one; for an engine that is just starting.
-
-        To the one to stay on, if that was published.
-        """
-        # All ranks gather, also those that found no store to mirror when they began.
+        """Switch a starting engine to the newest version, or to the version to stay on, if any."""
+        # All ranks gather, also a rank that found no store to mirror when it began.
         if self.options.local_store is not None:
             mirror, timeout_s = self._mirror, self.options.timeout_s
             wait = partial(mirror.wait_until_current, timeout_s) if mirror else lambda: None
@@ -182,14 +180,14 @@ class RankReceiver:
     # A switch
 
     def update(self, request: UpdateRequest | OptionError) -> None:
-        """Switch the engine to a version. Nothing may be generating.
+        """Switch the engine to a version, unless it has it. Nothing may be generating.
 
-        A version that the engine already has is no error, and nothing is loaded. A follower, which
-        names its attempt, calls :meth:`acknowledge` once the engine generates under the label.
+        A follower, which names its attempt, calls :meth:`acknowledge` once the engine generates
+        under the label.
 
         Args:
-            request: the version; or the error of an invalid request, which all ranks then refuse,
-                because they wait for this one.
+            request: the version; or the error of an invalid request: all ranks wait for this one,
+                and then refuse.
 
         Raises:
             OptionError: (a ``ValueError``) the request was invalid, or the engine stays on another
@@ -201,15 +199,13 @@ class RankReceiver:
         self._attempt = request.attempt if isinstance(request, UpdateRequest) else None
         self._state.is_updating = True
         try:
-            if isinstance(request, OptionError):
-                self._gather_offers(None, request, begins=True)  # raises on all ranks
-            else:
-                staged = self._take_on_all_ranks(request)
-                self._set_record({} if staged is None else self._load_on_all_ranks(staged))
-                if self._attempt is None:
-                    self.acknowledge()
+            staged = self._take_on_all_ranks(request)
+            stats = {} if staged is None else self._load_on_all_ranks(staged)
+            self._set_record(stats=stats, problem=None, problem_version=None)
+            if self._attempt is None:
+                self.acknowledge()
         except RankFailedError as error:
-            # That rank may have learned what was agreed, and load it once it goes on.
+            # That rank may have learned of the version, and load it once it goes on.
             raise EngineBrokenError(self._refuse(str(error))) from None
         except (EngineUpdateError, EngineBrokenError, EngineBusyError, OptionError):
             # All ranks have agreed on that. After any other error the weights of other ranks are
@@ -220,7 +216,7 @@ class RankReceiver:
             self._state.is_updating = False
             self._stager.release(applied=self._id)
 
-    def _take_on_all_ranks(self, request: UpdateRequest) -> Staged | None:
+    def _take_on_all_ranks(self, request: UpdateRequest | OptionError) -> Staged | None:
         """Take the same version on all ranks, or raise on all.
 
         Return None if the engine has it already.
@@ -230,21 +226,19 @@ class RankReceiver:
             staged, error = self._take(request, must_load=must_load, is_first=round_ == 0)
             offers = self._gather_offers(staged, error, begins=round_ == 0)
             versions = {offer.version or 0 for offer in offers}
-            taken = {offer.taken for offer in offers}
+            ids = {offer.id for offer in offers}
             if len(versions) > 1:
                 must_load, highest = False, max(versions)
-                ids = [offer.taken for offer in offers if offer.version == highest and offer.taken]
-                run = (
-                    VersionId.parse(ids[0]).run if ids else None
-                )  # another than was asked for, maybe
+                named = [offer.id for offer in offers if offer.version == highest and offer.id]
+                run = VersionId.parse(named[0]).run if named else None
                 request = UpdateRequest(version=highest, run=run)
                 # Some rank holds the highest, so it stays in the store until all do.
                 if staged is None or staged.version != highest:
                     self._stager.release()
-            elif len(taken) > 1:
-                # Two runs have one of this number. Or others have it already, and
-                # a rank that was half loaded takes it again: then all of them must.
-                must_load = "" in taken
+            elif len(ids) > 1:
+                # Two runs have versions of this number. Or some ranks have it already, and a rank
+                # that was half loaded takes it again: then all of them must.
+                must_load = "" in ids
                 self._stager.release()
             else:
                 if staged is not None:
@@ -256,12 +250,16 @@ class RankReceiver:
         )
 
     def _take(
-        self, request: UpdateRequest, *, must_load: bool, is_first: bool
+        self, request: UpdateRequest | OptionError, *, must_load: bool, is_first: bool
     ) -> tuple[Staged | None, Exception | None]:
         try:
+            if isinstance(request, OptionError):
+                raise request
             request = self.options.admit(request)
             self._state.require_awake()
-            self._note_found()
+            # No follower may have asked for this yet.
+            if (attestation := self._attestation) is not None and attestation.differing:
+                self._note_other_weights(listed(attestation.differing))
             if is_first and request.version is not None:
                 self._require_published(request.version)
             if self._has_already(request) and not must_load:
@@ -286,12 +284,6 @@ class RankReceiver:
         except Exception as error:  # noqa: BLE001
             return None, error
         return staged, None
-
-    def _note_found(self) -> None:
-        """Reload if this rank has other weights than its version, and no follower has asked yet."""
-        attestation = self._attestation
-        if attestation is not None and attestation.differing:
-            self._note_other_weights(listed(attestation.differing))
 
     def _require_published(self, version: int) -> None:
         """Raise :class:`VersionError` for a version above the newest: waiting blocks the engine."""
@@ -328,7 +320,7 @@ class RankReceiver:
         if has.id.number < number:
             return False
         if has.id.number > number and self.options.version is not None:
-            return False  # it goes back to the one that it is to stay on
+            return False  # it goes back to the version to stay on
         if has.id.number > number and request.version is not None:
             raise VersionError(
                 f"version {number} of {self.options.store} is below version {has.id.number}, which "
@@ -339,7 +331,7 @@ class RankReceiver:
     def _gather_offers(
         self, staged: Staged | None, error: Exception | None, *, begins: bool
     ) -> list[_Offer]:
-        """Tell all ranks what this one has taken, and return all offers; raise if one could not.
+        """Offer to all ranks the version that this one has taken; raise if a rank could not.
 
         An error of the same kind on all ranks is raised as it is: vLLM's contract has a
         ``ValueError`` for an invalid request.
@@ -356,10 +348,10 @@ class RankReceiver:
             return offers
         if all(problems) and isinstance(error, OptionError | EngineBusyError):
             raise error
-        what = f"{self._describe('prepare', problems)}; no rank was touched"
+        message = f"{self._describe('prepare', problems)}; no rank was touched"
         if self._state.broken is not None:
-            raise EngineBrokenError(f"{what}; {self._state.broken}")
-        raise EngineUpdateError(f"{what}, and {self._serves_on}")
+            raise EngineBrokenError(f"{message}; {self._state.broken}")
+        raise EngineUpdateError(f"{message}, and {self._serves_on}")
 
     def _check_pipeline(self, staged: Staged, offers: Sequence[_Offer]) -> None:
         try:
@@ -380,10 +372,9 @@ class RankReceiver:
             self._refuse(f"loading version {staged.version} was interrupted by {error!r}")
             raise
         if any(failures):
-            what = self._describe(f"load version {staged.version}", failures)
-            staged = self._recover(what, staged)
+            failure = self._describe(f"load version {staged.version}", failures)
+            staged = self._recover(failure, staged)
         self._state.note_loaded(staged.lineage, self.options.store, staged.metadata)
-        self._problem = None, None
         self._note_unattested()
         self._stager.use_device()
         self._model.serve_again()
@@ -393,33 +384,33 @@ class RankReceiver:
             "bytes": staged.num_bytes,
         }
 
-    def _recover(self, what: str, staged: Staged) -> Staged:
-        """Load the version before again, after a failed load; or, where it is gone, this one.
+    def _recover(self, failure: str, staged: Staged) -> Staged:
+        """Load the version before again, after a failed load; if it is gone, load this one again.
 
-        An engine that had no version of this store loads what it was started with.
+        An engine that had no version of this store loads the weights of its start.
 
         Raises:
             EngineUpdateError: all ranks have the version before.
             EngineBrokenError: some rank has neither.
         """
-        why = "the weights before were not of this store"
+        attempts = [failure, "the weights before were not of this store"]
         if not self._state.must_reload:
             before = self._applied
             goal = "the checkpoint" if before is None else describe_weights(before)
-            logger.error("%s; going back to %s", what, goal)
+            logger.error("%s; going back to %s", failure, goal)
             failures = self._on_all_ranks(lambda: self._load_again(before and before.id))
             if not any(failures):
                 self._model.serve_again()
-                what = f"{what}; all ranks went back, and {self._serves_on}"
-                self._problem = what, staged.id
-                raise EngineUpdateError(what)
-            why = self._describe(f"go back to {goal}", failures)
-        logger.error("%s; loading version %s once more", why, staged.version)
+                problem = f"{failure}; all ranks went back, and {self._serves_on}"
+                self._record.set(problem=problem, problem_version=staged.id)
+                raise EngineUpdateError(problem)
+            attempts[1] = self._describe(f"go back to {goal}", failures)
+        logger.error("%s; loading version %s once more", attempts[1], staged.version)
         failures = self._on_all_ranks(lambda: self._load_again(staged.id))
         if not any(failures):
             return staged
-        again = self._describe(f"load version {staged.version} once more", failures)
-        raise EngineBrokenError(self._refuse(f"{what}; {why}; {again}"))
+        attempts.append(self._describe(f"load version {staged.version} once more", failures))
+        raise EngineBrokenError(self._refuse("; ".join(attempts)))
 
     def _load_again(self, goal: VersionId | None) -> None:
         self._note_unattested()
@@ -433,10 +424,10 @@ class RankReceiver:
         self._stager.release()
         return self._stager.take(version, needs_tensors=True, timeout_s=self.options.timeout_s)
 
-    def _refuse(self, why: str) -> str:
-        broken = f"half-loaded weights: {why}; update again, or restart the engine"
+    def _refuse(self, reason: str) -> str:
+        broken = f"half-loaded weights: {reason}; update again, or restart the engine"
         self._model.refuse_to_serve(broken)
-        self._problem = broken, None
+        self._record.set(problem=broken, problem_version=None)
         self._write_record()
         return broken
 
@@ -461,18 +452,17 @@ class RankReceiver:
         If a rank has other weights than its version, the next update reloads all ranks.
         """
         attestation = self._attestation
-        mine = None if attestation is None else [attestation.differing]
-        findings = [
-            finding[0] for finding in self.ranks.gather(mine, begins=True) if finding is not None
-        ]
-        if self._id is None or len(findings) < self.ranks.size:
+        result = None if attestation is None else [attestation.differing]
+        answers = self.ranks.gather(result, begins=True)
+        results = [answer[0] for answer in answers if answer is not None]
+        if self._id is None or len(results) < self.ranks.size:
             return False
-        if any(findings):
-            self._note_other_weights(by_rank([listed(each) if each else None for each in findings]))
+        if any(results):
+            by_ranks = by_rank([listed(names) if names else None for names in results])
+            self._note_other_weights(by_ranks)
             return False  # which has written the record
-        self._is_attestable = False
-        self._attested_at = None if None in findings else time.time()
-        self._set_record()
+        attested_at = None if None in results else time.time()
+        self._set_record(is_attestable=False, attested_at=attested_at)
         return True
 
     @property
@@ -484,21 +474,21 @@ class RankReceiver:
     def _note_unattested(self) -> None:
         """Forget the comparison of earlier weights: others were loaded now."""
         self._stager.attestation = None
-        self._attested_at, self._is_attestable = None, self._attests
+        self._record.set(attested_at=None, is_attestable=self._attests)
 
-    def _note_other_weights(self, what: str) -> None:
+    def _note_other_weights(self, differing: str) -> None:
         logger.error(
             "%s served other weights than version %s of %s, under its label: %s; all of them are "
             "loaded again",
             self.options.engine_id,
             self._version,
             self.options.store,
-            what,
+            differing,
         )
         self.note_foreign_load("they were compared with it")
 
-    def note_foreign_load(self, what: str) -> None:
-        """Stage the newest version for a reload, after ``what`` wrote or discarded the weights.
+    def note_foreign_load(self, cause: str) -> None:
+        """Stage the newest version for a reload, after a cause wrote or discarded the weights.
 
         Called in the worker's main thread; the engine's record then names no version.
         """
@@ -509,10 +499,10 @@ class RankReceiver:
                 self.ranks.rank,
                 self._version,
                 self.options.store,
-                what,
+                cause,
             )
         self._model.note_foreign_load()
-        self._attested_at, self._is_attestable = None, False
+        self._record.set(attested_at=None, is_attestable=False)
         self._stager.stage_again()
         self._write_record()
 
@@ -555,31 +545,22 @@ class RankReceiver:
             self.acknowledge()
 
     def _write_record(self) -> None:
-        """Write what the model has into the engine's record; its first rank does."""
         self._set_record()
         self.acknowledge()
 
-    def _set_record(self, stats: dict[str, float] | None = None) -> None:
-        """Set the fields of the engine's record, to be written later.
-
-        ``stats``: of an update, empty if it loaded nothing. Default: as they are.
-        """
-        problem, version = self._problem
+    def _set_record(self, **changes: Any) -> None:
+        """Set the fields of the engine's record that tell of the model, and further ones."""
         applied = self._applied
         self._record.set(
             applied=applied and applied.id,
             runs=list(applied.runs) if applied else [],
             metadata=self._state.metadata if applied else {},
-            problem=problem,
-            problem_version=version,
-            attested_at=self._attested_at,
-            is_attestable=self._is_attestable,
             state="serving" if self._state.broken is None else "broken",
             attempt=self._attempt,
-            stats=self._record.current.stats if stats is None else stats,
+            **changes,
         )
 
 
 def by_rank(problems: Sequence[str | None]) -> str:
     """Join the problems of all ranks in one line."""
-    return "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(problems) if why)
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)

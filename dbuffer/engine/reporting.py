@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 GAUGES = {
     "following": "1 while the engine is kept on the newest version, 0 while that fails.",
-    "version_applied": "Version that the engine serves; 0: what it was started with.",
+    "version_applied": "Version that the engine serves; 0 on its first weights.",
     "version_attested": "Version that the weights were seen to be, while the engine served.",
     "version_available": "Newest version in the store.",
     "lag_versions": "Versions published and not yet applied.",
@@ -51,9 +51,9 @@ class Switch:
     wait_s: float
     """Seconds from seeing it in the store to its being ready on all ranks."""
     pause_s: float
-    """Seconds from the call that pauses to the end of the one that resumes; draining included."""
+    """Seconds from the call to pause to the end of the call to resume; draining included."""
     load_s: float
-    """Seconds of the pause in which ranks agree and load."""
+    """Part of ``pause_s`` while ranks agree and load."""
     num_bytes: int
 
 
@@ -79,7 +79,7 @@ class FollowerReport:
         self._set("following", 1)
 
     def failed(self, version: int | None, *, is_engine_known: bool) -> None:
-        """Report a failed attempt at a version; None: it failed before one was found."""
+        """Report a failed attempt, at a version if it got that far."""
         self._add("failures")
         self._set("following", 0)
         if version is None:
@@ -120,13 +120,13 @@ class FollowerReport:
         goal: int | VersionId | None,
         goal_manifest: Manifest | None,
     ) -> None:
-        """Report how far the engine is behind the store, whose newest version it has if no goal.
+        """Report how far the engine is behind the store.
 
         Args:
             applied: the engine's version.
             metadata: metadata of that version.
             goal: the newest version, or its number; None if the engine has it.
-            goal_manifest: its manifest; None: the store does not have it yet, or no longer.
+            goal_manifest: its manifest, if the store has it.
         """
         version = 0 if applied is None else applied.id.number
         newest = version if goal is None else number_of(goal)
@@ -147,9 +147,9 @@ class FollowerReport:
 
     def _set_run(self, run: str | None) -> None:
         if RUN in self._families and run != self._run:
-            for each, value in ((self._run, 0), (run, 1)):
-                if each is not None:
-                    self._families[RUN].labels(self._engine_id, each).set(value)
+            for of_run, value in ((self._run, 0), (run, 1)):
+                if of_run is not None:
+                    self._families[RUN].labels(self._engine_id, of_run).set(value)
             self._run = run
 
     def _metric(self, name: str) -> Any:
@@ -188,10 +188,10 @@ def _registered() -> dict[str, Any]:
         logger.warning("no metrics: %s", str(error))
         return {}
 
-    def gauge(name: str, text: str, *more_labels: str) -> Any:
-        # Of several processes that write files for one /metrics, the last one knows.
-        labels = ["engine", *more_labels]
-        return Gauge(f"dbuffer_{name}", text, labels, multiprocess_mode="mostrecent")
+    def gauge(name: str, text: str, *labels: str) -> Any:
+        # If several processes write files for one /metrics, the last one knows.
+        all_labels = ["engine", *labels]
+        return Gauge(f"dbuffer_{name}", text, all_labels, multiprocess_mode="mostrecent")
 
     def counter(name: str, text: str) -> Any:
         return Counter(f"dbuffer_{name}", text, ["engine"])

@@ -47,7 +47,6 @@ class EngineServer(Engine):
     """
 
     is_server = True
-    may_be_left_paused = True
     IS_WHAT: str
     """Name of the server's software, for messages."""
     WITHOUT_ROUTE: str
@@ -82,18 +81,18 @@ class EngineServer(Engine):
             raise EngineUnreachableError(f"{self.url}{path} answers without {key!r}: {body!r:.200}")
         return body[key]
 
-    def _response(self, method: str, path: str, **more: Any) -> Any:
-        """Send a request; return the response, of whatever status."""
+    def _response(self, method: str, path: str, **options: Any) -> Any:
+        """Send a request; return the response of any status."""
         try:
-            return self._client.request(method, path, **more)
+            return self._client.request(method, path, **options)
         except self._httpx.HTTPError as error:
             raise EngineUnreachableError(
                 f"{self.url} does not answer: {type(error).__name__} {error}"
             ) from error
 
-    def request(self, method: str, path: str, **more: Any) -> Any:
-        """Send a request; return the response, of ``httpx``. ``more`` is httpx's."""
-        response = self._response(method, path, **more)
+    def request(self, method: str, path: str, **options: Any) -> Any:
+        """Send a request with options of ``httpx``; return its response."""
+        response = self._response(method, path, **options)
         if response.status_code in _UNAVAILABLE:
             raise EngineUnreachableError(
                 f"{self.url} answers {path} with {response.status_code}: {response.text:.200}"
@@ -116,16 +115,16 @@ class EngineServer(Engine):
     def _advice_on_url(self) -> str:
         return "; give its address without /v1" if self.url.endswith("/v1") else ""
 
-    def _request_resume(self, path: str, **more: Any) -> None:
+    def _request_resume(self, path: str, **options: Any) -> None:
         """Resume it; a network that loses one answer must not leave it paused."""
         for _ in range(_RESUME_TRIES - 1):
             try:
-                self.request("POST", path, **more)
+                self.request("POST", path, **options)
             except (EngineUnreachableError, EngineUpdateError):
                 time.sleep(_RESUME_RETRY_S)
             else:
                 return
-        self.request("POST", path, **more)
+        self.request("POST", path, **options)
 
     def _body(self, response: Any) -> dict[str, Any]:
         with contextlib.suppress(ValueError):

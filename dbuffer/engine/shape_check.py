@@ -1,27 +1,33 @@
 """`ShapeCheck`: whether weights fit an engine's model, and how it loads them, without data.
 
 Shapes are loaded into a copy of the model (:class:`MetaModel`) while the engine serves. Tensors
-that no loader has read are in the trace; `rank_model` judges them.
+that no loader has read are in the trace, and `UnusedTensors` refuses them, or warns of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from dbuffer.engine.meta_model import MetaModel
+from dbuffer.engine.plan.attestation import same_bytes
 from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.errors import WeightsMismatchError
-from dbuffer.format.layout import TensorSpec
+from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.format.lineage import VersionId
 from dbuffer.io.tensors import DTYPES
+from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime.messages import described, listed
 from dbuffer.weights.comparison import advice
 from dbuffer.weights.names import NameMap
+
+logger = logging.getLogger(__name__)
 
 _MAX_UNKNOWN = 500
 """Unknown names that are found; loading starts over after each."""
@@ -59,20 +65,20 @@ class ShapeCheck:
             WeightsMismatchError: a shape is not the model's, or a tensor is missing.
         """
         spec_of = {spec.name: spec for spec in specs}
-        more = {alias: name for alias, name in (aliases or {}).items() if alias not in spec_of}
-        others = [spec_of[name]._replace(name=alias) for alias, name in more.items()]
+        stored = {alias: name for alias, name in (aliases or {}).items() if alias not in spec_of}
+        further = [spec_of[name]._replace(name=alias) for alias, name in stored.items()]
         try:
             trace = self._trace(specs)
         except WeightsMismatchError as error:
-            if others:
+            if further:
                 with contextlib.suppress(WeightsMismatchError):
-                    return self._trace([*specs, *others])
+                    return self._trace([*specs, *further])
             raise WeightsMismatchError(f"{error}{self._advice(specs)}") from error.__cause__
         surplus = [
             str(spec)
-            for spec in others
-            # Others are names of a tied tensor that the model took under another one.
-            if more[spec.name] not in trace.embedded
+            for spec in further
+            # The model took a tied tensor, in an embedding or a head, under its stored name.
+            if stored[spec.name] not in trace.embedded
             if spec.name not in self._meta.names
         ]
         return replace(trace, unused=(*trace.unused, *surplus))
@@ -88,33 +94,31 @@ class ShapeCheck:
 
     def _trace(self, specs: Sequence[TensorSpec]) -> LoadTrace:
         """Trace a load of these tensors, without those whose names the loaders refuse."""
-        known = specs
+        accepted = specs
         try:
-            tensors = self._load(known)
+            tensors = self._load(specs)
         except WeightsMismatchError:
             unknown = self._unknown_among(specs)
             if not unknown:
                 raise
-            known = [spec for spec in specs if spec.name not in unknown]
-            tensors = self._load(known)
+            accepted = [spec for spec in specs if spec.name not in unknown]
+            tensors = self._load(accepted)
         try:
             self._meta.require_complete()
         except WeightsMismatchError as error:
-            unknown_too = [str(spec) for spec in specs if spec.name not in tensors]
-            if not unknown_too:
+            without_place = [str(spec) for spec in specs if spec.name not in tensors]
+            if not without_place:
                 raise
-            what = f"{error}; the engine's model has no place for {listed(unknown_too)}"
-            raise WeightsMismatchError(what) from None
-        self._specs = known
-        embedded = frozenset(n for n, t in tensors.items() if self._meta.is_embedded(t))
-        read = {name for name, tensor in tensors.items() if self._meta.is_read(tensor)}
-        twins = {(s.dtype, s.shape): s.name for s in known if s.name in embedded}
+            message = f"{error}; the engine's model has no place for {listed(without_place)}"
+            raise WeightsMismatchError(message) from None
+        self._specs = accepted
+        trace, read = self._meta.end(), self._meta.recorder.read
+        twins = {(s.dtype, s.shape): s.name for s in accepted if s.name in trace.embedded}
         unused = [s for s in specs if s.name not in read and not self._makes_no_difference(s)]
         return replace(
-            self._meta.end(),
+            trace,
             unused=tuple(str(s) for s in unused if (s.dtype, s.shape) not in twins),
             twins={s.name: twins[s.dtype, s.shape] for s in unused if (s.dtype, s.shape) in twins},
-            embedded=embedded,
         )
 
     def _advice(self, specs: Sequence[TensorSpec]) -> str:
@@ -122,12 +126,10 @@ class ShapeCheck:
 
         def fits(names: NameMap) -> bool:
             changed = [spec._replace(name=names(spec.name)) for spec in specs]
-            tensors = self._load(changed)
+            self._load(changed)
             self._meta.require_complete()
-            return all(
-                self._meta.is_read(tensors[spec.name]) or self._makes_no_difference(spec)
-                for spec in changed
-            )
+            read = self._meta.recorder.read
+            return all(s.name in read or self._makes_no_difference(s) for s in changed)
 
         return advice([spec.name for spec in specs], self._meta.names, fits)
 
@@ -138,14 +140,14 @@ class ShapeCheck:
         """Return tensors that loaders refuse without reading them, as they do unknown names."""
         unknown: set[str] = set()
         self._meta.reset()
-        rest = list(specs)
-        while rest and len(unknown) < _MAX_UNKNOWN:
-            tensors, refused, _ = self._offer(rest)
+        specs = list(specs)
+        while specs and len(unknown) < _MAX_UNKNOWN:
+            tensors, refused, _ = self._offer(specs)
             # If the error was about something else, `_load` says so.
-            if refused is None or self._meta.is_read(tensors[refused.name]):
+            if refused is None or refused.name in self._meta.recorder.read:
                 break
             unknown.add(refused.name)
-            rest = rest[len(tensors) :]
+            specs = specs[len(tensors) :]
         return unknown
 
     def _load(self, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
@@ -162,11 +164,11 @@ class ShapeCheck:
     def _offer(
         self, specs: Sequence[TensorSpec]
     ) -> tuple[dict[str, torch.Tensor], TensorSpec | None, Exception | None]:
-        """Load these until the loaders raise.
+        """Load tensors until the loaders raise.
 
         Returns:
-            The tensors that they asked for, the last one of these if they did not ask for more,
-            and their error.
+            The tensors that the loaders asked for; the last of these, unless they asked for the end
+            too; and their error.
         """
         tensors: dict[str, torch.Tensor] = {}
         current: TensorSpec | None = None
@@ -222,3 +224,106 @@ def is_multi_token_prediction(name: str, config: Any) -> bool:
     num_layers = getattr(config, "num_hidden_layers", None) or 0
     layer = _LAYER.fullmatch(name)
     return layer is not None and num_layers <= int(layer[2]) < num_layers + num_drafting
+
+
+class Unread(NamedTuple):
+    """Tensors of a version that one rank of a pipeline does not read; it travels as JSON."""
+
+    unused: dict[str, str | None]
+    """Tensors that it has no place for, and how to name them; None for duplicates of tied ones."""
+    differing: dict[str, str]
+    """Differences of such duplicates from their tied tensors, by name."""
+
+
+class UnusedTensors:
+    """Refuses tensors that the model has no place for, or warns of them once.
+
+    A tensor that duplicates a tied tensor of the model counts only if the two differ. A rank of a
+    pipeline skips the layers of other ranks, so all ranks compare the tensors they skipped.
+    """
+
+    def __init__(
+        self, store: str, treatment: Literal["refuse", "warn"], *, is_pipeline: bool, is_first: bool
+    ) -> None:
+        self._store = store
+        self._treatment = treatment
+        self._is_pipeline = is_pipeline
+        self._is_first = is_first
+        self._warned: set[str] = set()
+        self._agreed: Layout | None = None
+        """Last layout that the ranks of a pipeline agreed on."""
+        self._redundant: set[str] = set()
+        """Tensors of that layout that no rank reads, and that duplicate a tensor that is read."""
+        self._differing: tuple[VersionId | None, dict[str, str]] = None, {}
+        """Identity of the version compared last, and its tensors that differ from their twins."""
+
+    def check(self, trace: LoadTrace) -> None:
+        """Refuse a layout, unless it takes other ranks to tell."""
+        if not self._is_pipeline:
+            self._refuse_or_warn(trace.unused)
+
+    def compare(self, trace: LoadTrace, snapshot: Snapshot) -> None:
+        """Refuse a version whose tied tensors differ, unless it takes other ranks to tell."""
+        tensors, aliases = snapshot.tensors, snapshot.layout.aliases
+        stored = {name: aliases.get(name, name) for pair in trace.twins.items() for name in pair}
+        differing = {
+            name: f"{name} (it differs from {twin}, which the engine has in its place)"
+            for name, twin in trace.twins.items()
+            if stored[name] != stored[twin]
+            and not same_bytes(tensors[stored[name]], tensors[stored[twin]])
+        }
+        if self._is_pipeline:
+            self._differing = snapshot.id, differing
+        else:
+            self._refuse_or_warn([*differing.values()])
+
+    def unread(self, layout: Layout, version: VersionId, trace: LoadTrace) -> Unread:
+        """Return what this rank of a pipeline does not read, for the other ranks."""
+        differing = self._differing[1] if self._differing[0] == version else {}
+        if not self._is_pipeline or layout == self._agreed:
+            return Unread({}, differing)
+        unused = {text.partition(" ")[0]: text for text in trace.unused}
+        return Unread(unused | dict.fromkeys(trace.twins), differing)
+
+    def check_pipeline(self, layout: Layout, of_ranks: Sequence[Unread]) -> None:
+        """Refuse a version with tensors that no rank of a pipeline reads, on all ranks alike."""
+        if not self._is_pipeline:
+            return
+        nowhere: list[str] = []
+        if layout != self._agreed:
+            unread = set.intersection(*(set(rank.unused) for rank in of_ranks))
+            self._redundant = {
+                name for name in unread if None in [rank.unused[name] for rank in of_ranks]
+            }
+            texts = (of_ranks[0].unused[name] for name in sorted(unread - self._redundant))
+            nowhere = [text for text in texts if text is not None]
+        differing = {
+            name: difference
+            for rank in of_ranks
+            for name, difference in rank.differing.items()
+            if name in self._redundant
+        }
+        self._refuse_or_warn([*nowhere, *differing.values()])
+        self._agreed = layout
+
+    def _refuse_or_warn(self, unused: Sequence[str]) -> None:
+        if unused and self._treatment == "refuse":
+            raise WeightsMismatchError(no_places(unused))
+        new = [name for name in unused if name not in self._warned]
+        if new and self._is_first:
+            logger.warning(
+                "versions of %s are served without %s: the engine's model has no place for them",
+                self._store,
+                listed(new),
+            )
+        self._warned.update(unused)
+
+
+def no_places(unused: Sequence[str]) -> str:
+    """Return a message: these tensors were published for a model that has no places for them."""
+    return (
+        f"the engine's model has no place for {listed(unused)}, and would answer "
+        "without them: publish only tensors that it has, or start the engine from a checkpoint of "
+        "the published model. "
+        "With unused_tensors='warn' such tensors are left out"
+    )

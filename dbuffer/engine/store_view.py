@@ -64,7 +64,7 @@ class StoreView:
     # Records of the engine and its ranks
 
     def note_ranks(self) -> None:
-        """Remember which ranks look at the store, so that one that leaves it is missed."""
+        """Remember the ranks that look at the store, so that any that leave it are missed."""
         self._seen |= {rank for rank in self._rank_ids if self._record(rank) is not None}
 
     def has_lost_ranks(self) -> bool:
@@ -83,6 +83,9 @@ class StoreView:
 
     def _record(self, receiver_id: str) -> ReceiverRecord | None:
         return self._store.record(receiver_id, self._token)
+
+    def _rank_records(self) -> dict[str, ReceiverRecord | None]:
+        return {rank: self._record(rank) for rank in self._rank_ids}
 
     # Versions
 
@@ -164,7 +167,7 @@ class StoreView:
         elif newest is None or relation(served, newest) is Relation.AHEAD:
             raise errors.VersionRegressedError(
                 f"{store.root} went back from version {served.id.number} to "
-                f"{newest.id.number if newest else 'none'}: what is published next is followed"
+                f"{newest.id.number if newest else 'none'}: the next version is followed"
             )
         return newest
 
@@ -220,73 +223,71 @@ class StoreView:
 
         Raises:
             EngineUpdateError: some rank says that it cannot, or has left the store.
-            EngineUnreachableError: some rank's process has ended; one that is started again does
-                not know that it is to follow.
+            EngineUnreachableError: some rank's process has ended, and does not follow after another
+                start.
             VersionRegressedError: the store forked from it, or lost it.
             WaitTimeoutError: some rank did not have it in time.
-            ClosedError: the stop event was set; or what ``require_alive`` raises.
+            ClosedError: the stop event was set.
+            DBufferError: of ``require_alive``.
         """
         started = time.monotonic()
-        deadline = started + timeout_s
+        complete_s = 0.0
         serves_on = f"the engine serves on with {describe_weights(served)}"
         at_start = self._rank_records()
-        complete_at = time.monotonic()
         while True:
             records = self._rank_records()
             newest = _newest_in(self._store)  # read after the records, so it covers their versions
-            known = newest.at(goal) if newest is not None and isinstance(goal, int) else goal
+            named = newest.at(goal) if newest is not None and isinstance(goal, int) else goal
             behind = list(records)
-            if newest is not None and isinstance(known, VersionId):
+            if newest is not None and isinstance(named, VersionId):
                 behind = [
                     rank
                     for rank, record in records.items()
-                    if record is None or not newest.has_since(known.number, record.staged)
+                    if record is None or not newest.has_since(named.number, record.staged)
                 ]
             engine = self.engine_record()
             if not behind or (engine is not None and self.has_applied(engine, goal)):
                 return
-            if isinstance(known, VersionId):
-                self._require_possible(known, newest, records, at_start, serves_on)
-            gone = sorted(rank for rank in self._seen if records[rank] is None)
-            ended = [rank for rank in behind if self._has_ended(records[rank])]
-            if not (gone or ended):
-                complete_at = time.monotonic()
-            elif time.monotonic() - complete_at > TIMING.rank_gone_s:
-                raise self._lost(goal, gone, ended)
+            if isinstance(named, VersionId):
+                self._require_possible(named, newest, records, at_start, serves_on)
+            absent = sorted(rank for rank in self._seen if records[rank] is None)
+            ended = [
+                rank
+                for rank in behind
+                if (record := records[rank]) is not None and not self._store.may_live(record)
+            ]
+            waited_s = time.monotonic() - started
+            if not (absent or ended):
+                complete_s = waited_s
+            elif waited_s - complete_s > TIMING.rank_gone_s:
+                raise self._lost(goal, absent, ended)
             require_alive()
             if stop_event is not None and stop_event.is_set():
                 raise errors.ClosedError("following was stopped")
-            now = time.monotonic()
-            if now > deadline:
+            if waited_s > timeout_s:
                 raise errors.WaitTimeoutError(
                     f"version {number_of(goal)} of {self.options.store} was not ready within "
                     f"{timeout_s:g} s on {', '.join(behind)}; {serves_on}"
                 )
             # Each look opens files of each rank, maybe over a network: ever fewer looks, for a wait
             # that is a tenth longer at most.
-            pause_s = min((now - started) / 10, _READY_CHECK_MAX_S)
+            pause_s = min(waited_s / 10, _READY_CHECK_MAX_S)
             time.sleep(max(pause_s, _READY_CHECK_MIN_S))
 
-    def _rank_records(self) -> dict[str, ReceiverRecord | None]:
-        return {rank: self._record(rank) for rank in self._rank_ids}
-
     def _lost(
-        self, goal: int | VersionId, gone: Sequence[str], ended: Sequence[str]
+        self, goal: int | VersionId, absent: Sequence[str], ended: Sequence[str]
     ) -> errors.DBufferError:
         """Make the error about ranks that left the store, or whose processes ended."""
         if ended:
             return errors.EngineUnreachableError(
                 f"{', '.join(ended)} ended before version {number_of(goal)} of "
-                f"{self.options.store} was ready: it is to be started again"
+                f"{self.options.store} was ready: start the engine again"
             )
         return errors.EngineUpdateError(
-            f"{', '.join(gone)} left {self.options.store}: another follower let the engine follow "
-            "another store, or none. An engine has one follower: close one of them, and make the "
-            "other one again"
+            f"{', '.join(absent)} left {self.options.store}: another follower let the engine "
+            "follow another store, or none. An engine has one follower: close one of them, and "
+            "make the other one again"
         )
-
-    def _has_ended(self, record: ReceiverRecord | None) -> bool:
-        return record is not None and not self._store.may_live(record)
 
     def _require_possible(
         self,
@@ -306,7 +307,7 @@ class StoreView:
         if self._has_lost(goal, newest):
             raise errors.VersionRegressedError(
                 f"version {goal.number} of {self.options.store} was lost before it was ready on "
-                f"all ranks: it does not lead to what is there now; {serves_on}"
+                f"all ranks: it does not lead to the store's newest; {serves_on}"
             )
 
     def _has_lost(self, version: VersionId, newest: Lineage | None) -> bool:

@@ -517,7 +517,7 @@ def test_sleeping_server_is_neither_resumed_nor_paused_anew_when_following_begin
     engine = scene.engine
     pauses: list[str] = []
     engine.pause = pauses.append  # "abort" would end its requests, "wait" let them run
-    engine.is_server = engine.may_be_left_paused = engine.paused = True  # as one that sleeps says
+    engine.is_server = engine.paused = True  # as one that sleeps says
     engine.endpoint.note_asleep(is_lost=False)
     scene.publish(1)
     with scene.follower() as follower:
@@ -823,6 +823,19 @@ def test_acknowledgement_that_does_not_arrive_is_made_by_the_next_sync(scene):
         del engine.call
         assert follower.sync() is None
         assert (engine.label, scene.recorded[0]) == ("2", 2)
+
+
+def test_a_failed_load_is_told_to_the_sender_until_one_succeeds(scene):
+    with scene.about_to_switch() as follower:
+        scene.engine.rank.failing_loads = 1
+        with pytest.raises(dbuffer.EngineUpdateError, match="went back"):
+            follower.sync()
+        record = DoubleBuffer(scene.store).receiver(scene.engine_id)
+        assert "this load fails" in record.problem
+        assert (record.problem_version.number, record.applied_version) == (2, 1)
+        follower.sync()
+        record = DoubleBuffer(scene.store).receiver(scene.engine_id)
+        assert (record.problem, record.problem_version, record.applied_version) == (None, None, 2)
 
 
 def test_ranks_that_take_long_are_looked_at_ever_less_often(scene, monkeypatch):

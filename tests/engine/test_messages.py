@@ -239,7 +239,7 @@ def test_a_rank_begins_again_where_another_must(rank, monkeypatch, others):
 
     def gather_with_another(self: RankChannel, mine: Any, **more: Any) -> list[Any]:
         found = gather(self, mine, **more)
-        return [*found, others] if isinstance(mine, bool) else found
+        return [*found, (others, True)] if isinstance(mine[0], bool) else found
 
     monkeypatch.setattr(RankChannel, "gather", gather_with_another)
     assert (rank.begin() is first) == others

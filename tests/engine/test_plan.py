@@ -6,41 +6,45 @@ than to copy. Each is switched many times, beside a twin that is only ever reloa
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import gc
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy as copy_layer
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from dbuffer.engine.contract import ModelState
+from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.meta_model import MetaModel
-from dbuffer.engine.plan import attestation, patching, prepared_switch
+from dbuffer.engine.plan import attestation, prepared_switch
 from dbuffer.engine.plan.attestation import digest_of_all
 from dbuffer.engine.plan.images import NotAloneError, Packing
 from dbuffer.engine.plan.load_trace import CopyOp, LoadTrace, View
-from dbuffer.engine.plan.patching import Changed
-from dbuffer.engine.plan.prepared_switch import PreparedSwitch
-from dbuffer.engine.plan.weight_loader import WeightLoader
+from dbuffer.engine.plan.prepared_switch import Changed, PreparedSwitch
+from dbuffer.engine.rank_model import RankModel
 from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.errors import WeightsMismatchError
-from dbuffer.format.layout import TensorSpec
-from dbuffer.format.lineage import VersionId
+from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import DTYPES
+from dbuffer.receive.stager import Staged
 
 SHAPE = (6, 4)
 NUM_SWITCHES = 6
 PLANNED = [False, *[True] * (NUM_SWITCHES - 1)]
 """Switches by copies alone, where the first one verifies the plan."""
+PLANNED_AGAIN = [False, *PLANNED[:-1]]
+"""Switches by copies alone, where the second one verifies a plan that reloads more layers."""
 PATCHED = [False, *PLANNED[:-1]]
 """Switches by patches, where the first delta is copied whole."""
 
@@ -62,14 +66,13 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 def plan_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Messages of plans that were logged."""
-    package = "dbuffer.engine.plan."
-    return [each.getMessage() for each in caplog.records if each.name.startswith(package)]
+    return [each.getMessage() for each in caplog.records if each.name == RankModel.__module__]
 
 
 @pytest.fixture(autouse=True)
 def any_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors of a few elements be patched, too."""
-    monkeypatch.setattr(patching, "MAX_SHARE", 1.0)
+    monkeypatch.setattr(prepared_switch, "MAX_SHARE", 1.0)
 
 
 def copy(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
@@ -193,8 +196,27 @@ def copied(tensors: Tensors) -> Tensors:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
+OPTIONS = EngineOptions(store="store", num_threads=1, attest=True)
+
+
+class Version(NamedTuple):
+    """What a rank reads of a snapshot."""
+
+    id: VersionId
+    tensors: Tensors
+    layout: Layout
+    changed_since: Callable[[VersionId], Changed | None]
+    metadata: dict[str, Any]
+
+
 class Switched:
     """A model that is switched, as an engine switches its own, and what came of it."""
+
+    on_device = True
+    """So that it is patched."""
+    is_pipeline_stage = False
+    ranks = SimpleNamespace(rank=0)
+    not_weights = ()
 
     def __init__(
         self,
@@ -206,11 +228,10 @@ class Switched:
         in_parts: bool = False,
     ) -> None:
         self.model, self.twin = make(), make()
+        self.module, self.packing = self.model, packing
         self.check = check_of(make, in_parts=in_parts)
-        self.trace = self.check(specs_of(tensors))
-        self.loads = WeightLoader(
-            self.model, self, COPIER, self.check, patches=True, packing=packing
-        )
+        self.loads = RankModel(self, OPTIONS, ModelState())
+        self.layout = Layout.of(specs_of(tensors))
         self.in_parts = in_parts
         self.reloads = 0
         self.parts: list[set[str]] = []
@@ -223,6 +244,7 @@ class Switched:
         self.patched: list[bool] = []
         self.switched: PreparedSwitch | None = None
         """The last switch."""
+        self.trace_layout()
 
     def switch(self, tensors: Tensors) -> bool:
         """Whether it was done by copies alone."""
@@ -239,7 +261,7 @@ class Switched:
             for tensor in tensors.values():  # it needs them no longer
                 tensor.fill_(-1)
         self.patched.append(switch is not None and switch.patches is not None)
-        self.apply_or_reload(tensors, switch)
+        self.commit(switch, tensors)
         assert not self.attest(switch)
         self.switched = switch
         mine, right = self.model.state_dict(), self.twin.state_dict()
@@ -248,21 +270,52 @@ class Switched:
         assert str(self.model.computed()) == str(self.twin.computed())  # of which some are NaN
         return self.reloads == before
 
-    def prepare(self, tensors: Tensors) -> PreparedSwitch | None:
-        """Prepare the newest version."""
-        version = VersionId("0" * 16, len(self.versions) - 1)
-        return self.loads.prepare(tensors, self.trace, version, self.changed_since)
+    def make_check(self) -> ShapeCheck:
+        return self.check
 
-    def apply_or_reload(self, tensors: Tensors, switch: PreparedSwitch | None) -> None:
-        if switch is not None and switch.replaces_tensors:
-            self.loads.apply(switch)
-        else:
-            self.loads.reload(tensors, self.trace, switch)
+    def require_reloadable(self) -> None:
+        """Its loaders find each parameter by its name."""
 
-    def attest(self, switch: PreparedSwitch | None) -> list[str] | None:
+    @property
+    def trace(self) -> LoadTrace:
+        return self.loads._trace_of(self.layout)
+
+    def trace_layout(self) -> None:
+        """Trace the layout, as with its first version."""
+        self.loads.check(self.version({}))
+
+    def version(self, tensors: Tensors, number: int | None = None) -> Version:
+        """Return a version of these tensors. Default: the newest."""
+        number = len(self.versions) - 1 if number is None else number
+        id_ = VersionId("0" * 16, number)
+        return Version(id_, tensors, self.layout, self.changed_since, {})
+
+    def prepare(self, tensors: Tensors, number: int | None = None) -> PreparedSwitch | None:
+        """Prepare a version. Default: the newest."""
+        return self.loads.prepare(self.version(tensors, number))
+
+    def commit(self, switch: PreparedSwitch | None, tensors: Tensors | None = None) -> None:
+        """Load a version, by its switch if that is enough."""
+        self.loads.load(self.staged_version(switch, tensors))
+
+    def staged_version(
+        self, switch: PreparedSwitch | None, tensors: Tensors | None = None
+    ) -> Staged:
+        return Staged(
+            lineage=Lineage(VersionId("0" * 16, 1), []),
+            metadata={},
+            layout=self.layout,
+            tensors=tensors,
+            prepared=switch,
+            num_bytes=0,
+            duration_s=0.0,
+        )
+
+    def attest(
+        self, switch: PreparedSwitch | None, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Sequence[str] | None:
         """Return what differs from the last switch, or None if that cannot be told."""
-        may_read = contextlib.nullcontext(True)
-        return None if switch is None else self.loads.attest(switch, lambda: may_read)
+        return self.loads.attest(self.staged_version(switch), is_wanted)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
         """Reload the model, as its loader asks for it."""
@@ -476,8 +529,8 @@ COMPUTING: dict[str, Loader] = {
 def test_what_a_loader_writes_into_is_loaded_again_as_it_was_published():
     tensors = two_tensors()
     switched = Switched(lambda: Model(a=Layer(shifted_in_place), b=Layer()), tensors)
-    for trace in (switched.trace, switched.trace, None, None):
-        switched.loads.reload(tensors, trace, None)
+    for _ in range(2):
+        switched.commit(None, tensors)
     assert torch.equal(switched.model.layers["a"].weight, tensors["a.weight"] + 1)
 
 
@@ -624,7 +677,7 @@ def test_what_is_derived_from_integers_is_derived_when_they_change():
     assert [switched.switch(tensors(alike)) for _ in range(3)] == [False, True, True]
     in_order = torch.arange(24, dtype=torch.int32).view(SHAPE)
     switched.model.reload(tensors(in_order))  # as something else loads a checkpoint
-    switched.loads.forget()
+    switched.loads._forget()
     assert not switched.switch(tensors(alike))
     assert not switched.switch(tensors(in_order))
     assert not switched.switch(tensors(in_order.flip(1)))
@@ -800,7 +853,7 @@ def test_a_switch_that_is_done_twice_leaves_its_version(kind):
     switched.versions.append(newest)
     switch = switched.prepare(newest)
     for _ in range(2):
-        switched.loads.apply(switch)
+        switched.commit(switch)
         assert str(switched.model.computed()) == str(switched.twin.computed())
 
 
@@ -895,9 +948,9 @@ def test_a_layer_that_derives_something_is_reloaded_alone_or_all_are(derive):
     assert switched.trace.refused == {}
     planned = switched.switch_often(mixed_tensors)
     if derive in REPEATED:
-        assert planned == PLANNED
+        assert planned == PLANNED_AGAIN
         assert switched.reloads == 4  # two to see what it derives, and two to verify the others
-        assert switched.parts == [{"a.weight"}] * (NUM_SWITCHES + 1)
+        assert switched.parts == [{"a.weight"}] * NUM_SWITCHES
     else:
         assert not any(planned)
         assert len(switched.parts) < NUM_SWITCHES
@@ -925,7 +978,7 @@ class Absorbing(Model):
 
 def test_what_is_derived_beside_a_layer_leaves_the_whole_block_to_the_reload():
     switched = Switched(Absorbing, mixed_tensors(), in_parts=True)
-    assert switched.switch_often(mixed_tensors) == PLANNED
+    assert switched.switch_often(mixed_tensors) == PLANNED_AGAIN
     assert switched.reloads == 4
     assert switched.parts[-1] == {"a.weight", "b.weight"}
 
@@ -938,8 +991,8 @@ def test_images_and_samples_of_the_other_layers_outlast_a_mismatch():
     switched.changes = differences
     tensors = mixed_tensors()
     planned = [switched.switch(tensors := changed_a_little(tensors)) for _ in range(NUM_SWITCHES)]
-    assert planned == PLANNED
-    assert switched.patched == PATCHED
+    assert planned == PLANNED_AGAIN
+    assert switched.patched == [False, *PATCHED[:-1]]
     assert switched.reloads == 4
 
 
@@ -963,8 +1016,9 @@ def test_a_pause_has_a_bounded_number_of_reloads(log):
     switched = Switched(
         lambda: Spreading(**{name: Layer() for name in names}), tensors(), in_parts=True
     )
-    assert not switched.switch(tensors())
-    assert switched.reloads == 9
+    for num_reloads in (2, 4, 6, 8, 9):
+        assert not switched.switch(tensors())
+        assert switched.reloads == num_reloads
     [message] = log.messages
     assert "for 16 versions" in message
     assert "verified 4 times" in message
@@ -1079,7 +1133,7 @@ NEVER["packs into a kernel, untold"] = (
 NEVER |= {
     kind.__name__: (functools.partial(mixed_model, kind=kind), {"in_parts": True}, why)
     for kind, why in (
-        (Sharing, "those of others, too"),
+        (Sharing, "share published tensors with others"),
         (Demanding, "all of them, please"),
         (FailingInPart, "no part of it"),
         (Meddling, "reloading a part changes layers.b.weight too"),
@@ -1217,7 +1271,7 @@ def test_messages_of_ranks_are_no_weights(module):
 def test_another_layout_is_proven_anew():
     switched = Switched(two_layers, two_tensors())
     assert switched.switch_often(two_tensors)[-1]
-    switched.trace = switched.check(specs_of(two_tensors()))
+    switched.trace_layout()
     assert switched.switch_often(two_tensors) == PLANNED
 
 
@@ -1260,7 +1314,7 @@ def test_a_switch_fills_what_has_replaced_what_was_planned(kind, replace, is_pre
     if is_prepared:
         newest, switch = switched.prepare_next()
         replace(switched.model)
-        switched.apply_or_reload(newest, switch)
+        switched.commit(switch, newest)
         assert torch.equal(switched.model.layers["c"].weight, newest["c.weight"])
     else:
         replace(switched.model)
@@ -1279,7 +1333,7 @@ def test_a_weight_whose_strides_were_exchanged_is_reloaded():
     weight = switched.model.layers["a"].weight
     weight.data = weight.data.t()
     newest, switch = switched.prepare_next()
-    switched.apply_or_reload(newest, switch)
+    switched.commit(switch, newest)
     assert torch.equal(weight, newest["a.weight"])
 
 
@@ -1317,10 +1371,10 @@ def test_a_reload_that_fails_is_raised_and_verifies_nothing():
     version = two_tensors()
     switched.model.fails_with = version["a.weight"]
     for _ in range(2):
-        switch = switched.loads.prepare(version, switched.trace, "any")
+        switch = switched.prepare(version)
         assert not switch.replaces_tensors
         with pytest.raises(RuntimeError, match="no reload"):
-            switched.loads.reload(version, switched.trace, switch)
+            switched.commit(switch, version)
     assert switched.switch_often(two_tensors) == PLANNED
 
 
@@ -1363,13 +1417,13 @@ def one_patched() -> Switched:
 @mapped_and_staged
 @pytest.mark.parametrize("case", COPIES)
 def test_what_changed_is_patched_where_somebody_tells(case, staged, monkeypatch):
-    applied, apply = [], patching.Patches.apply
+    applied, apply = [], prepared_switch.Patches.apply
 
     def note_and_apply(*args: Any) -> None:
         applied.append(args)
         apply(*args)
 
-    monkeypatch.setattr(patching.Patches, "apply", note_and_apply)
+    monkeypatch.setattr(prepared_switch.Patches, "apply", note_and_apply)
     make, make_tensors = COPIES[case]
     switched = patched_often(make, make_tensors(), staged=staged)
     assert switched.patched == PATCHED
@@ -1388,7 +1442,7 @@ def test_a_patch_reaches_every_rank_s_share_and_no_other():
         parameter = torch.zeros(view.shape)
         part, to = View.of(view, source), View.of(parameter, parameter)
         places = np.flatnonzero(np.random.default_rng().random(source.numel()) < 0.5)
-        patch = patching.patch_or_copy(
+        patch = prepared_switch.patch_or_copy(
             parameter, CopyOp(to, "a", part), {"a": source}, {"a": places}
         )
         wanted = torch.zeros(source.shape)
@@ -1396,19 +1450,22 @@ def test_a_patch_reaches_every_rank_s_share_and_no_other():
         if patch is None:
             assert not part.in_(wanted).any()
             continue
-        assert isinstance(patch, patching.Patch)
+        assert isinstance(patch, prepared_switch.Patch)
         patch.apply()
         assert torch.equal(parameter, part.in_(wanted))
 
 
-def test_a_view_with_an_element_twice_is_copied():
+def test_a_patch_reaches_each_place_of_an_element():
     source = random((1, 4))
     view = source.expand(3, 4)
     parameter = torch.zeros(3, 4)
     part, to = View.of(view, source), View.of(parameter, parameter)
     changed = {"a": np.array([2])}
-    copied = patching.patch_or_copy(parameter, CopyOp(to, "a", part), {"a": source}, changed)
-    assert not isinstance(copied, patching.Patch)
+    patch = prepared_switch.patch_or_copy(parameter, CopyOp(to, "a", part), {"a": source}, changed)
+    patch.apply()
+    wanted = torch.zeros(3, 4)
+    wanted[:, 2] = source[0, 2]
+    assert torch.equal(parameter, wanted)
 
 
 def test_what_is_told_wrongly_is_found_out():
@@ -1417,13 +1474,13 @@ def test_what_is_told_wrongly_is_found_out():
     switched.changes = lambda before, after: {}
     _, switch = switched.prepare_next()
     assert switch.patches is not None
-    switched.loads.apply(switch)
+    switched.commit(switch)
     assert switched.attest(switch) == ["layers.a.weight"]
 
 
 def test_a_model_whose_weights_are_unknown_is_copied_whole():
     switched = one_patched()
-    switched.loads.forget()
+    switched.loads._forget()
     assert switched.switch(changed_a_little(switched.versions[-1]))
     assert not switched.patched[-1]
 
@@ -1433,9 +1490,9 @@ def test_patches_to_another_version_than_the_model_holds_are_not_used():
     switched = one_patched()
     newest, late = switched.prepare_next()
     assert late.patches is not None
-    before = switched.loads.prepare(switched.versions[0], switched.trace, "0")
-    switched.loads.apply(before)
-    switched.loads.apply(late)
+    before = switched.prepare(switched.versions[0], 0)
+    switched.commit(before)
+    switched.commit(late)
     assert torch.equal(switched.model.layers["a"].weight, newest["a.weight"])
 
 
@@ -1444,13 +1501,13 @@ def test_an_engine_that_sleeps_keeps_no_patches_on_its_device():
     newest, switch = switched.prepare_next()
     switch.leave_device()
     assert switch.patches is None
-    switched.loads.apply(switch)
+    switched.commit(switch)
     assert torch.equal(switched.model.layers["a"].weight, newest["a.weight"])
 
 
 @mapped_and_staged
 def test_a_tensor_of_which_much_changed_leaves_the_others_alone(staged, monkeypatch):
-    monkeypatch.setattr(patching, "MAX_SHARE", 0.05)
+    monkeypatch.setattr(prepared_switch, "MAX_SHARE", 0.05)
     tensors = two_tensors()
     switched = Switched(two_layers, tensors, staged=staged)
     switched.changes = differences
@@ -1507,12 +1564,9 @@ def test_a_replaced_parameter_is_not_attested():
 def test_weights_that_may_not_be_read_are_not_attested():
     switched = Switched(two_layers, two_tensors())
     switched.switch_often(two_tensors)
-    is_read = iter([True, False])
-    assert (
-        switched.loads.attest(switched.switched, lambda: contextlib.nullcontext(next(is_read)))
-        is None
-    )
-    switched.loads.forget()
+    is_wanted = iter([True, False])
+    assert switched.attest(switched.switched, lambda: next(is_wanted)) is None
+    switched.loads._forget()
     assert switched.attest(switched.switched) is None
 
 
@@ -1521,7 +1575,7 @@ def test_what_was_put_back_after_a_version_was_prepared_is_noticed_in_the_pause(
     newest, switch = switched.prepare_next()
     assert switch.patches is not None
     switched.model.reload(switched.versions[-3])
-    switched.loads.apply(switch)
+    switched.commit(switch)
     assert "something wrote to the weights" in log.text
     assert torch.equal(switched.model.layers["a"].weight, newest["a.weight"])
 
@@ -1563,7 +1617,11 @@ def test_a_digest_tells_every_change_of_a_bit_and_of_an_order(num_bytes, monkeyp
 
 @pytest.mark.parametrize(
     ("kind", "step"),
-    [(prepared_switch, "patch_or_copy"), (patching.Patch, "on_device"), (patching.Patch, "apply")],
+    [
+        (prepared_switch, "patch_or_copy"),
+        (prepared_switch.Patch, "on_device"),
+        (prepared_switch.Patch, "apply"),
+    ],
 )
 def test_a_version_whose_patches_fail_is_copied_whole_and_the_next_is_patched(
     kind, step, monkeypatch

@@ -19,9 +19,8 @@ from dbuffer.engine.meta_model import MetaModel
 from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.engine.plan.prepared_switch import PreparedSwitch
 from dbuffer.engine.rank_channel import RankChannel
-from dbuffer.engine.rank_model import UnusedTensors
 from dbuffer.engine.rank_receiver import RankReceiver
-from dbuffer.engine.shape_check import ShapeCheck
+from dbuffer.engine.shape_check import ShapeCheck, UnusedTensors
 from dbuffer.receive.stager import DeviceMemory
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.engines import FakeRank

@@ -68,7 +68,7 @@ def switch_pair(directory: Path, family: str, **more: Any) -> None:
 
 def counted_patches() -> list[int]:
     """The number of patches of each switch from now on that writes some."""
-    from dbuffer.engine.plan.patching import Patches
+    from dbuffer.engine.plan.prepared_switch import Patches
 
     patched: list[int] = []
     apply = Patches.apply

@@ -68,8 +68,7 @@ def reload_a_layer_whose_image_is_wrong(
 
     VllmPacking.pack = pack_wrongly
     try:
-        in_part = [*VERIFIED, "of all", "of a part", "of all", "of a part"]
-        expected = (in_part, ["of a part"], ["of a part"])
+        expected = (VERIFIED, ["of all", "of a part"] * 2, ["of a part"])
         switch_often(llm, directory / "wrong", pair, fresh, expected)
     finally:
         VllmPacking.pack = pack

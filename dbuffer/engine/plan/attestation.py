@@ -3,7 +3,7 @@
 After a switch, parameters are compared with the staged version, byte by byte. Their digest is taken
 then, on the device where they are; so a later look needs nothing of the version.
 
-`WeightLoader.attest` compares, in the stager's thread. When a follower asks, `RankReceiver.attest`
+`RankModel.attest` compares, in the stager's thread. When a follower asks, `RankReceiver.attest`
 collects the results of all ranks, and writes ``attested_at`` into the engine's record. The follower
 reads it there, for the label and the metric. If a rank has other weights, all ranks reload theirs.
 
@@ -49,13 +49,13 @@ def same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
     rows = max(1, len(target) * _BLOCK_BYTES // max(1, target.nbytes))
     blocks = zip(torch.split(target, rows), torch.split(source, rows), strict=True)
     return all(
-        _same_bits(block, other.to(device=block.device, dtype=block.dtype))
-        for block, other in blocks
+        _same_bits(block, copied.to(device=block.device, dtype=block.dtype))
+        for block, copied in blocks
     )
 
 
-def _same_bits(block: torch.Tensor, other: torch.Tensor) -> bool:
-    pair = [as_integers(tensor) for tensor in (block, other)]
+def _same_bits(*blocks: torch.Tensor) -> bool:
+    pair = [as_integers(block) for block in blocks]
     # Elements are compared one by one: of eight bytes, that takes half the time of two's.
     if all(
         bits.is_contiguous() and not (bits.nbytes % 8 or bits.storage_offset() * bits.itemsize % 8)
@@ -87,24 +87,24 @@ def digest_of_all(parameters: Iterable[torch.Tensor]) -> int:
         mixed *= numbers[: words.numel()]
         sums.append(mixed.sum())
     total = 0
-    for each in torch.stack(sums).tolist() if sums else ():
-        total = (total * _ODD[0] + each) % (1 << 64)
+    for part in torch.stack(sums).tolist() if sums else ():
+        total = (total * _ODD[0] + part) % (1 << 64)
     return total
 
 
 def _chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield views of all bytes, in their order; each list but the last is of one length."""
     views: list[torch.Tensor] = []
-    left = _CHUNK_BYTES
+    room = _CHUNK_BYTES
     for parameter in parameters:
-        rest = flat(parameter).view(torch.uint8)
-        while rest.numel():
-            views.append(rest[:left])
-            left -= views[-1].numel()
-            rest = rest[views[-1].numel() :]
-            if not left:
+        unread = flat(parameter).view(torch.uint8)
+        while unread.numel():
+            views.append(unread[:room])
+            unread = unread[room:]
+            room -= views[-1].numel()
+            if not room:
                 yield views
-                views, left = [], _CHUNK_BYTES
+                views, room = [], _CHUNK_BYTES
     if views:
         yield views
 

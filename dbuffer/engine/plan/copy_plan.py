@@ -1,4 +1,4 @@
-"""`CopyPlan`: the way in which each layer of a model gets the tensors of one layout.
+"""`CopyPlan`: how each layer of a model gets the tensors of one layout.
 
 Most layers are copied to, as the trace of their loaders says. A layer that packs or quantizes its
 weights gets an image. If a layer's loader computes, or other values depend on the layer, it stays
@@ -69,7 +69,7 @@ class CopyPlan:
     """The copies that switch a model to any version of one layout; see :func:`plan_copies`."""
 
     traced: Mapping[str, TracedTensor]
-    """Parameters and buffers that are copied, those of layers with images included."""
+    """Parameters and buffers that are copied, also in layers with images."""
     parameters: Tensors
     """Live tensors that are copied into directly, by their names in the trace."""
     packed: Mapping[str, PackedLayer]
@@ -79,16 +79,17 @@ class CopyPlan:
     reloaded_sources: Collection[str]
     """Published tensors that these layers are loaded from."""
     verified_for: Mapping[str, int] | None = None
-    """Digests of the published tensors that the verification could not vary: the plan is good for
-    versions that leave these as they are. None: it is not verified."""
+    """Digests of the published tensors that the verification could not vary: the plan is verified
+    for versions with the same ones. None before the verification."""
     places: Sequence[_Place] = ()
     """Modules of the model, and the tensors that a switch writes."""
 
     @cached_property
     def written(self) -> Sequence[torch.Tensor]:
-        """Live tensors that a switch writes, those of layers with images included."""
-        packed = [p for each in self.packed.values() for p in each.layer.parameters(recurse=False)]
-        return [*self.parameters.values(), *packed]
+        """Live tensors that a switch writes, also in layers with images."""
+        layers = [packed.layer for packed in self.packed.values()]
+        images = (parameter for layer in layers for parameter in layer.parameters(recurse=False))
+        return [*self.parameters.values(), *images]
 
     def replaced(self) -> str | None:
         """Return the name of a module or tensor that was replaced or moved, or None.
@@ -104,13 +105,13 @@ class CopyPlan:
 
     @cached_property
     def all_layers(self) -> set[str]:
-        """Names of the layers that are loaded, in whatever way."""
+        """Names of all layers that are loaded."""
         return {*map(layer_of, self.parameters), *self.packed, *self.reloaded}
 
     @cached_property
     def copied_bytes(self) -> int:
         """Bytes that copies of published tensors load."""
-        return sum(each.copied_bytes for each in self.traced.values())
+        return sum(traced.copied_bytes for traced in self.traced.values())
 
     def copies_of(self, tensors: Tensors) -> dict[str, list[Copy]]:
         """Bind the copies into each parameter to a version's tensors."""
@@ -144,12 +145,12 @@ def plan_copies(
         for name, tensor in tensors(remove_duplicate=False)
     }
     packed = packed_layers(model, packing, trace, derived) if packing is not None else {}
-    packed = {name: each for name, each in packed.items() if name not in reloaded}
-    in_images = {full for each in packed.values() for full in each.loaded.values()}
+    packed = {name: layer for name, layer in packed.items() if name not in reloaded}
+    in_images = {name for layer in packed.values() for name in layer.loaded.values()}
     reloaded = {**_refused_layers(live, trace, without=in_images), **reloaded}
-    traced = {n: each for n, each in trace.tensors.items() if layer_of(n) not in reloaded}
+    traced = {name: t for name, t in trace.tensors.items() if layer_of(name) not in reloaded}
     sources = _sources_to_reload(trace, reloaded, check) if reloaded else ()
-    if not in_images <= traced.keys():  # of a layer tied to one that is reloaded
+    if not in_images <= traced.keys():  # of a layer tied to a reloaded one
         raise UnsupportedError(listed(list(reloaded.values()), "; "))
     parameters = {name: live[name] for name in traced if name not in in_images}
     plan = CopyPlan(traced, parameters, packed, reloaded, sources)
@@ -169,7 +170,7 @@ def _refused_layers(live: Tensors, trace: LoadTrace, *, without: Collection[str]
             refused[name] = "is stored in another form"
         elif tensor.untyped_storage().nbytes() != tensor.nbytes:
             refused[name] = "shares its memory with others"
-    return {layer_of(name): f"{name} {why}" for name, why in refused.items()}
+    return {layer_of(name): f"{name} {reason}" for name, reason in refused.items()}
 
 
 def _sources_to_reload(
@@ -180,19 +181,19 @@ def _sources_to_reload(
     Raises:
         UnsupportedError: there are no such tensors, or too little is left to be copied.
     """
-    why = listed(list(dict.fromkeys(layers.values())), "; ")
-    reloaded = {name: each for name, each in trace.tensors.items() if layer_of(name) in layers}
-    copied = [each for name, each in trace.tensors.items() if name not in reloaded]
-    num_loaded = sum(each.num_loaded for each in trace.tensors.values())
-    if sum(each.num_loaded for each in copied) < MIN_COPIED * num_loaded:
-        raise UnsupportedError(why)
-    sources = trace.offered - {op.source for each in copied for op in each.ops}
+    reasons = listed(list(dict.fromkeys(layers.values())), "; ")
+    reloaded = {name: t for name, t in trace.tensors.items() if layer_of(name) in layers}
+    copied = [traced for name, traced in trace.tensors.items() if name not in reloaded]
+    num_loaded = sum(traced.num_loaded for traced in trace.tensors.values())
+    if sum(traced.num_loaded for traced in copied) < MIN_COPIED * num_loaded:
+        raise UnsupportedError(reasons)
+    sources = trace.offered - {op.source for traced in copied for op in traced.ops}
     try:
         alone = check.of_part(sources)
     except WeightsMismatchError as error:
-        raise UnsupportedError(f"{why}; not to be loaded alone: {error}") from error
+        raise UnsupportedError(f"{reasons}; not to be loaded alone: {error}") from error
     if alone.tensors != reloaded or alone.offered != sources:
-        raise UnsupportedError(f"{why}; the tensors of these layers are those of others, too")
+        raise UnsupportedError(f"{reasons}; these layers share published tensors with others")
     return sources
 
 

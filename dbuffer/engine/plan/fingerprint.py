@@ -88,7 +88,7 @@ class ModelFingerprint:
         self._seen: dict[str, Any] = {}
         # Alive as long as this: what comes later cannot have the identity of any of these.
         self._kept: dict[int, Any] = {}
-        # In an order that a second walk takes too: a thing has the name by which it is met first.
+        # In an order that a second walk takes too: a thing is named where it is met first.
         pending: collections.deque[tuple[str, Any]] = collections.deque([("", model)])
         while pending:
             name, thing = pending.popleft()
@@ -105,15 +105,15 @@ class ModelFingerprint:
         return [name for name in before | after if before.get(name) != after.get(name)]
 
     def _describe(self, thing: Any) -> Any:
-        """Return what is compared of a thing besides its parts."""
+        """Return a value to compare for a thing, besides its parts."""
         if isinstance(thing, torch.Tensor) and (thing.layout is not torch.strided or thing.is_meta):
             return str(thing.layout), tuple(thing.shape), id(thing)
         if isinstance(thing, torch.Tensor):
             place = thing.storage_offset(), tuple(thing.shape), thing.stride(), thing.dtype
-            # Made anew with the same bytes, it does not depend on what was loaded.
+            # Made anew with the same bytes, it does not depend on loaded values.
             return self._digest(thing.untyped_storage()), place
         if isinstance(thing, types.FunctionType):
-            return id(thing.__code__)  # made anew, it is the same; what it holds is looked at
+            return id(thing.__code__)  # made anew, it is the same; its closure is a part
         if isinstance(thing, (*_CONTAINERS, *_MAPPINGS, types.MethodType, functools.partial)):
             return type(thing).__name__
         has_parts = hasattr(thing, "__dict__") or any(_slots_of(thing))
@@ -126,9 +126,9 @@ class ModelFingerprint:
         if address in self._undigested:
             return address
         if address not in self._digests:
-            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             hasher = xxhash.xxh3_64()
-            for block in torch.split(whole, _BLOCK_BYTES):
+            for block in torch.split(content, _BLOCK_BYTES):
                 hasher.update(block.cpu().numpy().data)
             self._digests[address] = hasher.hexdigest()
         return self._digests[address]
@@ -159,7 +159,7 @@ class ModelFingerprint:
 
 
 def _is_code(thing: Any) -> bool:
-    """Whether a thing holds no weights: code, or what the whole process shares."""
+    """Whether a thing holds no weights: code, or an object that the whole process shares."""
     return isinstance(thing, _NOT_LOOKED_INTO) or type(thing).__module__.startswith(
         (*_COMPILED, *_GROUPS)
     )

@@ -9,6 +9,7 @@ puts it in the layer's place.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, NamedTuple, Protocol
@@ -58,7 +59,7 @@ class Packing(Protocol):
         ...
 
     def computed(self, layer: Any) -> torch.Tensor | None:
-        """Return the layer's output for a fixed input; None: its tensors are all that it has."""
+        """Return the layer's output for a fixed input, or None if its tensors are all it has."""
         ...
 
 
@@ -76,8 +77,8 @@ class PackedLayer(NamedTuple):
 class Image:
     """A processed shadow of a layer, whose tensors and attributes the layer takes over in a switch.
 
-    The shadow is filled from published ``tensors``, as the ``trace`` says. On a device, its tensors
-    wait in page-locked main memory: the device has room for one layer, and not for all.
+    The shadow is filled from published ``tensors`` by the ``trace``. On a device, its tensors wait
+    in page-locked main memory: the device has room for a layer, and not for all.
 
     Raises:
         UnsupportedError: the layer stores a tensor in another form than processing gives it.
@@ -99,21 +100,24 @@ class Image:
         for table in _HOLDING_TENSORS:
             shadow.__dict__[table] = layer.__dict__[table].copy()
         parameters, buffers = tables_of(shadow)
-        for own, full in packed.loaded.items():
-            filled = trace[full].filled(tensors, packed.device)
-            if own in buffers:
-                buffers[own] = filled
+        for name, traced_name in packed.loaded.items():
+            filled = trace[traced_name].filled(tensors, packed.device)
+            if name in buffers:
+                buffers[name] = filled
             else:
-                parameters[own] = torch.nn.Parameter(filled, requires_grad=False)
+                parameters[name] = torch.nn.Parameter(filled, requires_grad=False)
         changed = [(layer, shadow), *packed.packing.pack(shadow, layer)]
         self._tensors: list[_Changed] = []
         """Tensors that are copied into live ones, which captured graphs read where they are."""
         self._attributes: list[_Changed] = []
         """Attributes that take the place of live ones."""
-        for each in _changed_by(changed):
-            is_own = each.owner is layer and each.name in parameters.keys() | buffers.keys()
-            (self._tensors if is_own or each.is_copied() else self._attributes).append(each)
-        self._tensors = [each._replace(value=_waiting(each.value)) for each in self._tensors]
+        for change in _changed_by(changed):
+            is_of_layer = (
+                change.owner is layer and change.name in parameters.keys() | buffers.keys()
+            )
+            is_tensor = is_of_layer or change.is_copied()
+            (self._tensors if is_tensor else self._attributes).append(change)
+        self._tensors = [change._replace(value=_waiting(change.value)) for change in self._tensors]
         self._replaced: list[Any] = []
         """Values that the attributes had before, to be released with this."""
         self.copies()
@@ -121,35 +125,36 @@ class Image:
     @property
     def replaced(self) -> set[tuple[int, str]]:
         """Attributes that a switch changes: the identity of their object, and their name."""
-        return {(id(each.owner), each.name) for each in (*self._tensors, *self._attributes)}
+        changes = (*self._tensors, *self._attributes)
+        return {(id(change.owner), change.name) for change in changes}
 
     def copies(self) -> list[Copy]:
         """Return the copies into the tensors that the layer does not share with the shadow."""
-        for each in self._tensors:
-            if not each.is_copied():
+        for change in self._tensors:
+            if not change.is_copied():
                 raise UnsupportedError(
-                    f"{self.name}.{each.name} is stored in another form than when it is processed"
+                    f"{self.name}.{change.name} is stored in another form than when it is processed"
                 )
-        return [(each.live.detach(), each.value) for each in self._tensors]
+        return [(change.live.detach(), change.value) for change in self._tensors]
 
     def matches(self) -> bool:
-        """Whether the layer has what it would take over, as far as can be observed."""
+        """Whether the layer equals the shadow already, as far as can be observed."""
         if not all(same_bytes(*copy) for copy in self.copies()):
             return False
-        if all(isinstance(each.value, _VALUES) for each in self._attributes):
-            return all(each.live == each.value for each in self._attributes)
-        before = [each._replace(value=each.live) for each in self._attributes]
+        if all(isinstance(change.value, _VALUES) for change in self._attributes):
+            return all(change.live == change.value for change in self._attributes)
+        before = [change._replace(value=change.live) for change in self._attributes]
         live = self._packing.computed(self._layer)
         try:
             _set_all(self._attributes)
-            mine = self._packing.computed(self._layer)
+            computed = self._packing.computed(self._layer)
         finally:
             _set_all(before)
-        return live is not None and mine is not None and same_bytes(live, mine)
+        return live is not None and computed is not None and same_bytes(live, computed)
 
     def hand_over(self) -> None:
         """Give the layer the attributes, also a second time; its old ones stay here until then."""
-        self._replaced = [each.live for each in self._attributes]
+        self._replaced = [change.live for change in self._attributes]
         _set_all(self._attributes)
 
 
@@ -176,16 +181,16 @@ class _Changed(NamedTuple):
 
 
 def _set_all(attributes: Sequence[_Changed]) -> None:
-    for each in attributes:
-        vars(each.owner)[each.name] = each.value
+    for change in attributes:
+        vars(change.owner)[change.name] = change.value
 
 
 def _changed_by(changed: Sequence[tuple[Any, Any]]) -> Iterator[_Changed]:
     """Yield the differences of live objects from their processed copies."""
     copies = {id(copy) for _, copy in changed}
     layer, shadow = changed[0]
-    for mine, live in zip(tables_of(shadow), tables_of(layer), strict=True):
-        for name, tensor in mine.items():
+    for processed, live in zip(tables_of(shadow), tables_of(layer), strict=True):
+        for name, tensor in processed.items():
             if tensor is not None and tensor.numel() and tensor is not live.get(name):
                 yield _Changed(layer, name, tensor.detach())
     for owner, copy in changed:
@@ -221,20 +226,21 @@ def packed_layers(
     }
     layers: dict[str, PackedLayer] = {}
     for path, layer in model.named_modules():
-        own_tensors = {name: each for table in tables_of(layer) for name, each in table.items()}
+        tensors = dict(itertools.chain(*(table.items() for table in tables_of(layer))))
         loaded = {}
-        for own, tensor in own_tensors.items():
-            full = unwrapped(f"{path}.{own}" if path else own)
-            full = full if full in trace.tensors else names.get(id(tensor), full)  # a tied one
-            if full in trace.tensors:
-                loaded[own] = full
-        name = unwrapped(path)
+        for name, tensor in tensors.items():
+            traced_name = unwrapped(f"{path}.{name}" if path else name)
+            if traced_name not in trace.tensors:  # a tied one
+                traced_name = names.get(id(tensor), traced_name)
+            if traced_name in trace.tensors:
+                loaded[name] = traced_name
         if not loaded or not all(map(trace.is_copied, loaded.values())):
             continue
-        live = {own: tensor for own, tensor in own_tensors.items() if tensor is not None}
-        forms = {own: form_of(tensor) for own, tensor in live.items()}
-        is_as_loaded = forms == {own: trace.tensors[full].form for own, full in loaded.items()}
-        if packing.packs(layer, is_as_loaded=is_as_loaded and name not in derived):
+        live = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        forms = {name: form_of(tensor) for name, tensor in live.items()}
+        is_as_loaded = forms == {name: trace.tensors[key].form for name, key in loaded.items()}
+        layer_name = unwrapped(path)
+        if packing.packs(layer, is_as_loaded=is_as_loaded and layer_name not in derived):
             device = next(iter([*live.values(), *model.parameters()])).device
-            layers[name] = PackedLayer(name, layer, packing, loaded, device)
+            layers[layer_name] = PackedLayer(layer_name, layer, packing, loaded, device)
     return layers

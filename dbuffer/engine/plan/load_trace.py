@@ -1,16 +1,20 @@
-"""`LoadTrace`: how a model's loaders use published tensors, as `load_recorder` learned it.
+"""`LoadTrace`: how a model's loaders use published tensors, as `LoadRecorder` learns it.
 
-A copy of a view of a published tensor into a view of a parameter is a `CopyOp`. A parameter that is
-written in any other way has no copies, and its trace says why.
+A load into a copy of the model on the meta device is watched operation by operation. A copy of a
+view of a published tensor into a view of a parameter is a `CopyOp`. A parameter that is written in
+any other way has no copies, and its trace says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """Target and source of a copy, of the same shape."""
@@ -27,16 +31,16 @@ class View(NamedTuple):
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, part: torch.Tensor, whole: torch.Tensor) -> View:
-        """Return the view of ``whole`` that ``part``, which shares its storage, is."""
-        offset = int(part.storage_offset() - whole.storage_offset())
+    def of(cls, part: torch.Tensor, tensor: torch.Tensor) -> View:
+        """Return the place of a part in a tensor, whose storage it shares."""
+        offset = int(part.storage_offset() - tensor.storage_offset())
         return cls(offset, tuple(part.shape), part.stride())
 
-    def in_(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this part of a tensor that lies in memory as the recorded one did."""
-        if self.shape == whole.shape and self.stride == whole.stride():
-            return whole
-        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+    def in_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this part of a tensor of the recorded form."""
+        if self.shape == tensor.shape and self.stride == tensor.stride():
+            return tensor
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
     @property
     def num_elements(self) -> int:
@@ -57,7 +61,7 @@ class CopyOp:
 
     to: View
     source: str | None
-    """Published tensor's name; None: a constant."""
+    """Published tensor's name, or None for a constant."""
     part: View | None = None
     value: float = 0
 
@@ -115,7 +119,7 @@ class LoadTrace:
     offered: frozenset[str]
     """Names of all tensors that were offered to the loaders."""
     rewritten: frozenset[str] = frozenset()
-    """Names of those that loaders write into, as if they were theirs."""
+    """Names of published tensors that loaders write into."""
     unused: tuple[str, ...] = ()
     """Tensors that no loader has read, and that make a difference, with dtypes and shapes."""
     twins: Mapping[str, str] = field(default_factory=dict)
@@ -127,15 +131,218 @@ class LoadTrace:
     @property
     def refused(self) -> dict[str, str]:
         """Tensors that copies cannot fill, and why."""
-        return {name: each.refused for name, each in self.tensors.items() if each.refused}
+        return {name: t.refused for name, t in self.tensors.items() if t.refused}
 
     def is_copied(self, name: str) -> bool:
         """Whether copies fill the parameter or buffer of this name."""
         return name in self.tensors and self.tensors[name].refused is None
 
 
+_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
+
+
+class LoadRecorder:
+    """Notes what operations do to the tensors of a model without data.
+
+    Args:
+        tensors: the model's parameters and buffers, by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        # A tied tensor has several names; any of them leads to it.
+        self._tensors = {storage_of(tensor): (name, tensor) for name, tensor in tensors.items()}
+        self._registered: list[int] = []
+        self._lock = threading.Lock()  # some models load in threads
+        self._sources: dict[int, tuple[str, torch.Tensor]] = {}
+        self.read: set[str] = set()
+        """Published tensors that loaders have read."""
+        self._embedded: set[str] = set()
+        self._rewritten: dict[str, float | None] = {}
+        """Published tensors that were written into, and the number that fills them, if any."""
+        self._ops: dict[str, list[CopyOp]] = defaultdict(list)
+        self._refused: dict[str, str] = {}
+        self._computed: dict[int, tuple[str, torch.Tensor]] = {}
+        """Values computed from the model's own tensors, with the tensor's name; kept alive."""
+        self.written_from: dict[str, str] = {}
+        """Tensors of the model that are written with a value computed from another one of it."""
+
+    def begin(self) -> None:
+        for storage in self._registered:
+            del self._tensors[storage]
+        self._registered.clear()
+        self._sources.clear()
+        self.read.clear()
+        self._embedded.clear()
+        self._rewritten.clear()
+        self._ops.clear()
+        self._refused.clear()
+        self._computed.clear()
+        self.written_from.clear()
+
+    def note_source(self, name: str, tensor: torch.Tensor) -> None:
+        """Note a published tensor, which must live until :meth:`end`."""
+        self._sources[storage_of(tensor)] = (name, tensor)
+
+    def note_result(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Note the result of an operation on one of the model's tensors."""
+        with self._lock:
+            origins = map(self._origin_of, _tensors_in((args, kwargs)))
+            origin = next(filter(None, origins), None)
+            if origin is None:
+                return
+            for made in _tensors_in(result):
+                if storage_of(made) not in self._tensors:
+                    self._computed.setdefault(storage_of(made), (origin, made))
+
+    def note_read(self, tensor: torch.Tensor) -> None:
+        """Note that a loader is about to read this, if it is a published tensor."""
+        if source := self._sources.get(storage_of(tensor)):
+            self.read.add(source[0])
+
+    def note_embedded(self, tensor: torch.Tensor) -> None:
+        """Note that this goes into an embedding or a head, if it is a published tensor."""
+        if source := self._sources.get(storage_of(tensor)):
+            self._embedded.add(source[0])
+
+    def note_registered(self, name: str, parameter: torch.Tensor) -> None:
+        """Note a parameter that a loader has just made of a published tensor."""
+        storage = storage_of(parameter)
+        if storage not in self._tensors:
+            self._registered.append(storage)
+        self._tensors[storage] = name, parameter
+        self._refused[name] = "is registered by its loader"
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note an operation that is about to run."""
+        if not func._schema.is_mutable:  # noqa: SLF001 - the only place that says so
+            return
+        with self._lock:
+            if func is torch.ops.aten.copy_.default:
+                self._note_copy(args[0], args[1])
+                return
+            value = (args[1] if len(args) > 1 else 0) if func in _FILLS else None
+            for target in _written(func, args, kwargs):
+                self._note_rewritten(target, value)
+                name, tensor = self._tensors.get(storage_of(target), (None, target))
+                if name is None:
+                    continue
+                if value is not None and target.dtype == tensor.dtype:
+                    self._ops[name].append(CopyOp(View.of(target, tensor), None, value=value))
+                else:
+                    self._refused[name] = f"is written by {func}"
+
+    def _note_rewritten(self, target: torch.Tensor, value: float | None = None) -> None:
+        """Note a write into a published tensor, if this is one: this value, or anything else."""
+        name, published = self._sources.get(storage_of(target), (None, target))
+        if name is not None:
+            is_filled = (target.numel(), target.dtype) == (published.numel(), published.dtype)
+            self._rewritten[name] = value if is_filled else None
+
+    def is_written(self, tensor: torch.Tensor) -> bool:
+        """Whether published data went into this parameter or buffer.
+
+        False for a tensor that is newer than this recorder: engines replace the position embeddings
+        that all their models share now and then.
+        """
+        name, _ = self._tensors.get(storage_of(tensor), ("", tensor))
+        ops = self._ops.get(name, ())
+        return name in self._refused or any(op.source is not None for op in ops)
+
+    def end(self, loaded: Iterable[tuple[torch.Tensor, int]]) -> LoadTrace:
+        """Return the trace since :meth:`begin`; ``loaded`` counts the elements by tensor."""
+        num_loaded: Counter[str] = Counter()
+        for tensor, count in loaded:
+            name, _ = self._tensors.get(storage_of(tensor), ("", tensor))
+            num_loaded[name] += count
+        traced = {}
+        for name, tensor in self._tensors.values():
+            ops = tuple({op.to: op for op in self._ops.get(name, ())}.values())
+            refused = self._refused.get(name) or _not_once(ops, tensor.numel())
+            if ops or name in self._refused or num_loaded[name]:
+                kept = () if refused else ops
+                traced[name] = TracedTensor(form_of(tensor), kept, refused, num_loaded[name])
+        return LoadTrace(
+            traced,
+            offered=frozenset(name for name, _ in self._sources.values()),
+            rewritten=frozenset(self._rewritten),
+            embedded=frozenset(self._embedded),
+        )
+
+    def _origin_of(self, tensor: torch.Tensor) -> str | None:
+        """Return the name of the model's tensor that this is part of, or was computed from."""
+        storage = storage_of(tensor)
+        name, _ = self._tensors.get(storage) or self._computed.get(storage) or (None, None)
+        return name
+
+    def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._note_rewritten(target)
+        name, tensor = self._tensors.get(storage_of(target), (None, target))
+        if name is None:
+            return  # the loader's own memory; a later copy out of it shows
+        origin = self._origin_of(source)
+        if origin is not None and origin != name:
+            self.written_from[name] = origin
+        source_name, published = self._sources.get(storage_of(source), (None, source))
+        if source_name is None:
+            self._refused[name] = "is computed by its loader"
+        elif target.dtype != tensor.dtype or source.dtype != published.dtype:
+            self._refused[name] = "gets bits of another dtype"
+        elif target.is_complex() or _changes_values(source) or _changes_values(target):
+            self._refused[name] = "gets complex numbers"
+        elif source_name not in self._rewritten:
+            part = View.of(source.expand(target.shape), published)
+            self._ops[name].append(CopyOp(View.of(target, tensor), source_name, part))
+        elif (value := self._rewritten[source_name]) is not None:
+            self._ops[name].append(CopyOp(View.of(target, tensor), None, value=value))
+        else:
+            self._refused[name] = f"is loaded from {source_name}, which its loader has changed"
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the identity of the storage that a tensor and its views share."""
+    address: int = tensor.untyped_storage()._cdata  # noqa: SLF001
+    return address
+
+
+def _tensors_in(values: Any) -> Iterable[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+
+
+def _changes_values(view: torch.Tensor) -> bool:
+    return view.is_conj() or view.is_neg()
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[torch.Tensor]:
+    """Yield the tensors that an operation writes into."""
+    for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        yield from _tensors_in(value)
+
+
+def _not_once(ops: tuple[CopyOp, ...], num_elements: int) -> str | None:
+    """Return why copies do not write each element of a parameter once, or None if they do."""
+    num_loaded = sum(op.to.num_elements for op in ops)
+    if num_loaded < num_elements:
+        return "is loaded in part only"
+    views = sorted((op.to for op in ops if op.to.num_elements), key=lambda view: view.offset)
+    ends = [0, *(view.end for view in views)]
+    if all(
+        view.offset >= end and view.end - view.offset == view.num_elements
+        for view, end in zip(views, ends, strict=False)
+    ):
+        return None
+    # Parts that are columns of a matrix alternate in memory.
+    is_written = torch.zeros(max(ends), dtype=torch.bool, device="cpu")
+    for view in views:
+        is_written.as_strided(view.shape, view.stride, view.offset).fill_(True)
+    is_once = num_loaded == num_elements == int(is_written.sum())
+    return None if is_once else "is loaded in parts that overlap"
+
+
 _WRAPPED = "base_layer"
-"""Name of a layer in the one that wraps it for LoRA requests, in vLLM and SGLang alike."""
+"""Name of a layer in its wrapper for LoRA requests, in vLLM and SGLang alike."""
 
 
 def unwrapped(name: str) -> str:

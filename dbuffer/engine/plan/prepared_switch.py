@@ -1,24 +1,30 @@
-"""`PreparedSwitch`: the copies that switch a model to one version, bound while it serves."""
+"""`PreparedSwitch`: the copies that switch a model to one version, bound while it serves.
+
+If only some elements of a tensor changed, their positions in published tensors become positions in
+parameters while the engine serves, and a `Patch` scatters them in the pause. If too much of a
+tensor changed, it is copied whole. Only an engine whose weights are on a device patches: there,
+copies go over a link. In main memory, patches were seen to halve a pause at most.
+"""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple
 
 import torch
 import xxhash
 
-from dbuffer.engine.plan.attestation import digest_of_all, same_bytes
+from dbuffer.engine.plan.attestation import as_integers, digest_of_all, flat, same_bytes
 from dbuffer.engine.plan.copy_plan import CopyPlan, Tensors, layer_of
 from dbuffer.engine.plan.images import Image
-from dbuffer.engine.plan.load_trace import Copy, View
-from dbuffer.engine.plan.patching import Changed, Patch, Patches, patch_or_copy
+from dbuffer.engine.plan.load_trace import Copy, CopyOp, View
 from dbuffer.format.layout import align
 from dbuffer.format.lineage import VersionId
+from dbuffer.format.ranges import Integers
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import as_bytes, flat_view
 from dbuffer.runtime.lazy import cached_property
@@ -27,22 +33,72 @@ from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
 
+Changed = Mapping[str, Integers]
+"""Flat, ascending positions at which published tensors changed since an earlier version, by the
+tensor's name. A tensor without an entry is unchanged."""
+
+MAX_SHARE = 0.05
+"""Largest share of a part's elements that is patched. Writing 3 % of 50 million bfloat16 one by one
+took 0.6 of the time that copying all of them took, and 10 % more than twice as long (measured on
+one CPU)."""
+
 CopyTensors = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 """Copies the second tensors into the first."""
+
+
+class Patch(NamedTuple):
+    """Values at some positions of a parameter."""
+
+    target: torch.Tensor
+    """Memory of the parameter, flat, as integers of its elements' size."""
+    positions: torch.Tensor
+    values: torch.Tensor
+
+    def apply(self) -> None:
+        """Write the values."""
+        self.target.scatter_(0, self.positions.long(), self.values)
+
+    def on_device(self) -> Patch:
+        """Move positions and values to the parameter's device, in as little memory as possible."""
+        is_short = self.target.numel() <= torch.iinfo(torch.int32).max
+        positions = self.positions.to(torch.int32 if is_short else torch.int64)
+        device = self.target.device
+        return self._replace(positions=positions.to(device), values=self.values.to(device))
+
+
+class Patches(NamedTuple):
+    """The part of a switch that is left where the model holds the version before, say."""
+
+    base: VersionId
+    """Version that the model must hold."""
+    patches: Sequence[Patch]
+    copies: Mapping[str, Sequence[Copy]]
+    """Copies for changed parameters without patches, by the parameter's name."""
+
+    def apply(self, copier: Copier) -> None:
+        """Write all values, one patch after the other."""
+
+        def work(first: int, end: int) -> None:
+            for patch in self.patches[first:end]:
+                patch.apply()
+
+        # In the copier's inference mode: its threads made views in that mode here, and torch
+        # refuses to write to them in any other.
+        copier.in_parallel(work, [(0, len(self.patches))])
 
 
 @dataclass(eq=False)
 class PreparedSwitch:
     """A switch of a model to one version.
 
-    Where versions are mapped they are copied from there, in the pause; where they are staged in
-    memory, only this rank's part is staged, in the order and dtype of its parameters.
+    A mapped version is copied from there, in the pause. Of a version that is staged in memory, only
+    this rank's part is staged, in the order and dtype of its parameters.
     """
 
     plan: CopyPlan
     version: VersionId
     tensors: Tensors
-    """Published tensors; only those to be reloaded, where the copies have memory of their own."""
+    """Published tensors; if the copies have memory of their own, only tensors to be reloaded."""
     aliases: Mapping[str, str]
     """Stored names of tensors that the model takes under another name."""
     copies: Mapping[str, Sequence[Copy]]
@@ -52,26 +108,6 @@ class PreparedSwitch:
     """Digests of the tensors in ``plan.verified_for``."""
     patches: Patches | None = None
     """Changes since a version that the model may hold, or None if they are not known."""
-
-    @classmethod
-    def of_plan(
-        cls,
-        plan: CopyPlan,
-        version: VersionId,
-        tensors: Tensors,
-        aliases: Mapping[str, str],
-        images: Sequence[Image],
-    ) -> Self:
-        """Bind the copies of a plan to a version's tensors; ``images`` are of these, too."""
-        return cls(
-            plan,
-            version,
-            tensors,
-            aliases,
-            copies=plan.copies_of(tensors),
-            images=[image for image in images if image.name in plan.packed],
-            digests={name: digest_of(tensors[name]) for name in plan.verified_for or ()},
-        )
 
     @property
     def replaces_tensors(self) -> bool:
@@ -96,6 +132,11 @@ class PreparedSwitch:
 
     # While the engine serves
 
+    def compared(self) -> Iterator[tuple[str, Sequence[Copy]]]:
+        """Yield the name and the copies of each parameter, and of each image."""
+        yield from self.copies.items()
+        yield from ((image.name, image.copies()) for image in self.images)
+
     def of(self, tensors: Tensors) -> PreparedSwitch:
         """Bind the copies to other tensors with the same content, by their stored names."""
         offered = {name: tensors[self.aliases.get(name, name)] for name in self.tensors}
@@ -107,15 +148,6 @@ class PreparedSwitch:
     def leave_device(self) -> None:
         """Let go of the patches, which lie on the parameters' device."""
         self.patches = None
-
-    def with_plan(self, plan: CopyPlan) -> PreparedSwitch:
-        """Bind a plan that leaves more layers to the reload to the same version."""
-        return replace(
-            self,
-            plan=plan,
-            copies=plan.copies_of(self.tensors),
-            images=[image for image in self.images if image.name in plan.packed],
-        )
 
     def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
         """Sizes of the memories that :meth:`copied_into` needs: a device's, and main memory.
@@ -139,9 +171,9 @@ class PreparedSwitch:
         sizes = [align(tensor.nbytes) for tensor in parameters.values()]
         names, count = list(parameters), len(_fitting(sizes, memories[0].numel()))
         staged, _ = _laid_out(memories[0], {name: parameters[name] for name in names[:count]})
-        others, rest = _laid_out(memories[1], {name: parameters[name] for name in names[count:]})
-        staged |= others
-        reloaded, _ = _laid_out(rest, self.reloaded)
+        further, memory = _laid_out(memories[1], {name: parameters[name] for name in names[count:]})
+        staged |= further
+        reloaded, _ = _laid_out(memory, self.reloaded)
         copies = [(reloaded[name], tensor) for name, tensor in self.reloaded.items()]
         for name, tensor in staged.items():
             copies += self.plan.traced[name].bind(tensor, self.tensors)
@@ -151,9 +183,9 @@ class PreparedSwitch:
             unpatched = {
                 name: [
                     (target, View.of(target, parameters[name]).in_(staged[name]))
-                    for target, _ in each
+                    for target, _ in copies
                 ]
-                for name, each in patches.copies.items()
+                for name, copies in patches.copies.items()
             }
             patches = patches._replace(copies=unpatched)
         return replace(
@@ -164,9 +196,9 @@ class PreparedSwitch:
         )
 
     def patches_from(self, base: VersionId, changed: Changed, copier: Copier) -> Patches:
-        """Return what is left of the copies where a model holds another version.
+        """Return the patches and copies for a model that holds another version, the base.
 
-        ``changed``: where this version may differ from ``base``.
+        ``changed``: places where this version may differ from it.
         """
         traced = self.plan.traced
         ops = [(name, op) for name in self.copies for op in traced[name].ops]
@@ -198,17 +230,17 @@ class PreparedSwitch:
             copier: its threads work in main memory; on a device its own queue does.
             digest: of parameters that the patches change. Default: everything is copied.
         """
-        copies = [copy for each in self._patch(copier, digest).values() for copy in each]
+        copies = itertools.chain(*self._patch(copier, digest).values())
         # A tied tensor is in the images of two layers.
         packed = {copy[0].data_ptr(): copy for image in self.images for copy in image.copies()}
-        targets = [target for target, _ in (*copies, *packed.values())]
-        sources = [source for _, source in (*copies, *packed.values())]
+        pairs = [*copies, *packed.values()]
+        targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
         if self.plan.is_in_main_memory:
             copier.copy_tensors(targets, sources)
         else:
             if targets:
                 torch._foreach_copy_(targets, sources, non_blocking=True)
-            # The next step reads what was copied, and staging may write anew where it came from.
+            # The next step reads the targets, and staging may write anew into the sources.
             torch.accelerator.synchronize()
         for image in self.images:
             image.hand_over()
@@ -233,19 +265,49 @@ class PreparedSwitch:
         return self.patches.copies
 
     def mismatches(self, copier: Copier) -> dict[str, str]:
-        """Return the parameters and images that differ from what a switch gives, and their layers.
+        """Return the parameters and images that differ from a switch's result, and their layers.
 
-        Parameters must have what they are copied, to the byte. ``copier``: its threads compare.
+        ``copier``: its threads compare, byte by byte.
         """
-        copies = [(name, copy) for name, each in self.copies.items() for copy in each]
+        copies = [(name, copy) for name, copies in self.copies.items() for copy in copies]
         differing: set[str] = set()
 
         def work(first: int, end: int) -> None:
             differing.update(name for name, copy in copies[first:end] if not same_bytes(*copy))
 
         copier.in_parallel(work, copier.cut_work([copy[0].nbytes for _, copy in copies]))
-        images = {each.name: each.name for each in self.images if not each.matches()}
+        images = {image.name: image.name for image in self.images if not image.matches()}
         return {name: layer_of(name) for name in sorted(differing)} | images
+
+
+def patch_or_copy(
+    parameter: torch.Tensor, op: CopyOp, tensors: Mapping[str, torch.Tensor], changed: Changed
+) -> Patch | Copy | None:
+    """Bring the changed elements of a published tensor into their places in a parameter.
+
+    ``tensors`` are contiguous. Return None if nothing in this part changed.
+    """
+    if op.source not in changed or op.source is None or op.part is None:
+        return None
+    source, positions = tensors[op.source], torch.from_numpy(changed[op.source])
+    if len(positions) > MAX_SHARE * source.numel():
+        return op.bind(parameter, tensors)
+    is_changed = torch.zeros(source.numel(), dtype=torch.bool)
+    is_changed[positions] = True
+    places = is_changed.as_strided(op.part.shape, op.part.stride, op.part.offset).nonzero()
+    if not len(places):
+        return None
+    if len(places) > MAX_SHARE * op.part.num_elements:
+        return op.bind(parameter, tensors)
+    bits = as_integers(source.reshape(-1))  # torch cannot index every dtype
+    values = bits.index_select(0, _positions(places, op.part)).view(source.dtype)
+    bits = as_integers(values.to(parameter.dtype))
+    return Patch(flat(parameter), _positions(places, op.to), bits)
+
+
+def _positions(places: torch.Tensor, view: View) -> torch.Tensor:
+    """Return the flat positions of places in a view, which are given by their indices."""
+    return (places * torch.tensor(view.stride, dtype=torch.int64)).sum(1) + view.offset
 
 
 def _fitting(sizes: Sequence[int], num_bytes: int) -> Sequence[int]:
@@ -270,8 +332,8 @@ def _laid_out(
 
 
 def log_copied_whole(error: Exception) -> None:
-    """Log that what changed could not be patched this time."""
-    message = "a version is copied whole, as patching what changed failed: %s"
+    """Log that changes could not be patched this time."""
+    message = "a version is copied whole, as patching its changes failed: %s"
     log_once(logger, message, described(error))
 
 

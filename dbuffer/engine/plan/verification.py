@@ -1,9 +1,9 @@
 """`Verifier`: how copies are verified to do all that a reload does.
 
-The engine's own reload loads values that stand in for the version's, so that everything that is
-derived from any of them changes, and then the version. From the one to the other every parameter
-must become what the copies would have put there, to the byte, and every image what its layer has;
-everything else that can be reached from the model must stay as it was.
+The engine's own reload loads stand-ins for the version's values, so that everything derived from
+any of them changes, and then the version. Every parameter must then equal its copies, to the byte,
+and every image its layer; everything else that can be reached from the model must stay as it was
+with the stand-ins.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOT_READ = frozenset({"weight_loader", "_weight_loader", "load_weights"})
 """Attributes that load, and that no computation reads."""
 
 _RANGE = (0.25, 0.75)
-"""Range of the values that stand in for weights: all of them have roots and inverses."""
+"""Range of weights' stand-ins: all of them have roots and inverses."""
 
 _MODULES = re.compile(r"(?:\._modules\['[^']*'\])*")
 
@@ -38,13 +38,13 @@ _MODULES = re.compile(r"(?:\._modules\['[^']*'\])*")
 class UnverifiableError(Exception):
     """A reload cannot be compared with copies; it may be possible later."""
 
-    def __init__(self, why: str, error: Exception) -> None:
-        super().__init__(f"{why}: {described(error)}")
+    def __init__(self, reason: str, error: Exception) -> None:
+        super().__init__(f"{reason}: {described(error)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """Compares what reloads do to a model with what a switch would do."""
+    """Compares a model after reloads with the effect of a switch."""
 
     model: torch.nn.Module
     """Model, as it serves."""
@@ -62,7 +62,7 @@ class Verifier:
         """Load a version by a reload, and verify the plan of a switch to it.
 
         Returns:
-            Layers with which the reload does more; empty: the plan is verified.
+            Layers that the reload does more to; the plan is verified if there are none.
 
         Raises:
             UnverifiableError: they cannot be compared. The version is loaded.
@@ -79,8 +79,8 @@ class Verifier:
             before = self._fingerprint(switch)
         except Exception as error:
             self.reload(tensors)
-            why = "values that stand in for a version cannot be loaded"
-            raise UnverifiableError(why, error) from error
+            reason = "stand-ins for a version's values cannot be loaded"
+            raise UnverifiableError(reason, error) from error
         # Reloading the version from there on changes all that is derived from any of them.
         self.reload(tensors)
         try:
@@ -103,16 +103,16 @@ class Verifier:
         )
 
     def _mismatch(self, switch: PreparedSwitch, before: ModelFingerprint) -> Mismatch:
-        """Compare a model that was just reloaded with what a switch would have made of it.
+        """Compare a model that was just reloaded with the effect of a switch.
 
-        ``before``: the model with stand-ins, in which the switch's layers were reloaded alone.
+        ``before``: the model with stand-ins, after its reloaded layers were reloaded alone.
         """
         mismatch: dict[str, str] = {}
         for place in before.changes_to(self._fingerprint(switch)):
             for layer in _layers_at(place, switch.plan.all_layers):
                 mismatch.setdefault(layer, f"it changes {place or 'the model'} too")
         for name, layer in switch.mismatches(self.copier).items():
-            mismatch.setdefault(layer, f"{name} is not what was published")
+            mismatch.setdefault(layer, f"{name} is not as published")
         return mismatch
 
     def _mismatch_of_part(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
@@ -126,8 +126,8 @@ class Verifier:
         if not changed:
             return {}
         self.reload(tensors)
-        why = f"reloading a part changes {listed(list(changed))} too"
-        return dict.fromkeys(switch.plan.reloaded, why)
+        reason = f"reloading a part changes {listed(list(changed))} too"
+        return dict.fromkeys(switch.plan.reloaded, reason)
 
 
 def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:

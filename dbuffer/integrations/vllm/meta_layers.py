@@ -19,9 +19,8 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from dbuffer.engine.load_recorder import storage_of
 from dbuffer.engine.meta_model import MetaModel, built_without_data
-from dbuffer.engine.plan.load_trace import tables_of
+from dbuffer.engine.plan.load_trace import storage_of, tables_of
 from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
 from dbuffer.integrations.vllm.reload_fixes import has_optional_scales
