@@ -1570,6 +1570,18 @@ def test_weights_that_may_not_be_read_are_not_attested():
     assert switched.attest(switched.switched) is None
 
 
+@pytest.mark.parametrize("state", ["is_asleep", "must_reload"])
+def test_weights_that_sleep_or_are_unknown_are_neither_planned_nor_attested(state):
+    switched = Switched(two_layers, two_tensors())
+    switched.switch_often(two_tensors)
+    setattr(switched.loads._state, state, True)
+    assert switched.prepare(two_tensors()) is None
+    assert switched.attest(switched.switched) is None
+    setattr(switched.loads._state, state, False)
+    assert switched.prepare(two_tensors()) is not None
+    assert switched.attest(switched.switched) == []
+
+
 def test_what_was_put_back_after_a_version_was_prepared_is_noticed_in_the_pause(log):
     switched = one_patched()
     newest, switch = switched.prepare_next()
