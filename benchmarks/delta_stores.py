@@ -16,7 +16,7 @@ from benchmarks import models
 from benchmarks.copying import scatter
 from benchmarks.measure import median, timed
 from benchmarks.models import Weights
-from benchmarks.processes import as_network, scratch_folder
+from benchmarks.processes import as_network, scratch_folder, slow_link
 from dbuffer.format.ranges import Integers
 from dbuffer.io.changes import Words
 from dbuffer.io.copier import Copier
@@ -24,13 +24,15 @@ from dbuffer.io.copier import Copier
 _CHANGED = 0.01
 """Of all elements, by one unit in the last place, at random places: a step of a trainer."""
 
+_LINK_BYTES_PER_S = 1e9
+
 _PUBLISHES = 60
 _ROUNDS = 5
 
 
 @dataclass(slots=True)
 class Stores:
-    """Bytes of publishes where stores lie on a network, and times of patches in shared memory."""
+    """Bytes and times of publishes on a network, and times of patches in shared memory."""
 
     num_bytes: int
     """Of the model."""
@@ -38,6 +40,10 @@ class Stores:
     """Of each publish with 1 % changed."""
     written_bytes: list[int] = field(default_factory=list)
     """Of each, anchors included."""
+    whole_s: list[float] = field(default_factory=list)
+    """From each call of `send` until a receiver has loaded the version, over a link of 1 GB/s."""
+    delta_s: list[float] = field(default_factory=list)
+    """The same with 1 % changed and ``delta=True``."""
     send_s: list[float] = field(default_factory=list)
     patch_s: list[float] = field(default_factory=list)
     patch_floor_s: list[float] = field(default_factory=list)
@@ -52,6 +58,11 @@ class Stores:
     def mean_share(self) -> float:
         """Of all that was written, anchors included."""
         return sum(self.written_bytes) / len(self.written_bytes) / self.num_bytes
+
+    @property
+    def loaded_share(self) -> float:
+        """Time of publishing and loading a delta over the link, of a whole version's."""
+        return median(self.delta_s) / median(self.whole_s)
 
     @property
     def patch_share(self) -> float:
@@ -81,6 +92,8 @@ def run(directory: Path, *, quick: bool) -> Stores:
         with as_network(), dbuffer.WeightSender(folder / "network", delta=True) as sender:
             _publish(sender, weights, stores, publishes=5 if quick else _PUBLISHES)
         weights = models.random_weights(models.qwen2_0_5b(width=0.25 if quick else 1.0))
+        with as_network(), slow_link(_LINK_BYTES_PER_S):
+            _load(folder, weights, stores)
         with (
             dbuffer.WeightSender(folder / "whole") as whole,
             dbuffer.WeightSender(folder / "patched", delta=True) as patched,
@@ -105,6 +118,29 @@ def _publish(
 def _files(store: Path) -> dict[Path, int]:
     found = [*store.glob("*/weights-*"), *store.glob("deltas/*")]
     return {path: path.stat().st_size for path in found}
+
+
+def _load(folder: Path, weights: Weights, stores: Stores) -> None:
+    """Publish whole versions and deltas in turns, each until it is loaded."""
+    target = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+    with (
+        dbuffer.WeightSender(folder / "slow-whole") as whole,
+        dbuffer.WeightSender(folder / "slow-delta", delta=True) as delta,
+        dbuffer.WeightReceiver(whole.store) as whole_receiver,
+        dbuffer.WeightReceiver(delta.store) as delta_receiver,
+    ):
+
+        def publish(sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver) -> None:
+            sender.send(weights)
+            receiver.load_into(target)
+
+        for turn in range(1 + _ROUNDS):
+            whole_s = timed(partial(publish, whole, whole_receiver))
+            delta_s = timed(partial(publish, delta, delta_receiver))
+            if turn:  # the first version is whole
+                stores.whole_s.append(whole_s)
+                stores.delta_s.append(delta_s)
+            _step(weights)
 
 
 def _patch(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from dbuffer.store import filesystem
 from dbuffer.store.filesystem import MOUNT_VARIABLE
 
 REPLY_TIMEOUT_S = 120.0
@@ -58,6 +61,30 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
 def as_network() -> AbstractContextManager[object]:
     """Let stores behave in a ``with`` block as on a network mount; bytes are the same."""
     return mock.patch.dict("os.environ", {MOUNT_VARIABLE: "network"})
+
+
+@contextmanager
+def slow_link(bytes_per_s: float) -> Iterator[None]:
+    """Let all reads and writes of stores together take as long as a link of this speed would."""
+    lock, free_at = threading.Lock(), 0.0
+
+    def on_link(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(descriptor: int, offset: int, data: Any) -> Any:
+            nonlocal free_at
+            result = function(descriptor, offset, data)
+            num_bytes = data if isinstance(data, int) else memoryview(data).nbytes
+            with lock:
+                free_at = max(free_at, time.monotonic()) + num_bytes / bytes_per_s
+                delay_s = free_at - time.monotonic()
+            time.sleep(max(0.0, delay_s))
+            return result
+
+        return call
+
+    names = ("read_at", "read_into", "write_at")
+    slow = {name: on_link(getattr(filesystem, name)) for name in names}
+    with mock.patch.multiple(filesystem, **slow):
+        yield
 
 
 def bytes_read() -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -32,8 +31,7 @@ Words = npt.NDArray[Any]
 WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Changes:
+class Changes(msgspec.Struct, frozen=True):
     """Chunks of a delta, in the order of the file."""
 
     chunks: list[tuple[Chunk, bytes]]
@@ -53,15 +51,6 @@ class Changes:
             sorted(chunk for part in parts for chunk in part.chunks),
             {tensor for part in parts for tensor in part.tensors},
         )
-
-    def encode(self) -> bytes:
-        """Return the chunks for another rank."""
-        return msgspec.msgpack.encode(self.chunks)
-
-    @classmethod
-    def decode(cls, data: memoryview) -> Changes:
-        """Return the changes that `encode` has encoded, without the tensors."""
-        return cls(msgspec.msgpack.decode(data, type=list[tuple[Chunk, bytes]]), set())
 
 
 class Patch(NamedTuple):
@@ -111,10 +100,11 @@ def find_changes(
 
     scratch = _Scratch()
 
-    def find(some: _Range) -> tuple[Integers, Words]:
-        old, new = (side[some.start : some.end] for side in (before, after))
-        width = some.word_bytes
-        return _compare(words_in(old, width), words_in(new, width), scratch)
+    def find(part: _Range) -> tuple[Integers, Words]:
+        old, new = (
+            words_in(side[part.start : part.end], part.word_bytes) for side in (before, after)
+        )
+        return _compare(old, new, scratch)
 
     return _encode(find, ranges[first:last], layout, copier, file_starts, max_bytes)
 
@@ -123,15 +113,15 @@ def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copi
     """Write a patch into the bytes of the version before; return what that changed."""
     words, width = words_in(memory, patch.words.itemsize), patch.words.itemsize
 
-    def find(some: _Range) -> tuple[Integers, Words]:
-        first, end = patch.places.searchsorted((some.start // width, some.end // width)).tolist()
+    def find(part: _Range) -> tuple[Integers, Words]:
+        first, end = patch.places.searchsorted((part.start // width, part.end // width)).tolist()
         places, new = patch.places[first:end], patch.words[first:end]
         differences = new - words.take(places)
         words[places] = new
         (differs,) = differences.nonzero()
-        return places.take(differs) - some.start // width, differences.take(differs)
+        return places.take(differs) - part.start // width, differences.take(differs)
 
-    ranges = [some._replace(word_bytes=width) for some in _ranges(layout)]
+    ranges = [part._replace(word_bytes=width) for part in _ranges(layout)]
     return _encode(find, ranges, layout, copier)
 
 
@@ -162,13 +152,13 @@ def _encode(
 
     def work(first: int, end: int) -> None:
         nonlocal num_bytes
-        for some in ranges[first:end]:
+        for part in ranges[first:end]:
             if num_bytes > max_bytes:
                 return
-            width = some.word_bytes
-            places, differences = find(some)
-            places += some.start // width
-            tensors = layout.byte_ranges.within(some.start, some.end).in_words(width)
+            width = part.word_bytes
+            places, differences = find(part)
+            places += part.start // width
+            tensors = layout.byte_ranges.within(part.start, part.end).in_words(width)
             counts = tensors.counts(places)
             if counts.sum() < len(places):  # padding differs, too
                 inside = tensors.owners(places) >= 0
@@ -180,7 +170,7 @@ def _encode(
                 chunks.append(_encode_chunk(places, differences))
             num_bytes += width * len(places)  # less, if another thread does so now: no harm
 
-    copier.in_parallel(work, copier.cut_work([some.end - some.start for some in ranges]))
+    copier.in_parallel(work, copier.cut_work([part.end - part.start for part in ranges]))
     return Changes(sorted(chunks), changed)
 
 
@@ -226,15 +216,15 @@ def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:
 def _encode_chunk(places: Integers, differences: Words) -> tuple[Chunk, bytes]:
     """Encode the differences of words at ascending places in the file."""
     width = differences.itemsize
-    gaps = np.zeros(len(places), WORDS[GAP_BYTES])
-    np.subtract(places[1:], places[:-1], out=gaps[1:], casting="unsafe")
+    gaps = np.zeros(len(places), np.int64)
+    np.subtract(places[1:], places[:-1], out=gaps[1:])
     gaps[1:] -= 1
     zigzag = (differences << 1) ^ -(differences >> (8 * width - 1))
     stored = []
-    for words in (gaps, zigzag):
-        # The lowest byte of each word, the next one of each, and so on.
-        for plane in words.view(np.uint8).reshape(len(words), words.itemsize).T:
-            stored.append(delta.pack(np.ascontiguousarray(plane)) if plane.any() else b"")
+    for words, num_streams in ((gaps, GAP_BYTES), (zigzag, width)):
+        num_planes = -(-int(words.max()).bit_length() // 8)  # those above hold zeros alone
+        planes = np.ascontiguousarray(planes_of(words)[:num_planes])
+        stored += [*map(delta.pack, planes), *[b""] * (num_streams - num_planes)]
     body = b"".join([np.array(list(map(len, stored)), "<u4").tobytes(), *stored])
     first, last = int(places[0]), int(places[-1])
     num_bytes = width * (last + 1 - first)
@@ -244,3 +234,8 @@ def _encode_chunk(places: Integers, differences: Words) -> tuple[Chunk, bytes]:
 def words_in(memory: torch.Tensor, width: int) -> Words:
     """Return flat bytes of main memory as words."""
     return memory.numpy().view(WORDS[width])
+
+
+def planes_of(words: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """View the lowest byte of each word, the next byte of each, and so on."""
+    return words.view(np.uint8).reshape(len(words), words.itemsize).T

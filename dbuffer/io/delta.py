@@ -19,7 +19,7 @@ from dbuffer.format.delta import GAP_BYTES, Chunk, DeltaHeader, DeltaRecord
 from dbuffer.format.layout import ITEM_BYTES, Layout, digest
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.ranges import Integers
-from dbuffer.io.changes import WORDS, Changes, Words
+from dbuffer.io.changes import WORDS, Changes, Words, planes_of
 from dbuffer.io.copier import Copier
 
 ReadChunk: TypeAlias = Callable[[int], bytes | memoryview]
@@ -177,8 +177,7 @@ def _decode_places(header: DeltaHeader, chunk: Chunk, streams: list[memoryview])
 def _join_planes(streams: list[memoryview], chunk: Chunk, dtype: np.dtype[Any]) -> Words:
     """Join the numbers that streams hold byte by byte, the lowest byte first."""
     words = np.zeros(chunk.num_changed, dtype)
-    planes = words.view(np.uint8).reshape(chunk.num_changed, words.itemsize)
-    for place, stream in enumerate(streams):
+    for plane, stream in zip(planes_of(words), streams, strict=False):
         if len(stream):
-            planes[:, place] = np.frombuffer(delta.unpack(stream, chunk.num_changed), np.uint8)
+            plane[:] = np.frombuffer(delta.unpack(stream, chunk.num_changed), np.uint8)
     return words

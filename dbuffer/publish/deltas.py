@@ -24,9 +24,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from dbuffer.errors import (
     StoreAccessError,
@@ -198,16 +201,17 @@ class Deltas:
             self._changes = self._copy.patch(patch)
         else:
             fill(self._copy, "copy" if is_first else "compare", source, world, progress)
-            with world.step("send what changed") as step:
-                changes = self._copy.take_changes()
-                if world.rank:
-                    step.message = changes.encode()
-            self._join(changes, step.messages)
+            self._join(self._copy.take_changes)
 
-    def _join(self, changes: Changes, messages: Iterable[memoryview]) -> None:
-        """Join the changes of all ranks on rank 0."""
+    def _join(self, find: Callable[[], Changes]) -> None:
+        """Find this rank's changes, and join those of all ranks on rank 0. Collective."""
+        with self._world.step("send what changed") as step:
+            changes = find()
+            if self._world.rank:
+                step.message = msgspec.msgpack.encode(changes)
         if self._world.rank == 0:
-            self._changes = Changes.joined([changes, *map(Changes.decode, messages)])
+            others = [msgspec.msgpack.decode(data, type=Changes) for data in step.messages]
+            self._changes = Changes.joined([changes, *others])
 
     def plan_file(self, writer: BufferWriter) -> bool:
         """Decide, and log, whether the version gets a whole file; return that.
@@ -259,18 +263,16 @@ class Deltas:
             fill(draft, "write", source, world, progress)
         checksums = draft.finish_parts(world)
         if self._file is not None:
-            with world.step("send what changed") as step:
-                changes = find_changes(
-                    self._file.data,
-                    draft.mapped.data,
-                    draft.layout,
-                    self._copier,
-                    share=(world.rank, world.size),
-                    max_bytes=MAX_CHANGED_SHARE * draft.layout.num_bytes,
-                )
-                if world.rank:
-                    step.message = changes.encode()
-            self._join(changes, step.messages)
+            find = partial(
+                find_changes,
+                self._file.data,
+                draft.mapped.data,
+                draft.layout,
+                self._copier,
+                share=(world.rank, world.size),
+                max_bytes=MAX_CHANGED_SHARE * draft.layout.num_bytes,
+            )
+            self._join(find)
         return checksums
 
     def _write_patch(self, draft: Draft, patch: Patch) -> list[int] | None:

@@ -68,6 +68,9 @@ class Label(NamedTuple):
             "sparse": self._changing("sparse", (ROWS, width), one_in=16),
             "dense": self._changing("dense", (ROWS, 10), one_in=1).view(torch.float32),
             "columns": self._changing("columns", (5, ROWS), one_in=4),
+            "bytes": self._changing("bytes", (ROWS, 8), one_in=8).view(torch.uint8),
+            "doubles": self._changing("doubles", (ROWS, 4), one_in=4).view(torch.float64),
+            "pairs": self._changing("pairs", (ROWS, 8), one_in=8).view(torch.complex128),
             # Few of the attempts change it, and then too much for a delta.
             "still": self._at("still", (ROWS, 128), self.attempt // 16),
             "plain": self._changing("plain", (40,), one_in=2).view(torch.bfloat16),

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from dbuffer.errors import DBufferError, StoreCorruptError
 from dbuffer.format import delta as delta_format
-from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES
+from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES, Layout, TensorSpec
 from dbuffer.io import changes as io_changes
 from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import apply_delta, changed_places, elements_at
+from dbuffer.io.delta import apply_delta, changed_places, elements_at, encode_delta
 from dbuffer.io.tensors import DTYPES
 from tests.support import deltas
 from tests.support.deltas import (
@@ -177,6 +177,25 @@ def test_ranks_share_the_work(copier, size):
     sides = step.contents().data, step.contents(of_after=True).data
     shares = [find_changes(*sides, step.layout, copier, share=(rank, size)) for rank in range(size)]
     assert [body for _, body in Changes.joined(shares).chunks] == step.chunks
+
+
+def test_boxes_of_a_rank_are_far_apart_in_the_file(copier):
+    """In its memory they lie side by side; in the file, 2**32 words and more are between them."""
+    file = Layout.of(
+        [TensorSpec(str(n), "uint8", (size,)) for n, size in enumerate([9, 5 << 32, 9])]
+    )
+    starts = file.offsets[0], file.offsets[2]
+    boxes = Layout.of([file.specs[0], file.specs[2]])
+    before = torch.zeros(boxes.checksums_offset, dtype=torch.uint8)
+    after = before.clone()
+    after[[3, boxes.offsets[1] + 4]] = 1
+    changes = find_changes(before, after, boxes, copier, file_starts=starts)
+    encoded, *chunks = encode_delta(changes, None, base=BASE, version=ID, layout_xxh3=file.xxh3)
+    header = delta_format.decode_header(
+        lambda start, size: encoded[start : start + size], file, file.xxh3
+    )
+    places = changed_places(header, chunks.__getitem__, copier)
+    assert places.tolist() == [3, starts[1] + 4]
 
 
 def test_comparing_ends_when_too_much_differs(copier):
