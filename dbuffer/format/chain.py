@@ -41,10 +41,10 @@ def trimmed(
     """
     versions = list(delta_bytes)
     while len(versions) > 1 and versions[0] != anchor:
-        if not is_long([delta_bytes[each] for each in versions[1:]], version_bytes):
+        if not is_long([delta_bytes[version] for version in versions[1:]], version_bytes):
             break
         versions = versions[1:]
-    return {each: delta_bytes[each] for each in versions}
+    return {version: delta_bytes[version] for version in versions}
 
 
 def chain_of(delta_bytes: dict[VersionId, int]) -> list[VersionId]:

@@ -122,18 +122,18 @@ def number_of(version: int | VersionId) -> int:
     return version.number if isinstance(version, VersionId) else version
 
 
-def describe_fork(store: object, mine: VersionId, newest: VersionId) -> str:
-    """Describe that a version that a store held does not lead to its newest version."""
+def describe_fork(store: object, before: VersionId, newest: VersionId) -> str:
+    """Describe that an earlier version in a store does not lead to its newest version."""
     return (
-        f"{store} held version {mine.number} of run {mine.run}, which does not lead to what it "
-        f"holds now, version {newest.number} of run {newest.run}"
+        f"{store} held version {before.number} of run {before.run}, which does not lead to the "
+        f"newest one, version {newest.number} of run {newest.run}"
     )
 
 
-def relation(mine: Lineage, newest: Lineage) -> Relation:
-    """Return how a version that one has relates to the newest that there is."""
-    if mine.id == newest.id:
+def relation(version: Lineage, newest: Lineage) -> Relation:
+    """Return how a version relates to a store's newest version."""
+    if version.id == newest.id:
         return Relation.SAME
-    if newest.reaches(mine.id):
+    if newest.reaches(version.id):
         return Relation.BEHIND
-    return Relation.AHEAD if mine.reaches(newest.id) else Relation.FORKED
+    return Relation.AHEAD if version.reaches(newest.id) else Relation.FORKED

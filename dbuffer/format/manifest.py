@@ -371,19 +371,18 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
 
 
 def lag_between(
-    mine: Lineage | None,
+    version: Lineage | None,
     metadata: Mapping[str, Any],
     newest: Lineage,
     newest_metadata: Mapping[str, Any],
 ) -> Lag:
-    """Return how far a version that one has (None: none) is behind the newest."""
-    how = Relation.FORKED if mine is None else relation(mine, newest)
-    if mine is None or how is Relation.FORKED:
+    """Return how far a version is behind the newest. A receiver without one is behind all."""
+    if version is None or (related := relation(version, newest)) is Relation.FORKED:
         return Lag(newest.id.number, None)
-    if how is Relation.AHEAD or mine.id.run != newest.id.run:
-        return Lag(max(0, newest.id.number - mine.id.number), None)
+    if related is Relation.AHEAD or version.id.run != newest.id.run:
+        return Lag(max(0, newest.id.number - version.id.number), None)
     steps = steps_between(metadata, newest_metadata)
-    return Lag(newest.id.number - mine.id.number, steps)
+    return Lag(newest.id.number - version.id.number, steps)
 
 
 def metadata_for_record(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -459,8 +458,8 @@ def made_of(kind: type[RecordT], values: Any) -> RecordT:
     try:
         return msgspec.convert(values, kind)
     except UnicodeEncodeError as error:  # a lone surrogate, which is text at most
-        found = error.object
-        raise StoreCorruptError(f"{kind.NAME}: no field can have {found!r:.80}") from None
+        text = error.object
+        raise StoreCorruptError(f"{kind.NAME}: no field can have {text!r:.80}") from None
     except (msgspec.ValidationError, OverflowError) as error:  # of an integer above any float
         raise StoreCorruptError(f"{kind.NAME}: {error!s:.200}") from None
 

@@ -31,8 +31,8 @@ VERSIONS_PREFIX = "versions"
 """Directory of versions' files."""
 
 RANGE_BYTES = 32 << 20
-"""Bytes of a file that are hashed by themselves, and got by one request: few enough for requests
-side by side, and many enough for the price of a request."""
+"""Bytes of a file that are hashed together, and got by one request: small enough for many requests
+side by side, and large enough that requests cost little."""
 
 MAX_OBJECT_BYTES = 16 * MAX_RECORD_BYTES
 """No object with a record is larger; a file is as large as the version says."""
@@ -152,7 +152,7 @@ def receivers_object(mirror: str) -> str:
 
 
 def is_of_receivers(name: str) -> bool:
-    """Whether an object's name is one that a mirror gives to records of receivers."""
+    """Whether an object has records of receivers, by its name."""
     return _RECEIVERS.fullmatch(name) is not None
 
 

@@ -32,8 +32,8 @@ class ByteRanges(NamedTuple):
     def within(self, start: int, end: int) -> Self:
         """Return the tensors that have bytes in a range."""
         first = int(self.ends.searchsorted(start, side="right"))
-        some = slice(first, int(self.starts.searchsorted(end)))
-        return type(self)(*(column[some] for column in self))
+        rows = slice(first, int(self.starts.searchsorted(end)))
+        return type(self)(*(column[rows] for column in self))
 
     def in_words(self, width: int) -> Self:
         """Return the ranges in words of this size, exact for tensors with such words."""

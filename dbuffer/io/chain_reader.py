@@ -1,16 +1,16 @@
-"""`ChainReader`: the deltas of a held version, which lead to it from an earlier version.
+"""`ChainReader`: the deltas that lead to a open version from an earlier one.
 
-If a version stands on an earlier one's file, the deltas are a part of it; else they spare readers
-that have the earlier version the rest. Memory that they are applied to is the caller's own: half
-way through it holds neither version, and is of no use if one delta cannot be read.
+On a network mount they are a part of a version that has no file. On a local mount they spare
+readers of an earlier version the unchanged bytes. A reader applies them to memory that no one else
+uses; if a delta cannot be read, the memory holds no version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -29,15 +29,13 @@ from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.open_version import OpenStoreVersion, OpenVersion
 
-T = TypeVar("T")
-
 
 class ChainReader:
-    """The deltas of a held version, opened one after another; each header is read once.
+    """The deltas of a open version, opened one after another; each header is read once.
 
     Raises, in all its methods:
         StoreNotFoundError: a file was removed meanwhile.
-        StoreCorruptError, StoreAccessError: one cannot be read.
+        StoreCorruptError, StoreAccessError: a file cannot be read.
     """
 
     def __init__(self, opened: OpenVersion, layout: Layout) -> None:
@@ -53,14 +51,14 @@ class ChainReader:
         since: VersionId | None = None,
         hashed: bool = False,
     ) -> list[int] | None:
-        """Bring memory, which holds the version ``since``, to the one that is held.
+        """Bring memory to the open version.
 
         Args:
-            memory: of no use any more, if this raises.
+            memory: memory that holds the version ``since``; after an error, it holds none.
             copier: its threads do it.
-            since: a version of the chain or of the weights file. If any other, or None, the file is
-                read first; the held version is in a store then.
-            hashed: whether to hash what is in memory then.
+            since: a version of the chain or of the weights file. If any other, or None, the file of
+                the open version, which is in a store, is read first.
+            hashed: whether to hash the open version in memory.
 
         Returns:
             The checksums of all tensors, if ``hashed``.
@@ -74,35 +72,36 @@ class ChainReader:
             if manifest.anchor is None:
                 return checksums
             since = manifest.file_version
-        for later in manifest.deltas_after(since):
-            self._use(later, lambda header, read: apply_delta(header, read, memory.data, copier))
+        for version in manifest.deltas_after(since):
+            with self._delta(version) as (header, read_chunk):
+                apply_delta(header, read_chunk, memory.data, copier)
         return copier.checksums(memory) if hashed else None
 
     def changed_since(self, version: VersionId, copier: Copier) -> dict[int, Integers]:
-        """Positions at which the held version differs from an earlier one of its chain.
+        """Return the elements that differ between an earlier version of the chain and the open one.
 
         Returns:
             Flat positions of elements, ascending, by the tensor's index.
         """
         changed = [np.empty(0, np.int64)]
         for later in self._opened.manifest.deltas_after(version):
-            changed.append(
-                self._use(later, lambda header, read: changed_places(header, read, copier))
-            )
+            with self._delta(later) as (header, read_chunk):
+                changed.append(changed_places(header, read_chunk, copier))
         return elements_at(self._layout, np.concatenate(changed))
 
-    def expected(self, known: Mapping[VersionId, list[int]]) -> list[int] | None:
-        """Expected checksums of all tensors of the held version.
+    def expected(self, verified: Mapping[VersionId, list[int]]) -> list[int] | None:
+        """Return the checksums that the tensors of the open version were published with.
 
-        None: the table of them was damaged since it was written.
-        ``known``: those of earlier versions, which spare the reading of headers.
+        Return None if the table of checksums was damaged since it was written.
+
+        ``verified``: checksums of earlier versions, so that fewer headers are read.
         """
         manifest = self._opened.manifest
-        left = [manifest.file_version, *manifest.since_anchor]
+        earlier = [manifest.file_version, *manifest.since_anchor]
         later: list[VersionId] = []
-        while len(left) > 1 and left[-1] not in known:
-            later.insert(0, left.pop())
-        expected = known.get(left[-1]) or self._table()
+        while len(earlier) > 1 and earlier[-1] not in verified:
+            later.insert(0, earlier.pop())
+        expected = verified.get(earlier[-1]) or self._table()
         if expected is None:
             return None
         expected = list(expected)
@@ -118,7 +117,10 @@ class ChainReader:
 
     def header(self, version: VersionId) -> DeltaHeader:
         """Return the header of the delta that leads to a version."""
-        return self._headers.get(version) or self._use(version, lambda header, _: header)
+        if version not in self._headers:
+            with self._delta(version):
+                pass
+        return self._headers[version]
 
     def _table(self) -> list[int] | None:
         manifest = self._opened.manifest
@@ -126,14 +128,11 @@ class ChainReader:
         is_whole = digest(table) == manifest.checksums_xxh3
         return unpack_checksums(table) if is_whole else None
 
-    def _use(
-        self,
-        version: VersionId,
-        action: Callable[[DeltaHeader, ReadChunk], T],
-    ) -> T:
-        """Return the result of an action on the header and the chunks of a delta.
+    @contextlib.contextmanager
+    def _delta(self, version: VersionId) -> Iterator[tuple[DeltaHeader, ReadChunk]]:
+        """Open the delta that leads to a version in a ``with`` block.
 
-        One delta is open at a time: a chain may have more of them than descriptors.
+        One delta is open at a time: a process may have fewer descriptors than a chain has deltas.
         """
         path, file = self._opened.open_delta(version)
         with file, _naming(path):
@@ -145,7 +144,7 @@ class ChainReader:
                 start, end = header.places[number : number + 2]
                 return _read_at(path, file, start, end - start)
 
-            return action(header, read_chunk)
+            yield header, read_chunk
 
     def _read_header(self, path: Path | str, file: Descriptor, version: VersionId) -> DeltaHeader:
         chain, layout_xxh3 = self._opened.manifest.chain, self._opened.manifest.layout_xxh3

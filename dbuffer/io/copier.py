@@ -41,15 +41,15 @@ _SHARES_A_THREAD = 8
 class _Batch:
     """Work in slices, which several threads take one by one.
 
-    The caller works as well, and does what the other threads do not take: a thread that cannot be
-    started costs time only. When :meth:`settle` returns, no thread works any more, also after a
+    The caller works as well, and takes the slices that no other thread does: a thread that cannot
+    be started costs time only. When :meth:`settle` returns, no thread works any more, also after a
     Control-C, which reaches the main thread only.
     """
 
     def __init__(self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]) -> None:
-        # Nothing else refers to ``work``: a thread that gets its turn late still has this batch,
-        # and must not keep what was copied; a mapping keeps the room of a file that was unlinked.
-        self._left = collections.deque(functools.partial(work, *each) for each in slices)
+        # Only the slices refer to ``work``: a thread that gets its turn late still has this batch,
+        # and must not keep tensors alive; a mapping keeps the room of a file that was unlinked.
+        self._left = collections.deque(functools.partial(work, *bounds) for bounds in slices)
         self._streams = _callers_streams()
         self._errors: list[BaseException] = []
         self._lock = threading.Lock()
@@ -102,10 +102,10 @@ class _Batch:
 
 
 def _callers_streams() -> list[torch.cuda.Stream]:
-    """The streams of this thread, on GPUs where they are not the default ones.
+    """Return this thread's current streams, on each GPU where it is not the default stream.
 
-    Which stream is current is a thread's own affair. A copy on another one would not wait for what
-    the caller has queued on its own.
+    Each thread has current streams of its own. A copy on another stream would not wait for the work
+    that the caller has queued.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
@@ -132,7 +132,7 @@ class Copier(ProcessBound):
         self._is_closed = False
 
     def close(self) -> None:
-        """End the threads, when they have done what they do."""
+        """End the threads, after the work under way."""
         if self._is_inherited:  # a fork has no threads to end, nor who would let the lock go
             self._begin()
         with self._lock:
@@ -205,7 +205,7 @@ class Copier(ProcessBound):
             return
         uploads: dict[torch.device, list[devices.Pair]] = {}
         downloads: dict[torch.device, list[devices.Pair]] = {}
-        others: list[tuple[torch.Tensor, torch.Tensor]] = []
+        on_one_device: list[tuple[torch.Tensor, torch.Tensor]] = []
         for destination, source in zip(destinations, sources, strict=True):
             if destination.is_cuda and source.is_cpu:
                 uploads.setdefault(destination.device, []).append((source, destination))
@@ -213,15 +213,15 @@ class Copier(ProcessBound):
                 plain = source.detach().resolve_conj().resolve_neg()
                 downloads.setdefault(source.device, []).append((destination, plain))
             else:
-                others.append((destination, source))
+                on_one_device.append((destination, source))
         with torch.inference_mode():
             for pairs in uploads.values():
                 devices.to_device(pairs, self._copy_slices)
             for pairs in downloads.values():
                 devices.from_device(pairs, self._copy_slices)
         if uploads or downloads:
-            if others:
-                self._copy_slices(*map(list, zip(*others, strict=True)))
+            if on_one_device:
+                self._copy_slices(*map(list, zip(*on_one_device, strict=True)))
         else:
             self._copy_slices(destinations, sources, slices)
 
@@ -233,19 +233,19 @@ class Copier(ProcessBound):
     ) -> None:
         """Copy tensors of one device in equal shares, which are cut here unless they are given."""
         if slices is None:
-            slices = split_evenly([each.nbytes for each in destinations], self.num_threads)
+            slices = split_evenly([tensor.nbytes for tensor in destinations], self.num_threads)
 
         def work(first: int, end: int) -> None:
-            # One call for many tensors: the interpreter's lock is let go once, not per tensor.
+            # One call for many tensors releases the interpreter's lock once, not per tensor.
             torch._foreach_copy_(destinations[first:end], sources[first:end])
 
         self.in_parallel(work, slices)
 
     def _copy_and_hash(
-        self, contents: FileTensors, others: list[torch.Tensor], *, into_file: bool
+        self, contents: FileTensors, tensors: list[torch.Tensor], *, into_file: bool
     ) -> list[int]:
         blocks, offsets = contents.layout.blocks, contents.layout.offsets
-        addresses = self._plain_addresses(contents, others, into_file=into_file)
+        addresses = self._plain_addresses(contents, tensors, into_file=into_file)
         digests = [0] * len(blocks)
 
         def work(first: int, end: int) -> None:
@@ -267,17 +267,17 @@ class Copier(ProcessBound):
         return join_blocks(blocks, digests)
 
     def _plain_addresses(
-        self, contents: FileTensors, others: Sequence[torch.Tensor], *, into_file: bool
+        self, contents: FileTensors, tensors: Sequence[torch.Tensor], *, into_file: bool
     ) -> list[int]:
-        """Return the address of each tensor to be copied byte by byte; 0: copied here already."""
-        addresses = [0] * len(others)
+        """Copy tensors that are not plain; return the addresses of the others, and 0 for these."""
+        addresses = [0] * len(tensors)
         views, not_plain = [], []
-        for index, (view, other) in enumerate(zip(contents.views, others, strict=True)):
-            if is_plain(other, view.dtype):
-                addresses[index] = other.data_ptr()
+        for index, (view, tensor) in enumerate(zip(contents.views, tensors, strict=True)):
+            if is_plain(tensor, view.dtype):
+                addresses[index] = tensor.data_ptr()
             else:
                 views.append(view)
-                not_plain.append(other)
+                not_plain.append(tensor)
         self.copy_tensors(*((views, not_plain) if into_file else (not_plain, views)))
         return addresses
 

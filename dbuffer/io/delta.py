@@ -69,14 +69,14 @@ def apply_delta(
     written. The caller verifies the checksums of the result.
 
     Args:
-        header: the delta's.
+        header: the delta's header.
         read_chunk: returns a chunk's bytes.
-        memory: bytes of the version, in memory of the caller's own, which no one else writes.
+        memory: bytes of the version, which no one else writes.
         copier: its threads do it.
 
     Raises:
-        StoreCorruptError: a chunk is not as it was written, or does not hold what the header says,
-            and others may have been applied; or the memory is of another size.
+        StoreCorruptError: a chunk was damaged, or contradicts the header, after other chunks were
+            applied perhaps; or the memory is of another size.
     """
     if len(memory) != header.layout.checksums_offset:
         raise StoreCorruptError(
@@ -99,7 +99,7 @@ def changed_places(header: DeltaHeader, read_chunk: ReadChunk, copier: Copier) -
     """Read the places of all changed words: their first bytes in the file, in any order.
 
     Raises:
-        StoreCorruptError: a chunk is not as it was written, or does not hold what the header says.
+        StoreCorruptError: a chunk was damaged, or contradicts the header.
     """
     parts = [np.empty(0, np.int64)] * (1 + len(header.chunks))
 
@@ -166,7 +166,7 @@ def _decode_places(header: DeltaHeader, chunk: Chunk, streams: list[memoryview])
     # In a third of the time that numpy's sum takes.
     places: Integers = torch.from_numpy(steps).cumsum_(0).numpy()
     if first != 0 or (places[-1] + 1) * width != chunk.end:
-        raise StoreCorruptError("delta: a chunk's positions are not those that its header counts")
+        raise StoreCorruptError("delta: a chunk's positions contradict its header")
     tensors = header.layout.byte_ranges.within(chunk.start, chunk.end).in_words(width)
     counts = tensors.counts(places)
     if counts.sum() != len(places) or tensors.word_bytes[counts > 0].min() < width:

@@ -2,12 +2,12 @@
 
 A GPU copies at full speed only from and to page-locked memory, in large pieces: on an H200, 55 GB/s
 against 7 GB/s into the GPU, and 17 GB/s out of it, for memory that is not page-locked. So tensors
-that are long, contiguous and page-locked are copied as they are. All others (in memory that is not
-page-locked, short, strided, of another dtype) go through page-locked pieces in which they lie one
-behind the other: the GPU gathers or scatters, and casts, at its end, threads do so at the other
-end, and while they work on one piece the next is on its way.
+that are long, contiguous and page-locked are copied directly. All others (in memory that is not
+page-locked, short, strided, of another dtype) go through page-locked pieces, one tensor behind the
+other: the GPU gathers or scatters, and casts, at its end, threads do so at the other end, and while
+they work on one piece the next is on its way.
 
-The device works on the current stream, behind what the caller has queued there.
+The device works on the current stream, after the work that the caller has queued there.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 """A tensor in main memory, and one of the same shape on a device."""
 
 CopyInMemory = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
-"""Copies each tensor of the second list into that of the first, all in main memory."""
+"""Function that copies each tensor of its second list into the first list's, in main memory."""
 
 _PIECE_BYTES = (64 << 20, 8 << 20, 1 << 20)
-"""Sizes of a piece: the largest for which the device has room is used."""
+"""Sizes of a piece, largest first: the first that the device has room for is used."""
 
 _NUM_SLOTS = 2
 """Pieces that are under way: the threads work on one, the link on the other."""
@@ -51,9 +51,9 @@ def any_on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def fork_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], contextlib.ExitStack]:
-    """Return a function that makes a ``with`` block, in which another thread has CUDA streams.
+    """Return a function that makes a ``with`` block of another thread, with CUDA streams for it.
 
-    Work in the block begins when this thread's streams have done what they have been given by now.
+    Work in the block begins after the work that this thread's streams have queued by now.
     """
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     events = {device: torch.cuda.current_stream(device).record_event() for device in devices}
@@ -119,7 +119,7 @@ class _Slot:
         self._event = torch.cuda.Event() if self._has_queue else None  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
-        """Have :meth:`wait` wait for what is queued by now."""
+        """Have :meth:`wait` wait for the work that is queued by now."""
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self.device.device))
 
@@ -147,18 +147,18 @@ class _Piece:
             torch._foreach_copy_(self.device_views(), hosts, non_blocking=True)
         else:
             copy_in_memory(self._views(self.slot.host), hosts)
-            some = slice(0, self._num_bytes)
-            self.slot.device[some].copy_(self.slot.host[some], non_blocking=True)
+            used = slice(0, self._num_bytes)
+            self.slot.device[used].copy_(self.slot.host[used], non_blocking=True)
         self.slot.record()
 
     def download(self) -> None:
         """Queue the copy of all, which the device has gathered, to main memory."""
-        some = slice(0, self._num_bytes)
-        self.slot.host[some].copy_(self.slot.device[some], non_blocking=True)
+        used = slice(0, self._num_bytes)
+        self.slot.host[used].copy_(self.slot.device[used], non_blocking=True)
         self.slot.record()
 
     def take(self, copy_in_memory: CopyInMemory) -> None:
-        """Wait for what was downloaded, and bring it to its places."""
+        """Wait for the download, and copy each tensor to its place."""
         self.slot.wait()
         copy_in_memory([host for host, _ in self.pairs], self._views(self.slot.host))
 
@@ -173,7 +173,7 @@ class _Piece:
 
 
 class _Transfer(Closing):
-    """Pairs to copy, sorted into those that are copied as they are, and pieces of all others.
+    """Pairs to copy: some are copied directly, and the others in pieces.
 
     Closing waits until the device has done all that was queued.
 
@@ -184,12 +184,12 @@ class _Transfer(Closing):
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._device = pairs[0][1].device
         self.direct: list[Pair] = []
-        self._others: list[Pair] = []
+        self._in_pieces: list[Pair] = []
         for host, on_device in pairs:
             if host.nbytes >= _LONG_BYTES and _is_flat(host, on_device) and host.is_pinned():
                 self.direct.append((host, on_device))
             elif host.nbytes:
-                self._others.append((host, on_device))
+                self._in_pieces.append((host, on_device))
 
     def close(self) -> None:
         if self._device.type == "cuda":
@@ -197,13 +197,13 @@ class _Transfer(Closing):
             torch.cuda.current_stream(self._device).synchronize()
 
     def pieces(self) -> Iterator[_Piece]:
-        if not self._others:
+        if not self._in_pieces:
             return
-        slots = _make_slots(self._device, sum(align(host.nbytes) for host, _ in self._others))
+        slots = _make_slots(self._device, sum(align(host.nbytes) for host, _ in self._in_pieces))
         limit = slots[0].host.numel()
         number, num_bytes = 0, 0
         pairs: list[Pair] = []
-        for pair in itertools.chain.from_iterable(_cut(other, limit) for other in self._others):
+        for pair in itertools.chain.from_iterable(_cut(long, limit) for long in self._in_pieces):
             pair_bytes = align(pair[0].nbytes)
             if pairs and num_bytes + pair_bytes > limit:
                 yield _Piece(slots[number % _NUM_SLOTS], pairs)
@@ -241,8 +241,8 @@ def _cut(pair: Pair, limit: int) -> Iterator[Pair]:
         step = max(1, limit // host.itemsize)
         flat = host.reshape(-1), on_device.reshape(-1)
         for first in range(0, host.numel(), step):
-            some = slice(first, first + step)
-            yield flat[0][some], flat[1][some]
+            part = slice(first, first + step)
+            yield flat[0][part], flat[1][part]
     else:
         dimension = next(d for d, n in enumerate(host.shape) if n > 1)
         rows = max(1, limit // (host.nbytes // host.shape[dimension]))
@@ -252,7 +252,7 @@ def _cut(pair: Pair, limit: int) -> Iterator[Pair]:
 
 
 class PageLock(ProcessBound):
-    """Lock of memory's pages, from and to which a GPU then copies at full speed.
+    """Lock of memory's pages, so that a GPU copies from and to them at full speed.
 
     Of a mapping it must be a shared one: locking a private one copies each page.
 
@@ -283,7 +283,7 @@ class PageLock(ProcessBound):
         flags = _REGISTER_READ_ONLY if read_only else 0
         status = int(_cuda_runtime().cudaHostRegister(address, num_bytes, flags))
         if status:
-            # CUDA reports the error once more when the next kernel starts, whoever starts it.
+            # CUDA reports the error once more when the process starts its next kernel.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
             raise StoreAccessError(

@@ -69,7 +69,7 @@ class FileTensors:
         return self._bytes[: self.layout.checksums_offset]
 
     def read_ahead(self) -> None:
-        """Have every page at hand, which those of a mapping are not by themselves."""
+        """Read every page of a mapping into memory; other memory has all its pages."""
 
     @cached_property
     def views(self) -> list[torch.Tensor]:
@@ -98,7 +98,7 @@ class MappedTensors(FileTensors):
         file: open file.
         file_bytes: its size.
         layout: of its tensors.
-        access: ``mmap.ACCESS_WRITE``: a writer's mapping; what is copied in is in the file.
+        access: ``mmap.ACCESS_WRITE``: a writer's mapping; copies into it are in the file.
             ``ACCESS_COPY``: a reader's, to hand out: a program that changes a snapshot's tensor
             changes its own copy of that page, never the file. ``ACCESS_READ``: to copy from.
     """
@@ -153,7 +153,7 @@ _read_mappings: weakref.WeakValueDictionary[int, MappedTensors] = weakref.WeakVa
 
 
 def file_under(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Identity of the weights file that a reader's tensor is a view of; None for other tensors."""
+    """Return the identity of the file under a reader's tensor, or None for other tensors."""
     if not _read_mappings or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return None
     if tensor.device.type != "cpu":
@@ -185,9 +185,9 @@ class KeptMappings:
             return mapped
         # A mapping keeps an unlinked file's room; and each buffer has one file.
         self._mapped = {
-            other: known
-            for other, known in self._mapped.items()
-            if other.parent != path.parent and other.exists()
+            kept_path: kept
+            for kept_path, kept in self._mapped.items()
+            if kept_path.parent != path.parent and kept_path.exists()
         }
         return None
 
@@ -224,7 +224,7 @@ def new_memory(num_bytes: int) -> torch.Tensor:
 
 
 def as_bytes(data: torch.Tensor) -> memoryview:
-    """The memory of a flat tensor of bytes."""
+    """Return the memory of a flat tensor of bytes."""
     array: Any = data.numpy()  # a buffer, which numpy's types say from Python 3.12 on only
     return memoryview(array)
 
@@ -255,13 +255,13 @@ def map_file(file: int, file_bytes: int, access: int) -> torch.Tensor:
     """
     mode = os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY
     with filesystem.os_errors("map a weights file", path := f"/proc/self/fd/{file}"):
-        own = filesystem.Descriptor.open(path, mode)
+        opened = filesystem.Descriptor.open(path, mode)
     # A reader writes into no page of it, or few: none need be set aside for a copy of each.
     flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if access == mmap.ACCESS_COPY else mmap.MAP_SHARED
     protection = mmap.PROT_READ if access == mmap.ACCESS_READ else mmap.PROT_READ | mmap.PROT_WRITE
     try:
-        with own:
-            mapped = mmap.mmap(own.number, file_bytes, flags, protection)
+        with opened:
+            mapped = mmap.mmap(opened.number, file_bytes, flags, protection)
     except OSError as error:
         raise StoreAccessError(
             f"cannot map {file_bytes} bytes of a weights file: {error.strerror}; is there a limit "
@@ -318,24 +318,24 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
 
 
 def join_blocks(blocks: Sequence[Block], digests: Sequence[int]) -> list[int]:
-    """The checksum of each tensor that these blocks make up, from their digests."""
+    """Return the checksum of each tensor that these blocks make up, from their digests."""
     pairs = zip(blocks, digests, strict=True)
     by_tensor = itertools.groupby(pairs, lambda pair: pair[0].tensor)
     return [join_digests([digest for _, digest in of_one]) for _, of_one in by_tensor]
 
 
 def join_digests(digests: Sequence[int]) -> int:
-    """The checksum of a tensor from the digests of its blocks, one at least."""
+    """Return the checksum of a tensor from the digests of its blocks, one at least."""
     if len(digests) == 1:
         return digests[0]
     return xxhash.xxh3_64_intdigest(pack_checksums(digests))
 
 
 def pack_checksums(checksums: Sequence[int]) -> bytes:
-    """The table of checksums as it stands in the file."""
+    """Return the table of checksums for the file."""
     return b"".join(checksum.to_bytes(8, "little") for checksum in checksums)
 
 
 def unpack_checksums(data: bytes) -> list[int]:
-    """The other way round."""
+    """Return the checksums in a file's table."""
     return [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]

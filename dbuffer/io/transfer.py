@@ -42,7 +42,7 @@ DIGEST_OF_NOTHING = xxhash.xxh3_64_intdigest(b"")
 
 
 def part_path(path: Path, part: int | None) -> Path:
-    """Return the path of a part of the weights file at ``path``; None: the file itself."""
+    """Return the path of a part of the weights file at ``path``, or of the file if None."""
     return path if part is None else path.with_name(part_name(path.name, part))
 
 
@@ -55,26 +55,26 @@ def read_tensors(
     *,
     hashed: bool,
 ) -> list[int] | None:
-    """Read all tensors of an open weights file; their checksums, if ``hashed``.
+    """Read all tensors of an open weights file; return their checksums, if ``hashed``.
 
-    They go into memory, or into another open file, which holds all data itself. The file's parts,
-    if its layout has some, are beside ``path``.
+    The tensors go into memory, or into another open file, which has no parts. The file's parts, if
+    its layout has some, are beside ``path``.
 
     Raises:
         StoreCorruptError: a file is shorter than its layout, or a part longer.
         StoreAccessError: a file cannot be read, or someone else could have written a part.
         StoreNotFoundError: a file was removed meanwhile.
     """
-    # An empty tensor of a version in parts lies in none of them.
+    # Where a version is in parts, no part has an empty tensor.
     digests = [DIGEST_OF_NOTHING] * len(layout.blocks)
 
     def work(first: int, end: int) -> None:
         for part, spans in itertools.groupby(layout.spans[first:end], lambda span: span.part):
             # Opened once more for each thread: sharing one spoils each other's read-ahead.
             name = f"/proc/self/fd/{files[part]}"
-            with Descriptor.open(name, os.O_RDONLY) as own:
+            with Descriptor.open(name, os.O_RDONLY) as opened:
                 for span in spans:
-                    data = _read_span(own.number, span, into, path)
+                    data = _read_span(opened.number, span, into, path)
                     if hashed:
                         _hash_span(layout, span, data, digests)
 
@@ -119,7 +119,7 @@ def write_tensor(
     *,
     hashed: bool,
 ) -> list[int]:
-    """Write one tensor to its place, cast to ``dtype``, in bounded memory; its blocks' digests."""
+    """Write a tensor to its place, cast to ``dtype``, in bounded memory; return its digests."""
     digests: list[int] = []
     with filesystem.os_errors("write a tensor", path):
         for data in _spans_of(source, dtype):
@@ -134,19 +134,19 @@ def write_tensor(
 def _spans_of(source: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     """Yield a tensor's bytes as the file holds them, in memory that the next span uses again.
 
-    They are written, and then hashed, and the trainer may change its tensor in between: so they are
-    copied even if the tensor lies in memory just like that.
+    The bytes are written, and then hashed, and the trainer may change its tensor in between: so
+    they are copied even if the tensor's memory has them in this order.
     """
     elements = source.detach().reshape(-1)
     step = SPAN_BYTES // dtype.itemsize
     memory = torch.empty(min(step, elements.numel()), dtype=dtype)
     for first in range(0, elements.numel(), step):
-        some = elements[first : first + step]
-        yield as_bytes(memory[: some.numel()].copy_(some).view(torch.uint8))
+        part = elements[first : first + step]
+        yield as_bytes(memory[: part.numel()].copy_(part).view(torch.uint8))
 
 
 def chunks_of(file: Descriptor, path: Path | str) -> Iterator[bytes]:
-    """All bytes of an open file, some :data:`SPAN_BYTES` at a time."""
+    """Yield all bytes of an open file, :data:`SPAN_BYTES` at a time."""
     offset = 0
     with filesystem.os_errors("read", path):
         while chunk := filesystem.read_at(file.number, offset, SPAN_BYTES):
@@ -157,15 +157,15 @@ def chunks_of(file: Descriptor, path: Path | str) -> Iterator[bytes]:
 def _open_parts(
     stack: contextlib.ExitStack, file: int, path: Path, layout: Layout
 ) -> dict[int | None, int]:
-    """Descriptors of all files, which must be trusted no less than the weights file."""
+    """Return descriptors of all files. Each part must be trusted no less than the file."""
     files: dict[int | None, int] = {None: file}
     trusted = os.fstat(file)
     for part, num_bytes in enumerate(layout.part_bytes):
         if not num_bytes:
             continue
         name = part_path(path, part)
-        own = stack.enter_context(filesystem.open_regular(name, os.O_RDONLY, owner_only=False))
-        status = os.fstat(own.number)
+        opened = stack.enter_context(filesystem.open_regular(name, os.O_RDONLY, owner_only=False))
+        status = os.fstat(opened.number)
         writable = stat.S_IMODE(status.st_mode) & ~stat.S_IMODE(trusted.st_mode) & 0o022
         if status.st_uid != trusted.st_uid or writable:
             raise StoreAccessError(f"{name} has another owner or mode than {path.name}")
@@ -173,18 +173,18 @@ def _open_parts(
             raise StoreCorruptError(
                 f"{name} has {status.st_size} bytes, and was published with {num_bytes}"
             )
-        files[part] = own.number
+        files[part] = opened.number
     return files
 
 
 def _read_span(file: int, span: Span, into: FileTensors | Descriptor, path: Path) -> memoryview:
-    """Bring a span to its place; its bytes."""
+    """Read a span into its place; return its bytes."""
     if isinstance(into, FileTensors):
         data = into.raw[span.start : span.end]
     else:
         data = memoryview(bytearray(span.end - span.start))
     if filesystem.read_into(file, span.place, data) < data.nbytes:
-        raise StoreCorruptError(f"{part_path(path, span.part)} is shorter than what was published")
+        raise StoreCorruptError(f"{part_path(path, span.part)} is shorter than the published file")
     if isinstance(into, Descriptor):
         filesystem.write_at(into.number, span.start, data)
     return data

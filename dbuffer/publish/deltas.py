@@ -210,8 +210,8 @@ class Deltas:
             if self._world.rank:
                 step.message = msgspec.msgpack.encode(changes)
         if self._world.rank == 0:
-            others = [msgspec.msgpack.decode(data, type=Changes) for data in step.messages]
-            self._changes = Changes.joined([changes, *others])
+            decoded = [msgspec.msgpack.decode(data, type=Changes) for data in step.messages]
+            self._changes = Changes.joined([changes, *decoded])
 
     def plan_file(self, writer: BufferWriter) -> bool:
         """Decide, and log, whether the version gets a whole file; return that.

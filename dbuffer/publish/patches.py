@@ -111,7 +111,7 @@ def _cast(patch: SparsePatch, spec: TensorSpec) -> SparsePatch:
     Not to or from eight bits: those have scales, which a patch of other numbers does not know.
     """
     pair = (patch.values.dtype, dtype := DTYPES[spec.dtype])
-    if pair[0] is dtype or not all(one.is_floating_point and one.itemsize > 1 for one in pair):
+    if pair[0] is dtype or not all(kind.is_floating_point and kind.itemsize > 1 for kind in pair):
         return patch
     refuse_overflow([spec], [patch.values])
     return replace(patch, values=patch.values.detach().to(dtype))
@@ -119,35 +119,35 @@ def _cast(patch: SparsePatch, spec: TensorSpec) -> SparsePatch:
 
 def _checked(patch: SparsePatch, spec: TensorSpec) -> tuple[Integers, torch.Tensor]:
     """Return ascending positions in the tensor, and the values that go there."""
-    what, dtype, count = f"the patch of {patch.name!r}", DTYPES[spec.dtype], math.prod(spec.shape)
+    label, dtype, count = f"the patch of {patch.name!r}", DTYPES[spec.dtype], math.prod(spec.shape)
     if patch.shape is not None and tuple(patch.shape) != spec.shape:
         raise WeightsMismatchError(
-            f"{what} is for the shape {list(patch.shape)}, and {list(spec.shape)} was published"
+            f"{label} is for the shape {list(patch.shape)}, and {list(spec.shape)} was published"
         )
     if patch.indices.dtype not in _INTEGERS:
-        raise InvalidWeightsError(f"{what}: indices are integers, not {patch.indices.dtype}")
+        raise InvalidWeightsError(f"{label}: indices are integers, not {patch.indices.dtype}")
     if patch.indices.numel() != patch.values.numel():
         raise InvalidWeightsError(
-            f"{what} has {patch.indices.numel()} indices and {patch.values.numel()} values"
+            f"{label} has {patch.indices.numel()} indices and {patch.values.numel()} values"
         )
     if patch.values.dtype is not dtype:
-        raise WeightsMismatchError(f"{what} holds {patch.values.dtype}, and the tensor {dtype}")
+        raise WeightsMismatchError(f"{label} holds {patch.values.dtype}, and the tensor {dtype}")
     places: Integers = patch.indices.detach().reshape(-1).to("cpu", torch.int64).numpy()
     # Copies, in which values are conjugated and negated that only had the mark of it: what changed
     # is written into the other buffer by the next publish.
     values = patch.values.detach().reshape(-1).cpu().clone(memory_format=torch.contiguous_format)
     if not (places[1:] > places[:-1]).all():  # sorting takes longer than the check
-        places, values = _in_order(what, places, values)
+        places, values = _in_order(label, places, values)
     if len(places) and not 0 <= int(places[0]) <= int(places[-1]) < count:
-        raise WeightsMismatchError(f"{what} has indices outside of 0 to {count - 1}")
+        raise WeightsMismatchError(f"{label} has indices outside of 0 to {count - 1}")
     return places, values
 
 
-def _in_order(what: str, places: Integers, values: torch.Tensor) -> tuple[Integers, torch.Tensor]:
+def _in_order(label: str, places: Integers, values: torch.Tensor) -> tuple[Integers, torch.Tensor]:
     order = np.argsort(places)
     places = places[order]
     if (places[1:] == places[:-1]).any():
-        raise InvalidWeightsError(f"{what} names one place twice")
+        raise InvalidWeightsError(f"{label} names one place twice")
     # Their bytes: neither torch nor numpy can pick elements of each dtype.
     rows = values.view(torch.uint8).reshape(len(places), values.dtype.itemsize)
     return places, rows[torch.from_numpy(order)].reshape(-1).view(values.dtype)
