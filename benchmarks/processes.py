@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,10 @@ def slow_link(bytes_per_s: float) -> Iterator[None]:
 
         return call
 
-    names = ("read_at", "read_into", "write_at")
-    slow = {name: on_link(getattr(filesystem, name)) for name in names}
-    with mock.patch.multiple(filesystem, **slow):
+    with ExitStack() as stack:
+        for name in ("read_at", "read_into", "write_at"):
+            slow = on_link(getattr(filesystem, name))
+            stack.enter_context(mock.patch.object(filesystem, name, slow))
         yield
 
 
