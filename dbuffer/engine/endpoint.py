@@ -258,13 +258,12 @@ def watch(
 
 
 @contextlib.contextmanager
-def loading(model_of: Callable[[], Any], cause: str, is_ours: Callable[[], bool]) -> Iterator[None]:
-    """Treat a model's weights as unknown from the cause on, unless that is dbuffer's own load."""
+def loading(model_of: Callable[[], Any], cause: str) -> Iterator[None]:
+    """Treat a model's weights as unknown from the cause on."""
     try:
         yield
     finally:
-        if not is_ours():
-            RankEndpoint.of(model_of()).note_foreign_load(cause)
+        RankEndpoint.of(model_of()).note_foreign_load(cause)
 
 
 @contextlib.contextmanager

@@ -71,6 +71,9 @@ class EngineOptions:
     """Threads that copy and verify."""
     allow_shared_store: bool = False
     """Accept a directory that belongs to someone else, or that others can write to."""
+    allow_stale_kv: bool = False
+    """Accept an engine that loads KV through a connector whose contents a switch cannot drop:
+    answers may then continue from what older weights computed."""
     unused_tensors: Literal["refuse", "warn"] = "refuse"
     """Treatment of a version with tensors that the engine's model has no place for: ``"refuse"`` it
     by their names, or leave them out with one warning (``"warn"``). Buffers that
@@ -124,6 +127,7 @@ class EngineOptions:
         if self.num_threads is not None:
             checks.whole_number("num_threads", self.num_threads)
         checks.flag("allow_shared_store", self.allow_shared_store)
+        checks.flag("allow_stale_kv", self.allow_stale_kv)
         checks.choice("unused_tensors", self.unused_tensors, ("refuse", "warn"))
         checks.choice("forked", self.forked, FORKED)
         checks.flag("plan", self.plan)

@@ -42,12 +42,6 @@ class Process:
         return _of_pid(os.getpid())
 
     @classmethod
-    def parent(cls) -> Process:
-        """Process that started this one, or has taken its place."""
-        pid = os.getppid()
-        return dataclasses.replace(cls.here(), pid=pid, started=_state_of(pid)[1])
-
-    @classmethod
     def of(cls, record: ReceiverRecord | WriterRecord) -> Process:
         return cls(record.host, record.boot, record.pid_namespace, record.pid, record.started)
 

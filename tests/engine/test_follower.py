@@ -1116,6 +1116,17 @@ def test_engine_with_weights_of_its_own_is_ready_without_a_version(scene, client
 # Several API servers of one engine
 
 
+class CoreClient:
+    """vLLM's client of a core that knows whether the engine is ready."""
+
+    is_ready = False
+
+    async def call_utility_async(self, method: str, is_ready: bool = False) -> bool:
+        assert method == "dbuffer_ready"
+        self.is_ready |= is_ready
+        return self.is_ready
+
+
 def test_no_api_server_is_ready_before_the_engine_is_and_the_first_follows(
     scene, client, monkeypatch
 ):
@@ -1130,6 +1141,7 @@ def test_no_api_server_is_ready_before_the_engine_is_and_the_first_follows(
     monkeypatch.setattr(FOLLOW, follow_once)
 
     async def run() -> None:
+        client.engine_core = CoreClient()
         lifespans = [Lifespan(of_api_server(client, rank)) for rank in (1, 0)]
         for lifespan in lifespans:
             await lifespan.tell("startup")

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import dbuffer
+from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.integrations.vllm import follow
-from dbuffer.integrations.vllm.rank import require_droppable
+from dbuffer.integrations.vllm.connectors import require_droppable
 from tests.support.engines.tiny_models import make_model, save_model
 from tests.support.engines.vllm_engines import greedy, judge, start_llm
 
@@ -39,6 +40,10 @@ def run(directory: Path) -> None:
     with dbuffer.WeightSender(store) as sender:
         with pytest.raises(dbuffer.UnsupportedError, match=NO_RESET):
             follow(llm, store)
+        sender.send(make_model("qwen3", 2))
+        with follow(llm, store, allow_stale_kv=True) as follower:
+            assert follower.sync() is not None
+            stale = greedy(llm)
 
         def reset_cache(_: Any) -> bool:
             shutil.rmtree(kept)
@@ -53,13 +58,14 @@ def run(directory: Path) -> None:
     reset_cache(None)
     assert llm.reset_prefix_cache()
     assert switched == greedy(llm) != first
+    assert switched != stale, "the connector had kept what the weights before computed"
 
 
 def tell_which_are_refused(config: Any) -> None:
     """Judge connectors that no engine here can have, by an engine's configuration."""
     from vllm.config import KVTransferConfig
 
-    config = copy.copy(config)
+    config, options = copy.copy(config), EngineOptions(store="store")
     reads = {"kv_connector": NO_RESET, "kv_role": "kv_consumer"}
     for refused, transfer in (
         (None, OFFLOADS),
@@ -78,14 +84,14 @@ def tell_which_are_refused(config: Any) -> None:
     ):
         config.kv_transfer_config = KVTransferConfig(**transfer)
         if refused is None:
-            require_droppable(config)
+            require_droppable(config, options)
             continue
         with pytest.raises(dbuffer.UnsupportedError, match=f"through {refused}, "):
-            require_droppable(config)
+            require_droppable(config, options)
     config.kv_transfer_config = None
     config.ec_transfer_config = SimpleNamespace(is_ec_consumer=True, ec_connector="Encoders")
     with pytest.raises(dbuffer.UnsupportedError, match="through Encoders, "):
-        require_droppable(config)
+        require_droppable(config, options)
 
 
 if __name__ == "__main__":

@@ -223,7 +223,8 @@ def update_by_stock_calls(store: Path, pair: Pair) -> None:
         sender.send(make_model("qwen3", 1))
         assert update(update_kind="dense") is None
         assert greedy(llm) == fresh[1]
-        assert update(update_kind="sparse_flat") is None
+        assert "num_updates_list" in str(update(update_kind="sparse_flat"))
+        assert update(update_kind="sparse_flat", num_updates_list=[1]) is None
         assert update(version=1) is None
         assert greedy(llm) == fresh[1]
         sender.send(make_model("qwen3", 0))

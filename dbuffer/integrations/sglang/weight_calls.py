@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from sglang.srt.managers.scheduler_components import weight_updater as scheduler
@@ -47,9 +47,8 @@ def watch_scheduler() -> None:
 
 
 def _loading(name: str, updater: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-    return loading(
-        updater.get_model, name, is_ours=lambda: LOADER in (*args, kwargs.get("load_format"))
-    )
+    is_ours = LOADER in (*args, kwargs.get("load_format"))
+    return nullcontext() if is_ours else loading(updater.get_model, name)
 
 
 def _releasing(model: Any, *_: Any) -> AbstractContextManager[None]:

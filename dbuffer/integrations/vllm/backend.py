@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.errors import OptionError
 from dbuffer.integrations.vllm.callback_engine import CallbackEngine, DBufferUpdateInfo
 from dbuffer.integrations.vllm.config import options_of
+from dbuffer.integrations.vllm.connectors import require_droppable
 from dbuffer.integrations.vllm.rank import WorkerRank, raising_once
 from dbuffer.integrations.vllm.sparse_patches import (
     trainer_send_sparse_weights,
@@ -57,6 +58,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._endpoint.following().catch_up()
 
     def _begin(self, options: EngineOptions) -> None:
+        require_droppable(self.vllm_config, options)
         make_rank = partial(WorkerRank, self.vllm_config, self.model, self.device)
         self._endpoint.begin(make_rank, options)
 
@@ -67,7 +69,6 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return None
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> DBufferUpdateInfo:
-        """Check ``update_info`` by the rules of vLLM 0.23: a sparse one has counts of patches."""
         return DBufferUpdateInfo.parse(update_dict)
 
     def init_transfer_engine(self, init_info: EngineOptions | None) -> None:
@@ -86,11 +87,9 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
         A rank that was given an invalid request takes part with the error: the others wait for it.
         """
-        # Later releases know no counts, so a sparse update needs none here.
-        has_counts = isinstance(update_info, Mapping) and "num_updates_list" in update_info
         request: UpdateRequest | OptionError
         try:
-            request = (DBufferUpdateInfo if has_counts else UpdateRequest).parse(update_info)
+            request = DBufferUpdateInfo.parse(update_info)
         except OptionError as error:
             request = error
         self._update(request)

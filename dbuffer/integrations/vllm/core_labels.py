@@ -1,7 +1,7 @@
 """Let vLLM's engine core tell with each token which weights it came from, and whether it knows.
 
 vLLM's core attaches its label to each step's outputs, and its front ends make spans of tokens from
-them. With dbuffer the label that travels is a whole :class:`WeightLabel`; front ends take it apart
+them. With dbuffer the label that travels is a whole :class:`WeightLabel`. Front ends take it apart
 again, so that vLLM's own routes and fields show the version alone.
 
 The core drops its label before a call that writes or discards weights without dbuffer. It cannot
@@ -11,7 +11,7 @@ tell what other calls do (methods of a worker extension): there the follower's n
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dbuffer.engine.contract import UNKNOWN_VERSION, WeightLabel
@@ -20,57 +20,73 @@ from dbuffer.integrations.vllm.config import CALL, has_backend
 
 KEEPS_WEIGHTS = 1
 """Highest level of sleep after which waking brings the weights back."""
-LOADS = ("reload_weights", "reset_weights")
+RELOADS = ("reload_weights", "reset_weights")
 TRANSFERS = ("start_weight_update", "update_weights", "finish_weight_update")
-"""Loads too, unless they go through dbuffer's own backend or into a draft model."""
-_START_DRAFT = "start_draft_weight_update"
+"""Calls of a weight transfer, which may be dbuffer's."""
+_WRITES = {True: (*RELOADS, "update_weights"), False: (*RELOADS, *TRANSFERS)}
+"""Calls that write weights, by whether the transfer is dbuffer's: the label of the weights that
+it wrote comes with ``finish_weight_update``."""
 
 LABEL = "dbuffer_label"
 """Method of the core that returns its label, encoded."""
+READY = "dbuffer_ready"
+"""Method of the core that returns whether its first API server has called it with True."""
 
 ADMITTED = "dbuffer_label"
 """Attribute of an output of vLLM: encoded label of the weights of its first token."""
 
-_ENCODED = "dbuffer_encoded_label"
-_ATTACHED = "dbuffer_attached_label"
-"""Attribute of a core: the encoded label of the weights alone."""
-_IS_VOID = "dbuffer_labels_are_void"
-"""Attribute of a core: whether what a follower knows of its weights may be of before a load."""
+
+@dataclass(slots=True)
+class _CoreState:
+    """Label of a core's weights, and what the core knows about its followers."""
+
+    label: str | None = None
+    """Encoded label, if one was set."""
+    label_of_outputs: str | None = None
+    """Encoded label of the weights alone: requests in flight keep theirs when the rest changes."""
+    is_followed: bool = False
+    is_void: bool = False
+    """Whether a label that a follower sets may be of weights before a load."""
+    is_ready: bool = False
+
+
+def _state_of(core: Any) -> _CoreState:
+    state: _CoreState = vars(core).setdefault("dbuffer_state", _CoreState())
+    return state
 
 
 def label_cores(core: Any) -> None:
-    """Let cores (``EngineCore``) keep whole labels."""
+    """Let cores (``EngineCore``) keep whole labels, and drop them before other loads."""
     if hasattr(core, LABEL):
         return
-    set_version, attach = core.set_weight_version, getattr(core, "_attach_weight_version", None)
+    set_version = core.set_weight_version
 
     def set_weight_version(core: Any, weight_version: str) -> None:
-        label = WeightLabel.decode(weight_version)
-        if label.run is not None and getattr(core, _IS_VOID, False):
-            label, weight_version = WeightLabel(), UNKNOWN_VERSION
+        state, label = _state_of(core), WeightLabel.decode(weight_version)
+        if label.run is not None and state.is_void:
+            label = WeightLabel()
         set_version(core, label.version)
-        setattr(core, _ENCODED, weight_version)
-        if label.newest_run is not None or label.is_attested:
-            # Requests in flight keep their weights in both cases.
-            weight_version = replace(label, newest_run=None, is_attested=False).encode()
-        setattr(core, _ATTACHED, weight_version)
+        state.label = label.encode()
+        state.label_of_outputs = replace(label, newest_run=None, is_attested=False).encode()
 
     def get_label(core: Any) -> str:
-        return str(getattr(core, _ENCODED, core.get_weight_version()))
+        return str(_state_of(core).label or core.get_weight_version())
 
     def attach_label(core: Any, outputs: dict[int, Any]) -> None:
-        encoded = getattr(core, _ATTACHED, core.get_weight_version())
+        label = _state_of(core).label_of_outputs or core.get_weight_version()
         for output in outputs.values():
-            output.weight_version = encoded
+            output.weight_version = label
+
+    def is_ready(core: Any, is_ready: bool = False) -> bool:
+        state = _state_of(core)
+        state.is_ready |= is_ready
+        return state.is_ready
 
     core.set_weight_version = set_weight_version
     setattr(core, LABEL, get_label)
-    if attach is not None:
+    setattr(core, READY, is_ready)
+    if hasattr(core, "_attach_weight_version"):
         core._attach_weight_version = attach_label  # noqa: SLF001
-
-
-def watch_core(core: type) -> None:
-    """Let vLLM's engine core drop the weight version of a followed engine."""
     watch(core, "sleep", _sleeping)
     watch(core, "collective_rpc", _calling)
 
@@ -83,30 +99,19 @@ def _sleeping(core: Any, level: int = 1, *_: Any, **__: Any) -> AbstractContextM
 
 def _calling(core: Any, method: Any, *_: Any, **__: Any) -> AbstractContextManager[None]:
     if method == CALL:  # the next label is of a follower that asks the workers now
-        core.dbuffer_follows = True
-        setattr(core, _IS_VOID, False)
-    elif method in LOADS:
+        state = _state_of(core)
+        state.is_followed, state.is_void = True, False
+    elif method in _WRITES[has_backend(core.vllm_config)]:
         _drop_label(core)
-    elif method in (*TRANSFERS, _START_DRAFT):
-        _note_transfer(core, method)
     return nullcontext()
-
-
-def _note_transfer(core: Any, method: str) -> None:
-    if method in (TRANSFERS[0], _START_DRAFT):
-        core.dbuffer_is_draft = method == _START_DRAFT
-    # Through dbuffer's own backend, the weights change in update_weights. The label of the new ones
-    # comes with finish_weight_update.
-    is_load = method == "update_weights" or not has_backend(core.vllm_config)
-    if is_load and not getattr(core, "dbuffer_is_draft", False):
-        _drop_label(core)
 
 
 def _drop_label(core: Any) -> None:
     """Answer as of unknown weights, until a follower that asks the workers anew labels them."""
-    if getattr(core, "dbuffer_follows", False) or has_backend(core.vllm_config):
+    state = _state_of(core)
+    if state.is_followed or has_backend(core.vllm_config):
         core.set_weight_version(UNKNOWN_VERSION)
-        setattr(core, _IS_VOID, True)
+        state.is_void = True
 
 
 def tell_labels(request_state: Any) -> None:

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from dbuffer.engine.contract import ASLEEP
 from dbuffer.errors import EngineBusyError, EngineUpdateError
@@ -145,10 +145,12 @@ def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) 
         return f"vLLM cannot abort {counted(num_open, 'session')} {_UNTIL_THE_INPUT_ENDS}"
     num_waiting = getattr(core.scheduler, "num_waiting_for_streaming_input", 0)
     if num_waiting and drops_caches:
-        what = counted(num_waiting, "waiting session")
-        return f"vLLM cannot drop the caches of {what} {_UNTIL_THE_INPUT_ENDS}"
-    # Requests with computed tokens, preempted ones included.
-    num_begun = sum(bool(one.num_computed_tokens or one.num_output_tokens) for one in requests)
+        sessions = counted(num_waiting, "waiting session")
+        return f"vLLM cannot drop the caches of {sessions} {_UNTIL_THE_INPUT_ENDS}"
+    # Preempted requests have begun, too.
+    num_begun = sum(
+        bool(request.num_computed_tokens or request.num_output_tokens) for request in requests
+    )
     if mode == "wait" and other_pause == "PAUSED_ALL" and num_begun:
         return (
             f"another program has paused {counted(num_begun, 'request')} in flight, which "
@@ -174,24 +176,18 @@ def _release(core: Any) -> None:
         _pass_on(pause, result)
 
 
-def _pass_on(pause: Callable[[], Any], result: Future[Any]) -> None:
+def _pass_on(call: Callable[[], Any], result: Future[Any]) -> None:
     """Make a call, which may return a future, and let ``result`` have its outcome."""
-    try:
-        outcome = pause()
-    except Exception as error:  # noqa: BLE001 - for the process that has called
-        _fail(result, error)
-        return
-    if isinstance(outcome, Future):
-        outcome.add_done_callback(lambda done: _pass_on(done.result, result))
-        return
-    with contextlib.suppress(InvalidStateError):
-        result.set_result(outcome)
-
-
-def _fail(result: Future[Any], error: Exception) -> None:
-    """Set a result's error, unless its caller has given the result up."""
-    with contextlib.suppress(InvalidStateError):
-        result.set_exception(error)
+    with contextlib.suppress(InvalidStateError):  # its caller has given the result up
+        try:
+            outcome = call()
+        except Exception as error:  # noqa: BLE001 - for the process that has called
+            result.set_exception(error)
+            return
+        if isinstance(outcome, Future):
+            outcome.add_done_callback(lambda done: _pass_on(done.result, result))
+        else:
+            result.set_result(outcome)
 
 
 def _deferring(pause: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,6 +203,10 @@ def _deferring(pause: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _refuse_pause() -> NoReturn:
+    raise RuntimeError("resumed before this pause began")
+
+
 def _resuming(resume: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(resume)
     def call(core: Any) -> Any:
@@ -216,7 +216,7 @@ def _resuming(resume: Callable[..., Any]) -> Callable[..., Any]:
         hold.other_pause = None
         ended, hold.deferred = hold.deferred, []
         for _, result in ended:
-            _fail(result, RuntimeError("resumed before this pause began"))
+            _pass_on(_refuse_pause, result)
         return None
 
     return call

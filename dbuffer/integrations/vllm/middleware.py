@@ -16,35 +16,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import socket
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dbuffer.engine.background import BackgroundFollower
 from dbuffer.engine.engine_options import EngineOptions
-from dbuffer.errors import (
-    DBufferError,
-    OptionError,
-    UnsupportedError,
-    WaitTimeoutError,
-)
-from dbuffer.format.layout import digest
+from dbuffer.errors import DBufferError, OptionError, UnsupportedError, WaitTimeoutError
 from dbuffer.integrations.vllm.config import engine_settings, options_of
+from dbuffer.integrations.vllm.core_labels import READY
 from dbuffer.integrations.vllm.follow_vllm import follow
 from dbuffer.integrations.vllm.plugin import log_as_vllm
 from dbuffer.integrations.vllm.requests import Outlook
 from dbuffer.integrations.vllm.responses import observe, serve
+from dbuffer.integrations.vllm.vllm_engine import ask_core
 from dbuffer.runtime.trouble import message_of
-from dbuffer.store.liveness import Process
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
 """Interval at which an API server looks whether the engine is ready."""
-_MAX_API_SERVERS = 4096
 
 
 class FollowStore:
@@ -132,7 +124,8 @@ async def _start(engine: Any, following: contextlib.AsyncExitStack) -> Backgroun
             "any, and one follows"
         )
     if is_shared and parallel._api_process_rank != 0:  # noqa: SLF001 - vLLM tells it nowhere else
-        await _wait_for_first_api_server()
+        while not await ask_core(engine, None, READY):
+            await asyncio.sleep(LOOK_S)
         return None
     pause = engine_settings(config.additional_config).get("pause", "keep")
     follower = follow(engine, pause=pause)
@@ -142,34 +135,8 @@ async def _start(engine: Any, following: contextlib.AsyncExitStack) -> Backgroun
     if config.load_config.load_format == "dummy" and follower.applied is None:
         await _wait_for_weights(follower, options)
     if is_shared:
-        following.enter_context(_ready_engine())
+        await ask_core(engine, None, READY, True)
     return follower
-
-
-def _name_of_api_servers() -> str:
-    """Return the name, in no directory, of a socket of one of an engine's API servers.
-
-    They are processes of one parent. The name is free again when its process ends.
-    """
-    return f"\0dbuffer-ready-{digest(repr(Process.parent()).encode())}"
-
-
-def _ready_engine() -> socket.socket:
-    """Return a socket that tells the other API servers that the engine is ready."""
-    ready = socket.socket(socket.AF_UNIX)
-    ready.bind(_name_of_api_servers())
-    ready.listen(_MAX_API_SERVERS)
-    return ready
-
-
-async def _wait_for_first_api_server() -> None:
-    while True:
-        with socket.socket(socket.AF_UNIX) as client:
-            client.setblocking(False)
-            # A connection is refused where no socket listens, or none has the name.
-            if client.connect_ex(_name_of_api_servers()) in (0, errno.EAGAIN):
-                return
-        await asyncio.sleep(LOOK_S)
 
 
 async def _wait_for_weights(follower: BackgroundFollower, options: EngineOptions) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 from typing import Any
 
 from dbuffer.integrations.vllm.config import BACKEND, CALL
@@ -34,11 +35,6 @@ def register() -> None:
 
 
 def _extend() -> None:
-    """Add to vLLM's classes what dbuffer needs, and then register.
-
-    Raises:
-        ImportError, AttributeError, TypeError: vLLM lacks something, or has it in another form.
-    """
     from vllm.distributed.weight_transfer.factory import (
         WeightTransferEngineFactory,
         WeightTransferTrainerFactory,
@@ -47,33 +43,32 @@ def _extend() -> None:
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    from dbuffer.integrations.vllm.core_labels import label_cores, tell_labels, watch_core
+    from dbuffer.integrations.vllm.core_labels import label_cores, tell_labels
     from dbuffer.integrations.vllm.core_pauses import add_pauses
     from dbuffer.integrations.vllm.weight_calls import watch_workers
 
     watch_workers(WorkerWrapperBase)
-    watch_core(EngineCore)
-    add_pauses(EngineCoreProc, DPEngineCoreProc)
     label_cores(EngineCore)
+    add_pauses(EngineCoreProc, DPEngineCoreProc)
     tell_labels(RequestState)
     _register(WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine")
     _register(WeightTransferTrainerFactory, "trainer", "DBufferTrainerWeightTransferEngine")
-    # What collective_rpc looks for methods on is the wrapper round a worker. The worker's own class
-    # would be the wrong place: vLLM refuses an extension whose names its workers have already.
+    # collective_rpc looks for methods on the wrapper around a worker. In the worker's class, vLLM
+    # would refuse an extension that has this method.
     setattr(WorkerWrapperBase, CALL, _call_the_extension)
 
 
 def log_as_vllm() -> None:
     """Give dbuffer's log vLLM's format and level, unless it is configured already."""
-    ours, theirs = logging.getLogger("dbuffer"), logging.getLogger("vllm")
-    is_configured = ours.handlers or ours.level or logging.getLogger().handlers
-    if is_configured or not theirs.handlers:
+    log, log_of_vllm = logging.getLogger("dbuffer"), logging.getLogger("vllm")
+    is_configured = log.handlers or log.level or logging.getLogger().handlers
+    if is_configured or not log_of_vllm.handlers:
         return
-    for handler in theirs.handlers:
-        ours.addHandler(handler)
-    ours.setLevel(theirs.level)
-    # As vLLM's own: a handler that is added to the root later must not log all of it twice.
-    ours.propagate = False
+    for handler in log_of_vllm.handlers:
+        log.addHandler(handler)
+    log.setLevel(log_of_vllm.level)
+    # A handler that is added to the root later must not log each line a second time.
+    log.propagate = False
 
 
 def _register(factory: Any, module: str, name: str) -> None:
@@ -86,6 +81,7 @@ def _register(factory: Any, module: str, name: str) -> None:
 def _call_the_extension(wrapper: Any, request: dict[str, Any]) -> Any:
     from dbuffer.integrations.vllm.rank import WorkerExtension
 
-    # An extension of the engine's own comes first: it may have more to do.
-    own = getattr(wrapper.worker, CALL, None)
-    return WorkerExtension.dbuffer_call(wrapper.worker, request) if own is None else own(request)
+    # An extension of the engine comes first: it may have more to do.
+    worker = wrapper.worker
+    call = getattr(worker, CALL, None) or partial(WorkerExtension.dbuffer_call, worker)
+    return call(request)

@@ -33,6 +33,7 @@ from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.errors import DBufferError, EngineBrokenError, UnsupportedError
 from dbuffer.integrations.vllm import reload_fixes as fixes
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched, replica_name
+from dbuffer.integrations.vllm.connectors import require_droppable
 from dbuffer.integrations.vllm.meta_layers import vllm_shape_check
 from dbuffer.integrations.vllm.packing import VllmPacking, onednn_kernels_keep_scales
 from dbuffer.runtime.cores import use_cores_of_parent
@@ -47,7 +48,6 @@ class WorkerRank(EngineRank):
     not_weights = ("kv_cache", ENDPOINT_ATTR, "lora_manager", "online_quantization_time")
 
     def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
-        require_droppable(vllm_config)
         self._vllm_config = vllm_config
         self.module = model
         self.device = device
@@ -212,49 +212,6 @@ def worker_group(parallel: Any) -> Any:
     )
 
 
-_MAIN_MEMORY = "CPUOffloadingSpec"
-"""Tier of ``OffloadingConnector`` if no other is configured."""
-
-
-def require_droppable(config: Any) -> None:
-    """Raise if an engine loads caches, by its ``VllmConfig``, that a switch cannot drop.
-
-    Raises:
-        UnsupportedError: older weights, or another engine's, may have computed them.
-    """
-    kept = [name for name, is_reset in _connectors_of(config.kv_transfer_config) if not is_reset]
-    encoders = getattr(config, "ec_transfer_config", None)
-    if encoders is not None and encoders.is_ec_consumer:
-        kept.append(encoders.ec_connector)
-    if kept:
-        raise UnsupportedError(
-            f"this engine loads caches through {' and '.join(kept)}, and a switch cannot drop "
-            "them: it would answer from what older weights computed. Start it without, or with a "
-            "KV connector whose reset_cache() drops all, as OffloadingConnector's does"
-        )
-
-
-def _connectors_of(transfer: Any) -> Iterator[tuple[str, bool]]:
-    """Yield each connector that loads KV, and whether a reset drops all that it can load."""
-    if transfer is None or not transfer.is_kv_consumer:
-        return
-    from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    options = transfer.kv_connector_extra_config
-    if transfer.kv_connector == "MultiConnector":  # which takes a missing reset for one
-        for connector in options["connectors"]:
-            yield from _connectors_of(KVTransferConfig(**connector))
-        return
-    kind = KVConnectorFactory.get_connector_class(transfer)
-    has_reset = kind.reset_cache is not KVConnectorBase_V1.reset_cache
-    # Other tiers than main memory are not reset, and other engines fill a store again.
-    tiers = options.get("spec_name", _MAIN_MEMORY)
-    is_private = tiers == _MAIN_MEMORY and transfer.kv_connector != "MooncakeStoreConnector"
-    yield transfer.kv_connector, has_reset and is_private
-
-
 class WorkerExtension:
     """A method for ``collective_rpc``, on all ranks; vLLM adds it to its worker.
 
@@ -270,6 +227,8 @@ class WorkerExtension:
 
 
 def _do(worker: Any, request: RankRequest) -> RankAnswer:
+    if request.options is not None:
+        require_droppable(worker.vllm_config, request.options)
     model = worker.get_model()
     answer = RankEndpoint.of(model).do(
         request, lambda: WorkerRank(worker.vllm_config, model, worker.device)

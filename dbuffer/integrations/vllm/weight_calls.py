@@ -9,7 +9,7 @@ from typing import Any
 
 from dbuffer.engine.endpoint import falling_asleep, loading, waking_up, watch
 from dbuffer.integrations.vllm.config import has_backend
-from dbuffer.integrations.vllm.core_labels import KEEPS_WEIGHTS, LOADS, TRANSFERS
+from dbuffer.integrations.vllm.core_labels import KEEPS_WEIGHTS, RELOADS, TRANSFERS
 
 _WEIGHTS = "weights"
 
@@ -22,7 +22,7 @@ def watch_workers(wrapper: type) -> None:
         "sleep": _sleeping,
         "wake_up": _waking_up,
         "discard": _discarding,
-        **{name: functools.partial(_loading, name) for name in (*LOADS, *TRANSFERS)},
+        **{name: functools.partial(_loading, name) for name in (*RELOADS, *TRANSFERS)},
     }
     for name, context in around.items():
         watch(wrapper, name, context, _method_of_worker(name))
@@ -54,9 +54,5 @@ def _waking_up(wrapper: Any, tags: list[str] | None = None) -> _Context:
 
 def _loading(name: str, wrapper: Any, *_: Any, **__: Any) -> _Context:
     worker = wrapper.worker
-
-    def is_ours() -> bool:
-        is_draft = getattr(worker, "_weight_update_is_draft", False)
-        return name not in LOADS and (is_draft or has_backend(worker.vllm_config))
-
-    return loading(worker.get_model, name, is_ours)
+    is_ours = name in TRANSFERS and has_backend(worker.vllm_config)
+    return nullcontext() if is_ours else loading(worker.get_model, name)

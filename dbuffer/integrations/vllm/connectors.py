@@ -1,0 +1,53 @@
+"""KV connectors of vLLM, from which an engine may load what older weights computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.errors import UnsupportedError
+
+_MAIN_MEMORY = "CPUOffloadingSpec"
+"""Tier of ``OffloadingConnector`` if no other is configured."""
+
+
+def require_droppable(config: Any, options: EngineOptions) -> None:
+    """Raise :class:`UnsupportedError` if an engine loads caches that a switch cannot drop.
+
+    Older weights, or those of another engine, may have computed them. ``config``: its `VllmConfig`.
+    """
+    if options.allow_stale_kv:
+        return
+    kept = [name for name, is_reset in _connectors_of(config.kv_transfer_config) if not is_reset]
+    encoders = getattr(config, "ec_transfer_config", None)
+    if encoders is not None and encoders.is_ec_consumer:
+        kept.append(encoders.ec_connector)
+    if kept:
+        raise UnsupportedError(
+            f"this engine loads caches through {' and '.join(kept)}, and a switch cannot drop "
+            "them: it would answer from what older weights computed. Start it without, or with a "
+            "KV connector whose reset_cache() drops all, as OffloadingConnector's does; or accept "
+            "such answers with allow_stale_kv=True"
+        )
+
+
+def _connectors_of(transfer: Any) -> Iterator[tuple[str, bool]]:
+    """Yield each connector that loads KV, and whether a reset drops all that it can load."""
+    if transfer is None or not transfer.is_kv_consumer:
+        return
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    options = transfer.kv_connector_extra_config
+    if transfer.kv_connector == "MultiConnector":  # which takes a missing reset for one
+        for connector in options["connectors"]:
+            yield from _connectors_of(KVTransferConfig(**connector))
+        return
+    kind = KVConnectorFactory.get_connector_class(transfer)
+    has_reset = kind.reset_cache is not KVConnectorBase_V1.reset_cache
+    # Other tiers than main memory are not reset, and other engines fill a store again.
+    tiers = options.get("spec_name", _MAIN_MEMORY)
+    is_private = tiers == _MAIN_MEMORY and transfer.kv_connector != "MooncakeStoreConnector"
+    yield transfer.kv_connector, has_reset and is_private
