@@ -1,10 +1,9 @@
 """`LaunchedFollower`: an engine of which each rank is an ``LLM``, in a process of torchrun's.
 
-With ``distributed_executor_backend="external_launcher"`` an engine has no front end that reaches
-all of its workers: each rank has one of its own, and all make the same calls. To follow a store
-they must also decide alike, though each sees the store, its errors and the clock by itself. So the
-engine's first rank decides, with a plain :class:`Follower`; its calls of the engine go to all
-ranks, which make them of their own part and return the outcome.
+With ``distributed_executor_backend="external_launcher"`` no front end reaches all workers of an
+engine: each rank has one, and all make the same calls. To follow a store they must also decide
+alike, though each sees the store, its errors and the clock by itself. So the engine's first rank
+decides, with a plain :class:`Follower`; its calls of the engine go to all ranks as orders.
 """
 
 from __future__ import annotations
@@ -17,13 +16,7 @@ from dbuffer import errors
 from dbuffer.engine.contract import PauseMode, WeightLabel
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.follower import Follower
-from dbuffer.engine.messages import (
-    RankAnswer,
-    RankRequest,
-    as_answer,
-    decode_answer,
-    encode_answer,
-)
+from dbuffer.engine.messages import RankAnswer, RankRequest, decode_answer, encode_answer
 from dbuffer.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.engine.reporting import Switch
 from dbuffer.errors import DBufferError, EngineUpdateError
@@ -51,7 +44,7 @@ class LaunchedFollower(Closing):
     """
 
     def __init__(self, llm: Any, options: EngineOptions | None) -> None:
-        self._mine = OfflineVllm(llm)
+        self._part = OfflineVllm(llm)
         group = worker_group(llm.llm_engine.vllm_config.parallel_config)
         timeout_s = RANK_TIMEOUT_S + (options.timeout_s if options is not None else 0.0)
         self._agreement = Agreement(group.cpu_group, timeout_s=timeout_s)
@@ -77,7 +70,7 @@ class LaunchedFollower(Closing):
 
         Here, and in `close`, no rank waits for another. The engine keeps its weights.
         """
-        self._mine.do(RankRequest("end"))
+        self._part.do(RankRequest("end"))
 
     def close(self) -> None:
         if self._leader is not None:
@@ -87,53 +80,43 @@ class LaunchedFollower(Closing):
     def _lead(self, call: Callable[[Follower], Switch | None]) -> Switch | None:
         """Let the first rank make a call, while all carry out its orders; return its result."""
         if self._leader is None:
-            return self._adopt_outcome(self._follow_orders())
+            return self._follow_orders()
         try:
             switch = call(self._leader)
-        except Exception as error:
-            known = error if isinstance(error, DBufferError) else as_answer(error)
-            self.applied = self._leader.applied
-            self._announce({"error": [type(known).__name__, str(known)], "applied": self.applied})
-            if known is error:
-                raise
-            raise known from error
-        except BaseException:  # interrupted: the others must not wait for what comes next
+        except DBufferError as error:
+            self._announce(self._leader, error=[type(error).__name__, str(error)])
+            raise
+        except BaseException:  # the others must not wait for what comes next
             self._agreement.close()
             raise
-        result = {"switch": switch and asdict(switch), "applied": self._leader.applied}
-        self._announce(result)
-        return self._adopt_outcome(result)
+        self._announce(self._leader, switch=switch and asdict(switch))
+        return switch
 
-    def _announce(self, outcome: dict[str, Any]) -> None:
+    def _announce(self, leader: Follower, **outcome: Any) -> None:
         """Tell the other ranks how a call of the first one ended."""
+        self.applied = leader.applied
         if self._agreement.is_open:
-            self._agreement.share(_NEXT, {"outcome": outcome})
+            self._agreement.share(_NEXT, {"applied": self.applied, **outcome})
 
-    def _follow_orders(self) -> dict[str, Any]:
-        """Carry out the first rank's orders; return the outcome of its call."""
-        while True:
-            order: dict[str, Any] = self._agreement.share(_NEXT, {})[0]
-            if "outcome" in order:
-                outcome: dict[str, Any] = order["outcome"]
-                return outcome
+    def _follow_orders(self) -> Switch | None:
+        """Carry out the first rank's orders; return the result of its call, or raise its error."""
+        while "applied" not in (order := self._agreement.share(_NEXT, {})[0]):
             try:
-                _carry_out(self._agreement, self._mine, order)
+                _carry_out(self._agreement, self._part, order)
             except DBufferError:  # raised on the first rank too, whose call decides what follows
                 if not self._agreement.is_open:
                     raise
-
-    def _adopt_outcome(self, outcome: dict[str, Any]) -> Switch | None:
-        self.applied = outcome["applied"]
-        if "error" in outcome:
-            kind, message = outcome["error"]
+        self.applied = order["applied"]
+        if "error" in order:
+            kind, message = order["error"]
             raise getattr(errors, kind)(message)
-        return None if outcome["switch"] is None else Switch(**outcome["switch"])
+        return order["switch"] and Switch(**order["switch"])
 
 
 class _AllRanks(OfflineVllm):
     """All parts of an engine, as the first rank's follower sees them.
 
-    All ranks are in the same state, so calls that need only one of them go to this rank's own.
+    All ranks are in the same state, so calls that need only one of them go to this rank.
     """
 
     def __init__(self, agreement: Agreement, llm: Any) -> None:
@@ -151,14 +134,14 @@ class _AllRanks(OfflineVllm):
         self._order("set_weight_version", label.encode())
 
     def _order(self, call: str, argument: Any) -> list[Any]:
-        """Let every rank make a call of its part; return each one's value."""
+        """Let every rank make a call of its part; return the value of each rank."""
         order = {"call": call, "argument": argument}
         self._agreement.share(_NEXT, order)
-        # super(): the methods of this rank's own part, and not those of this class.
+        # super(): the methods of this rank's part, and not those of this class.
         return _carry_out(self._agreement, super(), order)
 
 
-def _carry_out(agreement: Agreement, mine: Any, order: dict[str, Any]) -> list[Any]:
+def _carry_out(agreement: Agreement, part: Any, order: dict[str, Any]) -> list[Any]:
     """Carry out an order on this rank, as all ranks do; return the value on each.
 
     Raises:
@@ -168,12 +151,12 @@ def _carry_out(agreement: Agreement, mine: Any, order: dict[str, Any]) -> list[A
         try:
             match order["call"], order["argument"]:
                 case "call", request:
-                    answers = mine.call(RankRequest.parse(request))
+                    answers = part.call(RankRequest.parse(request))
                     step.result = [encode_answer(answer) for answer in answers]
                 case "pause", mode:
-                    mine.pause(mode)
+                    part.pause(mode)
                 case _, label:
-                    mine.set_weight_version(WeightLabel.decode(label))
+                    part.set_weight_version(WeightLabel.decode(label))
         except DBufferError:
             raise
         except Exception as error:

@@ -100,7 +100,8 @@ class RayFollower:
 
         try:
             task = self._actor.__ray_call__.remote(
-                _call_in_actor, self._options, call, args, kwargs
+                lambda actor, options: call(_follower_in(actor, options), *args, **kwargs),
+                self._options,
             )
             result: T = ray.get(task)
             return result
@@ -117,24 +118,16 @@ class RayFollower:
 # What follows runs in the actor, with the actor's own object as the first argument.
 
 
-def _call_in_actor(
-    instance: Any,
-    options: EngineOptions,
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    return call(_follower_in(instance, options), *args, **kwargs)
-
-
 def _follower_in(instance: Any, options: EngineOptions) -> Follower:
-    known: tuple[EngineOptions, Follower] | None = getattr(instance, _FOLLOWER_IN_ACTOR, None)
-    if known is None or known[0] != options:
-        if known is not None:
-            known[1].close()
-        known = options, Follower(_engine_in(instance), options)
-        setattr(instance, _FOLLOWER_IN_ACTOR, known)
-    return known[1]
+    """Return the follower beside an actor's engine; make one if there is none of these options."""
+    made: tuple[EngineOptions, Follower] | None = getattr(instance, _FOLLOWER_IN_ACTOR, None)
+    if made is not None and made[0] == options:
+        return made[1]
+    if made is not None:
+        made[1].close()
+    follower = Follower(_engine_in(instance), options)
+    setattr(instance, _FOLLOWER_IN_ACTOR, (options, follower))
+    return follower
 
 
 def _engine_in(instance: Any) -> Engine:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse
 
 from dbuffer.engine.background import BackgroundFollower
@@ -34,6 +33,7 @@ from dbuffer.runtime.timing import TIMING
 MIN_VERSION, WAIT_S = "x-weight-min-version", "x-weight-wait-s"
 SPANS = "x-weight-versions"
 """Header of a request that asks for the versions of each token."""
+HEADERS = (MIN_VERSION, WAIT_S, SPANS)
 MAX_WAIT_S = 3600.0
 RETRY_AFTER_S = 1
 """``Retry-After`` of a refusal, which may be over by then: trainers publish every few seconds."""
@@ -44,8 +44,8 @@ _MAX_HEADER_CHARS = 4096
 _OK, _CONFLICT, _UNAVAILABLE = 200, 409, 503
 
 
-Requirement: TypeAlias = tuple[int, float]
-"""Least version that a request takes, and the seconds that it waits for that."""
+Requirement: TypeAlias = tuple[int | None, float]
+"""Least version that a request takes, if it names any, and the seconds that it waits for that."""
 
 
 def unmet_by(label: WeightLabel, min_version: int) -> str | None:
@@ -58,24 +58,14 @@ def unmet_by(label: WeightLabel, min_version: int) -> str | None:
     return None
 
 
-def weight_headers(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the headers ``X-Weight-…`` of a request.
-
-    Raises:
-        OptionError: one is none of ours (misspelt, it would be ignored), or is given twice.
-    """
-    return _known(headers, (MIN_VERSION, WAIT_S, SPANS), prefix="x-weight-")
-
-
-def requirement_of_query(query: QueryParams) -> Requirement | None:
-    """Return the requirement in the query of ``/ready``; see :func:`requirement_in`."""
-    names = "min_version", "wait_s"
-    return requirement_in(_known(query.multi_items(), names), *names)
-
-
-def _known(
+def values_by_name(
     pairs: Iterable[tuple[str, str]], names: tuple[str, ...], prefix: str = ""
 ) -> dict[str, str]:
+    """Return the values of these names, among pairs of which others may have other prefixes.
+
+    Raises:
+        OptionError: there is another name of this prefix, which may be misspelt, or a name twice.
+    """
     values: dict[str, str] = {}
     for name, value in pairs:
         if not name.startswith(prefix):
@@ -90,8 +80,8 @@ def _known(
 
 def requirement_in(
     values: Mapping[str, str], min_version: str = MIN_VERSION, wait_s: str = WAIT_S
-) -> Requirement | None:
-    """Return the requirement in texts by name, or None if there is none.
+) -> Requirement:
+    """Return the requirement in texts by name.
 
     Raises:
         OptionError: a value is invalid; the message names it.
@@ -101,7 +91,7 @@ def requirement_in(
         return _version(min_version, values[min_version]), seconds
     if wait_s in values:
         raise OptionError(f"{wait_s} without a version to wait for: add {min_version}")
-    return None
+    return None, 0.0
 
 
 def _version(name: str, text: str) -> int:
@@ -132,16 +122,52 @@ class Outlook:
         self._labels: list[WeightLabel] = []
         self._looked_at = 0.0
 
-    async def labels(self) -> list[WeightLabel]:
-        """Ask the engine's cores; return the label of each.
+    async def refusal(
+        self, min_version: int | None, wait_s: float = 0.0
+    ) -> tuple[str | None, list[WeightLabel]]:
+        """Wait until every replica has the version: vLLM may send the request to any of them.
+
+        Return the reason that a replica did not have it in time, or None; and the label of each
+        replica, or none if the engine has ended, by itself or with its server.
+        """
+        # An older answer would refuse a request that was sent because a switch is done.
+        not_before = time.monotonic()
+        deadline = not_before + wait_s
+        while True:
+            try:
+                labels = await self._labels_since(not_before)
+            except EngineEndedError as error:
+                return str(error), []
+            reasons = (unmet_by(label, min_version) for label in labels if min_version is not None)
+            reason = next(filter(None, reasons), None)
+            left_s = deadline - time.monotonic()
+            if reason is None or left_s <= 0:
+                return reason, labels
+            await asyncio.sleep(min(_LOOK_S, left_s))
+            # All requests that wait ask once in this time, but for the last look of each.
+            now_s = time.monotonic()
+            not_before = now_s if now_s >= deadline else now_s - _LOOK_S
+
+    async def _labels_since(self, not_before: float) -> list[WeightLabel]:
+        """Return an answer to a question that was asked at this time or later; ask if need be."""
+        async with self._lock:
+            if self._looked_at < not_before:
+                looked_at = time.monotonic()
+                self._labels = await self._ask_cores()
+                self._looked_at = looked_at
+            return self._labels
+
+    async def _ask_cores(self) -> list[WeightLabel]:
+        """Return the label of each core.
 
         Raises:
             EngineEndedError: the engine has ended: vLLM never answers a call that was in flight.
         """
         self._require_alive()
-        replicas = replicas_of(self._engine.vllm_config)
-        each = replicas if len(replicas) > 1 else [None]
-        answers = asyncio.gather(*(ask_core(self._engine, one, LABEL) for one in each))
+        replicas: list[int | None] = [*replicas_of(self._engine.vllm_config)]
+        if len(replicas) == 1:
+            replicas = [None]
+        answers = asyncio.gather(*(ask_core(self._engine, replica, LABEL) for replica in replicas))
         try:
             while not (await asyncio.wait([answers], timeout=TIMING.alive_check_s))[0]:
                 self._require_alive()
@@ -161,52 +187,10 @@ class Outlook:
         if self._engine.errored:
             raise EngineEndedError("the engine has ended")
 
-    async def refusal(
-        self, min_version: int, wait_s: float = 0.0
-    ) -> tuple[str | None, list[WeightLabel]]:
-        """Wait until every replica has the version: vLLM may send the request to any of them.
 
-        Return the reason that a replica did not have it in time, or None; and each replica's label.
-
-        Raises:
-            EngineEndedError: the engine has ended, by itself or with its server.
-        """
-        # An older answer would refuse a request that was sent because a switch is done.
-        not_before = time.monotonic()
-        deadline = not_before + wait_s
-        while True:
-            labels = await self._labels_since(not_before)
-            reasons = (unmet_by(label, min_version) for label in labels)
-            reason = next(filter(None, reasons), None)
-            left_s = deadline - time.monotonic()
-            if reason is None or left_s <= 0:
-                return reason, labels
-            await asyncio.sleep(min(_LOOK_S, left_s))
-            # Any number of requests that wait ask once in this time, but for the last look of each.
-            now = time.monotonic()
-            not_before = now if now >= deadline else now - _LOOK_S
-
-    async def _labels_since(self, not_before: float) -> list[WeightLabel]:
-        """Return an answer to a question that was asked at this time or later; ask if need be."""
-        async with self._lock:
-            if self._looked_at < not_before:
-                looked_at = time.monotonic()
-                self._labels = await self.labels()
-                self._looked_at = looked_at
-            return self._labels
-
-
-async def readiness(outlook: Outlook, requirement: Requirement | None) -> JSONResponse:
+async def readiness(outlook: Outlook, requirement: Requirement) -> JSONResponse:
     """Answer a load balancer's question, also by the weights of each replica."""
-    reason: str | None = None
-    labels: list[WeightLabel] = []
-    try:
-        if requirement is None:
-            labels = await outlook.labels()
-        else:
-            reason, labels = await outlook.refusal(*requirement)
-    except EngineEndedError as error:
-        reason = str(error)
+    reason, labels = await outlook.refusal(*requirement)
     replicas = [label.as_json() for label in labels]
     body = {"ready": reason is None, "reason": reason, "replicas": replicas}
     return JSONResponse(body, _OK if reason is None else _UNAVAILABLE)
@@ -214,12 +198,11 @@ async def readiness(outlook: Outlook, requirement: Requirement | None) -> JSONRe
 
 async def refused(outlook: Outlook, requirement: Requirement) -> JSONResponse | None:
     """Wait for the version of a request; return the answer if it is refused, or None."""
-    try:
-        reason, labels = await outlook.refusal(*requirement)
-    except EngineEndedError as error:
-        return error_answer(_UNAVAILABLE, "EngineEndedError", str(error))
+    reason, labels = await outlook.refusal(*requirement)
     if reason is None:
         return None
+    if not labels:
+        return error_answer(_UNAVAILABLE, "EngineEndedError", reason)
     oldest = min(labels, key=lambda label: label.number or 0)
     headers = {"retry-after": str(RETRY_AFTER_S)} | headers_of(oldest)
     message = f"this engine has {reason}"
@@ -227,11 +210,11 @@ async def refused(outlook: Outlook, requirement: Requirement) -> JSONResponse | 
 
 
 def error_answer(
-    status: int, kind: str, message: str, headers: Mapping[str, str] | None = None, **more: Any
+    status: int, kind: str, message: str, headers: Mapping[str, str] | None = None, **fields: Any
 ) -> JSONResponse:
     """Make an answer about an error, in the form that OpenAI's clients read."""
     error = {"message": message, "type": kind, "param": None, "code": status}
-    return JSONResponse({"error": error, **more}, status, headers)
+    return JSONResponse({"error": error, **fields}, status, headers)
 
 
 def headers_of(label: WeightLabel) -> dict[str, str]:

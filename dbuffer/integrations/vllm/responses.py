@@ -30,6 +30,7 @@ from dbuffer.engine.contract import WeightLabel
 from dbuffer.errors import OptionError
 from dbuffer.integrations.vllm.core_labels import ADMITTED
 from dbuffer.integrations.vllm.requests import (
+    HEADERS,
     SPANS,
     Outlook,
     error_answer,
@@ -37,8 +38,7 @@ from dbuffer.integrations.vllm.requests import (
     readiness,
     refused,
     requirement_in,
-    requirement_of_query,
-    weight_headers,
+    values_by_name,
 )
 from dbuffer.runtime import options as checks
 
@@ -56,6 +56,11 @@ WITHOUT_CHOICES = frozenset(
     }
 )
 """Routes that generate, and answer without choices. Some begin a stream before the engine does."""
+_EVENTS = "text/event-stream"
+_WITH_FIELDS = (_EVENTS, "application/json")
+"""Content types of bodies that get fields."""
+_EVENT_END = b"\n\n"
+_DATA = b"data: "
 _OK, _BAD_REQUEST, _NOT_ALLOWED = 200, 400, 405
 _UNKNOWN = {"weight_versions": None}
 """Fields of a choice whose spans are unknown."""
@@ -105,13 +110,13 @@ class Exchange:
         if not is_chunk:
             # A beam search has choices for each beam. One of a single token calls as prompts do.
             self.is_search |= len(choices) != sum(num_choices for num_choices, _ in self.calls)
-        told = [
+        with_fields = [
             choice | self._fields_of(choice.get("index", 0))
             if not is_chunk or choice.get("finish_reason") is not None
             else choice
             for choice in choices
         ]
-        return {**body, "choices": told}
+        return {**body, "choices": with_fields}
 
     def _fields_of(self, index: int) -> dict[str, Any]:
         """Return the fields of a choice. Choices are numbered through all prompts."""
@@ -161,7 +166,7 @@ async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, 
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     received: list[Message] = []
     try:
-        headers = weight_headers(Headers(scope=scope).items())
+        headers = values_by_name(Headers(scope=scope).items(), HEADERS, prefix="x-weight-")
         exchange = Exchange(_wants_spans(path, headers), path not in WITHOUT_CHOICES)
         answering = asyncio.create_task(_answer_to(path, scope, headers, outlook))
         if await _leaves_before(answering, receive, received):
@@ -207,20 +212,17 @@ async def _leaves_before(
 async def _answer_to(
     path: str, scope: Scope, headers: Mapping[str, str], outlook: Outlook
 ) -> JSONResponse | None:
-    """Return the answer to a request that vLLM is not to see, or None.
-
-    Raises:
-        OptionError: the request is invalid.
-    """
+    """Return the answer to a request that vLLM is not to see, or None."""
     if path == "/ready":
-        query = QueryParams(scope["query_string"])
-        return await readiness(outlook, requirement_of_query(query))
+        names = "min_version", "wait_s"
+        values = values_by_name(QueryParams(scope["query_string"]).multi_items(), names)
+        return await readiness(outlook, requirement_in(values, *names))
     if path == "/weights/done":
         if scope["method"] != "POST":
             return error_answer(_NOT_ALLOWED, "MethodNotAllowed", f"{path} takes POST")
         return JSONResponse({"version": outlook.done()})
     requirement = requirement_in(headers)
-    return None if requirement is None else await refused(outlook, requirement)
+    return None if requirement[0] is None else await refused(outlook, requirement)
 
 
 def _wants_spans(path: str, headers: Mapping[str, str]) -> bool:
@@ -241,7 +243,7 @@ class _Response:
     """Sends a response on, with its headers and fields about weights.
 
     It keeps the response's start back until there is a body of the engine's. Fields are added to
-    JSON once it is whole, and to the event of a stream that ends a choice.
+    JSON once it is complete, and to the event of a stream that ends a choice.
     """
 
     def __init__(self, exchange: Exchange, send: Send) -> None:
@@ -249,36 +251,33 @@ class _Response:
         self._send = send
         self._start: Message | None = None
         """The start, while it is kept back."""
-        self._held: list[Message] = []
+        self._waiting: list[Message] = []
         """Messages from before the engine has begun."""
-        self._kind = ""
+        self._content_type = ""
         """Content type of a body that gets fields."""
-        self._rest = b""
+        self._incomplete = b""
         """Part of the body that cannot be sent yet."""
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._start = message
             return
-        self._held.append(message)
-        if self._start is not None and self._awaits_engine(message):
-            return
-        held, self._held = self._held, []
-        for one in held:
-            await self._pass_on(one)
-
-    def _awaits_engine(self, message: Message) -> bool:
-        """Whether this is a part of a stream that has begun before the engine."""
         exchange, is_last = self._exchange, not message.get("more_body", False)
-        return exchange.admitted is None and not exchange.has_choices and not is_last
+        self._waiting.append(message)
+        is_begun = exchange.admitted is not None or exchange.has_choices or is_last
+        if self._start is not None and not is_begun:
+            return  # a stream that began before the engine
+        messages, self._waiting = self._waiting, []
+        for message in messages:
+            await self._pass_on(message)
 
     async def _pass_on(self, message: Message) -> None:
         start, exchange = self._start, self._exchange
         is_last = not message.get("more_body", False)
         headers = MutableHeaders(raw=list(start.get("headers", ())) if start else [])
         if start is not None and start["status"] == _OK and exchange.wants_spans and exchange.calls:
-            self._kind = headers.get("content-type", "")
-        if self._kind.startswith(_WITH_FIELDS):
+            self._content_type = headers.get("content-type", "")
+        if self._content_type.startswith(_WITH_FIELDS):
             body = self._rewrite(message.get("body", b""), is_last=is_last)
             if body is None:
                 return
@@ -294,27 +293,20 @@ class _Response:
 
     def _rewrite(self, part: bytes, *, is_last: bool) -> bytes | None:
         """Return a part of the body with the fields, or None if nothing can be sent yet."""
-        self._rest += part
-        if self._kind.startswith(_EVENTS):
-            *events, self._rest = self._rest.split(_EVENT_END)
-            told = [self._told(event) + _EVENT_END for event in events]
-            return b"".join([*told, *([self._rest] if is_last else [])])
+        self._incomplete += part
+        if self._content_type.startswith(_EVENTS):
+            *events, self._incomplete = self._incomplete.split(_EVENT_END)
+            complete = b"".join(self._with_fields(event) + _EVENT_END for event in events)
+            return complete + self._incomplete if is_last else complete
         if not is_last:
             return None
-        return _encoded(self._exchange.with_fields(json.loads(self._rest), is_chunk=False))
+        return _encoded(self._exchange.with_fields(json.loads(self._incomplete), is_chunk=False))
 
-    def _told(self, event: bytes) -> bytes:
+    def _with_fields(self, event: bytes) -> bytes:
         if not event.startswith(_DATA + b"{"):
             return event  # as the last one, [DONE]
         chunk = json.loads(event.removeprefix(_DATA))
         return _DATA + _encoded(self._exchange.with_fields(chunk, is_chunk=True))
-
-
-_EVENTS = "text/event-stream"
-_WITH_FIELDS = (_EVENTS, "application/json")
-"""Content types of bodies that get fields."""
-_EVENT_END = b"\n\n"
-_DATA = b"data: "
 
 
 def _encoded(values: Any) -> bytes:

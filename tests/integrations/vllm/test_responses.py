@@ -19,10 +19,11 @@ from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.integrations.vllm import requests, responses
 from dbuffer.integrations.vllm.core_labels import ADMITTED, label_cores
 from dbuffer.integrations.vllm.requests import (
+    HEADERS,
     Outlook,
     requirement_in,
     unmet_by,
-    weight_headers,
+    values_by_name,
 )
 from dbuffer.integrations.vllm.responses import CURRENT, WITHOUT_CHOICES, Exchange, observe, serve
 
@@ -311,9 +312,9 @@ def test_wait_that_no_request_may_take_is_refused_by_name(text):
 def test_misspelt_or_repeated_header_is_not_ignored(headers, words):
     known = [("x-weight-min-version", "1"), ("x-weight-versions", "true")]
     others = [("x-request-id", "a"), ("x-request-id", "b")]
-    assert weight_headers([*known, *others]) == dict(known)
+    assert values_by_name([*known, *others], HEADERS, "x-weight-") == dict(known)
     with pytest.raises(dbuffer.OptionError, match=words):
-        weight_headers(headers)
+        values_by_name(headers, HEADERS, "x-weight-")
 
 
 # What waits, and until when
