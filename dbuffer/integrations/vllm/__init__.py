@@ -1,21 +1,17 @@
-"""A dbuffer store as vLLM's source of weights: offline, asynchronous, as a server, any TP size.
+"""vLLM follows a store: an ``LLM``, an ``AsyncLLM``, a server, of any tensor-parallel size.
 
-* ``backend="dbuffer"`` in vLLM's own weight transfer configuration (:mod:`.backend`), and the
-  trainer's half of it (:mod:`.trainer`);
-* :class:`WorkerExtension`, through which workers are reached (:mod:`.rank`);
-* :func:`follow`, for an ``LLM``, an ``AsyncLLM`` or a server's URL (:mod:`.follow_vllm`);
-* :class:`FollowStore`, a middleware that makes a server follow by itself (:mod:`.middleware`);
-* :func:`versions_of`: which tokens of an output came from which version;
-* :func:`adapter_request`, for a store that holds an adapter (:mod:`.adapters`).
+* :func:`follow`, for an ``LLM``, an ``AsyncLLM`` or a server's URL;
+* :class:`FollowStore`, a middleware that makes a server follow by itself (`middleware`);
+* ``backend="dbuffer"`` of vLLM's weight transfer (`backend`), and its trainer's half (`trainer`);
+* :func:`versions_of`, for the versions of an output's tokens;
+* :func:`adapter_request`, for a store that holds an adapter.
 
-In vLLM's workers `plugin`, `backend` and `rank` reach one `RankEndpoint`, with `meta_layers` below
-it; `weight_calls` notices vLLM's own calls that write weights. `core_labels`
-lets the engine core tell with each token which weights it came from; `requests` and `responses`
-pass that on to a server's clients. `vllm_engine`, `ray_follower` and `launched` (where torchrun
-started the ranks) drive an engine; `config` reads its configuration.
+In vLLM's workers, `plugin`, `backend` and `rank` reach one `RankEndpoint`; `weight_calls` notices
+calls of vLLM that write weights. In its core, `core_labels` and `core_pauses` label each token and
+pause. Here, `vllm_engine` drives an engine; `requests` and `responses` tell a server's clients.
 
-vLLM imports this package in every one of its processes, before it is ready itself; so nothing of
-it, and nothing of vLLM, is imported before it is asked for.
+vLLM imports this package in each of its processes before it is ready itself, so its modules, and
+vLLM, are imported when they are used.
 """
 
 from __future__ import annotations

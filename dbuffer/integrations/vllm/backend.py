@@ -11,9 +11,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from dbuffer.engine.endpoint import RankEndpoint
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.errors import OptionError
+from dbuffer.integrations.vllm.caches import require_droppable
 from dbuffer.integrations.vllm.callback_engine import CallbackEngine, DBufferUpdateInfo
 from dbuffer.integrations.vllm.config import options_of
-from dbuffer.integrations.vllm.connectors import require_droppable
 from dbuffer.integrations.vllm.rank import WorkerRank, raising_once
 from dbuffer.integrations.vllm.sparse_patches import (
     trainer_send_sparse_weights,

@@ -1,7 +1,7 @@
-"""`CallbackEngine`: the weight transfer of vLLM 0.23 and 0.24, which load by a function of theirs.
+"""`CallbackEngine`: the weight transfer of vLLM 0.23 and 0.24, which pass a function that loads.
 
-The engine is made of a model and its parallel configuration, for one rank. What it loads is not
-checked against the model.
+It is made of a model and its parallel configuration, for one rank, and does not check weights
+against the model.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DBufferUpdateInfo(UpdateRequest):
         if counts is None or not _is_list_of(int, counts) or min(counts, default=-1) < 0:
             checks.refuse("num_updates_list", counts, "the number of patches of each tensor")
         if names is not None and not (_is_list_of(str, names) and len(names) == len(counts)):
-            checks.refuse("names", names, f"the tensors' names, of which there are {len(counts)}")
+            checks.refuse("names", names, f"the names of {len(counts)} tensors")
 
 
 def _is_list_of(kind: type, values: Any) -> bool:

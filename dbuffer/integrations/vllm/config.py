@@ -16,8 +16,7 @@ BACKEND = "dbuffer"
 CALL = "dbuffer_call"
 """The method of :class:`WorkerExtension` that followers call, by ``collective_rpc``."""
 
-FOLLOWER_KEYS = ("pause",)
-"""Keys of ``additional_config["dbuffer"]`` that the follower reads, in the front end."""
+EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
 
 
 def is_launched(parallel_config: Any) -> bool:
@@ -39,16 +38,17 @@ def replica_name(index: int) -> str:
 
 
 def options_of(additional_config: Any) -> EngineOptions | None:
-    """Read the options in ``additional_config["dbuffer"]`` of an engine; None: there are none."""
-    values = engine_settings(additional_config)
-    if not values:
+    """Read the options in ``additional_config["dbuffer"]``, or return None if there are none."""
+    settings = engine_settings(additional_config)
+    if not settings:
         return None
-    options = {key: value for key, value in values.items() if key not in FOLLOWER_KEYS}
+    # The follower reads "pause", in the front end.
+    options = {key: value for key, value in settings.items() if key != "pause"}
     return EngineOptions.parse(options, f"additional_config[{BACKEND!r}]")
 
 
 def engine_settings(additional_config: Any) -> dict[str, Any]:
-    """Return all of ``additional_config["dbuffer"]``, for workers and followers alike."""
+    """Return ``additional_config["dbuffer"]``, for workers and followers alike."""
     is_mapping = isinstance(additional_config, Mapping)
     settings = additional_config.get(BACKEND, {}) if is_mapping else {}
     if not isinstance(settings, dict):
@@ -58,22 +58,17 @@ def engine_settings(additional_config: Any) -> dict[str, Any]:
     return settings
 
 
-EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
-
-
 def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
-    """Read the facts about an engine from its ``VllmConfig``, or from its JSON.
+    """Read the facts about an engine from the ``VllmConfig`` of its front end, or from its JSON.
 
-    Args:
-        config: the front end's.
-        replica: of several that are followed each by itself, this one.
+    ``replica``: one of several that are followed independently.
     """
     parallel = _get(config, "parallel_config")
     replicas = replicas_of(config)
     if replica is None and len(replicas) > 1:
         raise UnsupportedError(
-            f"{len(replicas)} replicas step each by itself, and are followed each by itself: by "
-            "dbuffer.integrations.vllm.follow, given an AsyncLLM; or by the server itself, with "
+            f"{len(replicas)} replicas are followed independently: by "
+            "dbuffer.integrations.vllm.follow with an AsyncLLM, or by the server itself with "
             "--middleware dbuffer.integrations.vllm.FollowStore"
         )
     in_step = _num_in_step(parallel)
@@ -89,10 +84,10 @@ def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
 
 
 def replicas_of(config: Any) -> list[int]:
-    """List the data-parallel replicas of a front end that step each by itself.
+    """List the data-parallel replicas of a front end that step independently.
 
-    Replicas of a dense model do, and do not depend on each other. Replicas of a model with experts
-    step together, and are one engine.
+    Replicas of a dense model do. Replicas of a model with experts step together, and are one
+    engine.
     """
     parallel = _get(config, "parallel_config")
     size = _get(parallel, "data_parallel_size")
@@ -118,7 +113,7 @@ def _num_in_step(parallel: Any) -> int:
 
 def _num_local(parallel: Any) -> int | None:
     """Return the number of replicas of this front end, or None if it has all."""
-    if _get(parallel, "data_parallel_rank_local") is not None:  # one LLM for each, side by side
+    if _get(parallel, "data_parallel_rank_local") is not None:  # an LLM for each replica
         return 1
     kinds = ("data_parallel_hybrid_lb", "data_parallel_external_lb")
     if any(_get(parallel, kind) for kind in kinds):
@@ -126,20 +121,8 @@ def _num_local(parallel: Any) -> int | None:
     return None
 
 
-def shared_caches(config: Any) -> list[str]:
-    """Name the caches that requests of an engine share, by its ``VllmConfig``."""
-    found = {
-        "a prefix cache (start it with enable_prefix_caching=False)": (
-            config.cache_config.enable_prefix_caching
-        ),
-        "a cache of its encoders' outputs": config.model_config.is_multimodal_model,
-        "a connector to other caches": config.kv_transfer_config is not None,
-    }
-    return [cache for cache, is_there in found.items() if is_there]
-
-
 def has_backend(config: Any) -> bool:
-    """Whether its workers take weights over vLLM's weight transfer, out of a store."""
+    """Whether an engine's weight transfer is dbuffer's."""
     transfer = _get(config, "weight_transfer_config")
     return transfer is not None and _get(transfer, "backend") == BACKEND
 
@@ -149,7 +132,7 @@ def _get(config: Any, name: str) -> Any:
 
 
 def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
-    """Read the facts of an engine that this process, or one of its children, runs.
+    """Read the facts about an engine that this process, or one of its children, runs.
 
     Raises:
         UnsupportedError: vLLM has not loaded dbuffer's plugin in them.
@@ -157,9 +140,8 @@ def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
     from vllm.plugins import load_general_plugins
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    # A front end whose configuration was made in another process has loaded none; its workers have.
+    # A front end whose configuration was made in another process has loaded no plugins yet.
     load_general_plugins()
-    # An engine's processes load the plugins that this one has.
     if CALL not in vars(WorkerWrapperBase):
         raise UnsupportedError(
             "vLLM has not loaded dbuffer's plugin: install dbuffer in vLLM's environment, and name "

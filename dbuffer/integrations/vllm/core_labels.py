@@ -38,7 +38,7 @@ ADMITTED = "dbuffer_label"
 
 @dataclass(slots=True)
 class _CoreState:
-    """Label of a core's weights, and what the core knows about its followers."""
+    """Label of a core's weights, and state of its followers."""
 
     label: str | None = None
     """Encoded label, if one was set."""

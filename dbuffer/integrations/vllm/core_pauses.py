@@ -1,7 +1,7 @@
 """Let vLLM's engine core tell dbuffer's pause for a switch from pauses that others begin.
 
 vLLM's pause is one flag: any pause sets it, and any resume clears it. During a switch, the engine
-stands still whatever others call; what they called takes effect when the switch ends.
+stands still; pauses and resumes that others call take effect when the switch ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNTIL_THE_INPUT_ENDS = "with streamed input: the switch is made when the input 
 
 @dataclass(slots=True)
 class _Hold:
-    """Pause for a switch, and what others have called in it."""
+    """Pause for a switch, and the pauses that others begin meanwhile."""
 
     other_pause: Any
     """vLLM's state of a pause that others have begun, or None."""
@@ -63,8 +63,8 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
             is then paused as they are, until :data:`RELEASE`.
     """
     if "weights" in core.model_executor.sleeping_tags:
-        # A step would compute with weights that may be gone. Not raised: vLLM logs a traceback for
-        # each error, and this is no more than a state in which an engine may stay for long.
+        # A step would compute with weights that may be gone. Not raised: an engine may sleep for
+        # long, and vLLM logs a traceback for each error.
         return ASLEEP
     hold: _Hold | None = vars(core).get(_HOLD)
     hold = hold or _Hold(core.scheduler.pause_state if core.is_scheduler_paused() else None)
@@ -141,7 +141,7 @@ def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) 
     requests = core.scheduler.requests.values()
     num_open = sum(getattr(request, "resumable", False) for request in requests)
     if mode == "abort" and num_open:
-        # It would leave a session open that no longer knows what was sent before.
+        # Its next part would be answered without the parts before.
         return f"vLLM cannot abort {counted(num_open, 'session')} {_UNTIL_THE_INPUT_ENDS}"
     num_waiting = getattr(core.scheduler, "num_waiting_for_streaming_input", 0)
     if num_waiting and drops_caches:

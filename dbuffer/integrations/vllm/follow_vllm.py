@@ -68,16 +68,16 @@ def follow(
     """Keep an engine on a store's newest version.
 
     Args:
-        engine: a ``vllm.LLM``: call ``sync()`` of what is returned between generations. If it is
-            one rank of an engine that torchrun started, let every rank make these calls. An
+        engine: a ``vllm.LLM``: call ``sync()`` of the follower between generations. If the ``LLM``
+            is one rank of an engine that torchrun started, let every rank make these calls. An
             ``AsyncLLM``, in its event loop: it is followed in the background, until ``aclose()``;
-            each of several data-parallel replicas of a dense model by itself.
+            data-parallel replicas of a dense model are followed independently.
             The URL of a server in development mode: followed in the background, until ``close()``.
         store: the store's directory, as the engine's workers and this process see it. Default:
             the one in the engine's ``additional_config``.
         pause: treatment of requests in flight during a switch: ``"keep"``, ``"wait"`` or
             ``"abort"``; for an ``AsyncLLM`` whose requests share no cache, also ``"in_place"``:
-            they go on from what older weights computed. An ``LLM`` has none in flight.
+            they continue on what older weights computed. An ``LLM`` has none in flight.
         api_key: for a server.
         **options: more of :class:`EngineOptions`; with ``version``, the engine serves that version
             and stays on it.
@@ -101,8 +101,9 @@ def follow(
         return launched
     if is_async(engine) and len(replicas_of(engine.vllm_config)) > 1:
         loop = AsyncVllm.loop_of(engine)
-        replicas = [AsyncVllm(engine, loop, one) for one in replicas_of(engine.vllm_config)]
-        return BackgroundFollower(*(Follower(one, chosen, pause=pause) for one in replicas))
+        replicas = [AsyncVllm(engine, loop, index) for index in replicas_of(engine.vllm_config)]
+        followers = (Follower(replica, chosen, pause=pause) for replica in replicas)
+        return BackgroundFollower(*followers)
     driven = vllm_engine_of(engine, api_key=api_key)
     follower = Follower(driven, chosen, pause=pause)
     if not isinstance(driven, OfflineVllm):

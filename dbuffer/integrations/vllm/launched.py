@@ -1,4 +1,4 @@
-"""`LaunchedFollower`: an engine of which each rank is an ``LLM``, in a process of torchrun's.
+"""`LaunchedFollower`: follow with an engine whose ranks torchrun started, each as an ``LLM``.
 
 With ``distributed_executor_backend="external_launcher"`` no front end reaches all workers of an
 engine: each rank has one, and all make the same calls. To follow a store they must also decide
@@ -27,7 +27,7 @@ from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.messages import described
 
 _NEXT = "get the first rank's order"
-"""The step in which the first rank gives all ranks an order, or the outcome of a call."""
+"""Step of an order of the first rank, or of the outcome of its call."""
 
 
 class LaunchedFollower(Closing):
@@ -52,7 +52,7 @@ class LaunchedFollower(Closing):
         if self._agreement.rank == 0:
             self._leader = Follower(_AllRanks(self._agreement, llm), options)
         self.applied: int | None = None
-        """The version that the engine serves; None: what it was started with."""
+        """The version that the engine serves, or None for the weights of its start."""
 
     def start(self) -> None:
         self._lead(lambda follower: follower.start())
@@ -137,7 +137,7 @@ class _AllRanks(OfflineVllm):
         """Let every rank make a call of its part; return the value of each rank."""
         order = {"call": call, "argument": argument}
         self._agreement.share(_NEXT, order)
-        # super(): the methods of this rank's part, and not those of this class.
+        # super(): this rank's part, whose methods this class overrides.
         return _carry_out(self._agreement, super(), order)
 
 

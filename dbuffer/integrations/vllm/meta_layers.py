@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -24,11 +23,9 @@ from dbuffer.engine.plan.load_trace import storage_of, tables_of
 from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
 from dbuffer.integrations.vllm.reload_fixes import has_optional_scales
+from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
-
-_DEFERRING = "online_process_loader"
-"""Name of the loaders that vLLM wraps others in."""
 
 
 def vllm_shape_check(vllm_config: Any, serving: torch.nn.Module) -> ShapeCheck:
@@ -50,36 +47,24 @@ def vllm_shape_check(vllm_config: Any, serving: torch.nn.Module) -> ShapeCheck:
     _require_views(model, serving)
     for tensor in (*model.parameters(), *model.buffers()):
         _unwrap_online_quantization(tensor)
-    tp_size = vllm_config.parallel_config.tensor_parallel_size
-    meta = VllmMetaModel(model, serving, tp_size=tp_size)
+    meta = VllmMetaModel(model, serving, vllm_config.parallel_config.tensor_parallel_size)
     text_config = vllm_config.model_config.hf_text_config
+    # GPTQ's ``g_idx``, say: engines take only models whose groups are in order. Releases that lack
+    # the method discard nothing.
+    make_mapper = getattr(vllm_config.quant_config, "get_checkpoint_weight_mapper", None)
 
     def is_spare(name: str) -> bool:
         is_of_draft = is_multi_token_prediction(name, text_config)
         if is_of_draft and "mtp" in str(getattr(vllm_config.speculative_config, "method", "")):
-            _log_that_drafts_stay()
-        return is_of_draft or _is_discarded(name, vllm_config.quant_config)
+            log_once(logger, "the draft keeps the MTP layers of the engine's start")
+        is_discarded = make_mapper is not None and not make_mapper().apply_list([name])
+        return is_of_draft or is_discarded
 
     return ShapeCheck(meta, is_spare=is_spare)
 
 
-def _is_discarded(name: str, quantization: Any) -> bool:
-    """Whether vLLM drops a tensor of this name from checkpoints of a quantized model.
-
-    GPTQ's ``g_idx``, say: engines take only models whose groups are in order. Releases that lack
-    the method drop nothing.
-    """
-    make_mapper = getattr(quantization, "get_checkpoint_weight_mapper", None)
-    return make_mapper is not None and not make_mapper().apply_list([name])
-
-
-@functools.cache
-def _log_that_drafts_stay() -> None:
-    logger.info("the draft keeps the layers (MTP) of the engine's start: versions do not bring any")
-
-
 def _make_model(vllm_config: Any) -> Any:
-    """Make a model as vLLM does, on the default device, without a trace in the engine."""
+    """Make a model as vLLM does, on the default device, without effects on the engine."""
     config = copy.copy(vllm_config)
     # The Transformers backend asks for its parameters here, whatever the default device is.
     config.device_config = copy.copy(config.device_config)
@@ -112,9 +97,8 @@ def _require_latent_weights(serving: torch.nn.Module) -> None:
 def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
     """Refuse a model with a buffer that is no longer a view of its parameter.
 
-    A layer that packs the parameter after loading leaves the buffer behind, with what was loaded
-    first. vLLM's reload does the same, and would leave it as it is (Mamba 2's convolution in
-    bfloat16, on a CPU).
+    A layer that packs the parameter after loading leaves the buffer as it was loaded first, and so
+    does vLLM's reload (Mamba 2's convolution in bfloat16, on a CPU).
     """
     parameters = {storage_of(tensor): name for name, tensor in model.named_parameters()}
     served = dict(serving.named_parameters()) | dict(serving.named_buffers())
@@ -148,19 +132,19 @@ def _expert_maps_with_data() -> Iterator[None]:
 def _unwrap_online_quantization(tensor: Any) -> None:
     """Unwrap the loader of a tensor whose layer quantizes online.
 
-    Such a layer's loaders are wrapped from the start, as reload wraps all: they keep tensors until
-    all have come, quantize them, and take the wrapping off, which a watched loader would hide.
+    vLLM wraps the loaders of such a layer from the start: they keep tensors until all have come,
+    quantize them, and take the wrapping off, which a watched loader would hide.
     """
     loader = getattr(tensor, "weight_loader", None)
-    while getattr(loader, "__name__", None) == _DEFERRING:
+    while getattr(loader, "__name__", None) == "online_process_loader":
         loader = loader.__wrapped__  # type: ignore[union-attr]
         tensor.weight_loader = loader
 
 
 class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
-    """Counts by layer too: a module's own parameters and buffers, which vLLM reloads as one."""
+    """Also counts by layer: vLLM reloads the parameters and buffers of a module together."""
 
-    def __init__(self, model: torch.nn.Module, serving: torch.nn.Module, *, tp_size: int) -> None:
+    def __init__(self, model: torch.nn.Module, serving: torch.nn.Module, tp_size: int) -> None:
         super().__init__(
             model,
             embedding=VocabParallelEmbedding,
@@ -168,19 +152,23 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
             tp_size=tp_size,
             serving=serving,
         )
-        # Layer of each tensor, and the elements at which vLLM takes that for whole.
         self._layers: dict[int, tuple[str, int]] = {}
+        """Layer of each tensor, and the elements at which vLLM takes the layer for complete."""
         self._loaded_of_layer: dict[str, int] = {}
+        self._num_shares: dict[int, int] = {}
+        """Number of ranks, in all replicas that step together, of each tensor of experts."""
+        self._optional: set[int] = set()
         for prefix, module in model.named_modules():
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            self._optional.update(map(id, _find_optional(module)))
             if not _is_reloaded_last(module):
-                own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-                total = sum(map(_count_loadable, own))
-                for tensor in own:
+                total = sum(map(_count_loadable, tensors))
+                for tensor in tensors:
                     self._layers.setdefault(id(tensor), (prefix, total))
-        self._num_shares = dict(_shares_of_experts(model))
-        self._optional = {
-            id(tensor) for module in model.modules() for tensor in _find_optional(module)
-        }
+            parallel = getattr(getattr(module, "moe_config", None), "moe_parallel_config", None)
+            if parallel is not None:
+                num_ranks = parallel.tp_size * parallel.ep_size
+                self._num_shares |= dict.fromkeys(map(id, tensors), num_ranks)
 
     def num_shares(self, tensor: Any) -> int:
         return self._num_shares.get(id(tensor)) or super().num_shares(tensor)
@@ -190,11 +178,11 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         self._loaded_of_layer.clear()
 
     def note_loaded(self, tensor: Any, count: int, *, is_part: bool) -> None:
-        """Refuse a tensor that comes when vLLM takes its layer for whole: reload leaves it out.
+        """Refuse a tensor that comes when vLLM takes its layer for complete: reload skips it.
 
-        The parts of a fused layer that share a scale bring it each, and vLLM counts each. A tensor
-        that has come before may be left out: a tied one under its other name, and integers that
-        tell how the layer is packed, which every part repeats.
+        The parts of a fused layer that share a scale bring it once each, and vLLM counts them all.
+        A tensor that came before may be skipped: a tied one under its other name, and integers that
+        describe how the layer is packed, which every part repeats.
         """
         if not count or id(tensor) not in self._layers:
             return
@@ -203,7 +191,7 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         is_new = self.count_of(tensor) < _count_loadable(tensor)
         if counted >= total and (is_new or (is_part and tensor.is_floating_point())):
             raise WeightsMismatchError(
-                f"vLLM's reload takes {prefix} for whole before this tensor, since its parts bring "
+                f"vLLM's reload takes {prefix} for complete before this tensor, as its parts bring "
                 "more than it holds: only an engine's start can load such a layer"
             )
         self._loaded_of_layer[prefix] = counted + min(count, _count_loadable(tensor))
@@ -224,7 +212,7 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
                     self.require_whole(f"{prefix}.{name}", tensor, _count_loadable(tensor))
 
     def _refuse_loads_past_loaders(self) -> None:
-        """Refuse loads past a tensor's loader: reload has other tensors there, and misses them."""
+        """Refuse loads past the loader of a tensor: reload has other tensors there meanwhile."""
         for name, origin in self.recorder.written_from.items():
             raise WeightsMismatchError(
                 f"{type(self.model).__name__} computes {name} from {origin}, which has no data in "
@@ -243,15 +231,6 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
                 )
 
 
-def _shares_of_experts(model: torch.nn.Module) -> Iterator[tuple[int, int]]:
-    """Yield experts' tensors with their number of ranks, in all replicas that step together."""
-    for module in model.modules():
-        parallel = getattr(getattr(module, "moe_config", None), "moe_parallel_config", None)
-        if parallel is not None:
-            for tensor in module.parameters(recurse=False):
-                yield id(tensor), parallel.tp_size * parallel.ep_size
-
-
 def _count_loadable(tensor: Any) -> int:
     """Return the number of a parameter's elements that come from a checkpoint, without padding."""
     return int(getattr(tensor, "weight_loader_numel", tensor.numel()))
@@ -265,15 +244,17 @@ def _is_reloaded_last(module: torch.nn.Module) -> bool:
 
 
 def _has_no_rows(module: Any) -> bool:
-    """Whether this is a small vocabulary's embedding or head, of which a rank has padding alone."""
+    """Whether this rank has only padding of an embedding or head, whose vocabulary is small."""
     return isinstance(module, VocabParallelEmbedding) and not module.shard_indices.num_org_elements
 
 
 def _find_optional(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield a layer's own tensors that may be missing: reload fills them, or leaves them alone."""
-    own = [tensor for table in tables_of(module) for tensor in table.values() if tensor is not None]
-    yield from own if has_optional_scales(module) or _has_no_rows(module) else ()
-    yield from (tensor for tensor in own if not _count_loadable(tensor))
+    """Yield a layer's tensors that may be missing: reload fills them, or leaves them alone."""
+    may_all = has_optional_scales(module) or _has_no_rows(module)
+    for table in tables_of(module):
+        for tensor in table.values():
+            if tensor is not None and (may_all or not _count_loadable(tensor)):
+                yield tensor
     for name, buffer in module.named_buffers(recurse=False):
         if name in module._non_persistent_buffers_set or name in SKIP_TENSORS:  # noqa: SLF001
             yield buffer

@@ -15,7 +15,6 @@ is ready. (If one of them dies, vLLM ends them all.)
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from typing import Any
 
@@ -48,9 +47,10 @@ class FollowStore:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._outlook: Outlook | None = None
+        self._follower: BackgroundFollower | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection; or the lifespan, which is where following begins and ends."""
+        """Serve one connection; or the lifespan, in which following begins and ends."""
         if scope["type"] == "lifespan":
             await self._live(scope, receive, send)
         elif scope["type"] == "http" and self._outlook is not None:
@@ -60,83 +60,72 @@ class FollowStore:
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
         log_as_vllm()
-        following = contextlib.AsyncExitStack()
 
         async def receive_after_us() -> Message:
             message = await receive()
             if message["type"] == "lifespan.shutdown":
-                await following.aclose()  # while the engine is there for a switch under way
+                await self._end()  # while the engine is there for a switch under way
             return message
 
-        async with following:
+        try:
             try:
-                engine = _engine_of(scope)
-                follower = await _start(engine, following)
+                engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+                await self._start(engine)
             # Servers take an exception here for an application without a lifespan, and serve. This
             # message of the protocol ends the server.
             except Exception as error:  # noqa: BLE001
-                await following.aclose()
+                await self._end()
                 await receive()
-                await send({"type": "lifespan.startup.failed", "message": _refusal(error)})
+                reason = " ".join(message_of(error).split())
+                message = f"this server does not start, because it cannot follow: {reason}"
+                await send({"type": "lifespan.startup.failed", "message": message})
                 return
-            self._outlook = Outlook(engine, follower)
+            self._outlook = Outlook(engine, self._follower)
             observe(engine)
             await self._app(scope, receive_after_us, send)
+        finally:
+            await self._end()
 
+    async def _start(self, engine: Any) -> None:
+        """Let the engine serve the newest version, and follow."""
+        if engine is None:
+            raise UnsupportedError("FollowStore is for vLLM's API server, and this is another")
+        config = engine.vllm_config
+        options = options_of(config.additional_config)
+        if options is None:
+            raise OptionError(
+                "FollowStore needs a store: --additional-config "
+                '\'{"dbuffer": {"store": directory}}\''
+            )
+        parallel = config.parallel_config
+        is_shared = getattr(parallel, "_api_process_count", 1) > 1
+        if is_shared and options.until_done:
+            raise UnsupportedError(
+                "until_done needs one API server (--api-server-count 1): of several, a client "
+                "reaches any, and one follows"
+            )
+        if is_shared and parallel._api_process_rank != 0:  # noqa: SLF001 - vLLM has no other name
+            while not await ask_core(engine, None, READY):
+                await asyncio.sleep(LOOK_S)
+            return
+        pause = engine_settings(config.additional_config).get("pause", "keep")
+        follower = follow(engine, pause=pause)
+        assert isinstance(follower, BackgroundFollower)  # noqa: S101 - an AsyncLLM is followed so
+        self._follower = follower
+        await follower.wait_started_async()
+        if config.load_config.load_format == "dummy" and follower.applied is None:
+            await _wait_for_weights(follower, options)
+        if is_shared:
+            await ask_core(engine, None, READY, True)
 
-def _refusal(error: Exception) -> str:
-    """Describe an error in one line, however long it is."""
-    reason = " ".join(message_of(error).split())
-    return f"this server does not start, because it cannot follow: {reason}"
-
-
-async def _end(follower: BackgroundFollower) -> None:
-    """Stop following. An error must not keep the server from ending."""
-    try:
-        await follower.aclose()
-    except (DBufferError, OSError) as error:
-        logger.warning("this server did not stop following properly: %s", str(error))
-
-
-def _engine_of(scope: Scope) -> Any:
-    engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
-    if engine is None:
-        raise UnsupportedError("FollowStore is for vLLM's API server, and this is another")
-    return engine
-
-
-async def _start(engine: Any, following: contextlib.AsyncExitStack) -> BackgroundFollower | None:
-    """Let the engine serve the newest version, and follow until ``following`` is closed.
-
-    Return the follower, or None if another API server has it.
-    """
-    config = engine.vllm_config
-    options = options_of(config.additional_config)
-    if options is None:
-        raise OptionError(
-            'FollowStore needs a store: --additional-config \'{"dbuffer": {"store": directory}}\''
-        )
-    parallel = config.parallel_config
-    is_shared = getattr(parallel, "_api_process_count", 1) > 1
-    if is_shared and options.until_done:
-        raise UnsupportedError(
-            "until_done needs one API server (--api-server-count 1): of several, a client reaches "
-            "any, and one follows"
-        )
-    if is_shared and parallel._api_process_rank != 0:  # noqa: SLF001 - vLLM tells it nowhere else
-        while not await ask_core(engine, None, READY):
-            await asyncio.sleep(LOOK_S)
-        return None
-    pause = engine_settings(config.additional_config).get("pause", "keep")
-    follower = follow(engine, pause=pause)
-    assert isinstance(follower, BackgroundFollower)  # noqa: S101 - an AsyncLLM is followed so
-    following.push_async_callback(_end, follower)
-    await follower.wait_started_async()
-    if config.load_config.load_format == "dummy" and follower.applied is None:
-        await _wait_for_weights(follower, options)
-    if is_shared:
-        await ask_core(engine, None, READY, True)
-    return follower
+    async def _end(self) -> None:
+        """Stop following. An error must not keep the server from ending."""
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            try:
+                await follower.aclose()
+            except (DBufferError, OSError) as error:
+                logger.warning("this server did not stop following properly: %s", str(error))
 
 
 async def _wait_for_weights(follower: BackgroundFollower, options: EngineOptions) -> None:

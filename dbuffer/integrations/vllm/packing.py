@@ -28,14 +28,6 @@ from dbuffer.errors import UnsupportedError
 
 _HOOK = "process_weights_after_loading"
 
-_IS_PROCESSED = "_already_called_process_weights_after_loading"
-"""Attribute of a layer that the hook passes over."""
-
-_WIDTHS = ("embedding_dim", "input_size_per_partition", "input_size")
-"""Attributes that say how many numbers a layer computes from."""
-
-_NUM_ROWS = 4
-
 
 class VllmPacking:
     """Processing of vLLM's layers, as vLLM's reload does it."""
@@ -54,7 +46,7 @@ class VllmPacking:
         _restore_form(shadow, layer)
         copies: dict[int, tuple[Any, Any]] = {}
         _copy_hooks(shadow, copies)
-        vars(shadow).pop(_IS_PROCESSED, None)
+        vars(shadow).pop("_already_called_process_weights_after_loading", None)
         method = shadow.quant_method
         alone = _WithoutOtherRanks()  # type: ignore[no-untyped-call]
         with alone, onednn_kernels_keep_scales(_dtype_of(shadow)):
@@ -66,11 +58,14 @@ class VllmPacking:
         return list(copies.values())
 
     def computed(self, layer: Any) -> torch.Tensor | None:
-        width = next((getattr(layer, name) for name in _WIDTHS if hasattr(layer, name)), None)
+        widths = ("embedding_dim", "input_size_per_partition", "input_size")
+        width = next((getattr(layer, name) for name in widths if hasattr(layer, name)), None)
         if width is None:
             return None
-        numbers = torch.arange(_NUM_ROWS * width, dtype=torch.float32).mul_(12.9898).sin_()
-        rows = numbers.view(_NUM_ROWS, width).to(_device_of(layer), _dtype_of(layer))
+        tensors = (tensor for table in tables_of(layer) for tensor in table.values())
+        device = next(tensor.device for tensor in tensors if tensor is not None)
+        numbers = torch.arange(4 * width, dtype=torch.float32).mul_(12.9898).sin_()
+        rows = numbers.view(4, width).to(device, _dtype_of(layer))
         result: torch.Tensor = layer.quant_method.apply(layer, rows)
         return result
 
@@ -97,9 +92,9 @@ def has_cpu_experts(layer: Any) -> bool:
 def onednn_kernels_keep_scales(dtype: torch.dtype) -> Iterator[None]:
     """Let int8 kernels that are made on a CPU keep their scales alive, and compute in a dtype.
 
-    oneDNN keeps the scales' address; reload copies them into the layer's own, and frees these (vLLM
-    0.28 to 0.33), so that the kernel would read memory that was reused. vLLM names torch's default
-    dtype, which belongs to the process; a thread beside the engine must not set it.
+    oneDNN keeps the address of the scales. Reload copies them into the layer and frees these (vLLM
+    0.28 to 0.33), so that the kernel would read memory that was reused. vLLM passes torch's default
+    dtype, which belongs to the process: a thread beside the engine must not set it.
     """
     make = _custom_ops.create_onednn_scaled_mm
 
@@ -132,12 +127,6 @@ def _dtype_of(layer: Any) -> torch.dtype:
     return dtype
 
 
-def _device_of(layer: Any) -> torch.device:
-    tensors = (tensor for table in tables_of(layer) for tensor in table.values())
-    device: torch.device = next(tensor.device for tensor in tensors if tensor is not None)
-    return device
-
-
 def _restore_form(shadow: Any, layer: Any) -> None:
     """Give a shadow with loaded tensors the form of a layer that vLLM has just made.
 
@@ -160,7 +149,7 @@ def _restore_form(shadow: Any, layer: Any) -> None:
 
 
 def _copy_hooks(owner: Any, copies: dict[int, tuple[Any, Any]]) -> None:
-    """Put copies in the place of an owner's objects that process weights: they may keep some."""
+    """Replace the objects of an owner that process weights by copies: they may keep some."""
     for name, value in list(vars(owner).items()):
         if not hasattr(type(value), _HOOK) or isinstance(value, torch.nn.Module):
             continue

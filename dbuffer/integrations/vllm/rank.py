@@ -32,8 +32,8 @@ from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.errors import DBufferError, EngineBrokenError, UnsupportedError
 from dbuffer.integrations.vllm import reload_fixes as fixes
+from dbuffer.integrations.vllm.caches import require_droppable
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched, replica_name
-from dbuffer.integrations.vllm.connectors import require_droppable
 from dbuffer.integrations.vllm.meta_layers import vllm_shape_check
 from dbuffer.integrations.vllm.packing import VllmPacking, onednn_kernels_keep_scales
 from dbuffer.runtime.cores import use_cores_of_parent
@@ -43,8 +43,7 @@ class WorkerRank(EngineRank):
     """One rank of a vLLM engine."""
 
     module: Any
-    # The last two are what vLLM knows of adapters and of the requests that asked for them, and the
-    # seconds that it has spent on quantizing.
+    # vLLM's state of adapters, and the seconds that it has spent on quantizing.
     not_weights = ("kv_cache", ENDPOINT_ATTR, "lora_manager", "online_quantization_time")
 
     def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
@@ -61,7 +60,6 @@ class WorkerRank(EngineRank):
             self.instance_id = self.ranks.gather(self.instance_id)[0]
         self._refusal: Any = None
         """Hook that lets each step fail, if the model refuses to serve."""
-        # On a CPU there are no graphs.
         is_captured = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
         self._reads_captured_addresses = self.on_device and is_captured
         self._targets = self._reload_targets()
@@ -79,16 +77,20 @@ class WorkerRank(EngineRank):
         return vllm_shape_check(self._vllm_config, self.module)
 
     def load(self, tensors: fixes.Weights, *, partial: bool = False) -> None:
-        """Swap in the weights of one version. A failure leaves a mix, to be repaired at once.
+        """Swap in the weights of one version; see :meth:`EngineRank.load`.
 
-        Args:
-            tensors: all of the model's; scales of its caches that are not among them are vLLM's
-                defaults, as in an engine that is started on these weights.
-            partial: layers that get nothing keep all that they have.
+        Scales of caches that are not among them become vLLM's defaults, as when an engine starts.
         """
-        before = [(module, fixes.own_tensors(module)) for module in self.module.modules()]
+        before = fixes.tensors_of_layers(self.module)
         places = self._addresses()
-        with self._loading():
+        config = self._vllm_config
+        dtype = config.model_config.dtype
+        # As in vLLM's first load: kernels are made for them.
+        with (
+            set_current_vllm_config(config),
+            set_default_torch_dtype(dtype),
+            onednn_kernels_keep_scales(dtype),
+        ):
             try:
                 loaded = self._reload(tensors, before, partial=partial)
             except BaseException:
@@ -103,25 +105,13 @@ class WorkerRank(EngineRank):
         if self._addresses() != places:
             raise EngineBrokenError("parameters were left at other places in memory")
 
-    @contextlib.contextmanager
-    def _loading(self) -> Iterator[None]:
-        """Set the config and the dtype of vLLM's first load: kernels are made for them."""
-        config = self._vllm_config
-        with (
-            set_current_vllm_config(config),
-            set_default_torch_dtype(config.model_config.dtype),
-            onednn_kernels_keep_scales(config.model_config.dtype),
-        ):
-            yield
-
     def _reload(
         self, weights: fixes.Weights, before: list[fixes.LayerTensors], *, partial: bool
     ) -> list[torch.nn.Module]:
         """Run vLLM's layerwise reload; return the layers that got tensors."""
         initialize_layerwise_reload(self.module)
-        # Tensors are handed over where they lie, in main memory; a layer's are kept as views until
-        # it is whole, so their order costs no memory.
-        with fixes.settled_registrations(before, weights) as settled:
+        # vLLM keeps a layer's tensors as views until all have come: their order costs no memory.
+        with fixes.parameters_stay_in_place(before, weights) as settled:
             self.module.load_weights(settled)
         loaded = [module for module in self.module.modules() if fixes.has_loaded(module)]
         if not partial:
@@ -182,9 +172,9 @@ def raising_once(vllm_config: Any) -> Iterator[None]:
     """Let an error out on one rank of an engine only. All ranks have logged it.
 
     vLLM's executor of several processes reads replies in the order of ranks, and stops at the first
-    failed one; the rest stay in their queues, and every later call reads answers that are one call
-    old. So only the rank that is read last may raise. Where each process has a front end of its
-    own, each must hear of it.
+    failed one. The others stay in their queues, and every later call reads answers that are one
+    call old. So only the rank that is read last may raise. If each process has a front end, each
+    must raise.
     """
     parallel = vllm_config.parallel_config
     last = parallel.world_size - 1
@@ -196,9 +186,9 @@ def raising_once(vllm_config: Any) -> Iterator[None]:
 
 
 def worker_group(parallel: Any) -> Any:
-    """Return all workers of an engine, of all replicas that step together, as a group of vLLM's.
+    """Return vLLM's group of all workers of an engine, of all replicas that step together.
 
-    Its world is torch.distributed's, which several engines share where torchrun started them.
+    vLLM's world is torch.distributed's, which engines that torchrun started share.
     """
     world, tensor_parallel = get_world_group(), get_tp_group()
     if not is_launched(parallel) or world.world_size == parallel.world_size:
@@ -207,17 +197,15 @@ def worker_group(parallel: Any) -> Any:
         return tensor_parallel
     raise UnsupportedError(
         f"a job of {world.world_size} ranks has several engines of {parallel.world_size} ranks, "
-        "which are more than those of one tensor-parallel group: use pipeline_parallel_size=1, "
-        "or one engine"
+        "with several tensor-parallel groups each: use pipeline_parallel_size=1, or one engine"
     )
 
 
 class WorkerExtension:
-    """A method for ``collective_rpc``, on all ranks; vLLM adds it to its worker.
+    """A method for ``collective_rpc``, on all ranks. dbuffer's plugin adds it to all workers.
 
-    A server that is driven from outside tells by this option that its workers have the method:
-    ``--worker-extension-cls dbuffer.integrations.vllm.WorkerExtension``. dbuffer's plugin adds it
-    to workers of all engines.
+    ``--worker-extension-cls dbuffer.integrations.vllm.WorkerExtension`` tells a program beside a
+    server that its workers have the method.
     """
 
     def dbuffer_call(self: Any, request: dict[str, Any]) -> dict[str, Any]:

@@ -20,60 +20,60 @@ from dbuffer.integrations.vllm.packing import has_cpu_experts, has_cpu_kernel
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 LayerTensors = tuple[torch.nn.Module, list[dict[str, Any]]]
-"""A module, and its own parameters and buffers."""
+"""A layer, with its direct parameters and buffers."""
 
 
-def own_tensors(module: Any) -> list[dict[str, Any]]:
-    """Return a module's own parameters and buffers."""
-    return [dict(table) for table in tables_of(module)]
+def tensors_of_layers(model: torch.nn.Module) -> list[LayerTensors]:
+    """Return the tensors of each layer, as they are now."""
+    return [(module, [dict(table) for table in tables_of(module)]) for module in model.modules()]
 
 
 def restore_tensors(before: list[LayerTensors]) -> None:
-    """Give each layer its own tensors again, after a load that failed; their content is a mix.
+    """Give each layer its tensors again, after a load that failed; their content is a mix.
 
     The next load would complete half a layer with tensors of another version; and a layer that
     failed would stay on the meta device.
     """
     for module, tensors in before:
         get_layerwise_info(module).reset()
-        for table, own in zip(tables_of(module), tensors, strict=True):
+        for table, table_before in zip(tables_of(module), tensors, strict=True):
             table.clear()
-            table.update(own)
+            table.update(table_before)
 
 
 @contextlib.contextmanager
-def settled_registrations(before: list[LayerTensors], weights: Weights) -> Iterator[Weights]:
+def parameters_stay_in_place(before: list[LayerTensors], weights: Weights) -> Iterator[Weights]:
     """Yield the weights, and keep parameters in their places that a loader makes anew.
 
-    A model's own ``load_weights`` does that with some biases. They stay where they were, since
-    kernels read there, and get the new values. Such a loader may put the new one on the meta
-    device, where reload has put the layer.
+    A model's ``load_weights`` does that with some biases. They stay where they were, since kernels
+    read there, and get the new values. Such a loader may put the new one on the meta device, where
+    reload has put the layer.
     """
-    new: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
+    made: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
 
-    def register(module: torch.nn.Module, own: Any, name: str, parameter: Any) -> None:
+    def register(module: torch.nn.Module, parameters: Any, name: str, parameter: Any) -> None:
         torch.nn.Module.register_parameter(module, name, parameter)
-        old = own.get(name) if name in SKIP_TENSORS else None
+        old = parameters.get(name) if name in SKIP_TENSORS else None
         if old is not None and parameter is not None and parameter is not old:
-            new.append((module, name, old))
+            made.append((module, name, old))
 
     def settling() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             yield name, tensor
-            for module, own_name, old in new:
+            for module, parameter_name, old in made:
                 table, _ = tables_of(module)
-                made = table[own_name]
-                old.data.copy_(tensor.view(old.shape) if made.is_meta else made.data)
-                table[own_name] = old
-            new.clear()
+                new = table[parameter_name]
+                old.data.copy_(tensor.view(old.shape) if new.is_meta else new.data)
+                table[parameter_name] = old
+            made.clear()
 
-    modules = [(module, own) for module, (own, _) in before if own.keys() & SKIP_TENSORS]
-    for module, own in modules:
-        module.__dict__["register_parameter"] = functools.partial(register, module, own)
+    for module, (parameters, _) in before:
+        if parameters.keys() & SKIP_TENSORS:
+            module.__dict__["register_parameter"] = functools.partial(register, module, parameters)
     try:
         yield settling()
     finally:
-        for module, _own in modules:
+        for module, _tensors in before:
             module.__dict__.pop("register_parameter", None)
 
 
@@ -107,22 +107,22 @@ def without_warnings() -> Iterator[None]:
     version leaves out. A version that lacks more was refused before.
     """
 
-    def is_news(record: logging.LogRecord) -> bool:
+    def is_logged(record: logging.LogRecord) -> bool:
         return "Failed to load weights" not in record.getMessage()
 
     logger = logging.getLogger(finalize_layerwise_reload.__module__)
-    logger.addFilter(is_news)
+    logger.addFilter(is_logged)
     try:
         yield
     finally:
-        logger.removeFilter(is_news)
+        logger.removeFilter(is_logged)
 
 
 def restore_absent_names(before: list[LayerTensors]) -> None:
     """Restore the names with None, of weights that a kernel keeps: reload drops them."""
     for module, tensors in before:
-        for table, own in zip(tables_of(module), tensors, strict=True):
-            for name, tensor in own.items():
+        for table, table_before in zip(tables_of(module), tensors, strict=True):
+            for name, tensor in table_before.items():
                 if tensor is None:
                     table.setdefault(name, None)
 
@@ -131,7 +131,7 @@ def repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
     """Pack layers again whose weight is another layer's: reload skips them, and keeps the old one.
 
     A head tied to the embedding is such a layer. On a CPU vLLM packs most embeddings, too, which
-    never multiply by it: that copy was just made anew, and is the one that the head needs.
+    never multiply by it: the head takes over that copy, which was just made anew.
     """
     owners = {id(weight): module for module in loaded for weight in module.parameters(False)}
     module: Any

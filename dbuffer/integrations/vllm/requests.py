@@ -61,7 +61,7 @@ def unmet_by(label: WeightLabel, min_version: int) -> str | None:
 def values_by_name(
     pairs: Iterable[tuple[str, str]], names: tuple[str, ...], prefix: str = ""
 ) -> dict[str, str]:
-    """Return the values of these names, among pairs of which others may have other prefixes.
+    """Return the values of these names; pairs without the prefix are skipped.
 
     Raises:
         OptionError: there is another name of this prefix, which may be misspelt, or a name twice.

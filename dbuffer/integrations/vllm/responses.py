@@ -1,14 +1,14 @@
 """Responses of a vLLM server that follows: which versions they came from.
 
-* A response to which the engine contributed has the headers ``X-Weight-Version``,
-  ``X-Weight-Run`` and ``X-Weight-Metadata``: of the weights of its first token.
+* A response of the engine has the headers ``X-Weight-Version``, ``X-Weight-Run`` and
+  ``X-Weight-Metadata``, about the weights of its first token.
 * With ``X-Weight-Versions: true`` in the request, each choice has ``weight_versions`` too: spans of
   its tokens, under the names that vLLM and SGLang give them. In a stream, in the choice's last
   chunk.
-* ``POST /update_weight_version`` is refused by 400: the follower alone tells the weights.
+* ``POST /update_weight_version`` is refused by 400: the follower alone sets the label.
 
-The middleware makes an `Exchange` the running task's own for the time of a request, and the
-engine's front end, below all routes, notes each output in it. So no route of vLLM has to know.
+The middleware sets an `Exchange` in the task of a request, and the engine's front end, below all
+routes, notes each output in it.
 """
 
 from __future__ import annotations

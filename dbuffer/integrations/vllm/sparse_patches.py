@@ -29,8 +29,8 @@ def publish_patches(
         is_behind: the weights that they follow did not reach the sender.
 
     Raises:
-        VersionError: the sender has not published what they follow. What the store holds of an
-            earlier sender may be another run's.
+        VersionError: the sender has not published the weights that they follow. A version of an
+            earlier sender may be of another run.
         DBufferError: as of `patches_of` and `send_patches`. Nothing was published, unless the
             message says so.
     """

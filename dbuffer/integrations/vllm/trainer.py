@@ -52,18 +52,18 @@ class DBufferTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     sender: dict[str, Any] = field(default_factory=dict)
     """Options of the :class:`~dbuffer.WeightSender`."""
     sparse: bool = False
-    """Let patches be sent, by a sender of ``delta=True``; so it is in any case without a source.
-    A source is gathered whole then, in main memory where it is not there already."""
+    """Let patches be sent, by a sender of ``delta=True``. A source is gathered in main memory then.
+    Without a source, patches can be sent in any case."""
     checkpoint: str | os.PathLike[str] | None = None
-    """HuggingFace checkpoint that the first patches follow, for a trainer that has patches and no
-    source, as vLLM's own. It is published whole in ``trainer_init``."""
+    """HuggingFace checkpoint that the first patches follow, for a trainer without a source. It is
+    published in ``trainer_init``."""
 
 
 class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     """Publishes a source's weights, or patches, then lets the engine switch to that version.
 
-    The engine's weight version becomes the store's. Pausing it and resetting its prefix cache are
-    the caller's, as with vLLM's own backends.
+    The engine's weight version becomes the store's. The caller pauses the engine and resets its
+    prefix cache, as with vLLM's own backends.
     """
 
     init_info_cls = DBufferTrainerInitInfo
@@ -138,14 +138,14 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
                 empty list does nothing. Default: publish the source whole, if there is one.
 
         Raises:
-            VersionError: patches before the first version of this trainer, or after one that could
-                not be published: whatever the store holds, send the source whole once.
-            WeightsMismatchError: a patch does not fit what was published.
+            VersionError: patches before the first version of this trainer, or after a failed
+                version: send the source whole once.
+            WeightsMismatchError: a patch does not fit the published tensor.
             InvalidWeightsError: a patch is malformed, or brings a NaN.
             OptionError: patches, and ``sparse`` is not set, or the source is split between ranks.
             DBufferError: the weights could not be published. As with all of these, the engine was
                 not asked to switch.
-            Exception: what the client raised; the engine is ready for the next update.
+            Exception: of the client; the engine is ready for the next update.
         """
         if patches is not None or self.source is None:
             version = self._publish_patches(patches)
@@ -157,8 +157,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         try:
             self.client.update_weights({"version": version})
         except BaseException:
-            # Ends the session on the ranks that did not raise. The one that did has none any more,
-            # and its error about that is no news.
+            # Ends the session on the ranks that did not raise. The failed rank has no session any
+            # more, and raises once more.
             with contextlib.suppress(Exception):
                 self.client.finish_weight_update()
             raise
@@ -175,17 +175,15 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             self.client.start_weight_update()
 
     def send_weight_chunk(self, patches: Iterable[Any] | None = None) -> int | None:
-        """Publish patches and switch, between the caller's own start and finish of an update.
+        """Publish patches and switch, between the caller's start and finish of an update.
 
-        Each chunk is a version, which the engine has when this returns, as with vLLM's own backend.
-        An engine that is not paused from start to finish serves each of them, and so do other
-        followers of the store: put patches that must apply atomically into one call.
+        Each chunk is a version, which the engine has when this returns. An engine that is not
+        paused from start to finish serves each version, and so do other followers of the store:
+        put patches that must apply atomically into one call.
 
         Return the version, for the client's ``finish_weight_update(str(version))``, or None if
-        there are no patches, or this rank is not the sender.
-
-        Raises:
-            As :meth:`send_weights`; finishing is the caller's, also then.
+        there are no patches, or this rank is not the sender. Raises as :meth:`send_weights` does;
+        the caller finishes the update also then.
         """
         version = self._publish_patches(patches)
         if version is not None:
@@ -194,7 +192,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
 
     def _publish_source(self) -> int | None:
         if self._sender is None:
-            # Gathering is a collective, in which every rank takes part.
+            # All ranks take part in gathering.
             SourceReader(self.source).finish()
             return None
         self._is_behind = True
@@ -216,7 +214,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
 
 
 def _weights(source: Any) -> Weights:
-    """Return all tensors at once where that costs no memory, and is faster; else the source."""
+    """Return all tensors of a module that is not sharded, which is faster; else the source."""
     if not isinstance(source, ModuleSource):
         return source
     module = getattr(source, "_module", None)

@@ -10,16 +10,13 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import InvalidStateError, wait
+from functools import partial
 from typing import Any, TypeVar
 
 from dbuffer.engine.contract import PAUSE_MODES, Engine, EngineFacts, PauseMode, WeightLabel
-from dbuffer.engine.messages import (
-    RankAnswer,
-    RankRequest,
-    decode_answer,
-)
+from dbuffer.engine.messages import RankAnswer, RankRequest, decode_answer
 from dbuffer.engine.server import EngineServer
 from dbuffer.errors import (
     EngineBusyError,
@@ -28,21 +25,10 @@ from dbuffer.errors import (
     EngineUpdateError,
     UnsupportedError,
 )
-from dbuffer.integrations.vllm.config import (
-    CALL,
-    facts_here,
-    facts_of_server,
-    is_launched,
-    shared_caches,
-)
-from dbuffer.integrations.vllm.core_pauses import (
-    HOLD,
-    NOT_RESET,
-    RELEASE,
-    refusal_in,
-)
+from dbuffer.integrations.vllm.caches import shared_caches
+from dbuffer.integrations.vllm.config import CALL, facts_here, facts_of_server, is_launched
+from dbuffer.integrations.vllm.core_pauses import HOLD, NOT_RESET, RELEASE, refusal_in
 from dbuffer.runtime.timing import TIMING
-from dbuffer.runtime.trouble import TranslatedErrors
 
 ResultT = TypeVar("ResultT")
 
@@ -63,25 +49,24 @@ class OfflineVllm(Engine):
         return facts_here(self._engine.vllm_config)
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
-        with self._ending_with_the_engine():
-            replies = self._llm.collective_rpc(CALL, kwargs={"request": request.as_json()})
+        arguments = {"request": request.as_json()}
+        replies = self._call(lambda: self._llm.collective_rpc(CALL, kwargs=arguments))
         return [decode_answer(reply) for reply in replies]
 
-    def _ending_with_the_engine(self) -> contextlib.ExitStack:
-        """Let calls in flight end by `EngineEndedError` when the engine's process dies."""
+    def _call(self, call: Callable[[], ResultT]) -> ResultT:
+        """Make a call that ends by `EngineEndedError` when the engine's process dies."""
         client = self._engine.engine_core
-
-        def translate(error: BaseException) -> None:
-            if isinstance(error, Exception) and client.resources.engine_dead:
-                raise EngineEndedError(f"the engine is dead: {error}") from error
-
-        stack = contextlib.ExitStack()
-        # If there is none, the engine lives in this process.
-        if (pending := getattr(client, "utility_results", None)) is not None:
-            self.require_alive()
-            stack.enter_context(TranslatedErrors(translate))
-            stack.enter_context(_ending_calls(client.resources, pending))
-        return stack
+        pending = getattr(client, "utility_results", None)
+        if pending is None:  # the engine lives in this process
+            return call()
+        self.require_alive()
+        with _ending_calls(client.resources, pending):
+            try:
+                return call()
+            except Exception as error:
+                if client.resources.engine_dead:
+                    raise EngineEndedError(f"the engine is dead: {error}") from error
+                raise
 
     def require_alive(self) -> None:
         resources = getattr(self._engine.engine_core, "resources", None)
@@ -89,20 +74,20 @@ class OfflineVllm(Engine):
             raise EngineEndedError("the engine is dead: its process has ended")
 
     def pause(self, mode: PauseMode) -> None:  # noqa: ARG002
-        with self._ending_with_the_engine():
-            if self._engine.has_unfinished_requests():
-                raise EngineBusyError("the engine is generating: wait for its requests, then sync")
-            if not self._llm.reset_prefix_cache(reset_connector=True):
-                raise EngineUpdateError(NOT_RESET)
-            self._engine.reset_encoder_cache()
+        self._call(self._drop_caches)
+
+    def _drop_caches(self) -> None:
+        if self._engine.has_unfinished_requests():
+            raise EngineBusyError("the engine is generating: wait for its requests, then sync")
+        if not self._llm.reset_prefix_cache(reset_connector=True):
+            raise EngineUpdateError(NOT_RESET)
+        self._engine.reset_encoder_cache()
 
     def weight_version(self) -> str:
-        with self._ending_with_the_engine():
-            return str(self._engine.get_weight_version())
+        return str(self._call(self._engine.get_weight_version))
 
     def set_weight_version(self, label: WeightLabel) -> None:
-        with self._ending_with_the_engine():
-            self._engine.set_weight_version(label.encode())
+        self._call(lambda: self._engine.set_weight_version(label.encode()))
 
 
 @contextlib.contextmanager
@@ -133,8 +118,8 @@ class AsyncVllm(Engine):
     Args:
         engine: the ``AsyncLLM``.
         loop: its event loop; see :meth:`loop_of`.
-        replica: one of several data-parallel replicas that step each by itself. It is an engine of
-            its own: the others serve on while it switches.
+        replica: one of several data-parallel replicas that step independently: the others serve
+            while it switches.
     """
 
     has_own_pause = True
@@ -146,6 +131,7 @@ class AsyncVllm(Engine):
         self._engine = engine
         self._loop = loop
         self._replica = replica
+        self._ask_core = partial(ask_core, engine, replica)
 
     @staticmethod
     def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
@@ -159,7 +145,7 @@ class AsyncVllm(Engine):
             return asyncio.get_running_loop()
         except RuntimeError:
             raise UnsupportedError(
-                "this AsyncLLM runs in no event loop yet: make it, or this, in a coroutine"
+                "this AsyncLLM runs in no event loop yet: make it, or its follower, in a coroutine"
             ) from None
 
     def require_alive(self) -> None:
@@ -195,16 +181,10 @@ class AsyncVllm(Engine):
         return [decode_answer(reply) for reply in replies]
 
     def is_paused(self) -> bool:
-        if self._replica is None:
-            return bool(self._call(self._engine.is_paused()))
         return bool(self._call(self._ask_core("is_scheduler_paused")))
 
     def pause(self, mode: PauseMode) -> None:
         self._call(self._pause(mode))
-
-    def _ask_core(self, method: str, *arguments: Any) -> Coroutine[Any, Any, Any]:
-        """Call a method of each of the engine's cores, or of the replica's."""
-        return ask_core(self._engine, self._replica, method, *arguments)
 
     async def _pause(self, mode: PauseMode) -> None:
         drops_caches = mode != "in_place"

@@ -1,4 +1,4 @@
-"""KV connectors of vLLM, from which an engine may load what older weights computed."""
+"""Caches of vLLM's engines, which may hold what older weights computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAIN_MEMORY = "CPUOffloadingSpec"
 def require_droppable(config: Any, options: EngineOptions) -> None:
     """Raise :class:`UnsupportedError` if an engine loads caches that a switch cannot drop.
 
-    Older weights, or those of another engine, may have computed them. ``config``: its `VllmConfig`.
+    Older weights, or another engine's, may have computed them. ``config``: its ``VllmConfig``.
     """
     if options.allow_stale_kv:
         return
@@ -51,3 +51,15 @@ def _connectors_of(transfer: Any) -> Iterator[tuple[str, bool]]:
     tiers = options.get("spec_name", _MAIN_MEMORY)
     is_private = tiers == _MAIN_MEMORY and transfer.kv_connector != "MooncakeStoreConnector"
     yield transfer.kv_connector, has_reset and is_private
+
+
+def shared_caches(config: Any) -> list[str]:
+    """Name the caches that requests of an engine share, by its ``VllmConfig``."""
+    is_shared = {
+        "a prefix cache (start it with enable_prefix_caching=False)": (
+            config.cache_config.enable_prefix_caching
+        ),
+        "a cache of its encoders' outputs": config.model_config.is_multimodal_model,
+        "a connector to other caches": config.kv_transfer_config is not None,
+    }
+    return [cache for cache in is_shared if is_shared[cache]]
