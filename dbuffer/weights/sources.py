@@ -182,7 +182,7 @@ class Describer:
             return tensors, None, check
         from dbuffer.weights.weight_source import SourceReader, is_weight_source, parameters_of
 
-        if self.sharded and (parameters := parameters_of(weights)) is not None:
+        if (parameters := parameters_of(weights, may_be_sharded=self.sharded)) is not None:
             return self._checked(parameters.items()), None, _check_nothing
         if is_weight_source(weights):
             self._require_whole_tensors("a weight source")

@@ -44,7 +44,7 @@ def is_weight_source(weights: object) -> TypeGuard[WeightSource]:
     return hasattr(weights, "__iter__") and callable(getattr(weights, "metadata", None))
 
 
-def parameters_of(source: object) -> dict[str, torch.Tensor] | None:
+def parameters_of(source: object, *, may_be_sharded: bool) -> dict[str, torch.Tensor] | None:
     """Return the parameters that a ``ModuleSource`` of vLLM's gathers one by one.
 
     Return None for any other source: a class derived from it may yield something else.
@@ -53,7 +53,11 @@ def parameters_of(source: object) -> dict[str, torch.Tensor] | None:
     if type(source) is not getattr(library, "ModuleSource", None):
         return None
     module = getattr(source, "_module", None)
-    return dict(module.named_parameters()) if isinstance(module, nn.Module) else None
+    if not isinstance(module, nn.Module):
+        return None
+    parameters: dict[str, torch.Tensor] = dict(module.named_parameters())
+    is_sharded = any(hasattr(parameter, "full_tensor") for parameter in parameters.values())
+    return None if is_sharded and not may_be_sharded else parameters
 
 
 class SourceReader:

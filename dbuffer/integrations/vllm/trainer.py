@@ -10,12 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import torch
-from vllm.distributed.weight_transfer.base import (
-    ModuleSource,
-    TrainerInitInfo,
-    TrainerWeightTransferEngine,
-)
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import OptionError
@@ -25,8 +20,7 @@ from dbuffer.integrations.vllm.sparse_patches import publish_patches
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.runtime.messages import described
-from dbuffer.weights.sources import Weights
-from dbuffer.weights.weight_source import SourceReader, is_split, pass_over
+from dbuffer.weights.weight_source import SourceReader, is_split
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +190,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             SourceReader(self.source).finish()
             return None
         self._is_behind = True
-        version = self._sender.send(_weights(self.source)).version
+        version = self._sender.send(self.source).version
         self._is_behind = False
         return version
 
@@ -211,13 +205,3 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         """Release the store. The last version stays published."""
         if self._sender is not None:
             self._sender.close()
-
-
-def _weights(source: Any) -> Weights:
-    """Return all tensors of a module that is not sharded, which is faster; else the source."""
-    if not isinstance(source, ModuleSource):
-        return source
-    module = getattr(source, "_module", None)
-    parameters = module.parameters() if isinstance(module, torch.nn.Module) else ()
-    is_sharded = any(hasattr(parameter, "full_tensor") for parameter in parameters)
-    return source if is_sharded else dict(pass_over(source))
