@@ -75,7 +75,10 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
         error = EngineBusyError(f"{_REFUSED}{refusal}")
         if not _steps_with_others(core) or core.is_scheduler_paused():
             raise error
-        return _pause_and_refuse(core, hold, error)
+        # The others that step with it need it to be paused.
+        paused = core.pause_scheduler("keep", False)
+        setattr(core, _HOLD, hold)
+        return _after(paused, functools.partial(_raise, error))
     if other_pause == "PAUSED_NEW":
         mode = "wait"  # it may still wait for its requests, and any other mode would end that
     elif other_pause is not None and mode == "wait":
@@ -85,25 +88,15 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
         paused = _pause(core, mode)
     finally:
         setattr(core, _HOLD, hold)
-    if not drops_caches:
-        return paused
-    if paused is None:
-        return _drop_caches(core)
-    dropped: Future[Any] = Future()
-    paused.add_done_callback(
-        lambda done: _pass_on(functools.partial(_drop_caches, core, done), dropped)
-    )
-    return dropped
+    return _after(paused, functools.partial(_drop_caches, core)) if drops_caches else paused
 
 
-def _drop_caches(core: Any, paused: Future[Any] | None = None) -> None:
-    """Drop all caches of the present weights, once the core is paused.
+def _drop_caches(core: Any) -> None:
+    """Drop all caches of the present weights.
 
     Requests that are kept lose theirs too: it is recomputed, so that no token comes from two
     versions.
     """
-    if paused is not None:
-        paused.result()  # or raise what kept it from pausing
     if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
         raise EngineUpdateError(NOT_RESET)
     core.reset_encoder_cache()
@@ -120,15 +113,6 @@ def _pause(core: Any, mode: str) -> Any:
         return core.pause_scheduler(mode, False)
     finally:
         del core._pause_complete  # noqa: SLF001
-
-
-def _pause_and_refuse(core: Any, hold: _Hold, error: EngineBusyError) -> Future[Any]:
-    """Pause a core, which the others that step with it need to be paused; fail when it is."""
-    refused: Future[Any] = Future()
-    paused = core.pause_scheduler("keep", False)
-    setattr(core, _HOLD, hold)
-    paused.add_done_callback(lambda _: refused.set_exception(error))
-    return refused
 
 
 def _steps_with_others(core: Any) -> bool:
@@ -176,6 +160,20 @@ def _release(core: Any) -> None:
         _pass_on(pause, result)
 
 
+def _after(paused: Future[Any] | None, call: Callable[[], Any]) -> Any:
+    """Make a call once a core is paused; return its result, or a future for that."""
+    if paused is None:
+        return call()
+    result: Future[Any] = Future()
+
+    def make_call(done: Future[Any]) -> Any:
+        done.result()  # or raise what kept it from pausing
+        return call()
+
+    paused.add_done_callback(lambda done: _pass_on(functools.partial(make_call, done), result))
+    return result
+
+
 def _pass_on(call: Callable[[], Any], result: Future[Any]) -> None:
     """Make a call, which may return a future, and let ``result`` have its outcome."""
     with contextlib.suppress(InvalidStateError):  # its caller has given the result up
@@ -188,6 +186,10 @@ def _pass_on(call: Callable[[], Any], result: Future[Any]) -> None:
             outcome.add_done_callback(lambda done: _pass_on(done.result, result))
         else:
             result.set_result(outcome)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _deferring(pause: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,10 +205,6 @@ def _deferring(pause: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _refuse_pause() -> NoReturn:
-    raise RuntimeError("resumed before this pause began")
-
-
 def _resuming(resume: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(resume)
     def call(core: Any) -> Any:
@@ -215,8 +213,9 @@ def _resuming(resume: Callable[..., Any]) -> Callable[..., Any]:
             return resume(core)
         hold.other_pause = None
         ended, hold.deferred = hold.deferred, []
+        error = RuntimeError("resumed before this pause began")
         for _, result in ended:
-            _pass_on(_refuse_pause, result)
+            _pass_on(functools.partial(_raise, error), result)
         return None
 
     return call

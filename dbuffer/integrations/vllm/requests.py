@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
 from starlette.responses import JSONResponse
 
 from dbuffer.engine.background import BackgroundFollower
 from dbuffer.engine.contract import WeightLabel
 from dbuffer.errors import EngineEndedError, OptionError
-from dbuffer.format.manifest import MAX_INTEGER
+from dbuffer.format.lineage import Positive
 from dbuffer.integrations.vllm.config import replicas_of
 from dbuffer.integrations.vllm.core_labels import LABEL
 from dbuffer.integrations.vllm.vllm_engine import ask_core
@@ -34,7 +34,8 @@ MIN_VERSION, WAIT_S = "x-weight-min-version", "x-weight-wait-s"
 SPANS = "x-weight-versions"
 """Header of a request that asks for the versions of each token."""
 HEADERS = (MIN_VERSION, WAIT_S, SPANS)
-MAX_WAIT_S = 3600.0
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+_SECONDS = "seconds from 0 to 3600"
 RETRY_AFTER_S = 1
 """``Retry-After`` of a refusal, which may be over by then: trainers publish every few seconds."""
 _LOOK_S = 0.02
@@ -87,26 +88,18 @@ def requirement_in(
         OptionError: a value is invalid; the message names it.
     """
     if min_version in values:
-        seconds = _seconds(wait_s, values.get(wait_s, "0"))
-        return _version(min_version, values[min_version]), seconds
+        version = _number(Positive, min_version, values[min_version], "a version's number")
+        return version, _number(_Seconds, wait_s, values.get(wait_s, "0"), _SECONDS)
     if wait_s in values:
         raise OptionError(f"{wait_s} without a version to wait for: add {min_version}")
     return None, 0.0
 
 
-def _version(name: str, text: str) -> int:
-    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_INTEGER))
-    return checks.whole_number(name, int(text) if is_number else text, at_most=MAX_INTEGER)
-
-
-def _seconds(name: str, text: str) -> float:
+def _number(kind: Any, name: str, text: str, rule: str) -> Any:
     try:
-        seconds = math.nan if "_" in text else float(text)  # float() reads 1_0 as 10
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds <= MAX_WAIT_S:
-        checks.refuse(name, text, f"seconds from 0 to {MAX_WAIT_S:.0f}")
-    return seconds
+        return msgspec.convert(text, kind, strict=False)
+    except msgspec.ValidationError:
+        checks.refuse(name, text, rule)
 
 
 class Outlook:
