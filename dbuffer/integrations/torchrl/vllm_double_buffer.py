@@ -33,7 +33,7 @@ from dbuffer.errors import (
 )
 from dbuffer.integrations.torchrl.base import StoreScheme, Strategy, TransportOptions, find_model
 from dbuffer.integrations.torchrl.extraction import extract_for_vllm
-from dbuffer.integrations.vllm.ray_follower import RayFollower, is_ray_actor
+from dbuffer.integrations.torchrl.ray_follower import RayFollower, is_ray_actor
 from dbuffer.integrations.vllm.vllm_engine import (
     IN_ITS_EVENT_LOOP,
     AsyncVllm,

@@ -62,8 +62,6 @@ _WITH_FIELDS = (_EVENTS, "application/json")
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
 _OK, _BAD_REQUEST, _NOT_ALLOWED = 200, 400, 405
-_UNKNOWN = {"weight_versions": None}
-"""Fields of a choice whose spans are unknown."""
 
 
 @dataclass(slots=True)
@@ -74,8 +72,8 @@ class Exchange:
     has_choices: bool = True
     admitted: WeightLabel | None = None
     """Label of the weights that the response begins with, or None if nothing was generated."""
-    calls: list[tuple[int, dict[int, dict[str, Any]]]] = field(default_factory=list)
-    """Number of choices of each prompt; and fields of the complete ones, by index."""
+    calls: list[tuple[int, dict[int, list[Any]]]] = field(default_factory=list)
+    """Number of choices of each prompt, and the spans of complete choices by index."""
     is_search: bool = False
     """Whether each call of the engine is a step of a beam search, and no prompt."""
 
@@ -83,13 +81,13 @@ class Exchange:
         self, num_choices: int, outputs: AsyncGenerator[Any, None]
     ) -> AsyncGenerator[Any, None]:
         """Return the outputs of a prompt, whose weights are noted as they come."""
-        fields: dict[int, dict[str, Any]] = {}
+        spans: dict[int, list[Any]] = {}
         self.is_search |= self.admitted is not None
-        self.calls.append((num_choices, fields))
-        return self._noting(fields, outputs)
+        self.calls.append((num_choices, spans))
+        return self._noting(spans, outputs)
 
     async def _noting(
-        self, fields: dict[int, dict[str, Any]], outputs: AsyncGenerator[Any, None]
+        self, spans: dict[int, list[Any]], outputs: AsyncGenerator[Any, None]
     ) -> AsyncGenerator[Any, None]:
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -97,9 +95,7 @@ class Exchange:
                     if self.admitted is None and (encoded := getattr(choice, ADMITTED, None)):
                         self.admitted = WeightLabel.decode(encoded)
                     if self.wants_spans and choice.weight_versions is not None:
-                        fields[choice.index] = {
-                            "weight_versions": [_as_json(span) for span in choice.weight_versions]
-                        }
+                        spans[choice.index] = [_as_json(span) for span in choice.weight_versions]
                 yield output
 
     def with_fields(self, body: Any, *, is_chunk: bool) -> Any:
@@ -111,20 +107,20 @@ class Exchange:
             # A beam search has choices for each beam. One of a single token calls as prompts do.
             self.is_search |= len(choices) != sum(num_choices for num_choices, _ in self.calls)
         with_fields = [
-            choice | self._fields_of(choice.get("index", 0))
+            choice | {"weight_versions": self._spans_of(choice.get("index", 0))}
             if not is_chunk or choice.get("finish_reason") is not None
             else choice
             for choice in choices
         ]
         return {**body, "choices": with_fields}
 
-    def _fields_of(self, index: int) -> dict[str, Any]:
-        """Return the fields of a choice. Choices are numbered through all prompts."""
-        for num_choices, fields in () if self.is_search else self.calls:
+    def _spans_of(self, index: int) -> list[Any] | None:
+        """Return the spans of a choice, if known. Choices are numbered over all prompts."""
+        for num_choices, spans in () if self.is_search else self.calls:
             if index < num_choices:
-                return fields.get(index, _UNKNOWN)
+                return spans.get(index)
             index -= num_choices
-        return _UNKNOWN
+        return None
 
 
 def _as_json(span: Any) -> dict[str, Any]:

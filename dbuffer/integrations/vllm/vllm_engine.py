@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import InvalidStateError, wait
-from functools import partial
 from typing import Any, TypeVar
 
 from dbuffer.engine.contract import PAUSE_MODES, Engine, EngineFacts, PauseMode, WeightLabel
@@ -131,7 +130,6 @@ class AsyncVllm(Engine):
         self._engine = engine
         self._loop = loop
         self._replica = replica
-        self._ask_core = partial(ask_core, engine, replica)
 
     @staticmethod
     def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
@@ -177,19 +175,16 @@ class AsyncVllm(Engine):
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
         arguments = {"request": request.as_json()}
-        replies = self._call(self._ask_core("collective_rpc", CALL, None, (), arguments))
+        replies = self._call("collective_rpc", CALL, None, (), arguments)
         return [decode_answer(reply) for reply in replies]
 
     def is_paused(self) -> bool:
-        return bool(self._call(self._ask_core("is_scheduler_paused")))
+        return bool(self._call("is_scheduler_paused"))
 
     def pause(self, mode: PauseMode) -> None:
-        self._call(self._pause(mode))
-
-    async def _pause(self, mode: PauseMode) -> None:
         drops_caches = mode != "in_place"
         try:
-            refusal = await self._ask_core(HOLD, mode if drops_caches else "keep", drops_caches)
+            refusal = self._call(HOLD, mode if drops_caches else "keep", drops_caches)
         except Exception as error:
             if (refusal := refusal_in(error)) is None:
                 raise
@@ -197,21 +192,20 @@ class AsyncVllm(Engine):
             raise EngineBusyError(refusal)
 
     def resume(self) -> None:
-        self._call(self._ask_core(RELEASE))
+        self._call(RELEASE)
 
     def weight_version(self) -> str:
-        return str(self._call(self._ask_core("get_weight_version")))
+        return str(self._call("get_weight_version"))
 
     def set_weight_version(self, label: WeightLabel) -> None:
-        self._call(self._ask_core("set_weight_version", label.encode()))
+        self._call("set_weight_version", label.encode())
 
-    def _call(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the engine's cores, or of the replica's."""
         if asyncio._get_running_loop() is self._loop:  # noqa: SLF001 - None outside of any
-            call.close()
             raise EngineBusyError(IN_ITS_EVENT_LOOP)
-        if self._loop.is_closed():
-            call.close()
-            raise EngineEndedError("its event loop has ended")
+        self.require_alive()
+        call = ask_core(self._engine, self._replica, method, *arguments)
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
         # vLLM never answers a call that was in flight when its engine died.
         while not wait([future], TIMING.alive_check_s).done:
@@ -232,19 +226,14 @@ class AsyncVllm(Engine):
             raise
 
 
-def ask_core(
-    engine: Any, replica: int | None, method: str, *arguments: Any
-) -> Coroutine[Any, Any, Any]:
-    """Call a method of each core of an ``AsyncLLM``, or of the one of a data-parallel replica."""
-    call: Coroutine[Any, Any, Any]
+async def ask_core(engine: Any, replica: int | None, method: str, *arguments: Any) -> Any:
+    """Call a method of each core of an ``AsyncLLM``, or of the core of a data-parallel replica."""
     if replica is None:
-        call = engine.engine_core.call_utility_async(method, *arguments)
-    else:
-        # vLLM's own calls to all cores return the first one's answer, whatever the others' are.
-        call = engine.engine_core._call_utility_async(  # noqa: SLF001
-            method, *arguments, engine=replica.to_bytes(2, "little")
-        )
-    return call
+        return await engine.engine_core.call_utility_async(method, *arguments)
+    # vLLM's calls to all cores return the first answer, whatever the others are.
+    return await engine.engine_core._call_utility_async(  # noqa: SLF001
+        method, *arguments, engine=replica.to_bytes(2, "little")
+    )
 
 
 class VllmServer(EngineServer):

@@ -82,7 +82,7 @@ def answering(
 
 def has_generated(exchange: Exchange) -> None:
     exchange.admitted = SERVED
-    exchange.calls = [(2, {0: {"weight_versions": SPANS}})]
+    exchange.calls = [(2, {0: SPANS})]
 
 
 async def stay() -> Any:
@@ -228,7 +228,7 @@ def test_beams_of_one_token_tell_no_spans():
 
     def has_searched(exchange: Exchange) -> None:
         exchange.admitted = SERVED
-        exchange.calls = [(1, {0: {"weight_versions": SPANS}}) for _ in range(2)]
+        exchange.calls = [(1, {0: SPANS}) for _ in range(2)]
 
     beams = {"choices": [{"index": index, "finish_reason": "length"} for index in range(4)]}
     app = answering([JSON], json.dumps(beams).encode(), note=has_searched)

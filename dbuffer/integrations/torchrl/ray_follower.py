@@ -25,7 +25,6 @@ from dbuffer.errors import (
     WaitTimeoutError,
 )
 from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
-from dbuffer.runtime import options as checks
 
 _ASK_AGAIN_S = 0.02
 """Seconds between two calls that ask an actor whether its ranks are ready; it serves meanwhile."""
@@ -60,16 +59,11 @@ class RayFollower:
         self._options = options
 
     def sync(
-        self,
-        *,
-        at_least: int | None = None,
-        timeout_s: float | None = None,
-        force: bool = False,
-        stop_event: threading.Event | None = None,
+        self, *, at_least: int | None = None, stop_event: threading.Event | None = None
     ) -> Switch | None:
         """Switch as :meth:`Follower.sync` does; the actor serves on until its ranks are ready."""
-        timeout_s = self._options.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + checks.seconds("timeout_s", timeout_s)
+        timeout_s = self._options.timeout_s
+        deadline = time.monotonic() + timeout_s
         while not self._call(Follower.is_ready, at_least):
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(
@@ -79,7 +73,7 @@ class RayFollower:
             if stop_event is not None and stop_event.is_set():
                 raise ClosedError("following was stopped")
             time.sleep(_ASK_AGAIN_S)
-        return self._call(Follower.sync, at_least=at_least, force=force)
+        return self._call(Follower.sync, at_least=at_least)
 
     def apply_once(self, store: str) -> None:
         self._call(Follower.apply_once, store)
