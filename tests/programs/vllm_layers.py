@@ -133,7 +133,7 @@ def run(directory: Path) -> None:
     llm, pair = quantised[0], int8[next(iter(INT8))]
     go_back_after_a_failed_load(directory / "failures", pair, llm)
     refuse_unquantised(directory / "unquantised", pairs["qwen3 live"][0], llm)
-    problem = "takes model.layers.0.mlp.gate_up_proj for whole"
+    problem = "takes model.layers.0.mlp.gate_up_proj for complete"
     refuse(directory / "fused", fused, problem, dtype=FUSED[2])
     if HAS_FP8_CACHES:
         switch_scales(directory / "scales", scaled, plain)
