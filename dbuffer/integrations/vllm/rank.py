@@ -54,7 +54,7 @@ class WorkerRank(EngineRank):
         if not self.on_device:
             use_cores_of_parent()
         self.ranks = RankChannel.of(worker_group(vllm_config.parallel_config))
-        self.instance_id = vllm_config.instance_id
+        self.instance_id: str = vllm_config.instance_id
         self.is_pipeline_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
         if is_launched(vllm_config.parallel_config):  # each process has made up its own
             self.instance_id = self.ranks.gather(self.instance_id)[0]
@@ -65,12 +65,10 @@ class WorkerRank(EngineRank):
         self._targets = self._reload_targets()
 
     def engine_id(self, options: EngineOptions) -> str:
-        name = options.engine_id or default_engine_id(self._vllm_config.instance_id)
+        name = options.engine_id or default_engine_id(self.instance_id)
         parallel = self._vllm_config.parallel_config
-        if is_launched(parallel):  # each process has made up an instance id
-            return self.ranks.gather(name)[0]
-        if parallel.data_parallel_size > 1:  # replicas that step together are one engine
-            return name
+        if is_launched(parallel) or parallel.data_parallel_size > 1:
+            return name  # replicas that step together are one engine
         return name + replica_name(getattr(parallel, "data_parallel_index", 0))
 
     def make_check(self) -> ShapeCheck:

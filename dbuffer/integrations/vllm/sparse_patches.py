@@ -19,20 +19,19 @@ from dbuffer.publish.sender import WeightSender
 def publish_patches(
     sender: WeightSender, patches: Iterable[Any] | None, *, is_behind: bool = False
 ) -> int | None:
-    """Publish the sender's last version with these patches; see :meth:`WeightSender.send_patches`.
+    """Publish the sender's last version with vLLM's patches.
 
     Return the version's number, or None if there are no patches, and so no version.
 
     Args:
         sender: made with ``delta=True``.
-        patches: vLLM's ``SparseWeightPatch``; see :func:`patches_of`.
+        patches: see :func:`patches_of`.
         is_behind: the weights that they follow did not reach the sender.
 
     Raises:
         VersionError: the sender has not published the weights that they follow. A version of an
             earlier sender may be of another run.
-        DBufferError: as of `patches_of` and `send_patches`. Nothing was published, unless the
-            message says so.
+        DBufferError: as of `patches_of` and :meth:`WeightSender.send_patches`.
     """
     merged = patches_of(patches or ())
     if not merged:
