@@ -180,6 +180,10 @@ class Engine:
 
     def call(self, request: messages.RankRequest) -> list[messages.RankAnswer]:
         """Send a request to all ranks; return the answer of each."""
+        return [messages.decode_answer(answer) for answer in self.send(request.as_json())]
+
+    def send(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """Send a request in JSON to all ranks; return the answer of each, in JSON."""
         raise NotImplementedError
 
     def do(self, request: messages.RankRequest) -> ReceiverRecord | None:

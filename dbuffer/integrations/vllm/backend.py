@@ -68,9 +68,6 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             return EngineOptions.parse(init_dict)
         return None
 
-    def parse_update_info(self, update_dict: dict[str, Any]) -> DBufferUpdateInfo:
-        return DBufferUpdateInfo.parse(update_dict)
-
     def init_transfer_engine(self, init_info: EngineOptions | None) -> None:
         if init_info is not None:
             with raising_once(self.vllm_config):

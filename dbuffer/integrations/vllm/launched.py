@@ -8,6 +8,7 @@ decides, with a plain :class:`Follower`; its calls of the engine go to all ranks
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +17,7 @@ from dbuffer import errors
 from dbuffer.engine.contract import PauseMode, WeightLabel
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.follower import Follower
-from dbuffer.engine.messages import RankAnswer, RankRequest, decode_answer, encode_answer
+from dbuffer.engine.messages import RankRequest
 from dbuffer.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.engine.reporting import Switch
 from dbuffer.errors import DBufferError, EngineUpdateError
@@ -123,9 +124,8 @@ class _AllRanks(OfflineVllm):
         super().__init__(llm)
         self._agreement = agreement
 
-    def call(self, request: RankRequest) -> list[RankAnswer]:
-        answers = self._order("call", request.as_json())
-        return [decode_answer(answer) for of_rank in answers for answer in of_rank]
+    def send(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        return list(itertools.chain.from_iterable(self._order("send", request)))
 
     def pause(self, mode: PauseMode) -> None:
         self._order("pause", mode)
@@ -150,13 +150,10 @@ def _carry_out(agreement: Agreement, part: Any, order: dict[str, Any]) -> list[A
     with agreement.step(f"do {order['call']}") as step:
         try:
             match order["call"], order["argument"]:
-                case "call", request:
-                    answers = part.call(RankRequest.parse(request))
-                    step.result = [encode_answer(answer) for answer in answers]
-                case "pause", mode:
-                    part.pause(mode)
-                case _, label:
+                case "set_weight_version", label:
                     part.set_weight_version(WeightLabel.decode(label))
+                case call, argument:
+                    step.result = getattr(part, call)(argument)
         except DBufferError:
             raise
         except Exception as error:

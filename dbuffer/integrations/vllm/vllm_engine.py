@@ -15,7 +15,6 @@ from concurrent.futures import InvalidStateError, wait
 from typing import Any, TypeVar
 
 from dbuffer.engine.contract import PAUSE_MODES, Engine, EngineFacts, PauseMode, WeightLabel
-from dbuffer.engine.messages import RankAnswer, RankRequest, decode_answer
 from dbuffer.engine.server import EngineServer
 from dbuffer.errors import (
     EngineBusyError,
@@ -47,10 +46,8 @@ class OfflineVllm(Engine):
     def facts(self) -> EngineFacts:
         return facts_here(self._engine.vllm_config)
 
-    def call(self, request: RankRequest) -> list[RankAnswer]:
-        arguments = {"request": request.as_json()}
-        replies = self._call(lambda: self._llm.collective_rpc(CALL, kwargs=arguments))
-        return [decode_answer(reply) for reply in replies]
+    def send(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        return self._call(lambda: self._llm.collective_rpc(CALL, args=(request,)))
 
     def _call(self, call: Callable[[], ResultT]) -> ResultT:
         """Make a call that ends by `EngineEndedError` when the engine's process dies."""
@@ -173,10 +170,9 @@ class AsyncVllm(Engine):
     def facts(self) -> EngineFacts:
         return facts_here(self._engine.vllm_config, self._replica)
 
-    def call(self, request: RankRequest) -> list[RankAnswer]:
-        arguments = {"request": request.as_json()}
-        replies = self._call("collective_rpc", CALL, None, (), arguments)
-        return [decode_answer(reply) for reply in replies]
+    def send(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = self._call("collective_rpc", CALL, None, (request,))
+        return answers
 
     def is_paused(self) -> bool:
         return bool(self._call("is_scheduler_paused"))
@@ -262,11 +258,10 @@ class VllmServer(EngineServer):
             return "replicas" in self._response("GET", "/ready").json()
         return False
 
-    def call(self, request: RankRequest) -> list[RankAnswer]:
-        body = {"method": CALL, "kwargs": {"request": request.as_json()}}
+    def send(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        body = {"method": CALL, "kwargs": {"request": request}}
         response = self.request("POST", "/collective_rpc", json=body, timeout=self._long)
-        replies = self._body(response).get("results", []) if response.content else []
-        return [decode_answer(reply) for reply in replies]
+        return self._body(response).get("results", []) if response.content else []
 
     def is_paused(self) -> bool:
         return bool(self._get("/is_paused", "is_paused"))
