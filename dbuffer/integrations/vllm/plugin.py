@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from functools import partial
@@ -51,8 +52,12 @@ def _extend() -> None:
     label_cores(EngineCore)
     add_pauses(EngineCoreProc, DPEngineCoreProc)
     tell_labels(RequestState)
-    _register(WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine")
-    _register(WeightTransferTrainerFactory, "trainer", "DBufferTrainerWeightTransferEngine")
+    for factory, module, name in (
+        (WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine"),
+        (WeightTransferTrainerFactory, "trainer", "DBufferTrainerWeightTransferEngine"),
+    ):
+        with contextlib.suppress(ValueError):  # it is registered already
+            factory.register_engine(BACKEND, f"dbuffer.integrations.vllm.{module}", name)
     # collective_rpc looks for methods on the wrapper around a worker. In the worker's class, vLLM
     # would refuse an extension that has this method.
     setattr(WorkerWrapperBase, CALL, _call_the_extension)
@@ -69,13 +74,6 @@ def log_as_vllm() -> None:
     log.setLevel(log_of_vllm.level)
     # A handler that is added to the root later must not log each line a second time.
     log.propagate = False
-
-
-def _register(factory: Any, module: str, name: str) -> None:
-    try:
-        factory.register_engine(BACKEND, f"dbuffer.integrations.vllm.{module}", name)
-    except ValueError:
-        logger.debug("vLLM knows the backend %r already", BACKEND)
 
 
 def _call_the_extension(wrapper: Any, request: dict[str, Any]) -> Any:
