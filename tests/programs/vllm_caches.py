@@ -58,7 +58,7 @@ def run(directory: Path) -> None:
     reset_cache(None)
     assert llm.reset_prefix_cache()
     assert switched == greedy(llm) != first
-    assert switched != stale, "the connector had kept what the weights before computed"
+    assert switched != stale, "the connector had kept results of older weights"
 
 
 def tell_which_are_refused(config: Any) -> None:

@@ -50,7 +50,7 @@ class FollowStore:
         self._follower: BackgroundFollower | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection; or the lifespan, in which following begins and ends."""
+        """Serve a connection; following begins and ends with the lifespan."""
         if scope["type"] == "lifespan":
             await self._live(scope, receive, send)
         elif scope["type"] == "http" and self._outlook is not None:
