@@ -1,4 +1,4 @@
-"""`BucketSource`: a bucket that a mirror follows; `OpenBucketVersion`: a version held there."""
+"""`BucketSource`: a bucket that a mirror follows; `OpenBucketVersion`: a version open there."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class BucketSource:
         self._poll_interval_s = poll_interval_s
         self._copier = copier
         self._deltas: dict[VersionId, Descriptor] = {}
-        """Deltas of the version that was held last, in memory."""
+        """Deltas of the version that was open last, in memory."""
         self._seen: BucketVersion | None = None
         self._tag: Tag | None = None
         self._is_woken = threading.Event()
@@ -190,13 +190,13 @@ class BucketSource:
 
     @contextlib.contextmanager
     def open_seen(self, newer_than: int | None = None) -> Iterator[OpenBucketVersion | None]:
-        """Hold the version that was seen last."""
-        seen = self._seen
-        if seen is None or (newer_than is not None and seen.id.number <= newer_than):
+        """Open the version that was seen last."""
+        version = self._seen
+        if version is None or (newer_than is not None and version.id.number <= newer_than):
             yield None
             return
-        with OpenBucketVersion(self._bucket, seen, self._deltas) as held:
-            yield held
+        with OpenBucketVersion(self._bucket, version, self._deltas) as opened:
+            yield opened
 
     def follow_fork(self) -> None:
         self._seen = self._tag = None

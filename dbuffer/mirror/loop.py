@@ -174,11 +174,11 @@ class MirrorLoop:
             writer = self._source.records(receiver.record)
             self._relay = AcknowledgementRelay(self._target.receivers, writer)
         self._note_published(receiver)
-        with receiver.open_seen(self.published) as held:
-            if held is None:
+        with receiver.open_seen(self.published) as opened:
+            if opened is None:
                 return None
             try:
-                copied = self._target.copy(held, receiver)
+                copied = self._target.copy(opened, receiver)
             except OvertakenError:
                 return None
         receiver.record.count(copied=1, copied_bytes=copied.num_bytes, copy_s=copied.duration_s)

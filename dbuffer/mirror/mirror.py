@@ -321,12 +321,11 @@ def _require_two_ends(source: Path | Bucket, target: Path | Bucket) -> None:
 def start_mirror(
     remote: str | os.PathLike[str],
     local: str | os.PathLike[str] | None,
-    **more: Any,
+    **mirror_options: Any,
 ) -> Mirror | None:
     """Start a mirror for a receiver, which reads ``local``; None where there are no two stores.
 
-    Every receiver of a node may call it: one mirror works, and the others stand by. ``more``:
-    options of `Mirror`.
+    Every receiver of a node may call it: one mirror works, and the others stand by.
 
     Raises:
         OptionError: an option is invalid.
@@ -342,7 +341,7 @@ def start_mirror(
         if has_source_at_local(source, local):
             logger.info("there is no store at %s: reading the sender's store at %s", source, local)
             return None
-    return Mirror(remote, local, **more).start()
+    return Mirror(remote, local, **mirror_options).start()
 
 
 def has_source_at_local(remote: Path, local: Path) -> bool:

@@ -92,21 +92,21 @@ Upstream: TypeAlias = StoreSource | BucketSource
 UpstreamReceiver: TypeAlias = WeightReceiver | BucketSource
 """Receiver that a mirror follows its source with."""
 OpenUpstream: TypeAlias = OpenStoreVersion | OpenBucketVersion
-"""Version of a source that is held for reading."""
+"""Version of a source that is open for reading."""
 
 
 def copy_deltas(
     last: VersionId | None,
-    held: OpenUpstream,
+    opened: OpenUpstream,
     layout: Layout,
     target: str,
     copy: Callable[[VersionId, Path | str, Descriptor], T],
 ) -> dict[VersionId, T]:
-    """Copy the deltas that lead from a target's last version to a held one.
+    """Copy the deltas that lead from a target's last version to an open one.
 
     Args:
         last: version that was copied last, or None.
-        held: version to be copied.
+        opened: version to be copied.
         layout: layout of its copy.
         target: name of the target.
         copy: called with each version, and the name and file of the delta that leads to it.
@@ -115,7 +115,7 @@ def copy_deltas(
         Results of ``copy``, by version. If there are none, although there are deltas, the log says
         why.
     """
-    manifest, copied = held.manifest, dict[VersionId, T]()
+    manifest, copied = opened.manifest, dict[VersionId, T]()
     # Deltas between tensors in parts are none between the joined ones.
     if last not in manifest.chain[:-1] or manifest.layout_xxh3 != layout.xxh3:
         if manifest.chain:
@@ -124,7 +124,7 @@ def copy_deltas(
         return {}
     try:
         for version in manifest.deltas_after(last):
-            name, file = held.open_delta(version)
+            name, file = opened.open_delta(version)
             with file:
                 copied[version] = copy(version, name, file)
     except (*UNDECODABLE, StoreNotFoundError, StoreFullError) as error:
@@ -262,18 +262,18 @@ class StoreTarget:
     def check(self) -> None:
         """Do nothing: no other process writes while this one has the lock."""
 
-    def copy(self, held: OpenUpstream, receiver: UpstreamReceiver) -> Publication:
-        """Publish a held version once more; raise `OvertakenError` if it was overwritten."""
+    def copy(self, opened: OpenUpstream, receiver: UpstreamReceiver) -> Publication:
+        """Publish an open version once more; raise `OvertakenError` if it was overwritten."""
         assert self._writer is not None  # noqa: S101 - it is open
-        started, manifest = time.monotonic(), held.manifest
+        started, manifest = time.monotonic(), opened.manifest
         if self._layout is None or self._layout.xxh3 != manifest.layout_xxh3:
-            with held.noticing_loss():
-                self._layout = held.read_layout()
+            with opened.noticing_loss():
+                self._layout = opened.read_layout()
         remote, layout = self._layout, self._layout.joined
         hashed = manifest.checksums_xxh3 is not None
         self._mappings.keep_only(layout if self._writer.rewrites_files else None)
         with (
-            receiver.reader.reporting_unreadable(held),
+            receiver.reader.reporting_unreadable(opened),
             Draft.claimed(
                 self._writer,
                 self._mappings,
@@ -283,11 +283,11 @@ class StoreTarget:
                 hashed=hashed,
             ) as draft,
         ):
-            with held.noticing_loss():
-                checksums = self._fill(draft, held, receiver, remote)
-                receiver.reader.verify(held, layout, checksums)
-            held.require_unchanged()
-            chain = self._copy_deltas(held, draft, self._writer)
+            with opened.noticing_loss():
+                checksums = self._fill(draft, opened, receiver, remote)
+                receiver.reader.verify(opened, layout, checksums)
+            opened.require_unchanged()
+            chain = self._copy_deltas(opened, draft, self._writer)
             before, self._chain = self._chain, {}
             draft.commit(
                 manifest.metadata,
@@ -301,9 +301,9 @@ class StoreTarget:
         return Publication.of(manifest.id, layout, started, delta_bytes)
 
     def _fill(
-        self, draft: Draft, held: OpenUpstream, receiver: UpstreamReceiver, remote: Layout
+        self, draft: Draft, opened: OpenUpstream, receiver: UpstreamReceiver, remote: Layout
     ) -> list[int] | None:
-        """Fill a draft with a held version; return its checksums, if it has any.
+        """Fill a draft with an open version; return its checksums, if it has any.
 
         Only what changed since an earlier version that is here is read, if deltas lead from there
         and checksums show that the file holds it.
@@ -311,39 +311,39 @@ class StoreTarget:
         Raises:
             StoreNotFoundError: the version's files are gone.
         """
-        if draft.is_mapped and held.manifest.checksums_xxh3 is not None:
-            since = self._put_earlier(draft, held)
-            checksums = receiver.reader.apply_changes(draft.mapped, since, held)
+        if draft.is_mapped and opened.manifest.checksums_xxh3 is not None:
+            since = self._put_earlier(draft, opened)
+            checksums = receiver.reader.apply_changes(draft.mapped, since, opened)
             if checksums is not None:
                 return checksums
         copier, hashed = self._copier, draft.hashed
         if (
-            isinstance(held, OpenStoreVersion)
-            and held.manifest.anchor is None
+            isinstance(opened, OpenStoreVersion)
+            and opened.manifest.anchor is None
             and not draft.is_mapped
         ):
-            file, path = held.file.number, held.path
+            file, path = opened.file.number, opened.path
             weights = draft.claim.weights
             return read_tensors(file, path, remote, weights, copier, hashed=hashed)
         memory = draft.memory()
         hashed_here = hashed and draft.is_mapped
-        if isinstance(held, OpenStoreVersion):
-            reader = ChainReader(held, remote)
+        if isinstance(opened, OpenStoreVersion):
+            reader = ChainReader(opened, remote)
             checksums = reader.read(memory, copier, hashed=hashed_here)
         else:
-            checksums = held.read_into(memory, copier, hashed=hashed_here)
+            checksums = opened.read_into(memory, copier, hashed=hashed_here)
         if draft.is_mapped:
             return checksums
         draft.write(range(len(memory.views)), memory.views)
         return draft.finish_parts(World())
 
-    def _put_earlier(self, draft: Draft, held: OpenUpstream) -> VersionId | None:
+    def _put_earlier(self, draft: Draft, opened: OpenUpstream) -> VersionId | None:
         """Return the version that a draft's file holds, to apply deltas to.
 
         If none lead from there, as from a new file, the newest version of this store is copied into
         it: memory is read sooner than a network.
         """
-        since, chain = draft.claim.earlier, held.manifest.chain
+        since, chain = draft.claim.earlier, opened.manifest.chain
         if since in chain or not chain:
             return since
         with contextlib.suppress(*UNDECODABLE, StoreNotFoundError):  # damage: it is read whole
@@ -358,7 +358,7 @@ class StoreTarget:
         return None
 
     def _copy_deltas(
-        self, held: OpenUpstream, draft: Draft, writer: BufferWriter
+        self, opened: OpenUpstream, draft: Draft, writer: BufferWriter
     ) -> dict[VersionId, int]:
         """Copy the deltas that lead from the version copied last; return the chain they make."""
 
@@ -366,9 +366,9 @@ class StoreTarget:
             return writer.add_delta(draft.claim, version, chunks_of(file, path))
 
         last = next(reversed(self._chain), None)
-        copied = copy_deltas(last, held, draft.layout, self.name, copy)
+        copied = copy_deltas(last, opened, draft.layout, self.name, copy)
         if not copied:
-            return {held.manifest.id: 0}
+            return {opened.manifest.id: 0}
         return trimmed({**self._chain, **copied}, draft.layout.num_bytes, None)
 
     def _open_writer(self) -> BufferWriter:

@@ -113,8 +113,8 @@ class BucketTarget:
     def close(self) -> None:
         """Do nothing: another mirror takes over without that."""
 
-    def copy(self, held: OpenUpstream, receiver: UpstreamReceiver) -> Publication:
-        """Publish a held version in the bucket; raise `OvertakenError` if it was overwritten.
+    def copy(self, opened: OpenUpstream, receiver: UpstreamReceiver) -> Publication:
+        """Publish an open version in the bucket; raise `OvertakenError` if it was overwritten.
 
         Raises:
             WriterSupersededError: another mirror has put the record.
@@ -122,18 +122,18 @@ class BucketTarget:
         """
         if self._last is None:
             self._take_over()
-        started, manifest = time.monotonic(), held.manifest
-        with receiver.reader.reporting_unreadable(held), held.noticing_loss():
+        started, manifest = time.monotonic(), opened.manifest
+        with receiver.reader.reporting_unreadable(opened), opened.noticing_loss():
             if self._layout is None or self._layout.xxh3 != manifest.layout_xxh3:
-                self._layout = held.read_layout()
+                self._layout = opened.read_layout()
             layout = self._layout.joined
             base = None if self._last is None else self._last.id
-            deltas, weights = copy_deltas(base, held, layout, self.name, _read_delta), None
+            deltas, weights = copy_deltas(base, opened, layout, self.name, _read_delta), None
             if self._needs_weights(deltas, layout):
-                weights = self._read_weights(held, receiver, layout)
-            held.require_unchanged()
+                weights = self._read_weights(opened, receiver, layout)
+            opened.require_unchanged()
         # It is in memory, and no sender need wait for the network.
-        held.release()
+        opened.release()
         receiver.record.write(held=None)
         version = self._put_files(manifest, deltas, weights, layout)
         if self._put_record(version):
@@ -274,18 +274,18 @@ class BucketTarget:
         return True
 
     def _read_weights(
-        self, held: OpenUpstream, receiver: UpstreamReceiver, layout: Layout
+        self, opened: OpenUpstream, receiver: UpstreamReceiver, layout: Layout
     ) -> tuple[memoryview, dict[str, Any]]:
         """Read a version into memory, whole, as a weights file; return it, and fields about it.
 
-        Not while it is put: a buffer that is held for so long would hold up the sender.
+        Not while it is put: a buffer that is open for so long would hold up the sender.
         """
-        assert isinstance(held, OpenStoreVersion)  # noqa: S101 - the other end is a store
+        assert isinstance(opened, OpenStoreVersion)  # noqa: S101 - the other end is a store
         memory = new_memory(layout.file_bytes)
         data = memory[: layout.checksums_offset]
-        hashed = held.manifest.checksums_xxh3 is not None
-        _, checksums = read_whole(held, self._copier, data, hashed=hashed)
-        receiver.reader.verify(held, layout, checksums)
+        hashed = opened.manifest.checksums_xxh3 is not None
+        _, checksums = read_whole(opened, self._copier, data, hashed=hashed)
+        receiver.reader.verify(opened, layout, checksums)
         raw = as_bytes(memory)
         starts = [*layout.offsets[1:], layout.checksums_offset]
         for offset, size, start in zip(layout.offsets, layout.sizes, starts, strict=True):

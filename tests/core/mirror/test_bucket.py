@@ -373,6 +373,22 @@ def test_the_mirror_that_was_started_last_is_the_writer(remote, bucket, caplog):
     assert "has ended" in caplog.text
 
 
+def test_a_late_record_replaces_no_newer_one(remote, proxy, bucket_url, bucket):
+    """A mirror's put of version 2 comes after another mirror has put version 3."""
+    held = Hold()
+    with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket_url) as first:
+        send(sender, first, 1, pattern=SMALL)
+        proxy.inject(held, when=lambda each: each.method == "PUT" and "/CURRENT" in each.path)
+        sender.send(SMALL.weights(2))
+        held.wait()
+        with mirror(remote, bucket_url) as second:
+            second.wait_until_current(TIMEOUT_S)
+            send(sender, second, 3, pattern=SMALL)
+            held.release()
+            until("the first one has ended", lambda: first.error is not None)
+            assert newest_version(bucket).id.number == 3
+
+
 def test_a_record_of_the_writer_before_that_is_put_back_ends_no_mirror(remote, bucket, timing):
     """It is of the same version; a record of a mirror that is started later ends the writer."""
     timing.bucket_heartbeat_s = 0.1
