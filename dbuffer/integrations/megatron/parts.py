@@ -28,48 +28,52 @@ Strided: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Cut(NamedTuple):
-    """Cut of a tensor along one dimension into parts of different owners."""
+    """This rank's part of a tensor that is cut along one dimension, into one part per rank."""
 
+    parameter: str
+    """Name of the parameter that has the part."""
     dimension: int
-    owners: tuple[int, ...]
-    """Numbers of the owners, in the order of their parts."""
-    extents: tuple[int, ...]
-    """Extents of the parts along the dimension."""
+    first: int
+    """First index of the part along the dimension."""
+    extent: int
+    ranks: tuple[int, ...]
+    """Ranks of all parts, in the order of the parts."""
 
     @classmethod
-    def find(cls, owners: torch.Tensor) -> Self | None:
-        """Return the cut of a tensor, or None if it is cut in another way.
+    def find(
+        cls,
+        owners: torch.Tensor,
+        parameters: Mapping[int, str],
+        groups: Collection[tuple[int, ...]],
+    ) -> Self | None:
+        """Return the cut of a tensor, or None if ranks cannot publish it: by rows, or evenly.
 
         Args:
             owners: the owner of each element.
+            parameters: names of this rank's parameters, by their numbers as owners.
+            groups: ranks that a tensor may be cut over evenly.
         """
         if not owners.ndim:
             return None
         lines = [_first_line(owners, dimension) for dimension in range(owners.ndim)]
         runs = [torch.unique_consecutive(line, return_counts=True) for line in lines]
         dimension = max(range(owners.ndim), key=lambda dimension: len(runs[dimension][0]))
-        in_order, extents = (tuple(column.tolist()) for column in runs[dimension])
+        numbers, extents = (tuple(column.tolist()) for column in runs[dimension])
         line = lines[dimension].view(-1, *[1] * (owners.ndim - dimension - 1))
-        if len({*in_order}) < len(in_order) or not bool((owners == line).all()):
+        places = [place for place, number in enumerate(numbers) if number in parameters]
+        is_cut = len({*numbers}) == len(numbers) and bool((owners == line).all())
+        if not is_cut or len(places) != 1:
             return None
-        return cls(dimension, in_order, extents)
+        ranks = tuple(number // OWNERS_PER_RANK for number in numbers)
+        if dimension and (len({*extents}) > 1 or ranks not in groups):
+            return None
+        [place] = places
+        return cls(
+            parameters[numbers[place]], dimension, sum(extents[:place]), extents[place], ranks
+        )
 
-    def first_of(self, owner: int) -> int:
-        """Return the first index of an owner's part along the dimension."""
-        return sum(self.extents[: self.owners.index(owner)])
-
-    def part_of(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
-        extent = self.extents[self.owners.index(owner)]
-        return tensor.narrow(self.dimension, self.first_of(owner), extent)
-
-    def is_published(self, groups: Collection[tuple[int, ...]]) -> bool:
-        """Whether ranks can publish the parts: by rows, or evenly over one of the groups."""
-        return not self.dimension or (len({*self.extents}) == 1 and self.ranks in groups)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks of the owners, in the order of their parts."""
-        return tuple(owner // OWNERS_PER_RANK for owner in self.owners)
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.narrow(self.dimension, self.first, self.extent)
 
 
 def strides_of(positions: torch.Tensor, num_elements: int) -> Strided | None:
@@ -109,17 +113,12 @@ class Part:
     whole_shape: tuple[int, ...]
     """Shape of the tensor."""
     cut: Cut
-    """Cut of the tensor into the parts of all ranks."""
-    owner: int
-    """Number of the parameter as one of the cut's owners."""
-    parameter: str
-    """Name of the parameter."""
     elements: Strided
     """Elements of the parameter that are in the part."""
 
     def is_in(self, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
         """Whether an exported tensor has the parameter's elements in this part, bit for bit."""
-        exported, local = self.cut.part_of(tensor, self.owner), self.of(parameter)
+        exported, local = self.cut.part_of(tensor), self.of(parameter)
         return exported.dtype == local.dtype and torch.equal(_bytes_of(exported), _bytes_of(local))
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -137,7 +136,7 @@ class Part:
             return local
         if self.cut.dimension:
             return DTensor.from_local(local, meshes[ranks], [Shard(self.cut.dimension)])
-        rows = HeldRows(local, self.cut.first_of(self.owner), ranks)
+        rows = HeldRows(local, self.cut.first, ranks)
         return LazyTensor(local.dtype, self.whole_shape, _refuse_gather, sharded=rows)
 
 

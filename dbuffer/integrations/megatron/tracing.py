@@ -71,7 +71,7 @@ class Tracer:
 
         def compare(place: int, name: str, tensor: torch.Tensor) -> None:
             part = at_place.get(place)
-            if part is not None and not part.is_in(tensor, self._tensors[part.parameter]):
+            if part is not None and not part.is_in(tensor, self._tensors[part.cut.parameter]):
                 self.refused[name] = None
 
         def noted() -> Exported:
@@ -104,13 +104,13 @@ class Tracer:
                 except Exception as error:  # noqa: BLE001 - raised when all are through
                     self._error = error
 
-    def _find_cuts(self) -> dict[int, tuple[Cut, int]]:
-        """Return the cuts of tensors, each with this rank's owner, by their places in an export.
+    def _find_cuts(self) -> dict[int, Cut]:
+        """Return the cuts of tensors that this rank has parts of, by their places in an export.
 
         A tied embedding has two places, one from each end of the pipeline.
         """
         owner_of = {id(self._tensors[name]): owner for owner, name in self._names.items()}
-        end, cuts = self._first + len(self._names), {}
+        end, cuts = self._first + len(self._names), dict[int, Cut]()
 
         def owners_in(tensor: torch.Tensor) -> torch.Tensor:
             return torch.full_like(tensor, owner_of[id(tensor)], dtype=torch.int32)
@@ -118,32 +118,30 @@ class Tracer:
         def find(place: int, name: str, owners: torch.Tensor) -> None:
             if not bool(((owners >= self._first) & (owners < end)).any()):
                 return
-            cut = Cut.find(owners)
-            local = [] if cut is None else [owner for owner in cut.owners if owner in self._names]
-            if cut is None or len(local) != 1 or not cut.is_published(self._groups):
+            cut = Cut.find(owners, self._names, self._groups)
+            if cut is None:
                 self.refused[name] = None
             else:
-                cuts[place] = cut, local[0]
+                cuts[place] = cut
 
         self._for_each(self._export(owners_in), find)
         return cuts
 
-    def _find_parts(self, cuts: Mapping[int, tuple[Cut, int]]) -> dict[int, Part]:
+    def _find_parts(self, cuts: Mapping[int, Cut]) -> dict[int, Part]:
         """Return this rank's parts of the tensors that are cut, by their places in an export."""
         parts: dict[int, Part] = {}
 
         def find(place: int, name: str, positions: torch.Tensor) -> None:
-            if place not in cuts:
+            cut = cuts.get(place)
+            if cut is None:
                 return
-            cut, owner = cuts[place]
-            parameter = self._names[owner]
-            local = cut.part_of(positions, owner)
-            elements = strides_of(local, self._tensors[parameter].numel())
+            local = cut.part_of(positions)
+            elements = strides_of(local, self._tensors[cut.parameter].numel())
             if elements is None:
                 self.refused[name] = None
             else:
                 shapes = tuple(local.shape), tuple(positions.shape)
-                parts[place] = Part(name, *shapes, cut, owner, parameter, elements)
+                parts[place] = Part(name, *shapes, cut, elements)
 
         self._for_each(self._export(_positions_in), find)
         return parts

@@ -58,7 +58,7 @@ class MegatronWeights:
         if self._parts is None:
             self._parts = self._trace()
             self._shapes = shapes_of(
-                {part.parameter: tensors[part.parameter] for part in self._parts.values()}
+                {part.cut.parameter: tensors[part.cut.parameter] for part in self._parts.values()}
             )
         if self._refused:
             raise UnsupportedError(
@@ -71,7 +71,7 @@ class MegatronWeights:
                 "first published: make new MegatronWeights on all ranks"
             )
         for name, part in self._parts.items():
-            yield name, part.in_whole(tensors[part.parameter], self._meshes)
+            yield name, part.in_whole(tensors[part.cut.parameter], self._meshes)
 
     def _trace(self) -> dict[str, Part]:
         mpu = self._bridge.mpu

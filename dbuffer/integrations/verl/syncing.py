@@ -187,7 +187,7 @@ class StoreSync:
         if sync is None:
             raise NotReadyError("no sync has begun: init_process_group() comes before, each time")
         deadline = time.monotonic() + timeout_s
-        while not self._hold(sync):
+        while self._snapshot is None and not self._is_newest_of(sync):
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(
                     f"the version of this sync did not come into {self._store} "
@@ -200,17 +200,11 @@ class StoreSync:
                     "another sync has begun before the version of this one came; the actor could "
                     "not publish it, and the rollout engine keeps its weights"
                 )
-
-    def _hold(self, sync: str) -> bool:
-        assert self._receiver is not None  # noqa: S101 - a sync has begun
-        if self._snapshot is not None:
-            return True
-        if not self._is_newest_of(sync):
-            return False
-        opened = self._receiver.open(version=self._newest, acknowledge=False)
-        self._snapshot = self._holding.enter_context(opened)
-        self._snapshot.read_ahead()
-        return True
+        if self._snapshot is None:
+            assert self._receiver is not None  # noqa: S101 - a sync has begun
+            opened = self._receiver.open(version=self._newest, acknowledge=False)
+            self._snapshot = self._holding.enter_context(opened)
+            self._snapshot.read_ahead()
 
     def _is_newest_of(self, sync: str) -> bool:
         """Look at a version newer than the last one; only its manifest is read.
