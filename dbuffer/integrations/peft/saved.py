@@ -16,7 +16,6 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,12 @@ def save_adapter(
             receiver.open(newer_than, timeout_s, acknowledge=False) as snapshot,
             receiver.reporting(snapshot.id),
         ):
-            config = _config_of(snapshot.metadata)
+            config = snapshot.metadata.get(ADAPTER_KEY)
+            if not isinstance(config, dict):
+                raise WeightsMismatchError(
+                    "the store holds a model, not an adapter: publish one with send_adapter of "
+                    "dbuffer.integrations.peft, or load the model with load_into"
+                )
             path = directory / f"v{snapshot.version}-{snapshot.id.run}"
             if not path.is_dir():
                 _write(snapshot, config, made)
@@ -100,17 +104,6 @@ def save_adapter(
     _remove_old(path)
     receiver.acknowledge(saved.version)
     return saved
-
-
-def _config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the adapter's configuration, as peft saves it."""
-    config = metadata.get(ADAPTER_KEY)
-    if not isinstance(config, dict):
-        raise WeightsMismatchError(
-            "the store holds a model, not an adapter: publish one with send_adapter of "
-            "dbuffer.integrations.peft, or load the model with load_into"
-        )
-    return config
 
 
 def _write(snapshot: Snapshot, config: dict[str, Any], path: Path) -> None:

@@ -231,9 +231,13 @@ class VLLMDoubleBufferTransport:
             SnapshotEvictedError: copying took longer than the sender waits; the copy must not be
                 used.
         """
-        receiver = self._open_receiver()
+        if self._receiver is None:
+            opened = self._options.open_reader(self.remote_addr, self.local_addr)
+            self._receiver, self._mirror = opened
+        if self._mirror is not None:
+            self._mirror.wait_until_current()
         try:
-            with receiver.open(self._received, timeout or 0.0) as snapshot:
+            with self._receiver.open(self._received, timeout or 0.0) as snapshot:
                 if weights is None:
                     received = TensorDict(dict(snapshot.copy()), batch_size=[])
                     for alias, name in snapshot.aliases.items():
@@ -247,15 +251,6 @@ class VLLMDoubleBufferTransport:
             return None
         self._received = snapshot.version
         return received
-
-    def _open_receiver(self) -> WeightReceiver:
-        """Open the store that is read; wait until its mirror, if any, is up to date."""
-        if self._receiver is None:
-            opened = self._options.open_reader(self.remote_addr, self.local_addr)
-            self._receiver, self._mirror = opened
-        if self._mirror is not None:
-            self._mirror.wait_until_current()
-        return self._receiver
 
     def check_connection(self) -> bool:
         """Return True, as TorchRL's does: there is no connection that could be lost."""
