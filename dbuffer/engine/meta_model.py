@@ -30,7 +30,7 @@ Loader = Callable[..., Any]
 class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A model on the meta device, and counts of what its loaders write into each of its tensors.
 
-    Each engine says in a subclass when a load is complete.
+    A load is complete if each parameter is; a subclass may know better.
 
     Args:
         model: the copy, made on the meta device. Layers that name a device of their own are
@@ -91,7 +91,9 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def require_complete(self) -> None:
         """Raise :class:`WeightsMismatchError` if something is missing."""
-        raise NotImplementedError
+        self.require_late_parameters()
+        for name, parameter in self.model.named_parameters():
+            self.require_whole(name, parameter, parameter.numel())
 
     def note_loaded(self, tensor: Any, count: int, *, is_part: bool) -> None:
         """Note that a loader has written so many elements of this, as a whole or as a part."""

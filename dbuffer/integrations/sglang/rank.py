@@ -52,7 +52,7 @@ class SchedulerRank(EngineRank):
 
         copy = built_without_data(make, type(model).__name__)
         require_as_loaded(copy, model)
-        meta = SglangMetaModel(
+        meta = MetaModel(
             copy,
             embedding=VocabParallelEmbedding,
             default_loader=default_weight_loader,
@@ -137,12 +137,3 @@ def _is_undone(method: Any) -> bool:
     undo = getattr(type(method), "restore_weights_before_loading", None)
     without = (QuantizeMethodBase, CompressedTensorsMoEScheme)
     return undo not in (None, *(base.restore_weights_before_loading for base in without))
-
-
-class SglangMetaModel(MetaModel):  # type: ignore[no-untyped-call]
-    """Copy that must be loaded whole, each parameter of it."""
-
-    def require_complete(self) -> None:
-        self.require_late_parameters()
-        for name, parameter in self.model.named_parameters():
-            self.require_whole(name, parameter, parameter.numel())
