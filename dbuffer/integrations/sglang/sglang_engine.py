@@ -68,7 +68,7 @@ def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
             f"[{LOADER!r}]; a server: --custom-weight-loader {LOADER}"
         )
     for option in ("dp_size", "pp_size"):
-        if _whole_number(info, option) > 1:
+        if info[option] > 1:
             raise UnsupportedError(
                 f"an engine with {option} above 1 cannot be followed as one: use tp_size, and "
                 "one engine for each replica"
@@ -81,18 +81,8 @@ def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
         # Two starts never take equally long, and a seed that was not given is a random one.
         instance_id=json.dumps([info.get("random_seed"), info.get("startup_time")]),
         name=name,
-        num_ranks=_whole_number(info, "tp_size"),
+        num_ranks=info["tp_size"],
     )
-
-
-def _whole_number(info: Mapping[str, Any], name: str) -> int:
-    value = info.get(name)
-    if type(value) is not int:
-        raise UnsupportedError(
-            f"the engine's server information has no whole number {name!r}, but {value!r:.80}: "
-            "dbuffer was not tested with this SGLang"
-        )
-    return value
 
 
 class _Sglang(Engine):

@@ -180,7 +180,6 @@ def test_offline_engine_is_switched_in_calls_that_are_on_record(tmp_path):
         ({"custom_weight_loader": []}, LOADER),
         ({"custom_weight_loader": None}, LOADER),
         ({"dp_size": 2}, "dp_size"),
-        ({"dp_size": None}, "'dp_size'"),
         ({"pp_size": 2}, "pp_size"),
         ({"speculative_algorithm": "EAGLE"}, "draft"),
     ],
