@@ -58,6 +58,9 @@ def lose_weights(llm: Any, follower: Any) -> None:
     assert label_of(llm) == "unknown"
     assert tokens(llm) == [token_of(0)]
     assert sync() == 1
+    llm.collective_rpc("reset_weights")  # zeroes parameters, and calls no loader
+    assert label_of(llm) == "unknown"
+    assert sync() == 1
     llm.collective_rpc(load_alone)
     assert sync() == 1
 
