@@ -192,10 +192,9 @@ class Engine:
         Return the engine's record, if a rank answers with it.
         """
         answers = self.call(request)
-        worst = messages.worst_of(answers)
-        if worst is not None:
+        if (worst := messages.worst_of(answers)) is not None:
             raise worst
-        return messages.record_in(answers)
+        return next((answer for answer in answers if isinstance(answer, ReceiverRecord)), None)
 
     def is_paused(self) -> bool | None:
         """Return whether it is paused, by this follower or another process, or None if unknown."""

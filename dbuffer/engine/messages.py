@@ -134,11 +134,6 @@ def worst_of(answers: Sequence[RankAnswer]) -> errors.DBufferError | None:
     return max(failures, key=_severity, default=None)
 
 
-def record_in(answers: Sequence[RankAnswer]) -> ReceiverRecord | None:
-    """Return the engine's record, if a rank has answered with it."""
-    return next((answer for answer in answers if isinstance(answer, ReceiverRecord)), None)
-
-
 def raise_worst(failures: Sequence[errors.DBufferError]) -> None:
     """Raise the worst of several engines' errors, if any, with the messages of all."""
     if len(failures) == 1:
