@@ -106,12 +106,15 @@ class RankChannel:
         try:
             answers = result.get(timeout=self.timeout_s + _STORE_S)
         except queue.Empty:
-            is_given_up.set()
             answers = TimeoutError(f"no answer within {self.timeout_s:g} s")
-        if isinstance(answers, RankFailedError):
-            raise answers
-        if isinstance(answers, Exception):
+        finally:
+            is_given_up.set()  # after an interrupt, too
+        if isinstance(answers, RuntimeError | TimeoutError) and not isinstance(
+            answers, RankFailedError
+        ):
             raise self._store_failure(answers) from answers
+        if isinstance(answers, Exception):
+            raise answers
         gathered: list[AnswerT] = answers
         return gathered
 
