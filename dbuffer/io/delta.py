@@ -90,7 +90,10 @@ def apply_delta(
             streams = _streams(header, number, read_chunk(number))
             places = _decode_places(header, chunk, streams)
             zigzag = _join_planes(streams[GAP_BYTES:], chunk, WORDS[chunk.word_bytes])
-            _add(memory, places, (zigzag >> 1) ^ -(zigzag & 1))
+            differences = (zigzag >> 1) ^ -(zigzag & 1)
+            # torch reads and writes each place once, and has signed numbers alone.
+            signed = torch.from_numpy(differences.view(f"<i{chunk.word_bytes}"))
+            memory.view(signed.dtype).scatter_add_(0, torch.from_numpy(places), signed)
 
     copier.in_parallel(work, _cut_chunks(header, copier))
 
@@ -132,13 +135,6 @@ def elements_at(layout: Layout, places: Integers) -> dict[int, Integers]:
 
 def _cut_chunks(header: DeltaHeader, copier: Copier) -> list[tuple[int, int]]:
     return copier.cut_work([chunk.num_changed for chunk in header.chunks])
-
-
-def _add(memory: torch.Tensor, places: Integers, differences: Words) -> None:
-    """Add differences to the words at some places."""
-    # torch reads and writes each place once, and has signed numbers alone.
-    signed = torch.from_numpy(differences.view(f"<i{differences.itemsize}"))
-    memory.view(signed.dtype).scatter_add_(0, torch.from_numpy(places), signed)
 
 
 def _streams(header: DeltaHeader, number: int, body: bytes | memoryview) -> list[memoryview]:

@@ -63,7 +63,6 @@ logger = logging.getLogger(__name__)
 _UNREADABLE = (*UNDECODABLE, StoreAccessError, StoreNotFoundError)
 """Errors of a version that is unreadable, or damaged."""
 
-
 _FAILED = "the last publish failed"
 
 
@@ -101,11 +100,6 @@ class DeltaBase:
             if record.unreadable in since_anchor:
                 return f"{record.receiver} cannot read {record.unreadable}, which stands on deltas"
         return None
-
-    def is_far_from_anchor(self) -> bool:
-        """Whether a new anchor serves late readers better than one more delta."""
-        sizes = [self.delta_bytes[version] for version in self.manifest.since_anchor]
-        return is_long(sizes, self.manifest.num_bytes)
 
 
 class Deltas:
@@ -234,7 +228,8 @@ class Deltas:
             return True
         if self._maps_files:
             return True
-        if base.is_far_from_anchor():
+        sizes = [base.delta_bytes[version] for version in base.manifest.since_anchor]
+        if is_long(sizes, base.manifest.num_bytes):
             logger.info(
                 "%s: version %d gets a whole file: its anchor is many deltas, or bytes, back",
                 self._store.root,
@@ -307,13 +302,12 @@ class Deltas:
         Return whether the file holds the last version now, undamaged if that has checksums.
         """
         mapped, since = draft.mapped, draft.claim.earlier
-        with contextlib.suppress(*_UNREADABLE), contextlib.ExitStack() as stack:
-            held = open_newest(self._store, newer_than=None)
-            if held is None:
-                return False
-            stack.enter_context(held)
-            if since is not None and since in held.manifest.chain:
-                ChainReader(held, mapped.layout).read(mapped, self._copier, since=since)
+        with (
+            contextlib.suppress(*_UNREADABLE),
+            open_newest(self._store, newer_than=None) or contextlib.nullcontext() as newest,
+        ):
+            if newest is not None and since in newest.manifest.chain:
+                ChainReader(newest, mapped.layout).read(mapped, self._copier, since=since)
                 if not _damaged(mapped, base, self._copier):
                     return True
                 logger.warning("%s was damaged since it was written: writing it anew", draft.path)
