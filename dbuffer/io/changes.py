@@ -61,15 +61,10 @@ class Patch(NamedTuple):
     words: Words
 
 
-class _Range(NamedTuple):
-    """Range of memory whose changes make a chunk."""
+_Range: TypeAlias = tuple[int, int, int]
+"""Range of memory for one chunk: its first byte, its end, and the size of its words."""
 
-    start: int
-    end: int
-    word_bytes: int
-
-
-_FindChanges: TypeAlias = Callable[[_Range], tuple[Integers, Words]]
+_FindChanges: TypeAlias = Callable[[int, int, int], tuple[Integers, Words]]
 """Function that returns ascending positions of words in a range, and new minus old of each."""
 
 
@@ -83,56 +78,53 @@ def find_changes(
     share: tuple[int, int] = (0, 1),
     max_bytes: float = math.inf,
 ) -> Changes:
-    """Compare a version with the next, and encode what differs.
+    """Compare a version with the next, and encode the changes.
 
     Args:
         before: bytes of the version to start from.
         after: bytes of the next version.
         layout: layout of both.
         copier: its threads do it.
-        file_starts: where each tensor begins in the weights file; None if they have the file's
-            layout.
+        file_starts: first byte of each tensor in the weights file, or None if the layout is the
+            file's.
         share: number of this rank, and number of ranks; each compares its share of the file.
         max_bytes: bytes of changed words. When there are more, the comparison ends.
     """
     ranges = _ranges(layout)
     first, last = (number * len(ranges) // share[1] for number in (share[0], share[0] + 1))
-
     scratch = _Scratch()
 
-    def find(part: _Range) -> tuple[Integers, Words]:
-        old, new = (
-            words_in(side[part.start : part.end], part.word_bytes) for side in (before, after)
-        )
+    def find(start: int, end: int, width: int) -> tuple[Integers, Words]:
+        old, new = (words_in(side[start:end], width) for side in (before, after))
         return _compare(old, new, scratch)
 
     return _encode(find, ranges[first:last], layout, copier, file_starts, max_bytes)
 
 
 def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copier) -> Changes:
-    """Write a patch into the bytes of the version before; return what that changed."""
+    """Write a patch into the bytes of the version before; return the changes."""
     words, width = words_in(memory, patch.words.itemsize), patch.words.itemsize
 
-    def find(part: _Range) -> tuple[Integers, Words]:
-        first, end = patch.places.searchsorted((part.start // width, part.end // width)).tolist()
-        places, new = patch.places[first:end], patch.words[first:end]
+    def find(start: int, end: int, width: int) -> tuple[Integers, Words]:
+        first, last = patch.places.searchsorted((start // width, end // width)).tolist()
+        places, new = patch.places[first:last], patch.words[first:last]
         differences = new - words.take(places)
         words[places] = new
         (differs,) = differences.nonzero()
-        return places.take(differs) - part.start // width, differences.take(differs)
+        return places.take(differs) - start // width, differences.take(differs)
 
-    ranges = [part._replace(word_bytes=width) for part in _ranges(layout)]
+    ranges = [(start, end, width) for start, end, _ in _ranges(layout)]
     return _encode(find, ranges, layout, copier)
 
 
 def _ranges(layout: Layout) -> list[_Range]:
     """Cut memory into ranges, and these into words of the smallest element in each."""
-    ranges, end = [], layout.checksums_offset
-    for start in range(0, end, CHUNK_BYTES):
-        stop = min(start + CHUNK_BYTES, end)
-        sizes = layout.byte_ranges.within(start, stop).word_bytes
+    ranges = []
+    for start in range(0, layout.checksums_offset, CHUNK_BYTES):
+        end = min(start + CHUNK_BYTES, layout.checksums_offset)
+        sizes = layout.byte_ranges.within(start, end).word_bytes
         if len(sizes):
-            ranges.append(_Range(start, stop, int(sizes.min())))
+            ranges.append((start, end, int(sizes.min())))
     return ranges
 
 
@@ -150,15 +142,14 @@ def _encode(
     num_bytes = 0
     starts = None if file_starts is None else np.array(file_starts, np.int64)
 
-    def work(first: int, end: int) -> None:
+    def work(first: int, last: int) -> None:
         nonlocal num_bytes
-        for part in ranges[first:end]:
+        for start, end, width in ranges[first:last]:
             if num_bytes > max_bytes:
                 return
-            width = part.word_bytes
-            places, differences = find(part)
-            places += part.start // width
-            tensors = layout.byte_ranges.within(part.start, part.end).in_words(width)
+            places, differences = find(start, end, width)
+            places += start // width
+            tensors = layout.byte_ranges.within(start, end).in_words(width)
             counts = tensors.counts(places)
             if counts.sum() < len(places):  # padding differs, too
                 inside = tensors.owners(places) >= 0
@@ -170,12 +161,15 @@ def _encode(
                 chunks.append(_encode_chunk(places, differences))
             num_bytes += width * len(places)  # less, if another thread does so now: no harm
 
-    copier.in_parallel(work, copier.cut_work([part.end - part.start for part in ranges]))
+    copier.in_parallel(work, copier.cut_work([end - start for start, end, _ in ranges]))
     return Changes(sorted(chunks), changed)
 
 
 class _Scratch(threading.local):
-    """A thread's own memory for words of a range, and flags: new memory takes longer than both."""
+    """A thread's memory for words of a range, and for flags, kept from range to range.
+
+    The kernel takes longer to give new memory than numpy to compare.
+    """
 
     def __init__(self) -> None:
         self.differences = np.empty(CHUNK_BYTES, np.uint8)

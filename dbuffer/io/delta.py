@@ -37,7 +37,7 @@ def encode_delta(
     """Return the parts of a delta file, its header first.
 
     Args:
-        changes: what differs.
+        changes: changes of all ranks.
         checksums: checksums of all tensors before and after, if the versions have any.
         base: the version before.
         version: the version after.

@@ -198,7 +198,7 @@ class Deltas:
             self._join(self._copy.take_changes)
 
     def _join(self, find: Callable[[], Changes]) -> None:
-        """Find this rank's changes, and join those of all ranks on rank 0. Collective."""
+        """Find this rank's changes, and join all ranks' changes on rank 0. Collective."""
         with self._world.step("send what changed") as step:
             changes = find()
             if self._world.rank:
