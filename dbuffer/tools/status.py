@@ -181,9 +181,9 @@ def buffer_status(
         return status
     if manifest.anchor is not None:
         since_anchor = manifest.since_anchor
-        left = until_anchor(len(since_anchor), delta_bytes(since_anchor), manifest.num_bytes)
+        until = until_anchor(len(since_anchor), delta_bytes(since_anchor), manifest.num_bytes)
         status["is_whole"] = False
-        status["deltas_until_anchor"], status["bytes_until_anchor"] = (max(0, it) for it in left)
+        status["deltas_until_anchor"], status["bytes_until_anchor"] = (max(0, it) for it in until)
     published_at = manifest.published_at
     return status | {
         "version": manifest.version,

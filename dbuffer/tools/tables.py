@@ -63,12 +63,12 @@ class _FittingTable:
     def _widths(self, room: int) -> list[int]:
         """Return the width of each column that fits."""
         words = [[word for text in column for word in text.split()] for column in self.columns]
-        least = [min(_WORD, max(map(cell_len, column))) for column in words]
-        while len(least) > 2 and sum(least) + _GAP * len(least) > room:
-            least.pop()
-        widths = [max(map(cell_len, column)) for column in self.columns[: len(least)]]
-        while sum(widths) + _GAP * len(widths) > room and widths != least:
-            widest = max(range(len(widths)), key=lambda i: widths[i] - least[i])
+        minimums = [min(_WORD, max(map(cell_len, column))) for column in words]
+        while len(minimums) > 2 and sum(minimums) + _GAP * len(minimums) > room:
+            minimums.pop()
+        widths = [max(map(cell_len, column)) for column in self.columns[: len(minimums)]]
+        while sum(widths) + _GAP * len(widths) > room and widths != minimums:
+            widest = max(range(len(widths)), key=lambda i: widths[i] - minimums[i])
             widths[widest] -= 1
         return widths
 
@@ -122,15 +122,18 @@ def status_parts(status: dict[str, Any]) -> list[RenderableType]:
     for buffer in status["buffers"]:
         if buffer["state"] == "newest" and buffer["deltas_until_anchor"] is not None:
             versions = counted(buffer["deltas_until_anchor"], "version")
-            left = format_bytes(buffer["bytes_until_anchor"])
-            parts.append(line(f"next anchor after {versions} or {left} of deltas"))
+            size = format_bytes(buffer["bytes_until_anchor"])
+            parts.append(line(f"next anchor after {versions} or {size} of deltas"))
     receivers = [
-        {**each, "has_ended": not each["is_alive"], "step": each["metadata"].get("step")}
-        for each in status["receivers"]
+        {
+            **receiver,
+            "has_ended": not receiver["is_alive"],
+            "step": receiver["metadata"].get("step"),
+            # A rank's would look stale: its engine's record says what the ranks have.
+            "updated_age_s": None if receiver["part_of"] else receiver["updated_age_s"],
+        }
+        for receiver in status["receivers"]
     ]
-    for each in receivers:
-        if each["part_of"]:  # it would look stale: an engine's record says what its ranks have
-            each["updated_age_s"] = None
     return [*parts, table(receivers, *_RECEIVER) if receivers else line("no receiver")]
 
 

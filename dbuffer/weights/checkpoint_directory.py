@@ -134,13 +134,14 @@ def send_saved(
         directory: the directory, which may come later.
         store: the store, whose versions say which checkpoint was published last.
         send: publishes a checkpoint with this metadata. Its `InvalidWeightsError` is logged, once
-            for each state of the checkpoint.
+            while it is the same.
         stop: ends it.
         count: number of checkpoints that end it.
     """
     checkpoints, num_sent = CheckpointDirectory(directory), 0
     published = [manifest.metadata for _, manifest in Contents(store).published()]
     last = max(map(order_of, published), default=order_of({}))
+    problems: dict[Path, str] = {}
     logger.info("publishing each checkpoint that is saved into %s", directory)
     with contextlib.closing(Watcher(directory)) as watcher:
         while True:
@@ -149,9 +150,12 @@ def send_saved(
                     checkpoint.require_one_save(last)
                     send(checkpoint.path, checkpoint.metadata)
                 except InvalidWeightsError as error:
-                    logger.warning("%s is not published: %s", checkpoint.path, str(error))
+                    if problems.get(checkpoint.path) != str(error):
+                        logger.warning("%s is not published: %s", checkpoint.path, str(error))
+                    problems[checkpoint.path] = str(error)
                     continue
                 last, num_sent = checkpoint.order, num_sent + 1
+                problems.pop(checkpoint.path, None)
                 if stop.is_set() or num_sent == count:
                     return
             if stop.is_set():

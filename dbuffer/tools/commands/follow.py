@@ -81,9 +81,9 @@ def _next(
                 loop.used()
                 return fields
             if not stop.is_set():
-                there = DoubleBuffer(receiver.store).state_without_version()
+                state = DoubleBuffer(receiver.store).state_without_version()
                 raise errors.WaitTimeoutError(
-                    f"no new version within {timeout_s:g} s in {receiver.store}{there}"
+                    f"no new version within {timeout_s:g} s in {receiver.store}{state}"
                 )
         if loop.has_forked:
             newer_than = None

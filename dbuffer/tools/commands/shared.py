@@ -95,14 +95,14 @@ def view_of(store: Path, *, allow_shared_store: bool) -> DoubleBuffer:
     """Return a store as readers see it, for a command that does not wait for one."""
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
     if view.exists() and not is_store(store):
-        there = view.state_without_version() or ": the directory has nothing of one"
-        raise StoreNotFoundError(f"there is no store at {store}{there}")
+        state = view.state_without_version() or ": the directory has nothing of one"
+        raise StoreNotFoundError(f"there is no store at {store}{state}")
     return view
 
 
-def refuse_for_bucket(**given: object) -> None:
+def refuse_for_bucket(**options: object) -> None:
     """Refuse options that were given and have no effect on a bucket."""
-    for name, value in given.items():
+    for name, value in options.items():
         if value:
             raise OptionError(f"--{name.replace('_', '-')} has no effect on a bucket")
 

@@ -198,7 +198,7 @@ def _locks(medium: Medium, base: Path) -> Outcome:
     with (
         scratch(base) as place,
         filesystem.make_file(place / "lock", os.O_RDWR) as file,
-        Descriptor.open(place / "lock", os.O_RDWR) as other,
+        Descriptor.open(place / "lock", os.O_RDWR) as second_file,
     ):
         try:
             filesystem.try_lock(file.number, exclusive=True)
@@ -206,7 +206,7 @@ def _locks(medium: Medium, base: Path) -> Outcome:
             if not medium.reaches_other_hosts or error.errno not in filesystem.NO_LOCKS:
                 raise
             return "adapted", "not supported by the mount", f"readers need none; {undetected}"
-        if filesystem.try_lock(other.number, exclusive=True):
+        if filesystem.try_lock(second_file.number, exclusive=True):
             result = "two can hold the same exclusive lock"
             return "adapted", result, f"readers read the manifest twice; {undetected}"
     if medium.reaches_other_hosts:
@@ -222,12 +222,14 @@ def _mapping(medium: Medium, base: Path) -> Outcome:
         with (
             os_errors("map a file", place),
             mmap.mmap(file.number, mmap.PAGESIZE) as shared,
-            mmap.mmap(file.number, mmap.PAGESIZE, mmap.MAP_PRIVATE) as own,
+            mmap.mmap(file.number, mmap.PAGESIZE, mmap.MAP_PRIVATE) as private,
         ):
             shared[:] = b"s" * mmap.PAGESIZE
-            is_seen = filesystem.read_at(file.number, 0, mmap.PAGESIZE) == own[:] == shared[:]
-            own[:] = b"p" * mmap.PAGESIZE
-            is_private = filesystem.read_at(file.number, 0, mmap.PAGESIZE) == shared[:] != own[:]
+            is_seen = filesystem.read_at(file.number, 0, mmap.PAGESIZE) == private[:] == shared[:]
+            private[:] = b"p" * mmap.PAGESIZE
+            is_private = (
+                filesystem.read_at(file.number, 0, mmap.PAGESIZE) == shared[:] != private[:]
+            )
     if not is_seen:
         return "broken", "a mapped write is not seen in the file", "use another filesystem"
     if not is_private:

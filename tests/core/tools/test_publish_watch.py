@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from safetensors.torch import save_file
 
 import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.testing.waiting import until
 from dbuffer.weights.checkpoint import INDEX
-from dbuffer.weights.checkpoint_directory import send_saved
+from dbuffer.weights.checkpoint_directory import Checkpoint, Order, send_saved
 from tests.support.children import Child, Command, call
 from tests.support.patterns import SMALL
 
@@ -228,6 +230,29 @@ def test_a_file_that_grows_is_waited_for(watch, out):
     write_index(out / "step-1")
     assert watch.version_of(0) == (1, 1)
     assert watch.command.errors().count("not published") == 0
+
+
+def test_a_problem_that_stays_is_told_once(caplog, monkeypatch, out, store):
+    """As of a save that takes longer for each file than files need to settle."""
+    looks = []
+    require_one_save = Checkpoint.require_one_save
+
+    def look(checkpoint: Checkpoint, last: Order) -> None:
+        looks.append(checkpoint)
+        require_one_save(checkpoint, last)
+
+    monkeypatch.setattr(Checkpoint, "require_one_save", look)
+    stop = threading.Event()
+    (out / "checkpoint-1").mkdir(parents=True)
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(send_saved, out, DoubleBuffer(store), print, stop)
+        for number, part in enumerate(shards(1), 1):
+            save_file(part, out / "checkpoint-1" / FILES[number - 1])
+            until("it has settled", lambda number=number: len(looks) == number)
+        stop.set()
+        watching.result()
+    [told] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert f"in several files, and there is no {INDEX}" in told
 
 
 def test_options_that_have_no_effect_are_refused(capsys, out, store):
