@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from dbuffer.mirror import sources as mirror_sources
+from dbuffer.mirror import stores as mirror_stores
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.testing.waiting import TIMEOUT_S
 from tests.lab.guest import Guest
@@ -99,7 +99,7 @@ def test_without_a_mirror_a_node_reads_a_version_once_too(guest: Guest) -> None:
 
 def mirror_looking(connection: Connection, path: Path, local: Path) -> None:
     """Say when it has looked once; mirror, and send each version with the looks until then."""
-    Looking.told, mirror_sources.WeightReceiver = connection, Looking
+    Looking.told, mirror_stores.WeightReceiver = connection, Looking
     with Mirror(
         path / "store",
         local,
