@@ -248,30 +248,25 @@ class DeviceMemory:
 class Stager(ProcessBound):
     """Follows a store in a thread of its own, and has its newest version ready.
 
+    The thread also calls the functions that it is given.
+
     Args:
         receiver: reads the store; the stager closes it.
-        check: called with a version whenever its layout is another one than before, in the
-            stager's thread. An error from it makes the version unusable, and is raised by `take`.
-        prepare: called with each version, in the stager's thread. Its result, if any, is staged
-            too; or alone, if versions are copied and that is enough.
+        check: called with a version whose layout is another one than before. An error from it makes
+            the version unusable, and is raised by `take`.
+        prepare: called with each version. Its result, if any, is staged too; or alone, if versions
+            are copied and it replaces the tensors.
         device: device of an engine, in whose memory to copy as much of a version as there is room
             for. Default: copy into main memory alone.
         copy: copy into memory of its own. ``"auto"``: if ``pin_memory`` or ``device``, and later
-            versions will not have less to copy. On a network mount a version is read into memory of
-            its own in any case.
+            versions will not have less to copy. Over a network, versions are read into memory.
         pin_memory: that memory is page-locked, for a device to copy from.
-        version: keep this version ready, and no other, until it was applied; it is waited for.
-        every: of later versions stage those that are so far above the applied one.
+        version: wait for this version, and keep no other ready, until it was applied.
         applied: version that the engine has at the start; only later ones are staged.
         forked: if another run has published in place of the versions seen so far, ``"follow"``
-            stages the newest version. ``"refuse"`` reports a problem with every version, until
-            this stager is closed.
-        on_found: called in the stager's thread with each version, before it is staged.
-        attest: called in the stager's thread with each version that was applied, before it is
-            released.
-
-    Raises:
-        OptionError: an option is invalid.
+            stages the newest version, and ``"refuse"`` reports a problem with every version.
+        on_found: called with each version, before it is staged.
+        attest: called with each version that was applied, before it is released.
     """
 
     def __init__(
@@ -373,7 +368,6 @@ class Stager(ProcessBound):
             timeout_s: how long to wait.
 
         Raises:
-            OptionError: an argument is invalid.
             WaitTimeoutError: it was not ready in time.
             VersionRegressedError: the version does not lead to the store's newest one.
             DBufferError, OSError: the version, or the store, cannot be used.
