@@ -76,12 +76,23 @@ def applied(reader: Child, version: int) -> list[int]:
 
 
 class Looking(WeightReceiver):
-    """Receiver that notes its looks at the pointer, one in a process."""
+    """Receiver that notes its looks at the pointer and its waits between them, one in a process."""
 
     looks: ClassVar[list[tuple[float, int | None]]] = []
     """When each began, on the machines' one clock, and the version that it saw."""
+    waits_s: ClassVar[list[float]] = []
     told: ClassVar[Connection | None] = None
     """Connection on which "looks" is sent after the first look."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        wait = self._watcher.wait
+
+        def noting(timeout_s: float) -> bool:
+            self.waits_s.append(timeout_s)
+            return wait(timeout_s)
+
+        self._watcher.wait = noting
 
     def _look(self) -> int | None:
         began = time.monotonic()
