@@ -109,8 +109,8 @@ class StoreView:
         """Return the newest version, or ``at_least``, or None if the engine is to keep its own.
 
         A version that the store does not have yet is returned as its number. For an engine that
-        stays on a version, it is that one, once it is published. With ``every`` it is one that far
-        above the engine's, or of another run.
+        stays on a version, it is that one, once it is published. With ``every`` it is at least that
+        far above the engine's, or of another run.
 
         Raises:
             VersionError: that one is gone from the store.

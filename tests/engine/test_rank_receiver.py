@@ -20,7 +20,8 @@ from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.engine.plan.prepared_switch import PreparedSwitch
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.rank_receiver import RankReceiver
-from dbuffer.engine.shape_check import ShapeCheck, UnusedTensors
+from dbuffer.engine.shape_check import ShapeCheck, Unread, UnusedTensors
+from dbuffer.format.layout import Layout
 from dbuffer.receive.stager import DeviceMemory
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.engines import FakeRank
@@ -529,3 +530,14 @@ def test_each_tensor_that_goes_nowhere_is_named_once(caplog):
     lines = [message for message in caplog.messages if "store" in message]
     named = [[name for name in ("mtp", "visual", "value_head") if name in line] for line in lines]
     assert named == [["mtp"], ["visual", "value_head"]]
+
+
+def test_ranks_of_a_pipeline_refuse_tensors_that_none_of_them_reads():
+    unused = UnusedTensors("store", "refuse", is_pipeline=True, is_first=True)
+    layout = Layout.of([])
+    with pytest.raises(dbuffer.WeightsMismatchError, match="no place for b, "):
+        unused.check_pipeline(layout, [Unread({"a": "a", "b": "b"}, {}), Unread({"b": "b"}, {})])
+    # A duplicate of a tied tensor, on a rank that has that one, counts only if the two differ.
+    unused.check_pipeline(layout, [Unread({"head": "head"}, {}), Unread({"head": None}, {})])
+    with pytest.raises(dbuffer.WeightsMismatchError, match="head differs"):
+        unused.check_pipeline(layout, [Unread({}, {}), Unread({}, {"head": "head differs"})])
