@@ -6,9 +6,9 @@ Rollout workers keep an `AsyncLLM` busy and never wait for the trainer, so an an
 one version of the weights and end with another, and be several versions old when it is trained on.
 The trainer knows the version and the log-probability of each token. It drops samples and masks
 tokens that are too old, and corrects the rest by truncated importance sampling. The model is a tiny
-random Qwen3; the reward is the share of an answer's tokens that are in a secret set. At the end the
-engine's log-probabilities must be those of the trainer's model. Needs transformers and vLLM 0.32;
-takes a minute on two cores.
+random Qwen3; the reward is the share of an answer's tokens that are in a secret set. At the end
+engine and trainer must compute the same log-probabilities. Needs transformers and vLLM 0.32; takes
+a minute on two cores.
 """
 
 import os
@@ -74,7 +74,7 @@ class Sample:
         return IS_REWARDED[self.tokens].mean().item()
 
     def age(self, newest: int) -> int:
-        """Return the versions by which its oldest token is behind the newest."""
+        """Return how many versions its oldest token is behind the newest."""
         return newest - min(self.versions)
 
     def mask(self, newest: int) -> list[bool]:

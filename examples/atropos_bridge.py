@@ -3,8 +3,8 @@
     python examples/atropos_bridge.py
 
 Trains a tiny random Qwen3 on the server's answers; the reward is the share of an answer's tokens
-that are in a secret set. At the end the server's greedy answers must equal those of a fresh server
-on the final checkpoint. Needs httpx, transformers and vLLM; takes a minute on two cores.
+that are in a secret set. At the end the server and a fresh one on the final checkpoint must give
+the same greedy answers. Needs httpx, transformers and vLLM; takes a minute on two cores.
 """
 
 import contextlib

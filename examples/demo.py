@@ -3,8 +3,8 @@
     python examples/demo.py    # or python3 dev.py demo: one to three minutes
 
 The reward is the share of an answer's tokens that are in a secret set. It only climbs if the
-weights reach the engine, and at the end the engine's greedy answers must equal those of a fresh
-engine that was started from the final checkpoint. Exit code 1 otherwise.
+weights reach the engine. At the end the engine and a fresh one on the final checkpoint must give
+the same greedy answers; otherwise the exit code is 1.
 """
 
 from __future__ import annotations

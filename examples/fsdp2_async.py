@@ -5,10 +5,9 @@
 Each rank is a process with half of the model. All ranks publish together with a
 `ShardedWeightSender`, and nothing is gathered. The engine is in this process; it switches to each
 new version while it samples the next batches, so a batch may be some versions old. Under torchrun,
-each of its processes would call `train`. The model is a tiny random Qwen3; the
-reward is the share of an answer's tokens that are in a secret set. At the end the engine's
-log-probabilities must be those of the trained model. Needs transformers and vLLM 0.32; takes a
-minute on two cores.
+each of its processes would call `train`. The model is a tiny random Qwen3; the reward is the share
+of an answer's tokens that are in a secret set. At the end engine and ranks must compute the same
+log-probabilities. Needs transformers and vLLM 0.32; takes a minute on two cores.
 """
 
 import os

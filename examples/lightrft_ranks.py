@@ -3,10 +3,10 @@
     python -m torch.distributed.run --standalone --nproc-per-node=2 examples/lightrft_ranks.py
 
 The actor is a tiny random Qwen3 under FSDP2. Each rank has an engine in its process, samples
-answers with it, and trains; then all ranks call ``broadcast_to_engine()``. A namespace stands in
-for LightRFT's strategy, of which dbuffer reads four values. At the end each engine's greedy answers
-must equal those of a fresh engine on the final checkpoint. Needs transformers and vLLM; takes a
-minute on two cores.
+answers with it, and trains; then all ranks call ``broadcast_to_engine()``. A namespace replaces
+LightRFT's strategy, whose four values dbuffer reads. At the end each engine and a fresh one on the
+final checkpoint must give the same greedy answers. Needs transformers and vLLM; takes a minute on
+two cores.
 """
 
 import os

@@ -5,8 +5,8 @@
 Trains an adapter of a tiny random Qwen3 by policy gradient; the reward is the share of an answer's
 tokens that are in a secret set. After each step the merged model is published, layer by layer; the
 peft model does not change. At the end the adapter alone is published into a second store, as for an
-engine that loads adapters, and the sampler's greedy answers must equal those of the base model with
-that adapter. Needs peft and transformers; takes half a minute.
+engine that loads adapters. The sampler and the base model with that adapter must give the same
+greedy answers. Needs peft and transformers; takes half a minute.
 """
 
 import multiprocessing

@@ -2,8 +2,8 @@
 
     python examples/torchrl_cartpole.py
 
-The return is that of the workers' episodes: it only rises if the weights reach them. Exit code 1 if
-it stays below 150. An episode ends after 500 frames at the latest, each worth 1; a random policy
+The workers' episodes give the return: it only rises if the weights reach them. Exit code 1 if it
+stays below 150. An episode ends after 500 frames at the latest, each worth 1; a random policy
 lasts about 22. Needs gymnasium and torchrl; takes half a minute on two cores.
 """
 

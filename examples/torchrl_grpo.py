@@ -3,7 +3,7 @@
     python examples/torchrl_grpo.py
 
 Trains a tiny random Qwen3; the reward is the share of an answer's tokens that are in a secret set.
-At the end the engine's greedy answers must equal those of a fresh engine on the final checkpoint.
+At the end the engine and a fresh one on the final checkpoint must give the same greedy answers.
 Needs torchrl, transformers and vLLM; takes a minute on two cores.
 """
 
@@ -163,7 +163,7 @@ def start_engine(model: Any, checkpoint: Path) -> Any:
 
 
 def wrap(engine: Any, tokenizer: PreTrainedTokenizerFast) -> vLLMWrapper:
-    """Return a wrapper with which TorchRL samples, with the log-probability of each token."""
+    """Return a wrapper that samples for TorchRL, with the log-probability of each token."""
     # The wrapper has no option for the progress bar.
     engine.generate = functools.partial(engine.generate, use_tqdm=False)
     options = {"max_new_tokens": ANSWER_TOKENS, "ignore_eos": True, "detokenize": False}
