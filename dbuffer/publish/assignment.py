@@ -1,8 +1,8 @@
 """`Assignment`: the boxes of tensors that each rank of a sharded trainer writes.
 
-A box has a first index and an extent in every dimension. Where the boxes of all ranks cover a
-tensor, one of the ranks that hold a box writes it. Otherwise the ranks that hold parts of a tensor
-gather it, and one of them writes and drops it.
+A box has a first index and an extent in every dimension. If the boxes of all ranks cover a tensor,
+each box is written by one of the ranks that hold it. Otherwise the ranks that hold parts of the
+tensor gather it, and one of these ranks writes the whole tensor and drops it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from dbuffer.format.layout import ITEM_BYTES, Layout, Piece, TensorSpec, align
 
 SPREAD_FROM_BYTES = 1 << 20
-"""If several ranks hold a box of this size or larger, the least busy of them writes it; below, the
-first. Tensors that drift apart between ranks are small (the statistics of a batch norm), and must
-all come from one rank."""
+"""If several ranks hold a box of this size, the least busy rank writes it. The first rank writes
+smaller boxes: tensors that drift apart between ranks are small (the statistics of a batch norm),
+and all of them must come from one rank."""
 
 
 class Box(NamedTuple):
@@ -41,14 +41,14 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Assignment of the tensors of all ranks to the ranks that write them, the same on all."""
+    """Assignment of all tensors to the ranks that write them; equal on all ranks."""
 
     specs: tuple[TensorSpec, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
     boxes: tuple[tuple[Box, ...], ...] = ()
     """Boxes that each rank holds and writes, by rank."""
     gathered: tuple[tuple[int, int], ...] = ()
-    """Tensors that are gathered, in this order, each with the rank that writes it."""
+    """Tensors to gather, in this order, each with the rank that writes it."""
 
     def boxes_of(self, rank: int) -> list[Box]:
         """Return all boxes that a rank writes, in the order of the tensors."""
@@ -58,7 +58,7 @@ class Assignment:
 
 
 Boxes: TypeAlias = dict[int, Box | None]
-"""Boxes that a rank holds, by the tensor's index; None without a box, or for a partial sum."""
+"""Boxes that a rank holds, by the tensor's index; None if its part is no box, or a partial sum."""
 
 
 def assign_writes(
@@ -68,16 +68,16 @@ def assign_writes(
     *,
     rows_only: bool,
 ) -> Assignment:
-    """Assign a writer to each of the boxes that ranks hold.
+    """Assign a writer to each box that a rank holds.
 
-    ``rows_only``: gather boxes that are not one row of bytes in the whole tensor.
+    ``rows_only``: gather each tensor with a box that is not contiguous in the whole tensor.
     """
     written: list[list[Box]] = [[] for _ in boxes]
     gathered: list[int] = []
     busy_bytes = [0] * len(boxes)
     shared: list[tuple[int, Box, list[int]]] = []
     for index, spec in enumerate(specs):
-        if not spec.num_bytes:  # also of what would be gathered: a piece of a part has bytes
+        if not spec.num_bytes:  # empty tensors are not gathered either: a piece of a part has bytes
             continue
         owners = _owners(index, boxes)
         if (
@@ -94,7 +94,7 @@ def assign_writes(
                 continue
             written[ranks[0]].append(box)
             busy_bytes[ranks[0]] += num_bytes
-    # Large ones first: the small ones even out what those leave.
+    # Large boxes first: small boxes then even out the ranks' loads.
     for num_bytes, box, ranks in sorted(shared, key=lambda row: -row[0]):
         writer = min(ranks, key=busy_bytes.__getitem__)
         written[writer].append(box)
@@ -118,7 +118,7 @@ def _num_bytes(box: Box, spec: TensorSpec) -> int:
 
 
 def _is_contiguous(box: Box, shape: tuple[int, ...]) -> bool:
-    """Whether the elements of a box lie one behind the other in the whole: as rows do."""
+    """Whether the elements of a box are contiguous in the whole tensor, as rows are."""
     pairs = itertools.dropwhile(lambda pair: pair[0] == 1, zip(box.shape, shape, strict=True))
     return all(extent == full for extent, full in itertools.islice(pairs, 1, None))
 
@@ -143,7 +143,7 @@ def whole_box(index: int, shape: tuple[int, ...]) -> Box:
 
 
 def file_offset(box: Box, spec: TensorSpec) -> int:
-    """Return the first byte of a box in its tensor, which is ``spec``."""
+    """Return the offset in bytes of a box's first element in its tensor."""
     flat = 0
     for position, extent in zip(box.start, spec.shape, strict=True):
         flat = flat * extent + position
@@ -151,7 +151,7 @@ def file_offset(box: Box, spec: TensorSpec) -> int:
 
 
 def _owners(index: int, boxes: Sequence[Boxes]) -> dict[Box, list[int]] | None:
-    """Return the ranks that hold each box of a tensor, or None if one of them holds no box."""
+    """Return the ranks that hold each box of a tensor, or None if a rank's part is no box."""
     owners: dict[Box, list[int]] = defaultdict(list)
     for rank, of_rank in enumerate(boxes):
         if index not in of_rank:
@@ -164,11 +164,11 @@ def _owners(index: int, boxes: Sequence[Boxes]) -> dict[Box, list[int]] | None:
 
 
 def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether boxes cover a tensor, and none lies on another.
+    """Whether boxes cover a tensor and do not overlap.
 
-    torch gives each shard of a dimension as its first index and its length. A strided shard is not
-    contiguous; but if the ranges so given tile the dimension, each is the shard's real range: from
-    the front, indices before the next shard's first one can belong to this shard only.
+    torch describes a shard of a dimension by its first index and its length, also if the shard is
+    strided. If these ranges tile the dimension, no shard is strided: from the front, the indices
+    before the next shard's first index can only belong to this shard.
     """
     num_boxes = 1
     for dimension, extent in enumerate(shape):

@@ -1,4 +1,4 @@
-"""`Draft`: a version being written: claimed, written, committed or abandoned."""
+"""`Draft`: a version from its claim to its commit, or until it is abandoned."""
 
 from __future__ import annotations
 
@@ -47,17 +47,18 @@ if TYPE_CHECKING:
     from dbuffer.publish.kept_copy import KeptCopy
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes copied so far and in all; 0: the total is not known."""
+"""Function that is called with the bytes copied so far and the total, which is 0 if unknown."""
 
 MAX_METADATA_BYTES = MAX_RECORD_BYTES // 2
-"""Metadata is read with every look at a manifest; large things belong in a tensor."""
+"""Largest size of metadata as JSON. Each reading of a manifest parses it: put large values into
+tensors."""
 
 MAX_METADATA_DEPTH = 100
-"""Nesting that any reader can parse, however deep its stack is already."""
+"""Deepest nesting of metadata, which a reader can parse even with a deep stack."""
 
 
 class Draft:
-    """A version being written, by one rank: its part. Rank 0 claims and commits the version.
+    """One rank's part of a version that is being written. Rank 0 claims and commits the version.
 
     Leaving its ``with`` block without a commit abandons it.
 
@@ -66,8 +67,8 @@ class Draft:
         mappings: mappings of the store's files, kept from one draft to the next.
         copier: copies and hashes.
         path: the weights file.
-        inode: device and inode of the file that rank 0 has claimed, or None without a file.
-        part: boxes that are written here, or None for a stream.
+        inode: device and inode of the file that rank 0 has claimed, or None if there is no file.
+        part: boxes that this rank writes, or None for a stream.
         is_mapped: whether the file is mapped, as on a local mount.
         hashed: whether its checksums are computed.
         writer: the store's writer, on rank 0.
@@ -101,11 +102,12 @@ class Draft:
         self._claim = claim
         self._mapped: MappedTensors | None = None
         self._part_file: Descriptor | None = None
-        """This rank's part of a version in parts, which it writes on a network mount."""
+        """File of this rank's part. On a network mount each rank writes its part as a file."""
         self._digests: dict[int, list[int]] = {}
-        """Digests of the blocks of each box that was hashed in passing, unless it is empty."""
+        """Digests of the blocks of each box that was hashed while it was copied, by number. Empty
+        boxes have none."""
         self._checksums: list[int] | None = None
-        """Checksums of all tensors, if they were written in one step."""
+        """Checksums of all tensors, if this rank alone wrote them."""
         self._is_done = False
 
     @classmethod
@@ -120,11 +122,11 @@ class Draft:
         hashed: bool,
         with_file: bool = True,
     ) -> Self:
-        """Claim the idle buffer for a version: on rank 0, for all ranks.
+        """Claim the idle buffer for a version, on rank 0 for all ranks.
 
-        This may wait for readers, and removes files that need not stay (`BufferWriter.claim`).
-        Before, all ranks drop mappings of files that may go (`KeptMappings.keep_only`).
-        Without a file, the version stands on the file of an earlier one.
+        Claiming may wait for readers, and removes unneeded files (`BufferWriter.claim`). All ranks
+        must have dropped their mappings of these files (`KeptMappings.keep_only`). A version
+        without a file is a delta of an earlier version's file.
         """
         layout = None if part is None else part.whole
         try:
@@ -179,12 +181,12 @@ class Draft:
 
     @property
     def has_file(self) -> bool:
-        """Whether it has a weights file to write, and does not stand on an earlier version's."""
+        """Whether the version has a weights file of its own, and is not only a delta."""
         return self.inode is not None
 
     @property
     def mapped(self) -> MappedTensors:
-        """Its weights file in memory, shared with all processes that map it."""
+        """Mapping of the weights file, shared with all processes that map it."""
         if self._mapped is None:
             with contextlib.ExitStack() as stack:
                 file = self._claim.weights if self._claim else stack.enter_context(self._open())
@@ -197,7 +199,7 @@ class Draft:
         return self._mapped
 
     def _open(self) -> Descriptor:
-        """Open the file that rank 0 has claimed, without a lock: rank 0 has it for all."""
+        """Open the file that rank 0 has claimed, without a lock: rank 0 holds the lock for all."""
         with filesystem.os_errors("open the buffer that rank 0 has claimed", self.path):
             owner_only = self._store.owner_only
             file = filesystem.open_regular(self.path, os.O_RDWR, owner_only=owner_only)
@@ -210,7 +212,7 @@ class Draft:
         return file
 
     def memory(self) -> FileTensors:
-        """Return memory for all tensors: the mapped file, or new memory, to be written."""
+        """Return memory to write all tensors into: the mapped file, or new memory."""
         return self.mapped if self.is_mapped else FileTensors.in_memory(self.layout)
 
     def write(self, numbers: Sequence[int], elements: list[torch.Tensor]) -> None:
@@ -238,7 +240,7 @@ class Draft:
             copier.in_parallel(write_some, copier.cut_work([layout.sizes[n] for n in numbers]))
 
     def write_stream(self, source: Source, on_bytes: OnBytes | None) -> None:
-        """Write tensors one behind the other; their layout is known when the last has come."""
+        """Write a stream's tensors one after another; the layout is known after the last one."""
         specs, end = list[TensorSpec](), 0
         for spec, tensor in source.stream or ():
             source.refuse_values([spec], [tensor])
@@ -262,7 +264,7 @@ class Draft:
             self._digests[number] = digests
 
     def _file_to_write(self) -> Descriptor:
-        """Return the weights file of a sender alone, or the part that this rank makes."""
+        """Return the weights file, or the file of this rank's part if ranks write parts."""
         if self.part.has_all:
             return self.claim.weights
         if self._part_file is None:
@@ -271,10 +273,10 @@ class Draft:
         return self._part_file
 
     def finish_parts(self, world: World) -> list[int] | None:
-        """Flush the parts that ranks have written; return the checksums, if ``hashed``. Collective.
+        """Flush all ranks' parts, and return the checksums if ``hashed``. Collective.
 
-        A file without parts is flushed with the commit: a mapped file has all bytes that processes
-        of this machine have written into mappings of it.
+        A file without parts is flushed by the commit: if processes of one machine map a file, a
+        flush writes the bytes of all of them.
         """
         layout = self.layout
         if self._checksums is not None or (self.is_mapped and not self.hashed):
@@ -289,7 +291,7 @@ class Draft:
             if self._part_file is not None:
                 filesystem.sync_file(self._part_file.number, part_path(self.path, self.part.rank))
                 self._part_file.close()
-                self._part_file = None  # rank 0 abandons all parts, from here on
+                self._part_file = None  # from here on rank 0 abandons all parts if a step fails
             digests = [digests for _, digests in sorted(self._digests.items())]
             step.result = list(itertools.chain(*digests))
         return join_digests_of_parts(layout, step.results) if self.hashed else None
@@ -297,9 +299,10 @@ class Draft:
     def commit(
         self, metadata: dict[str, Any], checksums: list[int] | None, **described: Any
     ) -> Manifest:
-        """Publish it on rank 0, as `BufferWriter.commit` does, with checksums or without any.
+        """Publish the version on rank 0 (`BufferWriter.commit`).
 
-        ``described``: further fields of the manifest.
+        ``checksums`` is None if the version has none; ``described`` are further fields of the
+        manifest.
         """
         if self._is_done:
             raise ClosedError("this draft was committed, or abandoned")
@@ -313,7 +316,7 @@ class Draft:
     def _seal(self, checksums: list[int] | None) -> dict[str, Any]:
         """Write layout and checksums behind the tensors; return the manifest's fields of the file.
 
-        They are also written into a file that had them already, because that may be damaged since.
+        They are written again into a file that has them already, which may be damaged by now.
         """
         layout, file, table_xxh3 = self.layout, self.claim.weights.number, None
         with filesystem.os_errors("write the layout", self.path):
@@ -325,7 +328,7 @@ class Draft:
         return layout.describe_file(table_xxh3)
 
     def _check_parts(self) -> None:
-        """Require every part that ranks have written to be there, whole, on this host too."""
+        """Raise unless this host sees each rank's part with its full size."""
         path, layout = self.path, self.layout
         if not layout.is_in_parts:
             return
@@ -345,13 +348,13 @@ class Draft:
                     )
 
     def abandon(self) -> None:
-        """Give it up, unless it was committed: its buffer is begun anew the next time."""
+        """Give the version up, unless it was committed. The next claim begins its buffer anew."""
         if self._is_done:
             return
         self._is_done = True
         if self._part_file is not None:
             self._part_file.close()
-            with contextlib.suppress(OSError):  # the next claim removes it
+            with contextlib.suppress(OSError):  # the next claim removes the file
                 part_path(self.path, self.part.rank).unlink()
         if self._writer is not None:
             self._writer.abandon(self.claim)
@@ -368,10 +371,10 @@ class Draft:
 def fill(
     target: Draft | KeptCopy, verb: str, source: Source, world: World, progress: Progress | None
 ) -> None:
-    """Write the elements of all ranks' boxes into a draft's file, or a copy. Collective.
+    """Write the elements of all ranks' boxes into a draft's file, or into a copy. Collective.
 
-    The boxes that ranks have are one step, and the gathered tensors another: a rank that fails
-    with one of its own boxes must not leave others waiting in a gather.
+    Ranks write the boxes that they hold in one step, and gathered tensors in the next: if a rank
+    fails with its own boxes, no other rank waits for it in a gather.
 
     ``verb`` names the step, as in "rank 1 could not {verb} its part"; ``progress`` is called with
     the bytes of lazy tensors.
@@ -401,9 +404,9 @@ def fill(
 
 
 def join_digests_of_parts(layout: Layout, by_rank: Sequence[list[int]]) -> list[int]:
-    """Return the checksum of each tensor by the digests of the blocks that each rank has written.
+    """Compute each tensor's checksum from the digests of the blocks that ranks have written.
 
-    A rank's digests are in the order of the tensors; empty tensors have none.
+    A rank's digests are in the order of the tensors. Empty tensors have none.
     """
     queues = [iter(digests) for digests in by_rank]
     part_at = {(piece.tensor, piece.offset): piece.part for piece in layout.pieces}
@@ -415,7 +418,7 @@ def join_digests_of_parts(layout: Layout, by_rank: Sequence[list[int]]) -> list[
 
 
 def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the metadata as a reader gets it, or raise an `InvalidWeightsError`."""
+    """Return metadata in the form that readers get, or raise an `InvalidWeightsError`."""
     try:
         text = json.dumps(dict(metadata or {}), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -435,7 +438,7 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
-        # JSON would make strings of others, and lose one of two that are alike then.
+        # JSON makes strings of other keys, and two keys can become the same string.
         if keys := [key for key in value if not isinstance(key, str)]:
             raise InvalidWeightsError(f"metadata has a key that is no string: {keys[0]!r:.80}")
         return value.values()
@@ -443,7 +446,7 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def counter(progress: Progress | None, total: int) -> OnBytes | None:
-    """Return a function that sums up copied bytes, from several threads, for ``progress``."""
+    """Return a function that counts bytes copied by several threads, and calls ``progress``."""
     if progress is None:
         return None
     done = 0

@@ -1,7 +1,7 @@
-"""`Inventory`: the tensors that a rank describes; `join`: the `Assignment` of all ranks' tensors.
+"""`Inventory`: the tensors that a rank holds parts of. `join` makes an `Assignment` of all ranks'.
 
-Each rank takes an inventory: the tensors that it describes, and which box of each it holds. Ranks
-of different pipeline stages or experts describe different tensors, and all inventories are joined.
+Each rank lists its tensors, and the box of each that it holds. Ranks of different pipeline stages
+or experts list different tensors. `join` makes one list of all ranks' inventories.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from dbuffer.runtime.messages import listed
 from dbuffer.weights.lazy_tensor import HeldRows
 from dbuffer.weights.sources import Source
 
-if TYPE_CHECKING:  # its import takes half as long as torch's
+if TYPE_CHECKING:  # importing it takes half as long as importing torch
     from torch.distributed.tensor import DTensor
 
 _SAMPLED_ELEMENTS = 512
-"""Number of elements of a tensor that are compared with other ranks' tensors of its name."""
+"""Number of a tensor's elements that are compared with other ranks' tensors of the same name."""
 
 Ranks: TypeAlias = tuple[int, ...]
-"""Ranks that hold parts of a tensor; none where it is whole."""
+"""Ranks that hold parts of a tensor; empty if each rank holds all of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Tensors that a rank describes, and its boxes of them.
+    """Tensors that a rank holds parts of, and the boxes that it holds.
 
-    Ranks that hold parts of the same tensors describe them alike, and hold different boxes.
+    Ranks that hold parts of one tensor describe the tensor alike, and hold different boxes.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -55,19 +55,19 @@ class Inventory:
     boxes: Boxes
 
     def encode_description(self) -> dict[str, Any]:
-        """Return all but the boxes, as JSON has it."""
+        """Return the inventory without its boxes, as JSON."""
         groups = list(dict.fromkeys(self.ranks))
         number = {group: index for index, group in enumerate(groups)}
         numbers = [number[ranks] for ranks in self.ranks]
         return {"specs": self.specs, "aliases": self.aliases, "groups": groups, "ranks": numbers}
 
     def encode_boxes(self) -> list[Any]:
-        """Return the boxes, as JSON has them."""
+        """Return the boxes as JSON."""
         return [[index, *(box or ())[1:]] for index, box in self.boxes.items()]
 
     @classmethod
     def decode_description(cls, encoded: dict[str, Any]) -> Self:
-        """Return an inventory without boxes, as `encode_description` has encoded it."""
+        """Return the inventory, without boxes, that `encode_description` has encoded."""
         groups = [tuple(group) for group in encoded["groups"]]
         return cls(
             tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in encoded["specs"]),
@@ -78,13 +78,13 @@ class Inventory:
 
 
 def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> Inventory:
-    """Return the tensors that a rank describes, and its boxes.
+    """Return this rank's inventory.
 
-    ``group_rank`` has the ranks in the sender's group, by their ranks in the job.
+    ``group_rank`` maps ranks of the job to ranks of the sender's group.
     """
     ranks: list[Ranks] = [()] * len(source.specs)
     if source.reader is not None:
-        # Its tensors come one by one, whole, in a pass that all ranks make.
+        # All ranks iterate over these tensors together, and get each one whole.
         boxes: Boxes = dict.fromkeys(source.reader.held_on(rank))
         return Inventory(source.specs, source.aliases, ranks, boxes)
     boxes, parts = {}, HeldParts()
@@ -93,7 +93,7 @@ def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> 
         sharded = sharded_in(tensor)
         if sharded is None:
             way: Any = None
-        elif hasattr(sharded, "ds_shape"):  # ZeRO-3: all of them hold parts
+        elif hasattr(sharded, "ds_shape"):  # ZeRO-3: all ranks of the group hold parts
             way = "zero"
         elif isinstance(sharded, HeldRows):
             way = sharded.ranks
@@ -129,26 +129,26 @@ def _holders(sharded: DTensor | HeldRows) -> tuple[list[int], bool]:
         return list(sharded.ranks), True
     mesh = sharded.device_mesh
     coordinate = mesh.get_coordinate()
-    # Only this rank's replica: the others hold the same.
+    # Only the ranks of this rank's replica: other replicas hold the same.
     pairs = zip(coordinate or [0] * mesh.ndim, sharded.placements, strict=True)
     index = tuple(place if placement.is_replicate() else slice(None) for place, placement in pairs)
     return mesh.mesh[index].flatten().tolist(), coordinate is not None
 
 
 def join(ranks: Agreement, source: Source, inventory: Inventory, *, rows_only: bool) -> Assignment:
-    """Join the inventories of all ranks, and assign the writing to them. Collective.
+    """Join the inventories of all ranks, and assign a writer to each box. Collective.
 
-    ``rows_only``: gather boxes that are not one row of bytes in the whole tensor.
+    ``rows_only``: gather each tensor with a box that is not contiguous in the whole tensor.
 
     Raises:
-        InvalidWeightsError: they do not fit together: a tensor differs between ranks, overlaps, has
-            a gap, or is on no rank.
+        InvalidWeightsError: the inventories do not fit together: a tensor differs between ranks,
+            its boxes overlap or leave a gap, or no rank holds it.
     """
     description = inventory.encode_description()
     xxh3 = digest(json.dumps(description).encode())
     digests = ranks.share("list its tensors", xxh3)
     described = {xxh3: inventory}
-    # Most trainers' ranks describe the same: the list, which is long, is not sent then.
+    # On most trainers all ranks list the same tensors: then the long list is not sent.
     if len(set(digests)) > 1:
         is_first = digests.index(xxh3) == ranks.rank
         sent = ranks.share("send the list of its tensors", description if is_first else {})
@@ -169,7 +169,7 @@ def _join(
     *,
     rows_only: bool,
 ) -> Assignment:
-    """Join the tensors that all ranks have ``described``, by digest, and their encoded boxes."""
+    """Join ranks' descriptions, ``described`` by their digests, with the ranks' encoded boxes."""
     describing: dict[str, list[int]] = defaultdict(list)
     for rank, xxh3 in enumerate(digests):
         describing[xxh3].append(rank)
@@ -208,7 +208,7 @@ def _join(
 
 
 def _decode_boxes(encoded: list[Any], index_of: Sequence[int]) -> Boxes:
-    """Return the boxes of a rank, with the indices of its tensors in the joined layout."""
+    """Return a rank's boxes, by the indices of the tensors in the joined layout."""
     return {
         index_of[index]: Box(index_of[index], tuple(place[0]), tuple(place[1])) if place else None
         for index, *place in encoded
@@ -235,7 +235,7 @@ class _JoinedTensor:
         self.described.setdefault(holding, []).extend(ranks)
 
     def check(self) -> None:
-        """Refuse an overlap, and a gap."""
+        """Raise if the parts of this tensor overlap, or leave a gap."""
         unsharded = self.described.get((), [])
         for holding, describing in self.described.items():
             if holding and unsharded:
@@ -256,9 +256,9 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _compare_replicas(ranks: Agreement, source: Source, inventory: Inventory) -> None:
-    """Refuse tensors of one name that are no replicas of each other. Collective.
+    """Raise if tensors of one name differ between ranks. Collective.
 
-    Two ranks that call different tensors by one name, as two stages' first layers, show by samples.
+    Samples show if two ranks give one name to different tensors, as to two stages' first layers.
     """
     with ranks.step("sample the tensors that it holds whole") as step:
         sample = _sample_replicas(source, inventory)
@@ -274,8 +274,8 @@ def _sample_replicas(source: Source, inventory: Inventory) -> dict[str, str]:
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
     for index in inventory.boxes if source.reader is None else ():
         tensor = source.tensors[index]
-        # Ranks may let small ones drift apart, as statistics of their own batches: those are all of
-        # one rank. Parts of large ones would be of several.
+        # Small tensors may drift apart, as statistics of each rank's batches do: one rank writes
+        # them all. Parts of a large tensor could come from several ranks.
         is_large = source.specs[index].num_bytes >= SPREAD_FROM_BYTES
         if inventory.ranks[index] == () and is_large and isinstance(tensor, torch.Tensor):
             flat = tensor.detach().reshape(-1)
@@ -285,7 +285,7 @@ def _sample_replicas(source: Source, inventory: Inventory) -> dict[str, str]:
             on_device[source.specs[index].name] = sample.view(torch.uint8)
     digests: dict[str, str] = {}
     for samples in by_device.values():
-        # One copy out of a device, and not one for each tensor.
+        # One copy from the device for all samples.
         sizes = list(map(len, samples.values()))
         parts = torch.split(torch.cat(list(samples.values())).cpu(), sizes)
         digests.update(zip(samples, map(digest, map(as_bytes, parts)), strict=True))

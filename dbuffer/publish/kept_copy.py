@@ -1,6 +1,6 @@
 """`KeptCopy`: one rank's part of the last version, in memory, to compare the next version with.
 
-On a local mount the published buffer serves instead.
+On a local mount the published buffer is compared instead.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MAX_CHANGED_SHARE = 0.5
 """Largest fraction of a version's bytes that a delta may change; if more, there is no delta."""
 
 _BATCH_BYTES = 32 << 20
-"""Memory for new elements that are compared; a single box may be larger."""
+"""Size of a batch of new elements to compare. A box that is larger is a batch by itself."""
 
 
 class KeptCopy:
-    """Copy of a part. In the copy's layout each box is a tensor."""
+    """Copy of this rank's part of the last version. In its layout each box is a tensor."""
 
     def __init__(self, part: Part, copier: Copier) -> None:
         self.part = part
@@ -32,7 +32,7 @@ class KeptCopy:
         self._max_bytes = MAX_CHANGED_SHARE * part.whole.num_bytes
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._digests: dict[int, list[int]] = {}
-        """Digests of the blocks of each box that did not change since it was hashed, by number."""
+        """Digests of the blocks of each box that has not changed since it was hashed."""
         self._changes: list[Changes] | None = None
         """Changes since `take_changes`, or None before the copy holds a version."""
 
@@ -45,9 +45,9 @@ class KeptCopy:
         return FileTensors.in_memory(self.part.layout)
 
     def take_changes(self) -> Changes:
-        """Return the difference of the version written now from the one before; none of the first.
+        """Return the words that `write` has changed, or no words after the first version.
 
-        Words that changed beyond `MAX_CHANGED_SHARE` are not among them.
+        If more than `MAX_CHANGED_SHARE` changed, some changed words are left out.
         """
         changes, self._changes = Changes.joined(self._changes or ()), []
         has_all = changes.num_bytes <= self._max_bytes
@@ -55,9 +55,9 @@ class KeptCopy:
         return changes
 
     def write(self, numbers: Sequence[int], elements: list[torch.Tensor]) -> None:
-        """Copy the elements of some boxes, cast where dtypes differ, and compare them before.
+        """Compare elements of some boxes with the copy, and copy them, cast if dtypes differ.
 
-        It reads each of the trainer's elements once, so that the delta and the copy agree.
+        Each of the trainer's elements is read once, so that the delta and the copy agree.
         """
         contents, specs = self.contents, self.part.layout.specs
         by_number = dict(zip(numbers, elements, strict=True))
@@ -86,7 +86,7 @@ class KeptCopy:
             self._copier.copy_tensors(views, new.views)
 
     def patch(self, patch: Patch) -> Changes:
-        """Write a patch of whole tensors; return what that changed."""
+        """Apply a patch of whole tensors to the copy; return the words that changed."""
         contents = self.contents
         changes = apply_patch(patch, contents.data, contents.layout, self._copier)
         self._forget_digests(changes.tensors)
@@ -99,7 +99,7 @@ class KeptCopy:
     def digests(self) -> list[int]:
         """Return the digests of the blocks of all boxes, in their order.
 
-        A box is hashed if it changed since the last time. Empty ones have no digests here.
+        A box is hashed only if it has changed since the last call. Empty boxes have no digests.
         """
         blocks = [
             block
@@ -112,7 +112,7 @@ class KeptCopy:
         return [digest for _, digests in sorted(self._digests.items()) for digest in digests]
 
     def _batches(self, numbers: Sequence[int]) -> Iterator[range]:
-        """Cut boxes into batches of bounded size that follow each other."""
+        """Yield consecutive boxes in batches of bounded size."""
         if not numbers:
             return
         first, num_bytes, sizes = numbers[0], 0, self.part.layout.sizes

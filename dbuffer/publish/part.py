@@ -1,7 +1,7 @@
 """`Part`: the boxes of tensors that one rank writes of each version.
 
-An `Assignment` gives each rank of a sharded trainer its boxes: most of them it has, others are
-whole tensors that all ranks gather first. A sender alone has all tensors.
+In a sharded trainer the `Assignment` says which boxes a rank writes: boxes that the rank holds, and
+whole tensors that all ranks gather first. A sender without other ranks writes all tensors.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dbuffer.weights.sources import Source, fetch
 class Part:
     """Boxes that one rank writes of each version of a layout, numbered in the tensors' order.
 
-    Without an assignment, of a sender alone, they are all tensors, whole.
+    Without an assignment, for a sender without other ranks, each tensor is one box.
     """
 
     def __init__(self, layout: Layout, assignment: Assignment | None = None, rank: int = 0) -> None:
         self.whole = layout
-        """Layout of the versions."""
+        """Layout of whole versions."""
         self.rank = rank
         self.has_all = assignment is None
         self.layout = layout
-        """Layout of the boxes, each as a tensor: of a rank's own file, or copy."""
+        """Layout of this rank's file or copy. Each box is a tensor there."""
         self.file_starts: Sequence[int] = layout.offsets
-        """First byte of each box in the data of all ranks, if boxes are rows of their tensors."""
+        """Offset of each box in the data of all ranks, if each box is contiguous in its tensor."""
         self.gathered: tuple[tuple[int, int], ...] = ()
         """Tensors that all ranks gather, each with the rank that writes it."""
         specs = layout.specs
@@ -47,16 +47,16 @@ class Part:
     def views_in(
         self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Return the views of some boxes in all of the layout's tensors."""
+        """Return views of some boxes in the tensors of a whole version."""
         boxes = [self.boxes[number] for number in numbers]
         return [box.of(tensors[box.tensor]) for box in boxes]
 
     def local_boxes(self, source: Source) -> Iterator[tuple[Sequence[int], list[torch.Tensor]]]:
-        """Yield the numbers of boxes that this rank has, with their elements.
+        """Yield the numbers of boxes that this rank holds, with their elements.
 
-        All boxes in memory come together, then each lazy tensor's box by itself.
+        First all boxes that are in memory, together; then each lazy tensor's box by itself.
         """
-        if self.has_all and not source.is_lazy:  # checked before the version was begun
+        if self.has_all and not source.is_lazy:  # was checked before the version was begun
             yield range(len(source.specs)), source.eager
             return
         from dbuffer.publish.shards import HeldParts  # for lazy and sharded tensors alone
@@ -74,7 +74,7 @@ class Part:
             else:
                 numbers.append(number)
                 elements.append(parts.elements(tensor, specs[number].name))
-        if numbers or not lazy:  # once, also on a rank that writes nothing: it maps the file
+        if numbers or not lazy:  # also if this rank writes nothing, so that it maps the file
             source.refuse_values([specs[number] for number in numbers], elements)
             yield numbers, elements
         for number, tensor in lazy:
@@ -83,9 +83,9 @@ class Part:
             yield [number], [fetched]
 
     def gather(self, source: Source) -> Iterator[tuple[int, torch.Tensor]]:
-        """Gather tensors one after another; yield the tensors that this rank writes, by box.
+        """Gather tensors one by one; yield the tensors that this rank writes, with their boxes.
 
-        All ranks go through all tensors, to the end: the others wait in the next gather.
+        Consume it to the end on each rank, since the other ranks wait in the next gather.
         """
         from dbuffer.publish.shards import gathered, sharded_in, viewed
 
@@ -104,11 +104,11 @@ class Part:
                 tensor = tensors[views[0][0]]
                 written = [index for index, writer in views if writer == self.rank]
                 if sharded_in(tensor) is None and not written:
-                    continue  # on other ranks, or whole without them
+                    continue  # other ranks hold it, or each rank holds all of it
                 with gathered(tensor) as whole_tensor:
                     for index in written:
                         yield number_of[index], viewed(tensors[index], whole_tensor)
-                del whole_tensor  # before the next is gathered
+                del whole_tensor  # so that its memory is free before the next gather
         except Exception:
             source.finish()
             raise

@@ -1,8 +1,8 @@
 """`PendingPublication`: a version that is published while the trainer goes on.
 
-Its tensors are read meanwhile and must not be written to: a backward pass does not write them, an
-optimizer's step does. Tensors that a forward pass writes, such as a batch norm's statistics, are
-copied.
+The trainer must not write to the weights meanwhile. A backward pass does not, but an optimizer's
+step does. Short tensors, such as a batch norm's statistics, are copied first, because a forward
+pass may write them.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from dbuffer.runtime.trouble import without_frames
 logger = logging.getLogger(__name__)
 
 _COPIED_BYTES = 1 << 16
-"""Longest buffer that is copied before a publish goes on in another thread."""
+"""Largest tensor that is copied before a publish goes on in another thread."""
 
 
 class PendingPublication(ProcessBound):
     """Weights that are being published, as ``send(wait=False)`` returns them.
 
-    They must stay as they are until :meth:`wait` has returned. The sender's next ``send`` and its
-    ``close`` wait for it too, and so does an optimizer that ``guard`` was called with.
+    Do not change them until :meth:`wait` has returned. The sender's next ``send`` and its ``close``
+    wait for the publication too, and so does an optimizer that ``guard`` was called with.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._future: Future[Publication] = Future()
         self._unreported: list[str] = []
-        """Message of its error, until something raises that."""
+        """Message of the error, until the error is raised."""
         weakref.finalize(self, _log_unreported, self._unreported, os.getpid())
 
     def begin(self, publish: Callable[[], Publication]) -> None:
-        """Publish from a thread, unless it is cancelled before the thread begins."""
+        """Publish from a thread, unless :meth:`cancel` comes first."""
 
         def run() -> None:
             if not self._future.set_running_or_notify_cancel():
@@ -61,24 +61,24 @@ class PendingPublication(ProcessBound):
         threading.Thread(target=run, name="dbuffer-send").start()
 
     def cancel(self) -> None:
-        """End the publish without an error, if it has not begun."""
+        """Give the publish up without an error, if it has not begun."""
         self._future.cancel()
 
     @property
     def is_done(self) -> bool:
-        """Whether it is over, published or failed."""
+        """Whether the version was published, or failed."""
         self._check_not_forked()
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> Publication:
-        """Wait until every receiver can see it; the weights may be changed then.
+        """Wait until every receiver can see the version. You may change the weights then.
 
         Args:
-            timeout_s: how long to wait. Default: until it is over.
+            timeout_s: how long to wait. Default: without limit.
 
         Raises:
-            WaitTimeoutError: it is still going on.
-            InvalidWeightsError: weights were changed meanwhile; nothing was published.
+            WaitTimeoutError: the version was not published in time.
+            InvalidWeightsError: something changed the weights meanwhile; nothing was published.
             ClosedError: this is a forked child.
             DBufferError: as ``send``.
         """
@@ -93,7 +93,7 @@ class PendingPublication(ProcessBound):
         return self._future.result()
 
     def take_unreported_error(self) -> BaseException | None:
-        """Wait until it is over; return its error, unless that was raised or returned before."""
+        """Wait for the publish to end; return its error, unless it was reported before."""
         with contextlib.suppress(CancelledError):
             error = self._future.exception()
             if self._unreported:
@@ -102,7 +102,7 @@ class PendingPublication(ProcessBound):
         return None
 
     def _check_not_forked(self) -> None:
-        # No thread publishes it here; and a lock that was held during the fork stays locked.
+        # The publishing thread is not in this process, where a lock held in the fork stays locked.
         if self._is_inherited:
             raise ClosedError(
                 "this version is being published by the process that sent it, and this is a forked "
@@ -111,14 +111,14 @@ class PendingPublication(ProcessBound):
 
 
 def _log_unreported(unreported: list[str], pid: int) -> None:
-    """Log an error that nothing can raise any more: the program ends, or dropped its sender."""
-    if os.getpid() == pid:  # in a fork, its parent's
+    """Log an error that nothing can raise: the program ends, or it dropped the sender."""
+    if os.getpid() == pid:  # in a forked child; the parent logs it
         for problem in unreported:
             logger.error("weights that were sent with wait=False were not published: %s", problem)
 
 
 def with_short_copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors, with copies of short ones, which a forward pass may write."""
+    """Return the tensors, and copies in place of short ones, which a forward pass may write."""
     return [
         tensor if tensor.requires_grad or tensor.nbytes > _COPIED_BYTES else tensor.detach().clone()
         for tensor in tensors
@@ -126,11 +126,10 @@ def with_short_copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def watch_writes(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Return a function that raises an `InvalidWeightsError` if a tensor was written to since now.
+    """Return a function that raises `InvalidWeightsError` if a tensor was written to meanwhile.
 
-    It goes by the count that autograd keeps of writes. Writes that bypass autograd
-    (``tensor.data``, NumPy, another process), writes under way and inference tensors are not
-    detected.
+    It compares autograd's counts of writes. It does not detect writes that bypass autograd
+    (``tensor.data``, NumPy, another process), writes under way, or writes to inference tensors.
     """
     watched = [
         (name, tensor, tensor._version)  # noqa: SLF001 - autograd's own count

@@ -1,24 +1,22 @@
 """`Publisher`: the path of every version, in `Publisher._publish`.
 
-1. Describe: the sender's `send` makes a `Source`, and checks all that can be checked before
-   anything is touched. The layout, and the `Part` of it that this rank writes, are known then; of a
-   stream they are known at its end.
+1. Describe: the sender's `send` makes a `Source`, and refuses bad input before anything is touched.
+   The layout and this rank's `Part` are known then; the layout of a stream is known at its end.
 2. With deltas: `Deltas.begin`. On a network mount it compares the weights with the last version's.
 3. Claim the idle buffer: `Draft.claimed`, `BufferWriter.claim`.
-4. Write: each rank its boxes, by `fill`. With deltas, `Deltas.write` does it, and compares files,
-   or writes them from a copy.
-5. Commit: `Deltas.commit` writes the delta first; `Draft.commit`, `BufferWriter.commit` replaces
-   the pointer: from then on receivers see the version.
+4. Write: each rank writes its boxes (`fill`). With deltas, `Deltas.write` also finds what changed.
+5. Commit: `Deltas.commit` writes the delta; then `Draft.commit` and `BufferWriter.commit` replace
+   the pointer, and receivers see the version.
 
-A sender alone is a world of one rank. Several ranks do each step together, 3 and 5 on rank 0 for
-all. Only a sender with ``delta=True`` has `Deltas`.
+A sender without other ranks is a world of one rank. Several ranks take each step together; rank 0
+takes steps 3 and 5 for all. Only a sender with ``delta=True`` has `Deltas`.
 
-The trainer may write to its memory at any time. So the delta, the checksums, and the bytes that the
-next version is compared with all come from the file, or from the copy.
+The trainer may write to its memory at any time. So the delta, the checksums and the next comparison
+are computed from the file, or from the sender's copy, and never from the trainer's memory.
 
-One thread at a time publishes or closes, and no forked child does. A writer that was closed in the
-middle of a publish would write into another file that has its descriptor's number since; a lock
-that was held during a fork is never released in the child.
+One thread at a time publishes or closes. If a writer could be closed during a publish, the publish
+would write into another file that has got the descriptor's number. A forked child does neither: a
+lock that was held during the fork is never released there.
 """
 
 from __future__ import annotations
@@ -61,9 +59,9 @@ class Publication:
     num_bytes: int
     """Bytes of all tensors."""
     duration_s: float
-    """From the call until receivers can see the version, waiting for slow readers included."""
+    """Time from the call until receivers can see the version, with waits for slow readers."""
     delta_bytes: int | None = None
-    """Bytes of the delta from the version before, or None without a delta."""
+    """Bytes of the delta from the version before, or None if there is no delta."""
 
     @property
     def version(self) -> int:
@@ -84,14 +82,14 @@ class Publication:
 
 
 class Publisher(Closing, ProcessBound):
-    """A store's writer, closed for good when its ``with`` block is left.
+    """Base of all senders: publishes into one store until it is closed.
 
-    Only rank 0 has a `BufferWriter`; its store's medium decides ``maps_files`` and
-    ``rewrites_files`` for all ranks. If ``hashed``, versions have checksums.
+    Only rank 0 has a `BufferWriter`. What its medium says, ``maps_files`` and ``rewrites_files``,
+    holds for all ranks. If ``hashed``, versions have checksums.
     """
 
     _closed_message: str
-    """Message for calls of a closed one, with ``{store}`` in it."""
+    """Message of the error of a closed sender, with ``{store}`` for the path."""
 
     def __init__(
         self,
@@ -126,7 +124,7 @@ class Publisher(Closing, ProcessBound):
         self._layout: Layout | None = None
         """Layout of the last version."""
         if has_deltas:
-            # A sender of whole versions needs none of what finds, encodes and reads deltas.
+            # Imported here: a sender of whole versions does not need the modules of deltas.
             from dbuffer.publish.deltas import Deltas
 
             self._deltas = Deltas(store, world, copier, maps_files=maps_files, hashed=hashed)
@@ -138,12 +136,12 @@ class Publisher(Closing, ProcessBound):
 
     @property
     def run(self) -> str:
-        """Id of its run; on rank 0."""
+        """Id of the sender's run, on rank 0."""
         return self._writer.record.token
 
     @property
     def stats(self) -> dict[str, float]:
-        """Versions and their bytes, deltas and theirs, seconds that publishing took."""
+        """Numbers and bytes of versions and of deltas, and seconds spent in publishing."""
         return dict(self._stats)
 
     def wait_applied(
@@ -151,19 +149,20 @@ class Publisher(Closing, ProcessBound):
     ) -> None:
         """Wait until receivers have applied ``version`` or a later one.
 
-        An engine of many ranks is one receiver, and has applied it when all ranks have. With a
-        :class:`ShardedWeightSender`, every rank makes this call.
+        An engine of many ranks is one receiver, and has applied a version when all its ranks have.
+        Make this call on every rank of a :class:`ShardedWeightSender`.
 
         Args:
             version: a version that `send` returned.
-            receivers: their number, or the id or ids of those to wait for.
+            receivers: the number of receivers, or the ids of the receivers, to wait for.
             timeout_s: how long to wait. With several ranks, below ``rank_timeout_s +
                 reader_timeout_s``.
 
         Raises:
             OptionError: an argument is invalid.
-            WaitTimeoutError: too few did so in time; the message names the version of each.
-            ReceiverFailedError: a named receiver cannot apply it, or its process has ended.
+            WaitTimeoutError: too few receivers applied it in time; the message tells each one's
+                version.
+            ReceiverFailedError: a receiver given by its id cannot apply the version, or has ended.
             StoreNotFoundError, WriterSupersededError: the store was removed, or another sender has
                 it.
             RankFailedError: a rank was lost.
@@ -190,25 +189,25 @@ class Publisher(Closing, ProcessBound):
         return receiver_lags(self._buffers)
 
     def close(self) -> None:
-        """Give the store up, after the publish under way. The last version stays published."""
-        if self._is_inherited:  # the thread that holds the lock is not in this process
+        """Wait for the publish under way, and close the store. The last version stays published."""
+        if self._is_inherited:  # a forked child: the thread that holds the lock is in the parent
             self._close()
             return
         with self._lock:
             if self._publishing_thread is not None:
-                self._must_close = True  # in this very thread: when its publish ends
+                self._must_close = True  # this thread is publishing: close at the end of that
             else:
                 self._close()
 
     def _close(self) -> None:
-        """Close it, for good; called once at least."""
+        """Close the sender for good. Calling it again does nothing."""
         self._world.close()
         self._copier.close()
         self._mappings.clear()
         if self._writer_on_0 is not None:
             self._writer_on_0.close()
         if self._deltas is not None:
-            self._deltas.forget()  # a mapped file, or a copy of the model
+            self._deltas.forget()  # lets go of a mapped file, or of a copy of the model
 
     def _check_open(self) -> None:
         if self._is_inherited or not self._world.is_open:
@@ -216,7 +215,7 @@ class Publisher(Closing, ProcessBound):
 
     @contextlib.contextmanager
     def _publishing(self) -> Iterator[None]:
-        """Publish in a ``with`` block, after the publishes of other threads."""
+        """Wait for publishes of other threads; the ``with`` block publishes alone."""
         self._check_open()
         with self._lock:
             if self._publishing_thread is not None:
@@ -240,7 +239,7 @@ class Publisher(Closing, ProcessBound):
         return publication
 
     def _layout_of(self, source: Source) -> Layout:
-        """Return the layout of a source's file: the last one, if the tensors are the same."""
+        """Return the layout of a source's file: the last layout, if the tensors are the same."""
         last = self._layout
         if last is None or (last.specs, last.aliases) != (source.specs, source.aliases):
             self._layout = last = self._make_layout(source)
@@ -259,11 +258,11 @@ class Publisher(Closing, ProcessBound):
         return Part(layout)
 
     def _part_of(self, layout: Layout | None) -> Part | None:
-        """Return this rank's part of a version: the last one, if the layout is the same."""
+        """Return this rank's part of a version: the last part again, if the layout is the same."""
         last = self._part
         if layout is None:
             self._part = None
-        # By content: one rank may have one object for both layouts, and another rank two.
+        # Compared by content: equal layouts may be one object on one rank, and two on another.
         elif last is None or (last.whole is not layout and last.whole.xxh3 != layout.xxh3):
             self._part = self._make_part(layout)
         return self._part
@@ -281,18 +280,18 @@ class Publisher(Closing, ProcessBound):
     ) -> Publication:
         """Publish weights, or a patch of the last version. Collective.
 
-        The number and the checked metadata are rank 0's. A stream has no layout yet.
+        The number and the checked metadata of rank 0 count. A stream has no layout yet.
 
         Raises:
-            DBufferError: nothing was published, on any rank, unless the message says so; and the
-                next version has no delta.
+            DBufferError: nothing was published on any rank, unless the message says so. The next
+                version has no delta.
         """
         world, deltas, draft = self._world, self._deltas, None
         part = self._part_of(layout)
         try:
             if deltas is not None and part is not None:
                 deltas.begin(part, source, number, patch, progress)
-            # A mapping keeps an unlinked file's room, which the new version may need.
+            # A mapping keeps the room of a removed file, which the new version may need.
             self._mappings.keep_only(part.whole if part and self._rewrites_files else None)
             with world.step("claim a buffer") as claiming:
                 if world.rank == 0:

@@ -70,9 +70,9 @@ class WeightSender(Publisher):
             has_deltas=chosen.delta,
         )
         self._pending: list[PendingPublication] = []
-        """Publications that ``wait()`` was not called for, until their outcome is raised."""
+        """Publications whose ``wait()`` was not called, until their errors are raised."""
         self._is_behind = False
-        """Whether the last weights were not published, so that patches of them fit nothing."""
+        """Whether the weights that were sent last were not published. No patch can follow them."""
 
     @overload
     def send(
@@ -105,39 +105,39 @@ class WeightSender(Publisher):
         progress: Progress | None = None,
         wait: bool = True,
     ) -> Publication | PendingPublication:
-        """Publish weights. When it returns, every receiver can see them, unless ``wait`` is False.
+        """Publish weights. When this returns, receivers can see them, unless ``wait`` is False.
 
         Args:
             weights: a module (its parameters and persistent buffers), a state dict, a
                 TensorDict, ``(name, tensor)`` pairs, the path of a HuggingFace checkpoint, or a
                 weight source as vLLM has them.
                 An iterator is consumed tensor by tensor, for weights that do not fit into
-                memory at once; all else is faster.
-            version: above all versions before. Default: the last one plus one.
+                memory at once. Other kinds of weights are published faster.
+            version: number of the version, above all earlier ones. Default: the last plus one.
             metadata: anything JSON can hold, a trainer's step for instance.
-            progress: called with the bytes copied so far and in all (0: not known), for sources
-                that come tensor by tensor.
-            wait: if False, return at once, and publish from a thread. The trainer may go on with
-                forward and backward, and must not change the weights before the result's
-                ``wait()`` has returned; see also :meth:`guard`. Iterators, lazy tensors and
-                checkpoints are refused. If an earlier version is being published, wait for that.
+            progress: called with the bytes copied so far and the total (0 if unknown), if the
+                weights come tensor by tensor.
+            wait: if False, publish from a thread and return at once; but first wait for an earlier
+                version that is being published. The trainer may go on with forward and backward,
+                and must not change the weights before ``wait()`` of the result has returned; see
+                :meth:`guard`. Iterators, lazy tensors and checkpoints are refused.
 
         Raises:
             InvalidWeightsError: something in the weights or the metadata cannot be published.
             VersionError: ``version`` is not above the last one.
-            StoreFullError, StoreAccessError: the filesystem refused. The last version stays, unless
-                the message says that this one is published.
-            WriterSupersededError: another sender took the store over.
+            StoreFullError, StoreAccessError: the filesystem refused. The last version stays the
+                newest, unless the message says that this one is published.
+            WriterSupersededError: another sender has taken the store over.
             OptionError: ``wait`` is neither True nor False.
             ClosedError: the sender was closed, or this is a forked child.
-            DBufferError: an earlier version failed that nothing has waited for.
+            DBufferError: an earlier ``send(wait=False)`` failed, and nothing has raised that yet.
         """
         started = time.monotonic()
         options.flag("wait", wait)
         self._is_behind = True
         self._settle()
         with self._publishing():
-            # Everything is checked before anything is touched.
+            # Refuse bad input before anything is touched.
             number = self._writer.next_version(version)
             checked = checked_metadata(metadata)
             source = self._describer.describe(weights)
@@ -171,12 +171,12 @@ class WeightSender(Publisher):
 
         def publish() -> Publication:
             with self._publishing(), on_own_streams():
-                number = self._writer.next_version(version)  # others may have published since
+                number = self._writer.next_version(version)  # other threads publish, too
                 return self._send(started, source, number, metadata, progress)
 
         pending = PendingPublication()
         try:
-            # First of all: if this is interrupted later, it may go on, and is waited for.
+            # Noted first: if this call is interrupted, the publish may go on, and `close` waits.
             self._pending.append(pending)
             pending.begin(publish)
         except BaseException:
@@ -191,27 +191,25 @@ class WeightSender(Publisher):
         version: int | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Publication:
-        """Publish the newest version once more, with other values in some places.
+        """Publish this sender's last version once more, with some elements changed.
 
         The cost grows with the patches, not with the model. Patches that change nothing also make a
         version. Values are copied bit for bit, NaNs included.
 
-        Patches apply to the last version that this sender published.
-
         Args:
-            patches: one a tensor at most.
-            version: above all versions before. Default: the last one plus one.
+            patches: at most one for each tensor.
+            version: number of the version, above all earlier ones. Default: the last plus one.
             metadata: anything JSON can hold, a trainer's step for instance.
 
         Raises:
             OptionError: this sender was made without ``delta=True``.
-            WeightsMismatchError: a patch names a tensor or a place that there is not, or has
-                another shape, or a dtype that is not cast.
-            InvalidWeightsError: a patch names a place twice, has more indices than values, or is no
+            WeightsMismatchError: a patch's tensor or index does not exist, its shape is another, or
+                its dtype is not cast.
+            InvalidWeightsError: a patch has an index twice, more indices than values, or is no
                 `SparsePatch` of plain tensors.
-            VersionError: this sender has published nothing yet, or its last `send`, or publish of
-                patches, failed: send all weights first. Patches that were refused spoil nothing.
-                It is also raised if ``version`` is too low.
+            VersionError: this sender has published nothing yet, or its last publish failed: send
+                all weights first. Patches that were refused do no harm. Or
+                ``version`` is too low.
             StoreFullError, StoreAccessError, WriterSupersededError, ClosedError: as for `send`.
         """
         started = time.monotonic()
@@ -234,16 +232,16 @@ class WeightSender(Publisher):
     def republish(
         self, version: int | VersionId, *, metadata: Mapping[str, Any] | None = None
     ) -> Publication:
-        """Publish an earlier version's weights again, under a new number: go back to them.
+        """Go back: publish an earlier version's weights again, under a new number.
 
-        The weights file gets a second name, and no byte is copied. A sender with ``delta=True``
-        reads the weights, and publishes what differs from the newest version, if that is less. They
-        are also read and written if that version stands on deltas, or has other checksums.
+        The weights file gets a second name, and no byte is copied. The weights are read and written
+        anew if the version has deltas, or if checksums are on now and were off then, or the other
+        way round. A sender with ``delta=True`` reads them too, and may publish a delta.
 
         Args:
             version: number or id of one of the newest two versions, or of a kept one.
-            metadata: anything JSON can hold, added to the metadata of that version, and to
-                ``republished_version``, its number.
+            metadata: anything JSON can hold. It is added to the metadata of that version, with its
+                number as ``republished_version``.
 
         Raises:
             VersionError: the store does not hold that version.
@@ -262,23 +260,23 @@ class WeightSender(Publisher):
                     views = self._read_whole(opened, layout).views
                     source = Source(layout.specs, views, layout.aliases, is_lazy=False)
                     return self._send(started, source, number, checked, None)
-                self._mappings.clear()  # they keep the room of files that are removed now
+                self._mappings.clear()  # mappings keep the room of files that are removed now
                 published = self._writer.republish(opened, number, checked)
         return self._count(Publication.of(published.id, layout, started, None))
 
     def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Let each step of an optimizer wait for what ``send(wait=False)`` is publishing.
 
-        If that failed, the step raises its error, and changes nothing.
+        If the publish failed, the step raises its error, and changes nothing.
 
         Args:
             optimizer: torch's, or a wrapper of it, as accelerate and DeepSpeed have them.
 
         Returns:
-            A handle whose ``remove()`` takes the guard off again.
+            A handle whose ``remove()`` removes the guard.
 
         Raises:
-            OptionError: it is neither.
+            OptionError: the argument is no optimizer.
         """
         steps = getattr(optimizer, "optimizer", optimizer)
         if not isinstance(steps, torch.optim.Optimizer):
@@ -289,8 +287,8 @@ class WeightSender(Publisher):
     def _settle(self) -> None:
         """Wait for pending publications, and raise an error that was not raised before.
 
-        Do nothing in a forked child, where no thread publishes, and in the thread that publishes
-        itself, which may be waiting for this.
+        Do nothing in a forked child, where no thread publishes, and in a thread that is publishing
+        itself, which would wait for itself.
         """
         if self._is_inherited or self._publishing_thread == threading.get_ident():
             return
@@ -299,7 +297,7 @@ class WeightSender(Publisher):
             error for pending in settled if (error := pending.take_unreported_error()) is not None
         ]
         for pending in settled:
-            with contextlib.suppress(ValueError):  # another thread has done so
+            with contextlib.suppress(ValueError):  # another thread has removed it
                 self._pending.remove(pending)
         for error in errors[1:]:
             logger.error("another version that was sent was not published, either: %s", str(error))
@@ -307,10 +305,10 @@ class WeightSender(Publisher):
             raise errors[0]
 
     def close(self) -> None:
-        """Finish the publish under way, and give the store up. The last version stays published.
+        """Wait for the publish under way, and close the store. The last version stays published.
 
         Raises:
-            DBufferError: an earlier version failed that nothing has waited for.
+            DBufferError: an earlier ``send(wait=False)`` failed, and nothing has raised that yet.
         """
         try:
             self._settle()
@@ -337,7 +335,7 @@ class WeightSender(Publisher):
 
     def _read_whole(self, opened: OpenStoreVersion, layout: Layout) -> FileTensors:
         """Read a version into memory, and compare it with its checksums, if it has any."""
-        # A sender reads here alone.
+        # Imported here: a sender reads weights nowhere else.
         from dbuffer.io.chain_reader import ChainReader
 
         contents, reader = FileTensors.in_memory(layout), ChainReader(opened, layout)
@@ -351,7 +349,7 @@ class WeightSender(Publisher):
         return contents
 
     def _refuse_idle_buffer(self, source: Source) -> None:
-        """Refuse a snapshot's tensors that this version would overwrite while it reads them."""
+        """Raise if weights are a snapshot's tensors in the buffer that is written next."""
         files = [file_under(tensor) for tensor in source.eager]
         if not any(files):
             return

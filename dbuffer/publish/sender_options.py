@@ -1,4 +1,4 @@
-"""`SenderOptions`: options of every sender, for each class and command that makes one."""
+"""`SenderOptions`: the options of senders, and of each class and command that makes a sender."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dbuffer.weights.sources import Describer, Rename
 
 
 class SenderKeywords(TypedDict, total=False):
-    """Keyword arguments of what makes a sender, for type checkers: fields of `SenderOptions`."""
+    """Fields of `SenderOptions` as keyword arguments, for type checkers."""
 
     durable: bool
     checksum: bool | Literal["auto"]
@@ -46,37 +46,36 @@ class SenderOptions:
 
     durable: bool = False
     """Flush each version to stable storage before it is published, so that it survives a power
-    cut. Always so on network mounts, where other hosts see nothing else."""
+    cut. Always on for network mounts, since other hosts see only flushed bytes."""
     checksum: bool | Literal["auto"] = "auto"
     """Write a checksum of every tensor. ``"auto"``: on network mounts only."""
     delta: bool = False
-    """Publish what changed since the version before, where that is worth it. Needs the extra
-    ``delta``, and weights that are no iterator. On a network mount the sender keeps a copy of the
-    weights in memory, and each of several ranks a copy of the part that it writes."""
+    """Publish only what changed since the version before, if that saves enough. Needs the extra
+    ``delta``; iterators are refused. On a network mount the sender keeps a copy of the weights in
+    memory; each rank of a sharded trainer keeps a copy of the part that it writes."""
     dtype: torch.dtype | None = None
-    """Publish floating-point tensors in this dtype, cast while copying. Values that it cannot hold
-    are refused."""
+    """Publish floating-point tensors in this dtype, cast while they are copied. Weights with a
+    value that the dtype cannot hold are refused."""
     rename: Rename | None = None
     """A :class:`NameMap`, a mapping of names, or a function from name to name."""
     as_checkpoint: bool = True
     """Publish a transformers module as ``save_pretrained`` would save it. If False, publish its
     own names and tensors, with experts fused as transformers fuses them."""
     num_threads: int | None = None
-    """Threads that copy, on each rank. Default: the cores that the process may use, at most 8; of
-    several ranks on a host, each has its share."""
+    """Threads that copy, on each rank. Default: the number of cores that the process may use,
+    divided by the ranks on the host, at most 8."""
     reader_timeout_s: float = 60.0
-    """How long to wait for readers that still hold the buffer to be written, before they are
-    evicted. On network mounts a sender does not wait; there it is how long an old version is kept
-    for readers that say they still read it."""
+    """Longest wait for readers that still read the buffer to be written; then they are evicted.
+    On network mounts a sender does not wait, and keeps an old version for readers this long."""
     allow_shared_store: bool = False
     """Accept a directory that belongs to someone else, or that others can write to."""
     keep: int = 0
     """How many versions to keep besides the newest two, for :meth:`WeightSender.republish`, and for
-    receivers that open an older version. Each takes the room of its weights; on a local mount, each
-    version then gets a new file. Pinned versions do not count."""
+    receivers that open an older version. Each kept version takes the room of its weights. On a
+    local mount each version is then a new file. Pinned versions do not count."""
     run: str | None = None
-    """The trainer's name for this run, 1 to 128 printable characters. Each sender begins a run, and
-    versions say which runs led to them."""
+    """Name of this run, 1 to 128 printable characters. Each sender begins a run, and each version
+    tells which runs led to it."""
     require_finite: bool = False
     """Refuse weights and patches with a NaN or an infinity, by the tensor's name; nothing is
     published then. Reads all weights once more, on the device where they are."""
@@ -85,7 +84,7 @@ class SenderOptions:
         checks.flag("durable", self.durable)
         checks.choice("checksum", self.checksum, (True, False, "auto"))
         if checks.flag("delta", self.delta):
-            from dbuffer.format.delta import require_compression  # for these senders alone
+            from dbuffer.format.delta import require_compression
 
             require_compression()
         dtype, rename, run = self.dtype, self.rename, self.run

@@ -1,8 +1,8 @@
 """`ShardedWeightSender`: all ranks of a trainer publish together, each its own part.
 
-`inventory` and `assignment` assign boxes of tensors to ranks, and each rank writes its own. On one
-machine all ranks map the weights file; on a network mount each writes a part, a new file, and
-flushes it. Rank 0 is the store's writer; it commits when every rank has written its part.
+`inventory` and `assignment` assign boxes of tensors to ranks. Each rank writes its boxes. On one
+machine all ranks map the weights file. On a network mount each rank writes a file of its own, and
+flushes it. Rank 0 is the store's writer, and commits when every rank has written its part.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from dbuffer.weights.sources import Source, Weights
 DEFAULT_RANK_TIMEOUT_S = 600.0
 
 _ELSEWHERE = torch.empty(0)
-"""In the place of a tensor that other ranks hold."""
+"""Placeholder for a tensor that only other ranks hold."""
 
 
 class ShardedWeightSender(Publisher):
     """The one writer of a store, for a trainer of many ranks: FSDP2, HSDP, TP, ZeRO-3, stages.
 
-    Every rank makes one, and every rank makes each call, with its own model: all of them are
-    collective. Where one fails on one rank, it raises on all.
+    Make one on every rank, and make each call on every rank, with the rank's own model: all methods
+    are collective. A call that fails on one rank raises on all.
 
     Args:
         store: the store's directory; made (mode 0700) if it is not there.
@@ -56,7 +56,7 @@ class ShardedWeightSender(Publisher):
     Raises:
         OptionError: an option is invalid, torch.distributed is not initialised, or the directory
             holds other weights: a checkpoint, or another transport's.
-        RankFailedError: a rank was lost, or failed for a reason that is none of ours.
+        RankFailedError: a rank was lost, or raised an error that is not one of dbuffer's.
         StoreBusyError: another sender has the store.
         StoreAccessError: the store cannot be used.
     """
@@ -75,7 +75,7 @@ class ShardedWeightSender(Publisher):
         rank_timeout_s: float = DEFAULT_RANK_TIMEOUT_S,
         **options: Unpack[SenderKeywords],
     ) -> None:
-        with contextlib.ExitStack() as opened:  # closed again where this fails
+        with contextlib.ExitStack() as opened:  # is closed again if the constructor fails
             ranks = Agreement(group, timeout_s=_step_timeout_s(rank_timeout_s, options))
             opened.callback(ranks.close)
 
@@ -116,9 +116,9 @@ class ShardedWeightSender(Publisher):
             opened.pop_all()
         of_job = distributed.get_process_group_ranks(group)
         self._group_rank = {rank: number for number, rank in enumerate(of_job)}
-        """Rank in the group, by rank in the job."""
+        """Rank in the group, by the rank in the job."""
         self._inventory: Inventory | None = None
-        """Inventory of this rank at the last join, or None before a join."""
+        """Inventory of this rank at the last join, or None before the first join."""
         self._assignment = Assignment()
 
     def send(
@@ -130,24 +130,25 @@ class ShardedWeightSender(Publisher):
     ) -> Publication:
         """Publish the weights of all ranks. Every rank makes this call.
 
-        Ranks may hold different tensors: all ranks' tensors are published. A tensor that several
-        ranks hold must have the same shape and dtype on each. DTensors are written by the ranks
-        that hold them; a plain tensor is taken to be the same on all ranks that have it, and
-        written by one. What can be written by rows, columns or other boxes is; the rest (strided
-        shards, sums that are not added up, ZeRO-3) is gathered tensor by tensor.
+        Ranks may hold different tensors: the tensors of all ranks are published. A tensor that
+        several ranks hold must have the same shape and dtype on each. Each rank writes the shards
+        of DTensors that it holds. A plain tensor must be equal on all ranks that hold it, and one
+        of them writes it. Shards that are no boxes (strided shards, partial sums, ZeRO-3) are
+        gathered tensor by tensor.
 
         Args:
             weights: a module, a state dict, a TensorDict, a list of ``(name, tensor)`` pairs, the
-                path of a HuggingFace checkpoint or a weight source of vLLM's; no iterator. Of a
-                ZeRO-3 model, the module. On a rank that holds nothing, ``{}``.
-            version: the same on all ranks; above all versions before. Default: the last plus one.
+                path of a HuggingFace checkpoint or a weight source of vLLM's; no iterator. Pass a
+                ZeRO-3 model as the module. A rank that holds no weights passes ``{}``.
+            version: number of the version, equal on all ranks and above all earlier ones. Default:
+                the last number plus one.
             metadata: anything JSON can hold. Rank 0's is published.
 
         Returns:
             The same on all ranks.
 
         Raises:
-            RankFailedError: a rank was lost, or failed for a reason that is none of ours.
+            RankFailedError: a rank was lost, or raised an error that is not one of dbuffer's.
             DBufferError: as :meth:`WeightSender.send`, on all ranks. It is an `InvalidWeightsError`
                 if the ranks' weights do not fit together.
         """
@@ -165,7 +166,7 @@ class ShardedWeightSender(Publisher):
     ) -> tuple[Source, int, dict[str, Any]]:
         """Return the weights of all ranks and, on rank 0, the version's number and metadata.
 
-        Collective. It assigns boxes to ranks, if the tensors are others than before.
+        Collective. Boxes are assigned to ranks again if the tensors changed.
         """
         ranks, number, checked = self._world, 0, dict[str, Any]()
         with ranks.step("describe its weights") as step:
@@ -190,9 +191,9 @@ class ShardedWeightSender(Publisher):
                     f"{versions[0]}: every rank must call send with the same version"
                 )
         if not all(are_known):
-            # Across a network each rank writes a file of its own, of rows.
+            # On a network mount each rank writes a file of its own, of contiguous boxes.
             self._assignment = join(ranks, source, inventory, rows_only=not self._maps_files)
-            # Not before all of it is right: the next publish of these tensors relies on it.
+            # Only after all checks passed: the next publish of these tensors relies on it.
             self._inventory = inventory
             if self._deltas is not None and self._layout is not None:
                 self._deltas.forget("ranks hold other tensors than in the last version")
@@ -214,14 +215,15 @@ class ShardedWeightSender(Publisher):
 
 
 def _step_timeout_s(rank_timeout_s: Any, options: SenderKeywords) -> float:
-    """Return how long the ranks wait for one in a step.
+    """Return how long ranks wait for a rank in a step.
 
-    Where an option is no time, the first step refuses it on all ranks: it takes the default.
+    If an option is no time, this uses the default, and the first step refuses the option on all
+    ranks.
     """
     reader_timeout_s = options.get("reader_timeout_s", SenderOptions.reader_timeout_s)
     try:
         rank_s = checks.positive_seconds("rank_timeout_s", rank_timeout_s)
-        # Rank 0 may wait for readers while the others wait for it.
+        # Rank 0 may wait for readers while the other ranks wait for rank 0.
         return rank_s + checks.seconds("reader_timeout_s", reader_timeout_s)
     except OptionError:
         return DEFAULT_RANK_TIMEOUT_S
@@ -230,6 +232,6 @@ def _step_timeout_s(rank_timeout_s: Any, options: SenderKeywords) -> float:
 def _share_of_cores(ranks: Agreement) -> int:
     machine = Process.here().machine
     ranks_here = sum(peer.machine == machine for peer in ranks.peers)
-    # Each rank may be bound to its own cores, or all ranks share a container's.
+    # Each rank may be bound to cores of its own, or all ranks may share a container's cores.
     share = max(1, (os.cpu_count() or 1) // ranks_here)
     return min(MAX_DEFAULT_THREADS, num_cores(), share)

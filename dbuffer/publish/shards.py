@@ -1,4 +1,4 @@
-"""`HeldParts`: the parts of sharded tensors that a rank holds; `gathered`: whole tensors."""
+"""`HeldParts`: the parts of sharded tensors that this rank holds; `gathered`: a gathered tensor."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from dbuffer.publish.assignment import Box, whole_box
 from dbuffer.weights.lazy_tensor import HeldRows, LazyTensor, View
 from dbuffer.weights.sources import fetch
 
-if TYPE_CHECKING:  # its import takes half as long as torch's
+if TYPE_CHECKING:  # importing it takes half as long as importing torch
     from torch.distributed.tensor import DTensor
 
 
 class HeldParts:
-    """Parts of tensors that this rank holds; a sharded one is looked up once for all its views."""
+    """Parts of tensors that this rank holds. Views of a sharded tensor share its box."""
 
     def __init__(self) -> None:
         self._boxes: dict[int, tuple[Box | None, bool]] = {}
-        """Box of each sharded tensor, by its id, and whether its shares are strided."""
+        """Box of each sharded tensor by its ``id()``, and whether its shards are strided."""
         self._local: dict[int, torch.Tensor] = {}
 
     def box(self, index: int, tensor: torch.Tensor | LazyTensor) -> Box | None:
-        """Return the box of a tensor, or of a view of a sharded one; ``index``: in the layout."""
+        """Return the box of a tensor, or of a view of a sharded tensor, by the tensor's index."""
         if not isinstance(tensor, LazyTensor) or tensor.sharded is None:
             return whole_box(index, tensor.shape)
         box, is_strided = self._box_of(tensor.sharded)
-        # Boxes of strided shares overlap, which shows in the whole tensor, and not in a part of it.
+        # Boxes of strided shards overlap, which only shows in the whole tensor, not in a view.
         if box is None or (tensor.view is not None and is_strided):
             return None
         box = box._replace(tensor=index)
@@ -71,7 +71,7 @@ class HeldParts:
 
 
 def _overlap(box: Box, view: View) -> tuple[Box, View]:
-    """Return the part of a view that a box of the same tensor has, and its place in the box."""
+    """Return the part of a view that a box of the same tensor covers, and its place in the box."""
     index: list[int | slice] = []
     starts, shape = [], []
     for start, extent, place in zip(box.start, box.shape, view.index, strict=True):
@@ -109,9 +109,9 @@ def _box_of_dtensor(tensor: DTensor) -> Box | None:
 
 @contextlib.contextmanager
 def gathered(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor]:
-    """The whole of a sharded tensor, for the length of a block that all ranks enter together."""
+    """Gather a sharded tensor for a ``with`` block that all ranks enter together."""
     if isinstance(tensor, LazyTensor) and hasattr(tensor.sharded, "ds_shape"):
-        import deepspeed  # whose parameter this is, so that it is there
+        import deepspeed  # the parameter whose shard this is, now gathered
 
         with deepspeed.zero.GatheredParameters([tensor.sharded]):
             yield tensor.sharded.data
@@ -123,12 +123,12 @@ def gathered(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor]:
 
 
 def sharded_in(tensor: torch.Tensor | LazyTensor) -> Any:
-    """Return the sharded tensor behind a lazy one or its view, or None if there is none."""
+    """Return the sharded tensor that a lazy tensor or its view reads, or None if there is none."""
     return tensor.sharded if isinstance(tensor, LazyTensor) else None
 
 
 def viewed(tensor: torch.Tensor | LazyTensor, gathered: torch.Tensor) -> torch.Tensor:
-    """Return the view that a lazy tensor is of its gathered whole, or else the whole."""
+    """Return the view that a lazy tensor takes of its gathered tensor, or the gathered tensor."""
     if isinstance(tensor, LazyTensor) and tensor.view is not None:
         return tensor.view.of(gathered)
     return gathered
