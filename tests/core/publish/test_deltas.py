@@ -147,6 +147,18 @@ def test_a_chain_may_have_more_deltas_than_descriptors(store, network, monkeypat
         assert child.receive() == 40
 
 
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("checksum", [False, True])
+def test_a_delta_with_the_name_of_another_is_refused(store, checksum):
+    with make_sender(store, checksum=checksum) as sender:
+        publish(sender, 1, 2, 3)
+        _, *versions = manifest_of(store).chain
+        paths = [DoubleBuffer(store).delta_path(version) for version in versions]
+        shutil.copyfile(paths[1], paths[0])
+        with reader_of(store) as late, pytest.raises(dbuffer.StoreCorruptError, match="leads from"):
+            opened(late)
+
+
 @pytest.mark.usefixtures("network", "short_chains")
 @pytest.mark.timing(keep_superseded_s=0.0)
 def test_a_reader_that_follows_reads_no_file_again(store, sender, monkeypatch):
