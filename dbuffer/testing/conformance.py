@@ -93,8 +93,8 @@ class Bench:
         self.llm.reset_prefix_cache()
         [parameters] = self.llm.apply_model(_digests)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        how = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-        answers = self.llm.generate(prompts, how, use_tqdm=False)
+        greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        answers = self.llm.generate(prompts, greedy, use_tqdm=False)
         return parameters, [list(answer.outputs[0].token_ids) for answer in answers]
 
     @contextlib.contextmanager
@@ -141,13 +141,14 @@ class Trainer:
 def check_names(bench: Bench) -> None:
     """Each tensor reaches its parameter; tensors that are missing or unknown are refused."""
     with bench.training() as trainer:
-        assert bench.state() == bench.fresh, "the weights of the start are not those of the start"
+        assert bench.state() == bench.fresh, "other weights than the engine was started on"
         second, _ = trainer.send(bench.second)
-        same = [name for name, digest in bench.fresh[0].items() if second[name] == digest]
-        assert not same, f"an update changes no {same}"
+        stale = [name for name, digest in bench.fresh[0].items() if second[name] == digest]
+        assert not stale, f"an update does not change {stale}"
         trainer.send(bench.first)
         name, tensor = next(iter(bench.second.items()))
-        missing = {other: bench.second[other] for other in bench.second if other != name}
+        missing = dict(bench.second)
+        del missing[name]
         trainer.require_refused(f"{name} is missing", lambda: trainer.send(missing))
         renamed = {**missing, f"{name}.unknown": tensor}
         trainer.require_refused(f"{name} has another name", lambda: trainer.send(renamed))
@@ -199,7 +200,7 @@ def check_half_updates(bench: Bench) -> None:
         trainer.require_refused("the source fails", fail)
         trainer.client.start_weight_update()  # and is killed
     with bench.training() as trainer:
-        assert bench.state() == bench.fresh, "no update after one that was left open"
+        assert bench.state() == bench.fresh, "no update after an update that was left open"
 
 
 def check_sleep(bench: Bench) -> None:
@@ -220,7 +221,7 @@ def check_sleep(bench: Bench) -> None:
 
 
 def check_sparse(bench: Bench) -> None:
-    """Patches give what the same weights give when they are sent whole."""
+    """Patches and a whole update to the same weights leave the engine in the same state."""
     patched = {name: tensor.clone() for name, tensor in bench.first.items()}
     patches = []
     for name in list(patched)[::3]:
@@ -233,7 +234,7 @@ def check_sparse(bench: Bench) -> None:
         trainer.engine.send_weights(patches)
         state = bench.state()
         assert state != bench.fresh, "patches change nothing"
-        assert state == trainer.send(patched), "patches are not what they stand for"
+        assert state == trainer.send(patched), "patches and a whole update differ"
         name, places, values = patches[0].name, patches[0].indices, patches[0].values
         beyond = torch.full_like(places, bench.first[name].numel())
         wrong = SparseWeightPatch(name, beyond, values, tuple(bench.first[name].shape))

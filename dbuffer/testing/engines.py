@@ -50,7 +50,7 @@ class FakeRank(EngineRank):
         self.on_load: Callable[[], None] = lambda: None
         """Called at the end of each load."""
         self.refuses: str | None = None
-        """Reason for which it answers nothing."""
+        """Reason why it answers nothing, or None if it answers."""
 
     @property
     def version(self) -> int | None:

@@ -36,7 +36,7 @@ COPIES = MOMENTS | {"_foreach_copy_", "allgather", "copy_", "preadv"}
 LOOKS = frozenset(
     {"close", "flock", "fstat", "link", "open", "pread", "preadv", "read", "replace", "unlink"}
 )
-"""Calls by which a reader sees what is on the disk, or records what it reads."""
+"""Calls with which a reader looks at a store, or records a version that it reads."""
 
 STACK_DEPTH = 5
 """Frames that tell which file is written, and for which step of a publish."""

@@ -47,12 +47,12 @@ class Pattern:
 
 
 class Sparse(Pattern):
-    """A pattern whose versions differ in few elements, as those of deltas do.
+    """A pattern whose versions differ in few elements, for deltas.
 
     Each tensor still tells all versions from one another.
 
     Args:
-        one_in: elements of a tensor for each one that a version changes.
+        one_in: a version changes one element in so many.
     """
 
     def __init__(self, num_tensors: int = 8, numel: int = 256, one_in: int = 16) -> None:

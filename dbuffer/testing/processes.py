@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -40,13 +41,13 @@ class Child:
     def __init__(
         self, function: Callable[..., None], *args: Any, processes: Any = FORK_SERVER
     ) -> None:
-        self._connection, theirs = processes.Pipe()
+        self._connection, other_end = processes.Pipe()
         self._process = processes.Process(
             target=_run,
-            args=(function, theirs, args, dict(os.environ), current_timings()),
+            args=(function, other_end, args, dict(os.environ), current_timings()),
         )
         self._process.start()
-        theirs.close()
+        other_end.close()
 
     def __enter__(self) -> Self:
         return self
@@ -147,7 +148,11 @@ class SenderProcess(Child):
             store = Path(self._directory, "store")
         self.store = store
         super().__init__(_send, store, options)
-        self._answer()
+        try:
+            self._answer()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
@@ -166,7 +171,10 @@ class SenderProcess(Child):
         Return False if the publish ended before it.
         """
         self.send((weights, options, number))
-        return not self.has_sent()
+        if not self.has_sent():
+            return True
+        self._answer()
+        return False
 
     def _answer(self) -> Any:
         answer = self.receive()
@@ -184,13 +192,15 @@ def _send(connection: Connection, store: Path, options: dict[str, Any]) -> None:
     with sender:
         connection.send(None)
         while True:
-            weights, how, kill_at = connection.recv()
+            weights, arguments, kill_at = connection.recv()
             if kill_at:
                 at_call(kill_at, die, CHANGING_CALLS)
             try:
-                connection.send(sender.send(weights, **how))
+                answer: Any = sender.send(weights, **arguments)
             except Exception as error:  # raised by the parent
-                connection.send(error)
+                answer = error
+            sys.setprofile(None)
+            connection.send(answer)
 
 
 def fork(body: Callable[[], None]) -> int:

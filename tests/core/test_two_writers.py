@@ -21,8 +21,8 @@ import dbuffer
 from dbuffer.format import places
 from dbuffer.store import filesystem
 from dbuffer.testing.moments import stop
-from dbuffer.testing.processes import in_a_fork
-from tests.support.children import Child
+from dbuffer.testing.processes import SenderProcess, in_a_fork
+from tests.support.children import Child, start_server
 from tests.support.patterns import OTHER, SMALL, load, newest, publish
 from tests.support.steps import Step, at_step
 from tests.support.stores import contents
@@ -30,25 +30,16 @@ from tests.support.stores import contents
 SOON_S = 30.0
 
 
-def send_twice(connection: Connection, store: Path) -> None:
-    with dbuffer.WeightSender(store) as sender:
-        publish(sender, 1)
-        connection.send("published")
-        connection.recv()
-        publish(sender, 2)
-    connection.send("closed")
-
-
 def test_second_sender_is_refused_and_told_who_holds_the_store(store):
-    with Child(send_twice, store) as first:
-        assert first.receive() == "published"
+    start_server()
+    with SenderProcess(store) as first:
+        first.publish(SMALL.weights(1))
         with pytest.raises(dbuffer.StoreBusyError, match=rf"\b{first.pid}\b.*{store}"):
             dbuffer.WeightSender(store)
-        first.send("go on")
-        assert first.receive() == "closed", "the attempt must not disturb the one that is there"
+        first.publish(SMALL.weights(2))  # the attempt does not disturb it
         assert newest(store) == 2
-        with dbuffer.WeightSender(store) as second:
-            assert second.send(SMALL.weights(3)).version == 3
+    with dbuffer.WeightSender(store) as second:
+        assert second.send(SMALL.weights(3)).version == 3
     assert newest(store) == 3
 
 

@@ -115,7 +115,7 @@ def require_conformance(store: Path, llm: Any) -> None:
         conformance.check_refusals: (TakesAnyField(llm), start, "unknown field of update_info"),
         conformance.check_half_updates: (llm, altered(up_to_a_failure), "the source fails"),
         conformance.check_sleep: (llm, wrapped(SendsNothingTwice), "lost in sleep stay lost"),
-        conformance.check_sparse: (llm, wrapped(LosesAPatch), "not what they stand for"),
+        conformance.check_sparse: (llm, wrapped(LosesAPatch), "patches and a whole update differ"),
     }
     assert set(broken) == set(conformance.CHECKS)
     bench = Bench(llm, start, first, second)
