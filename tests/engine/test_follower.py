@@ -11,7 +11,6 @@ import contextlib
 import functools
 import importlib
 import json
-import logging
 import os
 import resource
 import subprocess
@@ -46,7 +45,7 @@ from dbuffer.testing import waiting
 from dbuffer.testing.engines import FakeEngine, FakeRank
 from tests.support.children import Child, Command
 from tests.support.later import Later
-from tests.support.light_engines import ENGINE, WAIT_S, Scene, nearly_idle, options
+from tests.support.light_engines import WAIT_S, Scene, nearly_idle, options
 from tests.support.patterns import SMALL
 from tests.support.stores import remove_store
 
@@ -229,29 +228,6 @@ def test_server_that_hangs_in_a_switch_does_not_keep_its_follower_from_closing(s
         until("it is resumed all the same", lambda: engine.serves == (2, "2") and not engine.paused)
 
 
-def test_server_that_starts_late_is_waited_for_in_one_line(scene):
-    scene.publish(1)
-    scene.engine.is_server = True
-    scene.engine.error = away
-    with scene.background() as follower:
-        until("it is asked again", lambda: scene.engine.calls >= 4)
-        assert len(scene.lines()) == 1 == len(scene.lines(logging.NOTSET))
-        scene.engine.error = None
-        assert follower.wait_applied(1, WAIT_S) == 1
-
-
-def test_dead_engine_of_this_process_ends_following_and_is_told_once(scene):
-    with scene.following() as follower:
-        scene.engine.error = dead
-        scene.publish(2)
-        with pytest.raises(dbuffer.WaitTimeoutError, match=str(dead())):
-            follower.wait_applied(2, WAIT_S)
-    [line] = scene.lines()
-    assert line.startswith(scene.engine_id)
-    assert str(dead()) in line
-    assert scene.metrics()["following"] == 0
-
-
 def test_engine_whose_program_is_busy_elsewhere_is_waited_for_without_a_failure(scene):
     engine, is_idle = scene.engine, [False]
     engine.is_idle = lambda: is_idle[0]
@@ -315,16 +291,6 @@ def test_versions_that_do_not_fit_are_told_once_and_the_next_one_is_taken(scene,
     assert len([line for line in scene.lines() if "not this model's tensors" in line]) == 1
     staging = [r.levelname for r in caplog.records if r.name == "dbuffer.receive.stager"]
     assert staging.count("ERROR") == 1
-
-
-def test_log_says_when_following_begins_and_what_a_switch_took(scene, caplog):
-    caplog.set_level(logging.INFO, ENGINE)
-    with scene.serving():
-        began, switched = scene.lines(logging.DEBUG)
-    assert began.startswith(f"{scene.engine_id} follows {scene.store}")
-    assert switched.startswith(f"{scene.engine_id} serves version 1: ready on all ranks after ")
-    assert "staged in " in switched
-    assert " ms), paused for " in switched
 
 
 # Weights that something else wrote or discarded
@@ -1218,14 +1184,6 @@ class MeetsInSteps(FakeEngine):
         if request.call == "begin":
             self.began_paused.append(self.paused)
         return super().call(request)
-
-
-def test_ranks_that_meet_in_each_step_begin_in_a_pause(scene):
-    scene.engine = MeetsInSteps()
-    with scene.serving():
-        assert scene.engine.began_paused == [True]
-        assert not scene.engine.paused
-        assert scene.engine.label == "1"
 
 
 def test_pause_for_a_beginning_that_fails_is_ended(scene):

@@ -992,34 +992,6 @@ def test_only_the_version_is_staged_and_only_once(store, copy):
                 stager.take(timeout_s=SOON_S)
 
 
-def test_version_is_not_staged_before_it_is_published_nor_if_it_was_applied(store, sender):
-    with staging(store, version=3) as stager:
-        publish(sender, 1, 2)
-        time.sleep(NOT_IN_VAIN_S)
-        assert stager.stats["staged"] == 0
-        publish(sender, 3, 4)
-        assert_whole(stager.take(timeout_s=SOON_S), 3)
-    applied = DoubleBuffer(store).pointer().lineage.at(3)
-    with staging(store, version=3, applied=applied) as stager:
-        time.sleep(NOT_IN_VAIN_S)
-        assert stager.stats["staged"] == 0
-
-
-def test_version_of_another_run_is_staged(store):
-    with dbuffer.WeightSender(store) as sender:
-        publish(sender, 1, 2)
-    with staging(store, version=2, forked="follow") as stager:
-        wait_until_staged(store, 2)
-        before = record_in(store).staged
-        remove_store(store)
-        with dbuffer.WeightSender(store) as sender:
-            publish(sender, 1, 2)
-            until(
-                "it is staged", lambda: (r := record_in(store)) and r.staged not in (None, before)
-            )
-            assert_whole(stager.take(timeout_s=SOON_S), 2)
-
-
 LARGE = Pattern(num_tensors=4, numel=1 << 21)
 M_ARENA_MAX = -8
 
