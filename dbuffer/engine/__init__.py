@@ -1,13 +1,20 @@
 """Following a store with an inference engine: the part common to all engines.
 
-`contract` lists the methods of an engine and of its ranks. In each of an engine's processes,
-`endpoint` answers a follower's requests. `rank_receiver` takes and loads a version together with
-the other ranks, over a `rank_channel`. `rank_model` loads one rank's model: `shape_check` checks a
-version against a copy without data (`meta_model`), `plan` turns a switch into copies.
+`contract` lists the methods that an engine and its ranks must have.
 
-Where an engine is driven, `follower` switches it on demand, `background` until it is closed;
-`store_view` reads the store, `reporting` has metrics and log. Between the two: `messages` (requests
-and answers), `engine_options`; and `server` for calls over HTTP.
+In each of the engine's processes:
 
-`follower` lists the steps of a version's way, from the store to an answer under its label.
+* `endpoint` answers a follower's requests;
+* `rank_receiver` stages and loads a version, in step with the other ranks (`rank_channel`);
+* `rank_model` loads a version into one rank's model. `shape_check` first checks the version against
+  a copy of the model without data (`meta_model`). `plan` replaces later reloads by direct copies.
+
+In the process that drives the engine:
+
+* `follower` switches the engine when its caller asks; `background` keeps switching until closed;
+* `store_view` reads the store, and `reporting` has the metrics and the log;
+* `server` calls an inference server over HTTP.
+
+Both sides use `messages` (requests and answers) and `engine_options`. The docstring of `follower`
+lists the steps of a switch, from a version in the store to responses under its label.
 """

@@ -1,4 +1,4 @@
-"""`BackgroundFollower`: follows until it is closed, and retries whatever fails."""
+"""`BackgroundFollower`: keeps an engine on the newest version until closed; retries failures."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dbuffer.runtime.trouble import RetryLoop
 logger = logging.getLogger(__name__)
 
 _SERVER_CLOSE_S = 30.0
-"""Time for the switch of a server that is under way to end, when its follower is closed."""
+"""Longest wait for a server to end its switch in progress, when its follower is closed."""
 
 
 class BackgroundFollower(Closing):
-    """Follows with an engine, or with each of its replicas, until closed. Made by :func:`follow`.
+    """Keeps an engine, or each of its replicas, on the newest version. Made by :func:`follow`.
 
-    Each replica has a thread of its own, and switches by itself: the others serve on meanwhile. A
-    failure is logged and counted, and retried with backoff; the engine serves on with its weights,
-    under their label. A thread ends when this is closed, or when an engine of this process is dead,
-    which is logged once.
+    Each replica has its own thread and switches on its own, while the other replicas serve. A
+    failure is logged, counted, and retried with backoff. Until a retry succeeds, the engine serves
+    its old weights under their label. A thread ends when the follower is closed, or when an engine
+    in this process is dead, which is logged once.
 
     Args:
-        *replicas: followers that have not started, one for each replica.
+        *replicas: one follower for each replica, not started.
 
     Raises:
         OptionError, UnsupportedError, StoreBusyError: see :meth:`Follower.start`.
@@ -40,12 +40,12 @@ class BackgroundFollower(Closing):
         for follower in replicas:
             follower.require_followable()
         self.replicas = replicas
-        """Followers, one for each replica."""
+        """One follower for each replica."""
         self._stop = threading.Event()
         self._attempted = threading.Condition()
         """Notified after each attempt, and when a thread ends."""
         self._errors: dict[Follower, Exception | None] = {}
-        """Error of each follower's last attempt, or None after a success; none before the first."""
+        """Error of each follower's last attempt, or None if it succeeded. Filled by attempts."""
         self._running = {*replicas}
         self._threads = [
             threading.Thread(
@@ -58,35 +58,36 @@ class BackgroundFollower(Closing):
 
     @property
     def engine_id(self) -> str:
-        """The engine's name among the store's receivers; of replicas, all names."""
+        """Name of the engine among the store's receivers. With replicas: all of their names."""
         return ", ".join(follower.engine_id for follower in self.replicas)
 
     @property
     def applied(self) -> int | None:
-        """The version that the engine serves, the oldest of its replicas' versions.
+        """Number of the version that the engine serves. With replicas: their oldest version.
 
-        It is None if the weights of some did not come from the store.
+        None if the weights of the engine, or of any replica, did not come from the store.
         """
         applied = [follower.applied for follower in self.replicas]
         return None if None in applied else min(filter(None, applied))
 
     @property
     def applied_metadata(self) -> dict[str, Any]:
-        """Metadata of :attr:`applied`; empty where that is None."""
+        """Metadata of the version :attr:`applied`; empty if that is None."""
         oldest = min(self.replicas, key=lambda follower: follower.applied or 0)
         return oldest.applied_metadata
 
     @property
     def error(self) -> Exception | None:
-        """Error of the last attempt, of the first replica that has one, or None."""
+        """Error of the last attempt, or None. With replicas: the first error of any replica."""
         return next((error for error in self._errors.copy().values() if error is not None), None)
 
     def wait_applied(self, version: int, timeout_s: float = 60.0) -> int:
-        """Wait until the engine serves this version or a later one, and return it.
+        """Wait until the engine serves ``version`` or a later one; return the version served.
 
         Raises:
             OptionError: a value is invalid.
-            WaitTimeoutError: it does not, in time; the message has the last problem.
+            WaitTimeoutError: the engine did not switch in time, or its thread has ended; the
+                message has the last problem.
         """
         checks.whole_number("version", version)
         checks.seconds("timeout_s", timeout_s)
@@ -103,8 +104,9 @@ class BackgroundFollower(Closing):
         if behind or applied is None:
             raise WaitTimeoutError(
                 "; ".join(
-                    f"{follower.engine_id} has {follower.weights}, and not version {version} "
-                    f"within {timeout_s:g} s; last problem: {self._errors.get(follower) or 'none'}"
+                    f"{follower.engine_id} did not reach version {version} within {timeout_s:g} s, "
+                    f"and has {follower.weights}; last problem: "
+                    f"{self._errors.get(follower) or 'none'}"
                     for follower in behind
                 )
             )
@@ -115,10 +117,10 @@ class BackgroundFollower(Closing):
         return await asyncio.to_thread(self.wait_applied, version, timeout_s)
 
     async def wait_started_async(self) -> None:
-        """Wait until the engine serves the version that the store had when following began.
+        """Wait until the engine serves the version that was newest when following began.
 
         Raises:
-            DBufferError: why it does not.
+            DBufferError: error of an attempt that failed.
         """
 
         def wait() -> None:
@@ -130,17 +132,17 @@ class BackgroundFollower(Closing):
             raise self.error
 
     def done(self) -> None:
-        """Let the engine go on from a version that it keeps ``until_done``.
+        """Let the engine leave the version that it keeps because of ``until_done``.
 
-        It looks for the next one within ``poll_interval_s``.
+        The engine looks for the next version within ``poll_interval_s``.
         """
         for follower in self.replicas:
             follower.done()
 
     def close(self) -> None:
-        """Stop following, after the switch that is under way; the engine's event loop must run.
+        """Stop following, after the switch in progress; the engine's event loop must run.
 
-        A server that does not answer then is waited for half a minute.
+        A server that does not answer is given 30 seconds to end its switch.
         """
         self._stop.set()
         with contextlib.ExitStack() as stack:
@@ -148,7 +150,7 @@ class BackgroundFollower(Closing):
                 stack.callback(_end, follower, thread)
 
     async def aclose(self) -> None:
-        """Close as :meth:`close` does, in the engine's event loop, which a switch needs to end."""
+        """Close as :meth:`close` does, from a coroutine in the engine's event loop."""
         await asyncio.to_thread(self.close)
 
     async def __aenter__(self) -> Self:
@@ -158,7 +160,7 @@ class BackgroundFollower(Closing):
         await self.aclose()
 
     def _run(self, follower: Follower) -> None:
-        """Switch to each newer version until closed; retry what fails, with backoff."""
+        """Switch to each newer version until closed; retry failures with backoff."""
         loop = RetryLoop(logger, final=(EngineEndedError,), stop=self._stop)
         is_current = False
         try:
@@ -191,11 +193,11 @@ class BackgroundFollower(Closing):
 
 
 def _end(follower: Follower, thread: threading.Thread) -> None:
-    """Close a follower when its thread has ended."""
+    """Wait until a follower's thread has ended, and close the follower."""
     thread.join(_SERVER_CLOSE_S if follower.drives_server else None)
     if thread.is_alive():
         logger.error(
-            "%s has not answered for %g s: a switch is under way, and it may be left paused",
+            "%s has not answered for %g s: it is in a switch, and may stay paused",
             follower.engine_id,
             _SERVER_CLOSE_S,
         )

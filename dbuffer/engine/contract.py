@@ -1,13 +1,18 @@
 """The contract of an engine: `Engine` where it is driven, `EngineRank` in each of its processes.
 
-A follower calls `Engine`: `facts`; `call` with a `begin`; for each version `pause`, `call` with an
-`update`, `set_weight_version`, `resume`, `call` with an `acknowledge`; at the end `close`. Each
-call reaches the `RankEndpoint` of every rank, which makes an `EngineRank`, asks it for a
-`ShapeCheck`, and in an update lets it load. `ModelState` says which version its weights are.
+A follower calls the methods of `Engine` in this order:
 
-The engine's responses tell its version by a `WeightLabel`. If its weights did not come from its
-store (but from the checkpoint of its start, another load, or a sleep), its record names no version,
-and its label is :data:`UNKNOWN_VERSION`.
+1. once: `facts`, and `call` with a `begin` request;
+2. for each version: `pause`, `call` with an `update` request, `set_weight_version`, `resume`, and
+   `call` with an `acknowledge` request;
+3. at the end: `close`.
+
+Each request reaches the `RankEndpoint` of every rank. The endpoint makes an `EngineRank`, gets a
+`ShapeCheck` from it, and lets it load in an update. `ModelState` says which version the rank has.
+
+The engine labels its responses with a `WeightLabel`. Weights that did not come from the store are
+not a version: the engine's checkpoint, another program's load, memory after a sleep. Then the
+engine's record names no version, and its label is :data:`UNKNOWN_VERSION`.
 """
 
 from __future__ import annotations
@@ -33,28 +38,28 @@ if TYPE_CHECKING:
     from dbuffer.engine.shape_check import ShapeCheck
 
 UNKNOWN_VERSION = "unknown"
-"""Label of an engine without a version."""
+"""Label of an engine whose weights are not a version of its store."""
 
 
 def served_by(record: ReceiverRecord | None) -> Lineage | None:
-    """Return the version that an engine serves by its record, or None if it is of no store."""
+    """Return the version that an engine's record says it serves, or None if it serves none."""
     return None if record is None or record.is_broken else record.lineage
 
 
 @dataclass(frozen=True, slots=True)
 class WeightLabel:
-    """Label under which an engine answers: a version, and its publisher's metadata."""
+    """Label of an engine's responses: the version of its weights, and the version's metadata."""
 
     version: str = UNKNOWN_VERSION
-    """Number of the version; or another text, of weights that did not come from the store."""
+    """Number of the version; another text if the weights did not come from the store."""
     run: str | None = None
-    """Run of the version."""
+    """Run that published the version."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Metadata of the version, a trainer's ``step`` for instance."""
+    """Metadata of the version, such as the trainer's ``step``."""
     newest_run: str | None = None
-    """Run of the store's newest version while the engine gets it ready; None if it is ``run``."""
+    """Run of the version that the engine is getting ready, if it is another run than ``run``."""
     is_attested: bool = False
-    """Whether the weights were seen to be the version's, while the engine served."""
+    """Whether the weights were compared with the version's while the engine served, and equal."""
 
     @classmethod
     def of(
@@ -65,7 +70,7 @@ class WeightLabel:
         *,
         is_attested: bool = False,
     ) -> Self:
-        """Make the label of an engine that has this version; ``newest`` is the next one."""
+        """Make the label of an engine that has ``version`` and gets ``newest`` ready, if given."""
         if version is None:
             return cls()
         run, number = version.id
@@ -79,7 +84,7 @@ class WeightLabel:
         return int(self.version) if is_number else None
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as responses show it, without unknown values."""
+        """Return the label as responses show it, without empty values."""
         values = {
             "version": self.version,
             "run": self.run,
@@ -90,14 +95,14 @@ class WeightLabel:
         return {name: value for name, value in values.items() if value}
 
     def encode(self) -> str:
-        """Return it as one text: the version, and JSON of all further values."""
+        """Return the label as a single text: the version, and the other values as JSON."""
         values = self.as_json()
         del values["version"]
         return f"{self.version} {json.dumps(values)}" if values else self.version
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        """Read the text of :meth:`encode`; any other text is a version's label by itself."""
+        """Parse a text of :meth:`encode`; any other text becomes the label's ``version``."""
         version, _, further = text.partition(" ")
         try:
             values = json.loads(further) if further else {}
@@ -108,88 +113,94 @@ class WeightLabel:
 
 
 def describe_weights(version: Lineage | None) -> str:
-    """Describe an engine's weights, which are this version of its store, or of no version."""
+    """Describe an engine's weights for a message: a version, or (None) no version."""
     if version is None:
         return "weights from outside the store (its checkpoint, or another load)"
     return f"version {version.id.number}"
 
 
 PauseMode = Literal["keep", "wait", "abort", "in_place"]
-"""Treatment of requests in flight: they are kept and go on with the new weights, their caches
-recomputed; or waited for; or aborted; or kept with their caches."""
+"""Treatment of requests in flight.
+
+* ``keep``: they are kept; their caches are recomputed with the new weights;
+* ``wait``: they are finished before the pause;
+* ``abort``: they are aborted;
+* ``in_place``: they are kept, and so are their caches.
+"""
 
 PAUSE_MODES = ("keep", "wait", "abort")
-"""Modes of an engine unless it says otherwise."""
+"""Modes that an engine supports unless its class says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """Facts about an engine's start that a follower needs."""
+    """Facts about one start of an engine that a follower needs."""
 
     instance_id: str
     """Id of this start of the engine."""
     name: str
-    """Name among a store's receivers, unless the options give one."""
+    """Name among a store's receivers, if the options have no ``engine_id``."""
     num_ranks: int
     configured: EngineOptions | None = None
-    """Options that the engine was started with, if with any."""
+    """Options that the engine was started with, or None."""
     replica: str = ""
-    """Suffix of this replica's name, after the name that its replicas share."""
+    """Suffix of this replica's name; all replicas of an engine share the part before it."""
     begins_paused: bool = False
-    """Whether its ranks meet in each step. Following then begins in a pause: otherwise one waits in
-    a step for another, which waits in a gather for it."""
+    """Whether the ranks wait for each other in each step. Following then begins in a pause:
+    otherwise one rank could wait in a step while another waits in a gather, forever."""
 
 
 class Engine:
-    """An engine that can follow a store; :meth:`call` is the one way to its ranks.
+    """An engine that can follow a store. :meth:`call` is the only way to its ranks.
 
-    The defaults fit an engine in this process, which does nothing between two calls.
+    The defaults fit an engine in this process that does nothing between two calls.
     """
 
     is_server: bool = False
-    """Whether it runs apart from this process: it may be restarted while it is followed, or be left
-    paused by a follower that dies in a switch."""
+    """Whether the engine runs outside this process. It can then be restarted while it is followed,
+    and a follower that dies in a switch leaves it paused."""
     has_own_pause: bool = False
-    """Whether it tells a follower's pause from any other: a resume by others does not end it, and
-    :meth:`resume` ends no other."""
+    """Whether the engine tells a follower's pause from pauses of other programs: only
+    :meth:`resume` ends the follower's pause, and it ends no other."""
     pauses: Collection[str] = PAUSE_MODES
-    """Modes of pausing that its kind has."""
+    """Pause modes that this kind of engine supports."""
 
     def close(self) -> None:
-        """Release this process's connections to it."""
+        """Close this process's connections to the engine."""
 
     def require_alive(self) -> None:
-        """Raise :class:`EngineEndedError` if it is dead for good; a server may come back."""
+        """Raise :class:`EngineEndedError` if the engine is dead and cannot be restarted."""
 
     def is_idle(self) -> bool:
-        """Whether it answers no call before its program goes on: its event loop is not running."""
+        """Whether the engine's event loop is not running, so that no call would be answered."""
         return False
 
     def require_pause(self, mode: PauseMode) -> None:
-        """Raise unless it can be paused so.
+        """Raise if the engine cannot be paused in this mode.
 
         Raises:
-            OptionError: its kind cannot.
-            UnsupportedError: this engine cannot, as it was started.
+            OptionError: this kind of engine does not have the mode.
+            UnsupportedError: this engine was started in a way that excludes the mode.
         """
         checks.choice("pause", mode, self.pauses)
 
     def facts(self) -> EngineFacts:
-        """Return the facts about its start."""
+        """Return the facts about this start of the engine."""
         raise NotImplementedError
 
     def call(self, request: messages.RankRequest) -> list[messages.RankAnswer]:
-        """Send a request to all ranks; return the answer of each."""
+        """Send a request to all ranks; return the answer of each rank."""
         return [messages.decode_answer(answer) for answer in self.send(request.as_json())]
 
     def send(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """Send a request in JSON to all ranks; return the answer of each, in JSON."""
+        """Send a request in JSON to all ranks; return the answer of each rank, in JSON."""
         raise NotImplementedError
 
     def do(self, request: messages.RankRequest) -> ReceiverRecord | None:
-        """Let all ranks do something, or raise the worst of their errors.
+        """Send a request to all ranks; return the engine's record if a rank answers with it.
 
-        Return the engine's record, if a rank answers with it.
+        Raises:
+            DBufferError: the worst error that a rank answers with.
         """
         answers = self.call(request)
         if (worst := messages.worst_of(answers)) is not None:
@@ -197,25 +208,25 @@ class Engine:
         return next((answer for answer in answers if isinstance(answer, ReceiverRecord)), None)
 
     def is_paused(self) -> bool | None:
-        """Return whether it is paused, by this follower or another process, or None if unknown."""
+        """Return whether the engine is paused, by any process, or None if that is unknown."""
         return None
 
     def pause(self, mode: PauseMode) -> None:
-        """Let no step begin, and drop every cache computed with the present weights.
+        """Stop before the next step, and drop all caches computed with the present weights.
 
-        With ``"in_place"``, drop none: requests in flight go on with theirs.
+        With ``"in_place"`` keep the caches: requests in flight continue with them.
         """
         raise NotImplementedError
 
     def resume(self) -> None:
-        """End the pause of this follower, or of a killed one."""
+        """End the pause of this follower, or a pause that a killed follower left."""
 
     def weight_version(self) -> str:
-        """Return the version in the label that it reports with its responses."""
+        """Return the version in the label of the engine's responses."""
         raise NotImplementedError
 
     def set_weight_version(self, label: WeightLabel) -> None:
-        """Set the label that it reports with its responses; some engines report all of it."""
+        """Set the label of the engine's responses. Some engines show only its version."""
         raise NotImplementedError
 
 
@@ -229,7 +240,7 @@ ASLEEP = (
 
 
 def require_unchanged(before: Mapping[str, object], present: Mapping[str, object]) -> None:
-    """Raise :class:`UnsupportedError` if a model's layers and parameters are not as they were."""
+    """Raise :class:`UnsupportedError` if a layer or parameter of a model was replaced."""
     if replaced := [name for name, form in before.items() if present.get(name) != form]:
         raise UnsupportedError(
             f"something replaced {listed(replaced)} since following began, and the engine cannot "
@@ -238,9 +249,10 @@ def require_unchanged(before: Mapping[str, object], present: Mapping[str, object
 
 
 def tied_to(parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return for each parameter the first one in the same memory, which may be itself.
+    """Return, for each parameter, the name of the first parameter in the same memory.
 
-    A load into one of two parameters that share memory changes both.
+    A parameter that shares its memory with no other maps to its own name. A load into one of two
+    parameters that share memory changes both.
     """
     first: dict[tuple[torch.device, int], str] = {}
     return {
@@ -250,7 +262,7 @@ def tied_to(parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 class EngineRank:
-    """The rank that a receiver runs in, with its model; each engine subclasses it.
+    """One rank of an engine, and its model. Each integration has a subclass.
 
     It lives as long as the model. Its methods are called between two steps of the engine.
     """
@@ -260,89 +272,89 @@ class EngineRank:
     module: torch.nn.Module
     """The model that serves."""
     device: torch.device
-    """Device of its weights."""
+    """Device of the model's weights."""
     is_pipeline_stage: bool = False
-    """Whether it holds some of the model's layers only, and other ranks hold the rest."""
+    """Whether this rank has only some of the model's layers, and other ranks have the others."""
     not_weights: Collection[str] = (ENDPOINT_ATTR,)
-    """Attributes of its layers that change while it serves: its caches, and dbuffer's own."""
+    """Attributes of layers that serving changes, such as caches, and dbuffer's own attributes."""
     packing: Packing | None = None
-    """Packing of its layers, if it is known."""
+    """The engine's way of packing layers, or None if dbuffer does not support it."""
     instance_id: str | None = None
-    """Id of this start of the engine, one for all ranks, if its follower does not send it."""
+    """Id of this start of the engine, the same on all ranks. Used if the follower sends none."""
 
     @property
     def on_device(self) -> bool:
-        """Whether its weights are outside of main memory."""
+        """Whether the weights are in a device's memory, and not in main memory."""
         return self.device.type != "cpu"
 
     def engine_id(self, options: EngineOptions) -> str:
-        """Return the engine's name among the store's receivers; the same on all of its ranks."""
+        """Return the engine's name among the store's receivers, the same on all ranks."""
         raise NotImplementedError
 
     def make_check(self) -> ShapeCheck:
-        """Return a check of weights against the model, for use while the model serves."""
+        """Return a check of published tensors against the model. It may run while serving."""
         raise NotImplementedError
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
-        """Swap in the weights of one version. A failure leaves a mix, to be repaired at once.
+        """Load the weights of a version, which have passed the check of :meth:`make_check`.
 
-        They have passed the check of :meth:`make_check`. ``partial``: these are for some layers
-        only, and the others keep all that they have.
+        If this fails, the model has a mix of two versions, and the caller must repair it at once.
+        ``partial``: the tensors are for some layers only; the other layers keep their weights.
         """
         raise NotImplementedError
 
     def require_reloadable(self) -> None:
-        """Raise :class:`UnsupportedError` if :meth:`load` cannot fill all that computes.
+        """Raise :class:`UnsupportedError` if :meth:`load` cannot fill every tensor in use.
 
         Something may have replaced a layer or a parameter since following began.
         """
 
     def load_checkpoint(self) -> None:
-        """Swap in the weights that the engine was started with, from where it read them."""
+        """Load the weights that the engine was started with, from their original place."""
         raise NotImplementedError
 
     def refuse_to_serve(self, reason: str) -> None:
-        """Let every step of the model fail, and say why, until :meth:`serve_again`."""
+        """Make every step of the model fail with this reason, until :meth:`serve_again`."""
         raise NotImplementedError
 
     def serve_again(self) -> None:
-        """Take :meth:`refuse_to_serve` back, after whole weights were loaded."""
+        """Undo :meth:`refuse_to_serve`, after all weights were loaded."""
 
 
 @dataclass(slots=True)
 class ModelState:
-    """State of one rank's model: its weights, and whether they may be used.
+    """State of one rank's model: the version of its weights, and whether they may be used.
 
-    It belongs to the model's endpoint, and outlives each receiver. The engine's record is written
-    from it, and the engine's label from the record.
+    The model's endpoint keeps the state, so it outlives each receiver. The engine's record is made
+    from the state, and the engine's label from the record.
     """
 
     version: Lineage | None = None
-    """Version of `store` that the weights are, or None if they are no version."""
+    """Version of `store` that the model has, or None if its weights are not a version."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Metadata of `version`, for the engine's record."""
     store: str | None = None
     must_reload: bool = False
-    """Whether something else than dbuffer wrote the weights, so that the next update reloads all of
-    them. Otherwise they are `version`, or the weights of the engine's start."""
+    """Whether something other than dbuffer wrote the weights. The next update then reloads all of
+    them. If False, the model has `version`, or the weights of the engine's start."""
     broken: str | None = None
-    """Why the model refuses to serve."""
+    """Reason why the model refuses to serve, or None."""
     is_asleep: bool = False
-    """Whether the engine sleeps: the weights may be neither read nor written."""
+    """Whether the weights are asleep. Sleeping weights must be neither read nor written."""
     is_updating: bool = False
-    """Whether dbuffer is writing them."""
+    """Whether dbuffer is writing the weights."""
 
     def note_loaded(self, version: Lineage | None, store: str, metadata: Mapping[str, Any]) -> None:
-        """Record that dbuffer loaded a version of a store, or the checkpoint (None)."""
+        """Record that dbuffer loaded a version of a store, or (None) the checkpoint."""
         self.version, self.store, self.must_reload = version, store, False
         self.metadata = metadata_for_record(metadata)
 
     def note_foreign_load(self) -> None:
-        """Record that something else wrote the weights."""
+        """Record that something other than dbuffer wrote or discarded the weights."""
         self.version, self.must_reload, self.metadata = None, True, {}
 
     def version_of(self, store: str) -> Lineage | None:
-        """Return the version of this store that the model has."""
+        """Return the version of this store that the model has, or None."""
         return self.version if self.store == store else None
 
     def require_awake(self) -> None:

@@ -1,8 +1,8 @@
-"""`RankEndpoint`: the object in each worker of an engine that a follower's requests reach.
+"""`RankEndpoint`: the object in each worker of an engine that answers a follower's requests.
 
-An engine's package names the functions that write or discard weights without dbuffer (`watch`), and
-a context for their calls: `loading`, `falling_asleep` or `waking_up`. The context tells the rank's
-endpoint, whose weights then have no known version.
+The endpoint must also notice when other code writes or discards the weights. An integration passes
+the engine's functions that do so to `watch`, with the context for their calls: `loading`,
+`falling_asleep` or `waking_up`. The context tells the endpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _IS_WATCHED = "is_watched_by_dbuffer"
 
 
 def capture_answer(call: Callable[[], messages.RankAnswer]) -> messages.RankAnswer:
-    """Call, and return the answer of this rank; raise nothing."""
+    """Return the answer that a function returns, or its error as an answer; never raise."""
     try:
         return call()
     except Exception as error:  # every rank must answer
@@ -42,23 +42,23 @@ def capture_answer(call: Callable[[], messages.RankAnswer]) -> messages.RankAnsw
 
 
 class RankEndpoint:
-    """Serves a follower's requests on one rank. All ranks get the same ones, in the same order.
+    """Answers a follower's requests on one rank. All ranks get all requests, in the same order.
 
-    All methods are for the worker's main thread, between two steps of the engine.
+    Call its methods in the worker's main thread, between two steps of the engine.
     """
 
     def __init__(self) -> None:
         self.receiver: RankReceiver | None = None
-        """Receiver that follows a store, or None if the rank follows none."""
+        """Receiver that follows a store, or None if the rank follows no store."""
         self.state = ModelState()
         self._rank: EngineRank | None = None
 
     @classmethod
     def of(cls, model: Any) -> RankEndpoint:
-        """Return the endpoint of a model, which keeps it for as long as it lives.
+        """Return the endpoint of a model; the first call makes it.
 
-        It notices each ``load_weights`` outside of an update, also of a part of the model: a
-        program may load the language model of a multimodal one alone.
+        The endpoint notices each call of ``load_weights`` outside an update, also on a part of the
+        model: a program may load just the language model of a multimodal model.
         """
         endpoint = getattr(model, ENDPOINT_ATTR, None)
         if endpoint is None:
@@ -68,7 +68,7 @@ class RankEndpoint:
                 watch(part, "load_weights", endpoint._noting_load)
         return endpoint
 
-    # Loads that are not dbuffer's
+    # Weights written or moved by other code
 
     @contextlib.contextmanager
     def _noting_load(self, *_: Any, **__: Any) -> Iterator[None]:
@@ -78,8 +78,8 @@ class RankEndpoint:
             self.note_foreign_load("load_weights")
 
     def note_foreign_load(self, cause: str) -> None:
-        """Treat the weights as unknown, unless the cause was part of an update."""
-        # Loaders that load tensor by tensor call this for each.
+        """Treat the weights as unknown, unless dbuffer is updating them."""
+        # Loaders that load tensor by tensor call this method for each tensor.
         if self.state.is_updating or self.state.must_reload:
             return
         if self.receiver is not None:
@@ -88,9 +88,9 @@ class RankEndpoint:
             self.state.note_foreign_load()
 
     def note_asleep(self, *, is_lost: bool) -> None:
-        """Leave the weights alone until :meth:`note_awake`; ``is_lost``: they will not come back.
+        """Stop using the weights until :meth:`note_awake`. Call it before they go to sleep.
 
-        Call it before they go to sleep.
+        ``is_lost``: whether the engine discards the weights.
         """
         self.state.is_asleep = True
         if self.receiver is not None:
@@ -99,7 +99,7 @@ class RankEndpoint:
             self.note_foreign_load("going to sleep without a copy of the weights")
 
     def note_awake(self) -> None:
-        """Read and write the weights again. Call it after they were woken."""
+        """Use the weights again. Call it after they were woken."""
         self.state.is_asleep = False
         if self.receiver is not None:
             self.receiver.note_awake()
@@ -109,7 +109,7 @@ class RankEndpoint:
     def do(
         self, request: messages.RankRequest, make_rank: Callable[[], EngineRank]
     ) -> messages.RankAnswer:
-        """Serve a request, or raise; ``make_rank`` makes this rank, when following first begins."""
+        """Serve a request; return the answer or raise. ``make_rank`` is called once, if needed."""
         match request.call:
             case "begin":
                 assert request.options is not None  # noqa: S101 - parsed
@@ -126,7 +126,7 @@ class RankEndpoint:
                 receiver = self.following()
                 if request.call == "attest" and not receiver.attest():
                     return receiver.engine_record
-                # The engine generates, and must not wait for a disk.
+                # The engine is generating, and must not wait for a disk.
                 threading.Thread(target=receiver.acknowledge, name="dbuffer-acknowledge").start()
                 return receiver.engine_record
             case "check":
@@ -150,16 +150,19 @@ class RankEndpoint:
         *,
         takes_over: bool = True,
     ) -> None:
-        """Follow a store, on all ranks or on none; if all do so already, only write their records.
+        """Follow a store, on all ranks or on none.
+
+        If all ranks follow the store with these options already, only write their records.
 
         Args:
-            make_rank: makes this rank, the first time.
+            make_rank: makes this rank, at the first call.
             options: the store, and how to follow it.
-            takes_over: do it also if some rank follows with others.
+            takes_over: whether to begin even if a rank follows with other options.
 
         Raises:
-            UnsupportedError: some rank cannot, with any store.
-            EngineUpdateError: some rank cannot now, or follows with other options.
+            UnsupportedError: a rank cannot follow with these options, and a retry cannot help.
+            EngineUpdateError: a rank cannot follow now, or (without ``takes_over``) follows with
+                other options.
         """
         rank = self._rank = self._rank or make_rank()
         options = replace(
@@ -167,19 +170,19 @@ class RankEndpoint:
             engine_id=rank.engine_id(options),
             instance_id=options.instance_id or rank.instance_id,
         )
-        # vLLM's ``init_info`` is of a class of its own.
+        # The options may be of another class (vLLM's ``init_info``), so compare the fields.
         is_same = self.receiver is not None and asdict(self.receiver.options) == asdict(options)
         try:
-            # All ranks or none: a rank that began alone would wait for the others.
+            # All ranks begin, or none: a rank that began alone would wait for the others.
             answers = rank.ranks.gather((is_same, self.receiver is not None), begins=True)
             if all(is_same for is_same, _ in answers):
                 self.following().write_records()
                 return
             if not takes_over and any(follows for _, follows in answers):
                 raise errors.EngineUpdateError(
-                    f"{options.engine_id} no longer follows {options.store}: another follower let "
-                    "the engine follow another store, or with other options. An engine has one "
-                    "follower: close one of them, and make the other one again"
+                    f"{options.engine_id} no longer follows {options.store}: another follower made "
+                    "the engine follow another store, or changed its options. An engine must have "
+                    "only one follower: close one of the two, and make the other again"
                 )
             self.end()
             self._start(rank, options)
@@ -189,14 +192,14 @@ class RankEndpoint:
             ) from failure
 
     def _start(self, rank: EngineRank, options: EngineOptions) -> None:
-        """Make the receiver; all ranks do, or all raise."""
+        """Make the receiver on all ranks, or raise on all ranks."""
         problem, is_final = None, False
         try:
             self.receiver = RankReceiver(rank, options, self.state)
         except Exception as error:
             logger.warning("cannot follow %s", options.store, exc_info=True)
             problem = described(error)
-            # It would go no better the next time.
+            # A retry would fail in the same way.
             is_final = isinstance(error, errors.UnsupportedError | errors.OptionError)
         try:
             answers = rank.ranks.gather((problem, is_final), begins=True)
@@ -212,14 +215,14 @@ class RankEndpoint:
         """Return the receiver that follows a store.
 
         Raises:
-            UnsupportedError: there is none.
+            UnsupportedError: the rank follows no store.
         """
         if self.receiver is None:
             raise errors.UnsupportedError(NO_STORE_YET)
         return self.receiver
 
     def end(self) -> None:
-        """Stop following; the model keeps its weights, and this knows which."""
+        """Stop following. The model keeps its weights, and the state still names their version."""
         if self.receiver is not None:
             receiver, self.receiver = self.receiver, None
             receiver.close()
@@ -231,16 +234,16 @@ def watch(
     around: Callable[..., AbstractContextManager[None]],
     function: Callable[..., Any] | None = None,
 ) -> bool:
-    """Let each call of a function run in a context; again does nothing.
+    """Run each call of a function in a context. Watching a function twice has no further effect.
 
     Args:
         owner: class or module that has the function.
-        name: its name there.
+        name: name of the function.
         around: makes the context from the call's arguments.
-        function: the replacement. Default: the owner's own.
+        function: function to call instead. Default: the owner's function.
 
     Returns:
-        Whether the owner has such a function.
+        Whether there is a function to watch.
     """
     current = getattr(owner, name, None)
     called = function or current
@@ -259,7 +262,7 @@ def watch(
 
 @contextlib.contextmanager
 def loading(model_of: Callable[[], Any], cause: str) -> Iterator[None]:
-    """Treat a model's weights as unknown from the cause on."""
+    """Treat a model's weights as unknown after the block, which loads them."""
     try:
         yield
     finally:
@@ -268,7 +271,10 @@ def loading(model_of: Callable[[], Any], cause: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def falling_asleep(model: Any, *, is_lost: bool) -> Iterator[None]:
-    """Leave a model's weights alone from now on; ``is_lost``: they will not come back."""
+    """Stop using a model's weights before the block puts them to sleep.
+
+    ``is_lost``: whether the engine discards the weights.
+    """
     endpoint = RankEndpoint.of(model)
     endpoint.note_asleep(is_lost=is_lost)
     try:
@@ -280,6 +286,6 @@ def falling_asleep(model: Any, *, is_lost: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waking_up(model_of: Callable[[], Any]) -> Iterator[None]:
-    """Read and write a model's weights again, once they were woken."""
+    """Use a model's weights again after the block, which wakes them."""
     yield
     RankEndpoint.of(model_of()).note_awake()

@@ -1,8 +1,8 @@
 """`EngineOptions` and `UpdateRequest`: where an engine's store is, and which version to load.
 
-The options come from ``follow`` of the integration. vLLM also takes them as ``init_info`` of its
-weight transfer, or as ``additional_config["dbuffer"]``; with these its workers begin to follow, on
-the newest weights, before the engine is ready.
+An integration's ``follow`` takes the options. vLLM also accepts them as ``init_info`` of its weight
+transfer, and as ``additional_config["dbuffer"]``. With ``additional_config``, its workers load the
+newest version and begin to follow before the engine is ready.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rank_id(engine_id: str, rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of the workers of an engine. Made from JSON, so every type is checked.
+    """Options of an engine's workers. They can come from JSON, so the types are checked.
 
     Raises:
         OptionError: (a ``ValueError``) a value is invalid.
@@ -42,72 +42,79 @@ class EngineOptions:
     store: str
     """The store's directory, as the workers see it: a text or a ``Path``."""
     local_store: str | None = None
-    """Directory in shared memory (a text or a ``Path``). One process of the node copies each
-    version there once, and all ranks map it. For a store on a network mount; all ranks must be on
-    one node."""
+    """Directory in shared memory (a text or a ``Path``), for a store on a network mount. One
+    process of the node copies each version there, and all ranks map the copy. All ranks must be on
+    the same node."""
     version: int | None = None
-    """Version to serve and stay on, whatever is published later: in a buffer, kept, or not yet
-    published. A ``local_store`` excludes it. Default: the newest, each time."""
+    """Version to serve and stay on. Later versions are ignored. It may be in a buffer, kept, or not
+    yet published. Not possible with ``local_store``. Default: always the newest version."""
     every: int = 1
-    """Least distance between the numbers of two versions that the engine serves: with 10, an engine
-    that serves version 20 takes the first version from 30 on."""
+    """Smallest step between the numbers of two versions that the engine serves. With 10, an engine
+    on version 20 switches to the first version from 30 on."""
     until_done: bool = False
-    """Keep each version until its follower's ``done()``: an evaluation runs on one version."""
+    """Keep each version until the follower's ``done()``, so that an evaluation runs on a single
+    version."""
     engine_id: str | None = None
-    """The engine's name among the store's receivers. Default: one from what
-    the engine calls itself, or from its address."""
+    """The engine's name among the store's receivers. Default: made from the name that the engine
+    has itself, or from its address."""
     staging: Literal["auto", "map", "copy", "device"] = "auto"
-    """Hold a version mapped, or copied into memory (pinned, with a GPU), or as much of it as there
-    is room for in the device's own memory, and the rest as with ``"copy"``; only what this rank
-    needs of it, where that is known. ``"auto"``: map without a GPU on a local mount, copy else, and
-    with a GPU on a local mount only when it is known whether less than all will do."""
+    """Way to hold a staged version.
+
+    * ``"map"``: map its file;
+    * ``"copy"``: copy it into main memory, which is pinned if there is a GPU;
+    * ``"device"``: copy it into the device's memory while there is room, the rest as ``"copy"``;
+    * ``"auto"``: on a network mount, copy. On a local mount, map without a GPU. With a GPU, map
+      until it is certain whether switches take the fast path, then copy.
+
+    Once this rank's part of a version is known, a copy has only that part."""
     verify: bool | Literal["auto"] = "auto"
     """Check every tensor against its checksum. ``"auto"``: on network mounts."""
     poll_interval_s: float = 0.5
-    """Seconds between two looks at the store when no event came."""
+    """Seconds between two looks at the store while no file event arrives."""
     timeout_s: float = 60.0
     """Seconds that an update waits for its version to be staged."""
     num_threads: int | None = None
-    """Threads that copy and verify."""
+    """Number of threads that copy and verify."""
     allow_shared_store: bool = False
-    """Accept a directory that belongs to someone else, or that others can write to."""
+    """Accept a store directory that another user owns or can write to."""
     allow_stale_kv: bool = False
-    """Accept an engine that loads KV through a connector whose contents a switch cannot drop:
-    answers may then continue from what older weights computed."""
+    """Accept an engine with a KV connector whose contents a switch cannot drop. The engine may then
+    continue answers from KV that older weights computed."""
     unused_tensors: Literal["refuse", "warn"] = "refuse"
-    """Treatment of a version with tensors that the engine's model has no place for: ``"refuse"`` it
-    by their names, or leave them out with one warning (``"warn"``). Buffers that
-    the model computes itself, a head equal to the embedding that it is tied to, and layers of a
-    draft (MTP) are left out in any case."""
+    """Treatment of tensors that the engine's model has no place for. ``"refuse"``: do not load a
+    version that has some. ``"warn"``: load the version without them, and warn once. In both cases
+    dbuffer leaves out, without a word, buffers that the model computes itself, a head equal to the
+    embedding that it is tied to, and layers of a draft (MTP)."""
     forked: Forked = "follow"
-    """Policy if the store forks from the engine's version, because another run publishes there:
-    ``"follow"`` the fork, with a warning; or ``"refuse"`` it, and serve on, until the engine
-    follows again with ``"follow"``."""
+    """Policy if the store forks from the engine's version, because another run publishes there.
+    ``"follow"``: switch to the fork, with a warning. ``"refuse"``: keep the present version until
+    the engine follows again with ``"follow"``."""
     plan: bool = True
-    """Switch by direct copies, once a switch through the engine's own reload has verified that
-    copies give the same result. Off: every switch is such a reload."""
+    """Switch by direct copies, once a switch through the engine's own reload has verified that the
+    copies give the same result. If False, every switch is a reload."""
     images: bool = True
-    """Process layers that pack or quantize their weights while the engine serves, and switch to the
-    result. Takes the memory of those layers once more. Off: a model that has them is reloaded."""
+    """Pack or quantize the weights of layers that need it while the engine serves, and switch to
+    the result. This takes the memory of these layers a second time. If False, a model with such
+    layers is reloaded."""
     attest: bool | Literal["auto"] = "auto"
-    """After each switch, while the engine serves, compare its weights with the published ones; if
-    some differ, load the version again, whole. ``"auto"``: if they are on a GPU."""
+    """After each switch, compare the weights with the published ones while the engine serves. If
+    some differ, all of the version is loaded again. ``"auto"``: if the weights are on a GPU."""
     instance_id: str | None = None
-    """Id of this start of the engine, which its follower sets. Default: the id that the worker
-    knows, which vLLM changes in some processes once the engine is started."""
+    """Id of this start of the engine, set by the follower. Default: the id in the worker, which
+    vLLM changes in some processes after the start."""
 
     def __post_init__(self) -> None:
         for name in ("store", "local_store"):
             if (place := getattr(self, name)) is not None or name == "store":
                 path = checks.directory(name, place)
-                # It need not exist yet. Not Path.is_file(), which raises errors of a mount.
+                # The directory need not exist. Path.is_file() would raise the errors of a mount.
                 is_file = os.path.isfile(path)  # noqa: PTH113
                 _require(self, name, not is_file, "the path of a directory")
-                # As text, also of a `Path`: options go to other processes as JSON.
+                # A `Path` becomes a text: options are sent to other processes as JSON.
                 object.__setattr__(self, name, str(path))
         if self.version is not None:
             checks.whole_number("version", self.version, at_most=MAX_INTEGER)
-            rule = "it without local_store, which gets the newest only: follow the store itself"
+            rule = "given without local_store, which has only the newest: follow the store directly"
             _require(self, "version", self.local_store is None, rule)
         checks.whole_number("every", self.every, at_most=MAX_INTEGER)
         checks.flag("until_done", self.until_done)
@@ -138,24 +145,27 @@ class EngineOptions:
 
     @property
     def record_token(self) -> str:
-        """Token of the records of an engine and its ranks, once ``instance_id`` is known.
+        """Token of the records that this start of the engine and its ranks write.
 
-        Replicas from one command line share their ids: the token tells this start of an engine
-        from all others.
+        Replicas started by the same command share their ids; their tokens differ. Needs
+        ``instance_id``.
         """
         return digest((self.instance_id or "").encode())
 
     @property
     def read_store(self) -> str:
-        """The store that is read: the local one, where there is one."""
+        """Store that the ranks read: ``local_store`` if it is set, else ``store``."""
         return self.local_store or self.store
 
     def attests(self, *, on_device: bool) -> bool:
-        """Whether a rank compares its weights, which are on a device or in main memory."""
+        """Whether a rank attests its weights. ``on_device``: whether they are on a device."""
         return on_device if self.attest == "auto" else self.attest
 
     def start_mirror(self) -> Mirror | None:
-        """Keep the local store, if any, up to date, or stand by for the process that does."""
+        """Mirror the store into the local store, or return None if there is no local store.
+
+        If another process mirrors already, this mirror stands by to take over.
+        """
         return start_mirror(
             self.store,
             self.local_store,
@@ -165,10 +175,10 @@ class EngineOptions:
         )
 
     def admit(self, request: UpdateRequest) -> UpdateRequest:
-        """Return a request, for the version that the engine stays on, if there is one.
+        """Return the request; if the engine stays on a version, return a request for that version.
 
         Raises:
-            OptionError: the engine stays on another version.
+            OptionError: the request is for another version than the engine stays on.
         """
         if self.version is None:
             return request
@@ -176,32 +186,34 @@ class EngineOptions:
             return replace(request, version=self.version, at_least=None)
         raise OptionError(
             f"this engine stays on version {self.version} of {self.store}, and was asked to load "
-            f"version {request.version or request.at_least}: let it follow again without version"
+            f"version {request.version or request.at_least}: follow again without the option "
+            "version"
         )
 
     def has_forked(self, served: Lineage, newest: Lineage) -> bool:
-        """Whether the engine's version does not lead to the store's newest, which is followed.
+        """Whether the store has forked from the engine's version, and the engine must follow it.
 
         Raises:
-            VersionRegressedError: it does not, and that is refused.
+            VersionRegressedError: the store has forked, and ``forked`` is ``"refuse"``.
         """
         if relation(served, newest) is not Relation.FORKED:
             return False
         if self.forked == "refuse":
             raise VersionRegressedError(
-                f"{describe_fork(self.store, served.id, newest.id)}: the engine serves on with the "
-                "former. For the latter, let it follow the store again with forked='follow'",
+                f"{describe_fork(self.store, served.id, newest.id)}: the engine keeps version "
+                f"{served.id.number}. To switch it to the newest, follow again with "
+                "forked='follow'",
                 is_forked=True,
             )
         return True
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "init_info") -> Self:
-        """Make them from a dictionary, as ``init_info`` is one; ``source`` is for the message."""
+        """Make options from a dictionary. ``source`` names the dictionary in error messages."""
         options = [item.name for item in fields(cls)]
         if not isinstance(values, Mapping) or not {"store"} <= values.keys() <= {*options}:
             raise OptionError(
-                f"{source} is {values!r:.500}, and must be an object with 'store' and maybe "
+                f"{source} is {values!r:.500}, and must be an object with 'store' and, optionally, "
                 f"{', '.join(name for name in options if name != 'store')}"
             )
         return cls(**values)
@@ -209,25 +221,25 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRequest:
-    """Request to switch to a version: to the store's newest, unless it says more.
+    """Request to switch to a version. Without a number: to the store's newest version.
 
     Raises:
         OptionError: (a ``ValueError``) a value is invalid.
     """
 
     version: int | None = None
-    """Exactly this version."""
+    """Number of the version to switch to."""
     at_least: int | None = None
-    """This version, or a later version that is ready on all ranks."""
+    """Number of the oldest version to switch to: a later one will do if all ranks have it ready."""
     run: str | None = None
-    """Run of the version. Default: the number alone names it, among the versions that lead to the
+    """Run of the version. Default: the run of the version with this number that leads to the
     newest."""
     update_kind: Literal["dense", "sparse_flat"] = "dense"
-    """Kind of the update, in vLLM's words: whole tensors, or patches. Either way the store holds
-    the version whole, and the engine switches to it in the same way."""
+    """Kind of the update in vLLM's terms: complete tensors, or patches. It has no effect: the store
+    has the complete version in both cases."""
     attempt: str | None = None
-    """Id of a follower's attempt. The engine's record names it once the attempt has succeeded or
-    failed, so that the follower knows which weights the engine has."""
+    """Id of a follower's attempt. The engine's record names the attempt once it has succeeded or
+    failed, which tells the follower which weights the engine has."""
 
     def __post_init__(self) -> None:
         for name in ("version", "at_least"):
@@ -246,13 +258,13 @@ class UpdateRequest:
 
     @property
     def goal(self) -> int | VersionId | None:
-        """The version, by its id if its run is known; None for the newest."""
+        """Id or (without a run) number of the version to switch to, or None for the newest."""
         number = self.version or self.at_least
         return VersionId(self.run, number) if self.run is not None and number else number
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
-        """Make one from a dictionary, as ``update_info`` is one."""
+        """Make a request from a dictionary, such as vLLM's ``update_info``."""
         options = [item.name for item in fields(cls)]
         if not isinstance(values, Mapping) or not values.keys() <= {*options}:
             raise OptionError(

@@ -1,18 +1,19 @@
 """`Follower`: switches an engine to a store's newest version, call by call.
 
-One switch (`Follower.sync`, in its caller's thread; the ranks act in the engine's processes):
+`Follower.sync` makes a switch in its caller's thread; the ranks act in the engine's processes:
 
-1. `_wait_ready`, while the engine serves: each rank's stager (`receive.stager`, which has a thread)
-   sees the version, holds it, lets `RankModel` check and prepare it, copies or maps it, and says in
-   the rank's record that it is ready. The ranks reserve it, so that no newer one replaces it.
-2. `_pause`, where the pause begins: the engine makes no step, and drops its caches, unless the mode
-   is ``in_place``. That can fail, and a failure must precede the change of the weights.
-3. `_load`: the ranks agree and load (`RankReceiver.update`, in each worker's main thread). The
-   engine's record, which its first rank answers with, is the one statement about the outcome; any
-   other answer only gives a failure its words. `_adopt_and_label` sets the engine's label.
-4. `_label_and_resume`, where the pause ends.
-5. `_acknowledge`: the record is written into the store, in a thread of the first rank's process.
-   Senders wait for it. The stager attests the version, and lets it go.
+1. `_wait_ready` waits while the engine serves. Each rank's stager (`receive.stager`, which has a
+   thread) holds the version, lets `RankModel` check and prepare it, and copies or maps it. The
+   rank's record then says that the version is ready. The ranks reserve the version, so that no
+   newer version replaces it.
+2. `_pause` begins the pause: the engine makes no step. It drops its caches, unless the mode is
+   ``in_place``. Dropping them can fail, so it must happen before the weights change.
+3. `_load`: the ranks agree on the version and load it (`RankReceiver.update`, in each worker's main
+   thread). The first rank answers with the engine's record, which alone decides whether the switch
+   succeeded. Other answers only explain a failure. `_adopt_and_label` sets the engine's label.
+4. `_label_and_resume` ends the pause.
+5. `_acknowledge` lets the first rank write the engine's record into the store, in a thread. Senders
+   wait for this record. The stagers attest the version and release it.
 """
 
 from __future__ import annotations
@@ -50,19 +51,19 @@ from dbuffer.runtime.trouble import TranslatedErrors
 logger = logging.getLogger(__name__)
 
 _followers: weakref.WeakValueDictionary[tuple[str, str], Follower] = weakref.WeakValueDictionary()
-"""Follower in this process of each replica of an engine, by the id of its start."""
+"""This process's followers, by the id of an engine's start and the suffix of the replica."""
 
 
 class _State(enum.Enum):
-    """A follower's knowledge of its engine, and whether it has a pause to end.
+    """State of a follower: whether it knows its engine's weights, and whether it must end a pause.
 
-    It changes as :data:`_AFTER` says, and in no other way.
+    Only the events in :data:`_AFTER` change the state.
     """
 
     NEW = "following has not begun"
-    SERVING = "the engine serves what its record says"
+    SERVING = "the engine serves the version that its record names"
     PAUSED = "as SERVING, in this follower's pause"
-    UNKNOWN = "it may serve anything, or follow no store: following begins anew"
+    UNKNOWN = "the engine may serve any weights, or follow no store: following must begin again"
     LOADING = "as UNKNOWN, in this follower's pause"
 
 
@@ -74,15 +75,19 @@ _AFTER = {
     "paused": {**dict.fromkeys(_State, _LOADING), _SERVING: _PAUSED, _PAUSED: _PAUSED},
     "resumed": {**dict.fromkeys(_State, _UNKNOWN), _SERVING: _SERVING, _PAUSED: _SERVING},
 }
-"""State after an event, by the state before. ``known``: the ranks follow, and the engine's record
-tells its weights. ``lost``: neither is certain. ``paused``: this follower began a pause.
-``resumed``: it has none to end."""
+"""State after each event, by the state before it.
+
+* ``known``: the ranks follow the store, and the engine's record is right about its weights;
+* ``lost``: this is no longer certain;
+* ``paused``: this follower began a pause;
+* ``resumed``: this follower has no pause to end.
+"""
 
 
 class Follower(Closing):
     """Switches one engine on demand. Made by :func:`follow`.
 
-    It serves one thread. The engine must not have another follower.
+    Use it from a single thread. The engine must not have another follower.
     """
 
     def __init__(
@@ -100,23 +105,23 @@ class Follower(Closing):
         self._report = FollowerReport()
         self._state = _NEW
         self._record: ReceiverRecord | None = None
-        """The engine's record, as it was read last, or None if there was none."""
+        """The engine's record as last read, or None if there was no record."""
         self._set_label: WeightLabel | None = None
         """Label that this follower set last."""
         self._failed: int | None = None
-        """Version that the last attempt failed with, if it did with one."""
+        """Version that the last attempt failed to switch to, or None."""
 
     def _note(self, event: str) -> None:
         self._state = _AFTER[event][self._state]
 
     @property
     def _is_certain(self) -> bool:
-        """Whether the engine's ranks follow the store, and it still has what its record says."""
+        """Whether the ranks follow the store, and the engine's record is known to be right."""
         return self._state in (_SERVING, _PAUSED)
 
     @property
     def _owes_resume(self) -> bool:
-        """Whether a pause that this follower began has not ended."""
+        """Whether this follower began a pause that has not ended."""
         return self._state in (_PAUSED, _LOADING)
 
     @property
@@ -125,14 +130,14 @@ class Follower(Closing):
 
     @property
     def applied(self) -> int | None:
-        """The version that the engine serves, or None if its weights came from elsewhere."""
+        """Number of the version that the engine serves, or None if it serves no version."""
         return None if self._applied is None else self._applied.id.number
 
     @property
     def applied_metadata(self) -> dict[str, Any]:
-        """Metadata of :attr:`applied`, empty where that is None.
+        """Metadata of the version :attr:`applied`; empty if that is None.
 
-        Of metadata above 1,024 bytes only the entry ``step`` is here.
+        If the metadata has more than 1,024 bytes, only its entry ``step`` is here.
         """
         return self._record.metadata if self._record and self._applied else {}
 
@@ -142,16 +147,16 @@ class Follower(Closing):
         return describe_weights(self._applied)
 
     def has_applied(self, version: int) -> bool:
-        """Whether the engine serves this version or a later one, which the store leads on from.
+        """Whether the engine serves ``version`` or a later one, and the store has not forked since.
 
-        An engine that is to stay on a version must serve that one. Its record is read anew: it may
-        have lost its weights since the last switch.
+        With the option ``version``, it must serve exactly that version. The engine's record is read
+        again: the engine may have lost its weights since the last switch.
         """
         view, applied = self._view, self._applied
         if view is None or applied is None:
             return False
         record = view.readable_record()
-        is_older = record is not None and self._is_earlier(record)  # it is being written
+        is_older = record is not None and self._is_earlier(record)  # the new one is being written
         recorded = applied if is_older else served_by(record)
         return (
             recorded is not None
@@ -162,21 +167,21 @@ class Follower(Closing):
 
     @property
     def engine_id(self) -> str:
-        """The engine's name among the store's receivers; known from :meth:`start` on."""
+        """The engine's name among the store's receivers. Before :meth:`start`: "the engine"."""
         return self._view.engine_id if self._view is not None else "the engine"
 
     @property
     def drives_server(self) -> bool:
-        """Whether its engine is a server, which may never answer."""
+        """Whether the engine is a server, which may never answer."""
         return self._engine.is_server
 
     # Beginning
 
     def require_followable(self) -> None:
-        """Raise errors that a retry cannot fix. A server that does not answer may do so later.
+        """Raise the errors of :meth:`start` that a retry cannot fix. A server need not answer yet.
 
         Raises:
-            OptionError, UnsupportedError, StoreBusyError, VersionError: see :meth:`start`.
+            OptionError, UnsupportedError, StoreBusyError, VersionError: as :meth:`start` does.
         """
         with contextlib.suppress(errors.EngineUnreachableError, errors.EngineUpdateError):
             facts = self._engine.facts()
@@ -187,18 +192,18 @@ class Follower(Closing):
                     view.require_version()
 
     def start(self) -> None:
-        """Let the engine's ranks follow; again, after the engine has been restarted.
+        """Make the engine's ranks follow the store. Call it again after a restart of the engine.
 
         Raises:
-            OptionError: (a ``ValueError``) neither this nor the engine names a store.
-            UnsupportedError: the engine was not started in a way that lets it follow.
-            StoreBusyError: it has another follower in this process.
-            VersionError: it is to stay on a version that is no longer in the store.
-            EngineUpdateError: its ranks cannot follow the store now.
-            EngineUnreachableError: (a server) it does not answer.
+            OptionError: (a ``ValueError``) neither the follower nor the engine names a store.
+            UnsupportedError: the engine cannot follow in the way it was started.
+            StoreBusyError: the engine has another follower in this process.
+            VersionError: the version that the engine is to stay on is no longer in the store.
+            EngineUpdateError: the ranks cannot follow the store now.
+            EngineUnreachableError: the engine is a server and does not answer.
         """
         is_new = self._state is _NEW
-        self._note("lost")  # until all of this is done
+        self._note("lost")  # until the ranks have begun
         facts = self._engine.facts()
         was_paused = self._engine.is_paused()
         options = self._options_for(facts)
@@ -216,7 +221,7 @@ class Follower(Closing):
         self._adopt_and_label(view.engine_record())
         view.is_kept = options.until_done and self._applied is not None
         if self._applied is None and WeightLabel(self._engine.weight_version()).number is not None:
-            self._label(WeightLabel())  # it is of another store, or was lost since
+            self._label(WeightLabel())  # the label was of another store, or of lost weights
         if was_paused and is_new:
             self._end_pause_left(view.engine_id)
         self._note("known")
@@ -229,24 +234,24 @@ class Follower(Closing):
         view = _followers.get((facts.instance_id, facts.replica), self)._view  # noqa: SLF001
         if view is not None and view is not self._view:
             raise errors.StoreBusyError(
-                f"another follower in this process has {view.engine_id} follow "
-                f"{view.options.store}, and an engine has one follower: use that one, or close it "
-                "first"
+                f"another follower in this process makes {view.engine_id} follow "
+                f"{view.options.store}, and an engine must have only one: use that follower, or "
+                "close it first"
             )
 
     def _end_pause_left(self, engine_id: str) -> None:
-        """End the pause of a follower that was killed in a switch: no other process does."""
+        """End the pause that a killed follower left: no other process would end it."""
         if self._engine.has_own_pause:
             self._engine.resume()
         elif self._engine.is_server:
-            # A resume must not let it compute with weights that are asleep.
+            # After a resume the engine must not compute with weights that are asleep.
             with contextlib.suppress(errors.EngineBusyError):
                 self._engine.do(RankRequest("awake"))
                 logger.warning("%s was paused when following began: resuming it", engine_id)
                 self._engine.resume()
 
     def _options_for(self, facts: EngineFacts) -> EngineOptions:
-        """Return the options, with the name that replicas share, and the id of this start."""
+        """Return the options, completed with the engine's name and the id of its start."""
         options = self._options or facts.configured
         if options is None:
             raise errors.OptionError(
@@ -263,7 +268,7 @@ class Follower(Closing):
             self._refresh_applied(view)
         if view is None or not self._is_certain or self.has_restarted():
             self.start()
-        elif view.has_lost_ranks():  # something let them follow no store
+        elif view.has_lost_ranks():  # something ended their following
             begin = RankRequest("begin", options=view.options, takes_over=False)
             was_paused = self._engine.is_paused()
             self._begin_ranks(begin, "follow the store again", view.facts, was_paused=was_paused)
@@ -274,7 +279,7 @@ class Follower(Closing):
     def _begin_ranks(
         self, begin: RankRequest, doing: str, facts: EngineFacts, *, was_paused: bool | None
     ) -> None:
-        """Let the ranks begin; in a pause of ours, if the engine needs one."""
+        """Send a ``begin`` to the ranks, in a pause of this follower's if the engine needs one."""
         with contextlib.ExitStack() as pause:
             if facts.begins_paused and (self._engine.has_own_pause or not was_paused):
                 self._note("paused")
@@ -289,30 +294,31 @@ class Follower(Closing):
         self._note("resumed")
 
     def _refresh_applied(self, view: StoreView) -> None:
-        """Learn from the engine's record whether it still has its version."""
+        """Read the engine's record again, to see whether the engine still has its version."""
         record = view.readable_record()
         if record is None or self._is_earlier(record):
             return
         with self._translating("report its version"):
             if served_by(record) != self._applied:
-                # A core believes no label that may be of a record from before another load.
+                # After another program's load, vLLM's core ignores labels until a request reaches
+                # the ranks. A record read after the request is newer than the load.
                 self._engine.call(RankRequest("awake"))
                 record = view.readable_record() or record
             self._adopt_and_label(record)
 
     def _is_earlier(self, record: ReceiverRecord) -> bool:
-        """Whether a record is an earlier one of this start of the engine, from a copied store."""
+        """Whether a record is older than the last one, as it can be in a store that was copied."""
         return self._record is not None and record.updated_at < self._record.updated_at
 
     def _adopt_and_label(self, record: ReceiverRecord | None) -> None:
-        """Believe the engine's record, and label the engine with the version that it names."""
+        """Adopt the engine's record, and label the engine with the version that it names."""
         applied = served_by(record)
         if applied != self._applied:
             self._label(WeightLabel.of(applied, record.metadata if record else {}))
         self._record = record
 
     def has_restarted(self) -> bool:
-        """Whether this is another start of the engine, as only a server can be."""
+        """Whether the engine was restarted since following began. Only a server can be."""
         if self._view is None or not self._engine.is_server:
             return False
         if self.applied is not None:
@@ -329,30 +335,31 @@ class Follower(Closing):
         force: bool = False,
         stop_event: threading.Event | None = None,
     ) -> Switch | None:
-        """Switch to the newest version, if the engine does not have it; else None.
+        """Switch to the newest version. Return the switch, or None if the engine has the version.
 
-        An engine that stays on a version is switched to that one.
+        With the option ``version``, the engine is switched to that version instead.
 
         Args:
-            force: load the newest version also if the engine has it, whole and through its own
-                reload: after something wrote to its weights that dbuffer cannot notice.
-            at_least: a version that is known to be published, and may be on its way to a local
-                store: it is waited for.
-            timeout_s: how long ranks may take to have it ready. Default: the option's.
-            stop_event: set it to stop waiting for that.
+            at_least: number of a version that was published. If it has not arrived in a local store
+                yet, wait for it.
+            timeout_s: longest wait until all ranks have the version ready. Default: the option
+                ``timeout_s``.
+            force: load all of the newest version through the engine's own reload, even if the
+                engine has it. Use it after a write to the weights that dbuffer cannot notice.
+            stop_event: set it to end the wait for the ranks.
 
         Raises:
             OptionError: ``at_least`` is above the version that the engine stays on.
-            VersionError: the version that it is to stay on is no longer in the store.
-            EngineBusyError: its weights are asleep, or (an ``LLM``) it has unfinished requests; it
-                was not touched.
-            EngineUpdateError: it serves on with its version; or, if it had none of this store, with
-                the weights of its start. The message says why.
-            EngineBrokenError: its weights are half loaded, and it refuses to serve.
-            EngineUnreachableError: (a server) it does not answer; (an ``AsyncLLM``) its event loop
+            VersionError: the version that the engine is to stay on is no longer in the store.
+            EngineBusyError: the weights are asleep, or (an ``LLM``) requests are unfinished. The
+                weights did not change.
+            EngineUpdateError: the switch failed, and the engine serves its old version. If it had
+                no version of this store, it serves the weights of its start. The message says why.
+            EngineBrokenError: the weights are half loaded, and the engine refuses to serve.
+            EngineUnreachableError: a server does not answer, or the event loop of an ``AsyncLLM``
                 is not running.
-            WaitTimeoutError: some rank did not have it ready in time.
-            ClosedError: ``stop_event`` was set meanwhile.
+            WaitTimeoutError: a rank did not have the version ready in time.
+            ClosedError: ``stop_event`` was set.
         """
         if timeout_s is not None:
             checks.seconds("timeout_s", timeout_s)
@@ -380,21 +387,21 @@ class Follower(Closing):
         return switch
 
     def _start_and_resume(self) -> StoreView:
-        """Begin, if that is due, and end a pause that the last attempt could not end."""
+        """Start if necessary, and end a pause that the last attempt could not end."""
         try:
             return self._ensure_started()
         finally:
-            # If starting failed, too: the weights are whole, or the model refuses to serve.
+            # Resume even if starting failed: the weights are whole, or the model refuses to serve.
             if self._owes_resume:
                 self._label_and_resume()
 
     def _learn_attested(self) -> None:
-        """Learn whether the ranks have the version's weights, once all have compared them."""
+        """Read the result of attestation, once all ranks have compared their weights."""
         record = self._record
         if record is None or not record.is_attestable or self._engine.is_idle():
             return
         if self._view is not None and self._view.facts.begins_paused:
-            return  # its ranks can tell each other in a pause alone
+            return  # its ranks can exchange results only in a pause
         with self._translating("compare its weights"):
             record = self._engine.do(RankRequest("attest"))
         if record is not None:
@@ -402,7 +409,7 @@ class Follower(Closing):
             self._report.attested(record)
 
     def _find_goal(self, view: StoreView, at_least: int | None = None) -> int | VersionId | None:
-        """Return the version to switch to, if any, and report how far the engine is behind it."""
+        """Return the version to switch to, or None, and report how far the engine is behind it."""
         goal = view.newer_than(self._applied, at_least)
         newest = None if goal is None else view.manifest_of(goal)
         self._report.lag(self._applied, self.applied_metadata, goal, newest)
@@ -428,19 +435,19 @@ class Follower(Closing):
         timeout_s: float | None,
         stop_event: threading.Event | None,
     ) -> float:
-        """Wait until all ranks have the version ready; return the seconds that it took."""
+        """Wait until all ranks have the version ready; return the seconds waited."""
         timeout_s = view.options.timeout_s if timeout_s is None else timeout_s
         require_alive = self._engine.require_alive
         started, left_s = time.monotonic(), timeout_s
         while True:
             view.wait_ready(goal, self._applied, left_s, stop_event, require_alive=require_alive)
-            # A background follower waits, without a failure, for the program to go on generating.
+            # If the program is not generating, a background follower waits and reports no failure.
             while stop_event is not None and self._engine.is_idle():
                 if stop_event.wait(TIMING.stop_check_s):
                     raise errors.ClosedError("following was stopped")
             left_s = max(0.0, started + timeout_s - time.monotonic())
-            # A newer version may come at any moment, and would be staged in the pause. If a rank is
-            # staging it already, all ranks are waited for again.
+            # Without a reservation, a rank could replace the version by a newer one, and would
+            # stage that in the pause. If a rank is staging a newer one already, wait again.
             with self._translating("keep the version that is ready"):
                 try:
                     self._engine.do(RankRequest("reserve", update=_update_to(goal)))
@@ -458,12 +465,13 @@ class Follower(Closing):
             record, load_s = self._load(view, goal)
         except BaseException as error:
             if isinstance(error, errors.EngineBusyError) and not self._engine.has_own_pause:
-                # It went to sleep, and must not compute before it is woken; or it runs again.
+                # There is no pause to end: the engine fell asleep, and must not compute before it
+                # is woken; or another program has resumed it.
                 self._note("resumed")
-            # The load's error says more than a pause that cannot be ended just now.
+            # Raise the load's error, which says more than an error from resuming.
             try:
                 self._label_and_resume()
-            except Exception as later:  # noqa: BLE001 - the next attempt tries that again
+            except Exception as later:  # noqa: BLE001 - the next attempt resumes again
                 logger.warning("%s is left paused for now: %s", self.engine_id, str(later))
             raise
         self._label_and_resume()
@@ -478,7 +486,7 @@ class Follower(Closing):
         self._report.switched(switch)
         view.is_kept = view.options.until_done
         self._acknowledge()
-        # The switch is done. A problem with the store is for the next attempt.
+        # The switch is done. The next attempt reports a problem with the store.
         with contextlib.suppress(errors.DBufferError, OSError):
             self._find_goal(view)
         return switch
@@ -487,25 +495,25 @@ class Follower(Closing):
         """Pause the engine for a switch; dbuffer never ends a pause that it did not start.
 
         Raises:
-            EngineBusyError: its weights are asleep, or another program has ended the pause.
+            EngineBusyError: the weights are asleep, or another program has ended the pause.
         """
         engine = self._engine
         if engine.has_own_pause or not engine.is_paused():
-            self._note("paused")  # also if pausing fails: the pause may have begun
+            self._note("paused")  # before the call: even if it fails, the pause may have begun
         else:
-            # A pause in another mode may end its requests, or let them run on.
+            # Another program's pause. Pause again below: its mode may treat requests differently.
             engine.do(RankRequest("awake"))
         engine.pause(self._pause_mode)
         if not engine.has_own_pause and engine.is_paused() is False:
             raise errors.EngineBusyError("another program resumed the engine before it could load")
 
     def _load(self, view: StoreView, goal: int | VersionId) -> tuple[ReceiverRecord, float]:
-        """Load on all ranks; return the engine's record, and the seconds that it took.
+        """Load on all ranks; return the engine's record, and the seconds that loading took.
 
         Raises:
             EngineBrokenError: some ranks are half loaded, and the engine refuses to serve.
-            EngineUpdateError: it serves on with what its record says; or there is no record of
-                this attempt, and it may have anything.
+            EngineUpdateError: the engine serves the version that its record names; or no record
+                names this attempt, and the engine's weights are unknown.
         """
         attempt = secrets.token_hex(8)
         update = _update_to(goal, attempt)
@@ -515,15 +523,15 @@ class Follower(Closing):
         record: ReceiverRecord | None = None
         try:
             record = self._engine.do(RankRequest("update", update=update))
-        except Exception as raised:  # noqa: BLE001 - the record tells the outcome
+        except Exception as raised:  # noqa: BLE001 - the record decides
             error = raised
         load_s = time.monotonic() - started
         record = self._outcome_of(view, attempt, record)
         if record is None:
             raise error or errors.EngineUpdateError(
                 f"{view.engine_id} did not acknowledge version {number_of(goal)} in "
-                f"{view.options.store}: do its workers see the same directory, and may they write "
-                "there?"
+                f"{view.options.store}: check that its workers see the same directory, and have "
+                "permission to write there"
             )
         if view.has_applied(record, goal) and not record.is_broken:
             if error is not None:
@@ -531,9 +539,9 @@ class Follower(Closing):
                     "%s switched, and its answer was lost: %s", self.engine_id, str(error)
                 )
             return record, load_s
-        if error is None:  # on a rank whose errors the engine does not pass on
+        if error is None:  # the failed rank's error was not passed on by the engine
             kind = errors.EngineBrokenError if record.is_broken else errors.EngineUpdateError
-            raise kind(record.problem or f"{view.engine_id} has not switched, and does not say why")
+            raise kind(record.problem or f"{view.engine_id} did not switch, and gave no reason")
         if record.is_broken and isinstance(error, errors.EngineUpdateError):
             raise errors.EngineBrokenError(str(error)) from error
         raise error
@@ -541,9 +549,9 @@ class Follower(Closing):
     def _outcome_of(
         self, view: StoreView, attempt: str, record: ReceiverRecord | None
     ) -> ReceiverRecord | None:
-        """Return the engine's record, or None if it does not tell how this attempt ended.
+        """Return the engine's record, or None if it does not name this attempt.
 
-        ``record`` was the ranks' answer. If that was lost, they are asked again.
+        ``record`` is the ranks' answer. If the answer was lost, ask the ranks again.
         """
         record = record or view.readable_record()
         if record is None or record.attempt != attempt:
@@ -557,16 +565,16 @@ class Follower(Closing):
         return record
 
     def _acknowledge(self) -> None:
-        """Write the engine's record into the store. After a failure, following begins anew."""
+        """Have the engine's record written into the store. After a failure, start again."""
         self._note("lost")  # until all ranks have answered
         with self._translating("acknowledge its version"):
             self._engine.do(RankRequest("acknowledge"))
         self._note("known")
 
     def _label_and_resume(self) -> None:
-        """End this follower's pause; before that, label weights that may be of no version.
+        """End this follower's pause. If the weights are uncertain, first label them as unknown.
 
-        If the label cannot be set, the engine stays paused: it must not answer under another one.
+        If the label cannot be set, the engine stays paused: it must not answer under a wrong label.
         """
         if not self._is_certain:
             self._label(WeightLabel())
@@ -574,19 +582,16 @@ class Follower(Closing):
             self._resume()
 
     def _label(self, label: WeightLabel) -> None:
-        # Two runs have versions of one number.
+        # Compare whole labels: versions of two runs can have the same number.
         if label != self._set_label or self._engine.weight_version() != label.version:
             self._engine.set_weight_version(label)
             self._set_label = label
 
     def _correct_label(self, goal: int | VersionId | None) -> None:
-        """Set the label of the engine's version again if another program has set one.
-
-        It tells of the run of the version that the engine is to get ready.
-        """
+        """Set the engine's label again if another program or the goal's run has changed it."""
         if self._applied is None or self._engine.is_idle():
             return
-        with contextlib.suppress(errors.EngineUnreachableError):  # its event loop stops just now
+        with contextlib.suppress(errors.EngineUnreachableError):  # the event loop is stopping
             is_attested = self._record is not None and self._record.attested_at is not None
             label = WeightLabel.of(
                 self._applied, self.applied_metadata, goal, is_attested=is_attested
@@ -596,7 +601,7 @@ class Follower(Closing):
     def _translating(self, step: str) -> TranslatedErrors:
         def translate(error: BaseException) -> None:
             if isinstance(error, Exception) and not isinstance(error, errors.DBufferError):
-                # From another process: any class of the engine's, with the worker's message.
+                # Errors from another process can have any class, with the worker's message.
                 raise errors.EngineUpdateError(
                     f"{self.engine_id} could not {step}: {error}"
                 ) from error
@@ -604,10 +609,10 @@ class Follower(Closing):
         return TranslatedErrors(translate)
 
     def mismatches(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
-        """Return why such tensors do not fit, for each rank on which they do not.
+        """Check whether tensors would fit; return a message for each rank on which they do not.
 
         Args:
-            tensors: name, dtype (``"bfloat16"``) and shape of each.
+            tensors: name, dtype (``"bfloat16"``) and shape of each tensor.
         """
         with self._translating("check the tensors"):
             may_warn = self._options_for(self._engine.facts()).unused_tensors == "warn"
@@ -620,12 +625,12 @@ class Follower(Closing):
         return [str(answer) for answer in answers if answer is not None]
 
     def apply_once(self, store: str) -> None:
-        """Load the newest version of another store, then follow this one again.
+        """Load the newest version of another store once, then follow the present store again.
 
-        The engine then has no version of the store that it follows, and gets the next one.
+        The engine then has no version of the present store, so the next sync switches it.
 
         Raises:
-            EngineUpdateError, EngineBrokenError: see :meth:`sync`.
+            EngineUpdateError, EngineBrokenError: as :meth:`sync` does.
         """
         following = self._ensure_started().options
         options = replace(following, store=store, local_store=None, version=None)
@@ -642,9 +647,9 @@ class Follower(Closing):
             self.start()
 
     def done(self) -> None:
-        """Let the engine go on from a version that it keeps ``until_done``. Any thread may call it.
+        """Let the engine leave the version that it keeps because of ``until_done``.
 
-        It has no effect on a version that the engine is switched to later.
+        Versions that the engine switches to later are kept again. Any thread may call this.
         """
         if self._view is not None:
             self._view.is_kept = False
@@ -653,14 +658,14 @@ class Follower(Closing):
 
     def _note_failure(self, error: Exception, version: int | None) -> None:
         if isinstance(error, errors.EngineUnreachableError) and self._engine.is_server:
-            self._note("lost")  # it may have been restarted
+            self._note("lost")  # the server may have been restarted
         self._failed = version
         self._report.failed(version, is_engine_known=self._is_certain)
 
     def wait_to_retry(self, timeout_s: float, stop_event: threading.Event) -> None:
         """Wait until the store has a newer version than the failed one, or the time is over.
 
-        Half a second is waited in any case: a store that is in trouble may call anything newer.
+        Wait half a second at least: a store in trouble may report a newer version at once.
         """
         end = time.monotonic() + timeout_s
         stop_event.wait(min(timeout_s, TIMING.retry_min_s))
@@ -672,7 +677,7 @@ class Follower(Closing):
         stop_event.wait(max(0.0, end - time.monotonic()))
 
     def wait_for_version(self, stop_event: threading.Event) -> int | None:
-        """Wait a poll interval for a version that the engine does not have; return it, or None."""
+        """Wait up to a poll interval for a newer version; return its number, or None."""
         assert self._view is not None  # noqa: S101 - there was a sync before
         try:
             return self._view.wait_for_version(
@@ -685,23 +690,23 @@ class Follower(Closing):
     # Ending
 
     def stop_workers(self) -> None:
-        """Let the engine's ranks look at the store no more. The engine keeps its weights."""
+        """Make the engine's ranks stop following the store. The engine keeps its weights."""
         if self._view is not None:
             with self._translating("stop following"):
                 self._engine.do(RankRequest("end"))
         self._note("lost")  # a later sync must start again
 
     def close(self) -> None:
-        """Stop following. The engine keeps its weights; its ranks go on looking at the store.
+        """Stop following. The engine keeps its weights, and its ranks go on staging versions.
 
-        A pause that this follower began and could not end is ended, if the engine answers now.
+        If this follower could not end a pause before, it tries once more.
         """
         if self._owes_resume:
             try:
                 self._label_and_resume()
                 self._acknowledge()
             except errors.EngineEndedError:
-                pass  # so it does not stand still
+                pass  # a dead engine is not paused
             except (errors.DBufferError, OSError) as error:
                 state = "left paused" if self._owes_resume else "not acknowledged"
                 logger.error("%s is %s: %s", self.engine_id, state, str(error))
@@ -712,7 +717,7 @@ class Follower(Closing):
         self._engine.close()
 
     def _forget(self) -> None:
-        """Allow another follower of the engine."""
+        """Leave the table of followers, so that the engine can get another one."""
         for key in [key for key, follower in _followers.items() if follower is self]:
             del _followers[key]
 
