@@ -39,7 +39,7 @@ LOOKS = frozenset(
 """Calls with which a reader looks at a store, or records a version that it reads."""
 
 STACK_DEPTH = 5
-"""Frames that tell which file is written, and for which step of a publish."""
+"""Callers that tell a file and a step of a publish from others."""
 
 OPENS_TO_READ = frozenset({"open_regular", "refresh"})
 """Functions of the product whose ``open`` changes nothing."""

@@ -1,4 +1,4 @@
-"""Other processes: functions in children that end with their block, forks, and a sender."""
+"""Other processes: functions in children that end with their block, and a sender."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from dbuffer.testing.waiting import TIMEOUT_S, until
 
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload([__name__])  # an import of torch takes seconds
-FORK_TIMEOUT_S = 60
 
 
 class Child:
@@ -77,7 +76,7 @@ class Child:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as connection:
             try:
                 return connection.recv(1, socket.MSG_PEEK) != b""
-            except ConnectionResetError:  # it ended before it read what it was sent
+            except ConnectionResetError:  # it ended before it read a message
                 return False
 
     def send(self, value: Any = None) -> None:
@@ -201,36 +200,6 @@ def _send(connection: Connection, store: Path, options: dict[str, Any]) -> None:
                 answer = error
             sys.setprofile(None)
             connection.send(answer)
-
-
-def fork(body: Callable[[], None]) -> int:
-    """Run ``body`` in a fork of this process, which is killed if it hangs; return its pid.
-
-    A process that forks should have one thread, as a :class:`Child` has.
-    """
-    pid = os.fork()
-    if pid == 0:
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(FORK_TIMEOUT_S)
-            body()
-            os._exit(0)
-        except BaseException:  # it must not run on as a second copy of the test
-            traceback.print_exc()
-            os._exit(1)
-    return pid
-
-
-def in_a_fork(body: Callable[[], None]) -> int:
-    """Run ``body`` in a :func:`fork`; return its exit status."""
-    return os.waitstatus_to_exitcode(os.waitpid(fork(body), 0)[1])
-
-
-def was_killed(body: Callable[[], None]) -> bool:
-    """Run ``body`` in a fork; return whether it was killed, and not at its end."""
-    status = in_a_fork(body)
-    assert status in (0, -signal.SIGKILL), f"it ended with {status}"
-    return status != 0
 
 
 def state_of(pid: int) -> str:

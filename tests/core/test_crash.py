@@ -33,7 +33,6 @@ from dbuffer.store import retention
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import OwnRecord
 from dbuffer.testing.moments import die, stop
-from dbuffer.testing.processes import fork, was_killed
 from tests.support.children import Child
 from tests.support.crashes import (
     DELTA_SITUATIONS,
@@ -47,6 +46,7 @@ from tests.support.crashes import (
     noting,
     pattern_of,
 )
+from tests.support.forks import fork, was_killed
 from tests.support.patterns import OTHER, SMALL, newest
 from tests.support.soak import IN_SOAKS_ALONE, at_moment, in_turn, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, named_files, version_files

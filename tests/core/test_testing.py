@@ -1,4 +1,4 @@
-"""What others use in their tests: `dbuffer.testing`."""
+"""`dbuffer.testing`, as other projects use it in their tests."""
 
 from __future__ import annotations
 

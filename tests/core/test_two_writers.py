@@ -21,8 +21,9 @@ import dbuffer
 from dbuffer.format import places
 from dbuffer.store import filesystem
 from dbuffer.testing.moments import stop
-from dbuffer.testing.processes import SenderProcess, in_a_fork
+from dbuffer.testing.processes import SenderProcess
 from tests.support.children import Child, start_server
+from tests.support.forks import in_a_fork
 from tests.support.patterns import OTHER, SMALL, load, newest, publish
 from tests.support.steps import Step, at_step
 from tests.support.stores import contents

@@ -26,9 +26,9 @@ from dbuffer.publish import pending as publication_module
 from dbuffer.publish import sender as sender_module
 from dbuffer.publish.draft import Draft
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.testing.processes import in_a_fork
 from dbuffer.testing.waiting import until
 from tests.support.children import Child, run_program
+from tests.support.forks import in_a_fork
 from tests.support.patterns import assert_same, received
 from tests.support.stores import removed_but_mapped, without_garbage_collection
 from tests.support.waiting import Gate

@@ -25,9 +25,9 @@ from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.draft import Draft
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
-from dbuffer.testing.processes import in_a_fork
 from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support.children import Child
+from tests.support.forks import in_a_fork
 from tests.support.patterns import newest
 from tests.support.waiting import Gate
 

@@ -25,8 +25,8 @@ from dbuffer.errors import (
 from dbuffer.store import filesystem, medium
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.medium import medium_of
-from dbuffer.testing.processes import in_a_fork
 from dbuffer.testing.waiting import TIMEOUT_S
+from tests.support.forks import in_a_fork
 from tests.support.stores import open_below, small_disk
 
 
