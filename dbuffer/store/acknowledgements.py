@@ -34,15 +34,16 @@ def wait_applied(
     The applied version must lead to the newest. If several receivers have one id, the id has
     applied a version when all living ones have. If none lives, the last written record counts.
 
-    A receiver's end is learned at once (a second for its last acknowledgement) on this host, or on
-    a local mount; else after `Timing.presumed_dead_after_s`, and if the mirror that relays its
-    record has ended, after `Timing.bucket_presumed_dead_after_s`. Records that are as they were
-    ``written_before`` the writer began, by id and token, are of receivers that have ended, or will
-    write again.
+    If a receiver ends on this host or on a local mount, the wait fails a second later, so that its
+    last acknowledgement can arrive. Elsewhere it fails after `Timing.presumed_dead_after_s`; if the
+    mirror that relays the receiver's record has ended, after `Timing.bucket_presumed_dead_after_s`.
+
+    ``written_before`` has the time of each record, by id and token, when the writer began. A record
+    that has not changed since says nothing about its receiver.
 
     Raises:
-        StoreNotFoundError, WriterSupersededError: the store is not this writer's any more, so
-            receivers apply something else.
+        StoreNotFoundError, WriterSupersededError: this writer no longer has the store, and
+            receivers apply other versions.
     """
     options.whole_number("version", version, at_least=0)
     deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
@@ -66,7 +67,7 @@ def wait_applied(
 
 
 def receiver_lags(store: DoubleBuffer) -> dict[str, Lag]:
-    """Return the lag of each living receiver by its id; of several of one id, the longest."""
+    """Return the lag of each living receiver by its id; the longest if several have one id."""
     pointer = store.newest_pointer() if store.exists() else None
     if pointer is None:
         return {}
@@ -83,7 +84,7 @@ def receiver_lags(store: DoubleBuffer) -> dict[str, Lag]:
 
 
 class _Wait:
-    """Wait for receivers of one version, of these names or of any."""
+    """Wait until receivers, of given ids or any, have applied a version."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class _Wait:
         self._newest: Lineage | None = None
         """Newest version that was published."""
         self._counted: dict[str, list[ReceiverRecord]] = {}
-        """Records that count, by their receiver's id."""
+        """Records of the receivers that are waited for, by the receiver's id."""
         self._ranks: Mapping[tuple[str, str], Sequence[ReceiverRecord]] = {}
         """Records of engines' ranks, by their engine's id and token."""
         self._noted_at: dict[tuple[str, str, str], float] = {}
@@ -108,11 +109,11 @@ class _Wait:
     def look(self, writer: WriterRecord) -> int:
         """Read all records; return how many receivers, or names, have applied the version."""
         records = self._store.receivers()
-        # Read last: versions that they have applied lead to it.
+        # Read after the records: versions that receivers have applied lead to this one.
         pointer = self._store.newest_pointer()
         self._newest = None if pointer is None else pointer.lineage
         self._store.require_writer(writer)  # the records are of its versions, or of earlier ones
-        # An engine has one acknowledgement; its ranks' records tell of staged versions.
+        # The engine's record acknowledges; its ranks' records only name staged versions.
         by_id: defaultdict[str, list[ReceiverRecord]] = defaultdict(list)
         ranks: defaultdict[tuple[str, str], list[ReceiverRecord]] = defaultdict(list)
         for record in records:
@@ -141,7 +142,7 @@ class _Wait:
         return living or [max(records, key=written_at)]
 
     def states(self) -> str:
-        """Describe each receiver, with what keeps it from the version."""
+        """Describe each receiver's version, and its problem with the awaited one."""
         states = [self._state(record) for records in self._counted.values() for record in records]
         missing = sorted((self._names or set()) - self._counted.keys())
         return ", ".join([*states, *(f"{name} has not connected" for name in missing)])
@@ -159,11 +160,11 @@ class _Wait:
         return state
 
     def _parts_of(self, record: ReceiverRecord) -> list[ReceiverRecord]:
-        """Return a receiver's record and, of an engine, its ranks' records."""
+        """Return a receiver's record and, if it is an engine, its ranks' records."""
         return [record, *self._ranks.get((record.receiver, record.token), ())]
 
     def require_able(self) -> None:
-        """Raise if a receiver that was named stays below the version, cannot apply it, or ended."""
+        """Raise if a receiver given by id stays below the version, failed or ended."""
         for records in () if self._names is None else self._counted.values():
             for record in records:
                 if not self._has_applied(record):
@@ -193,7 +194,7 @@ class _Wait:
 
     def _is_old(self, record: ReceiverRecord) -> bool:
         """Whether a record is as it was when the writer began."""
-        # Not by comparing times, which are of two hosts' clocks.
+        # Only equality counts: the times may come from two hosts' clocks.
         before = self._written_before.get((record.receiver, record.token))
         return before == record.updated_at
 
@@ -210,9 +211,9 @@ def _at(record: ReceiverRecord, noun: str = "") -> str:
 
 
 def _is_certain_of_end(record: ReceiverRecord) -> bool:
-    """Whether a receiver without a sign of life has ended itself, not the mirror that relays it.
+    """Whether a receiver without a sign of life has ended, and not only the mirror that relays it.
 
-    A mirror that is started again goes on to relay its record.
+    A mirror that is started again relays the receiver's record again.
     """
     return not record.is_relayed or record.has_ended or Process.of(record).can_be_seen
 

@@ -1,7 +1,7 @@
 """`DoubleBuffer`: the two buffers, the version pointer and the records, as readers see them.
 
-A sender must not write a store into a directory that holds something else, as a checkpoint, other
-stores or TorchRL weights: `require_own_directory`.
+`require_own_directory` keeps senders from directories that hold something else: a checkpoint, other
+stores, TorchRL's weights.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from dbuffer.store.medium import Medium, medium_of
 logger = logging.getLogger(__name__)
 
 _MTIME_GRANULARITY_S = 1.0
-"""Longer than the clock of any filesystem takes from one file time to the next; some servers count
-whole seconds."""
+"""Longest step of a filesystem's clock for file times: some servers count whole seconds."""
 
 _FileState = tuple[int, ...]
 """State of a file that changes whenever the file is replaced or written."""
@@ -54,10 +53,10 @@ class DoubleBuffer:
         self._medium: Medium | None = None
         self._device: int | None = None
         self._records: dict[Path, tuple[_FileState | None, ReceiverRecord | None]] = {}
-        """Receivers' records that were read last by their files, with the files' states."""
+        """Records that were read last, with the states of their files, by path."""
 
     def check(self) -> None:
-        """Refuse a store that does not exist, or that other users can write to."""
+        """Raise if the store does not exist, or if other users can write to it."""
         if not self.exists():
             raise errors.StoreNotFoundError(f"there is no store at {self.root}")
         if self.owner_only:
@@ -68,14 +67,14 @@ class DoubleBuffer:
                 places.SCRATCH_DIRECTORY,
                 places.RECEIVERS_DIRECTORY,
             ):
-                with contextlib.suppress(errors.StoreNotFoundError):  # a sender is making them
+                with contextlib.suppress(errors.StoreNotFoundError):  # a sender is making it
                     filesystem.check_trust(self.root / name)
 
     def _check_root(self) -> None:
         try:
             filesystem.check_trust(self.root)
         except errors.StoreAccessError as error:
-            # A mistyped path may lead to a directory that is shared on purpose.
+            # For a mistyped path, "others can write to it" would be the wrong message.
             contents = other_contents(self.root)
             if contents is None:
                 raise
@@ -86,7 +85,7 @@ class DoubleBuffer:
 
     @property
     def medium(self) -> Medium:
-        """Medium of the store's directory, looked up again if something is mounted there since."""
+        """Medium of the store's directory; looked up again after something was mounted there."""
         device = None
         with contextlib.suppress(OSError):
             device = self.root.stat().st_dev
@@ -95,12 +94,12 @@ class DoubleBuffer:
         return self._medium
 
     def exists(self) -> bool:
-        """Whether there is a directory, published to or not."""
+        """Whether the store's directory exists, also before the first publish."""
         with os_errors("look for a store", self.root):
-            # Unlike is_dir(), this says so where a link leads in circles or a file is in the way.
+            # Unlike is_dir(), this raises for a loop of links, or a file in the way.
             with contextlib.suppress(FileNotFoundError):
                 return stat.S_ISDIR(self.root.stat().st_mode)
-            # A host that has looked before may keep in mind for a minute that it was not there.
+            # A host's cache may say for a minute that the directory does not exist.
             for directory in reversed(self.root.parents):
                 with contextlib.suppress(OSError):
                     filesystem.refresh(directory)
@@ -129,13 +128,14 @@ class DoubleBuffer:
     def _pointer_by_manifests(self, last: Pointer | None) -> Pointer | None:
         """Derive the pointer from the manifests, while ``CURRENT`` is missing.
 
-        Over NFSv3 it is missing while it is replaced, if a process on the writer's host has it
-        open. Of two complete versions the earlier one was certainly published; so was the later one
-        if a reader has seen it. While one buffer is being written, the other holds the newest.
+        Over NFSv3 ``CURRENT`` is missing while it is replaced, if a process on the writer's host
+        has it open. If both buffers are complete, the earlier version was certainly published, and
+        the later one too if a reader has seen it. If one buffer is being written, the other one
+        holds the newest version.
         """
         manifests = self._manifests_of_one_moment()
         if None in manifests.values():
-            return None  # the first version is on its way
+            return None  # the first version is being written
         complete = [
             pointer_to(buffer, manifest)
             for buffer, manifest in manifests.items()
@@ -147,11 +147,11 @@ class DoubleBuffer:
             return None
         message = "%s has no %s: going by its manifests"
         log_once(logger, message, self.root, places.POINTER_FILE)
-        # By generations, which go up within a store whatever run its versions are of.
+        # Generations go up within a store, also from one run to the next.
         return min(complete, key=lambda pointer: pointer.generation)
 
     def _manifests_of_one_moment(self) -> dict[str, Manifest | None]:
-        """Read both manifests as they stood together: a writer may replace one meanwhile."""
+        """Read both manifests as of one moment: a writer may replace one in between."""
         before = None
         while (manifests := {buffer: self.manifest(buffer) for buffer in places.BUFFERS}) != before:
             before = manifests
@@ -201,7 +201,7 @@ class DoubleBuffer:
         return {places.kept_buffer(directory.name): directory for directory in directories}
 
     def delta_bytes(self, versions: Iterable[VersionId]) -> int:
-        """Return the size of the deltas that lead to these versions, as far as they are there."""
+        """Return the total size of the deltas that lead to these versions; missing ones are 0."""
         num_bytes = 0
         for version in versions:
             with contextlib.suppress(FileNotFoundError):
@@ -212,7 +212,7 @@ class DoubleBuffer:
         return self._read(WriterRecord, self.root / places.WRITER_FILE)
 
     def was_closed(self, writer: WriterRecord) -> bool:
-        """Whether a writer gave the store up in order; a killed one has not."""
+        """Whether the writer closed the store, and was not killed."""
         path = self.root / places.WRITER_LOCK_FILE
         try:
             with os_errors("read", path):
@@ -222,7 +222,7 @@ class DoubleBuffer:
         return token == writer.token.encode()
 
     def require_writer(self, writer: WriterRecord) -> None:
-        """Raise unless this writer still has the store, and it was not removed."""
+        """Raise if the store was removed, or another writer has taken it over."""
         record = self.writer()
         if record is None:
             raise errors.StoreNotFoundError(
@@ -259,7 +259,7 @@ class DoubleBuffer:
         """
         entries = self._record_entries()
         paths = [Path(e.path) for e in entries if places.receiver_of(e.name) == receiver_id]
-        # By the files' times, which come from one clock; times in records come from many.
+        # Files' times come from one clock; times in records come from many hosts' clocks.
         paths.sort(key=filesystem.touched_at)
         return [record for path in paths if (record := self._read_usable(path)) is not None]
 
@@ -274,14 +274,14 @@ class DoubleBuffer:
         for entry in self._record_entries():
             try:
                 state = _file_state(entry.stat(follow_symlinks=False), now_s)
-            except OSError:  # it was removed just now
+            except OSError:  # it has just been removed
                 continue
             path = Path(entry.path)
             last_state, record = self._records.get(path, (None, None))
             if state is None or state != last_state:
                 record = self._read_usable(path)
             records[path] = state, record
-        self._records = records  # at once: another thread may list the records, too
+        self._records = records  # in one assignment: another thread may be listing records, too
         return [record for _, record in records.values() if record is not None]
 
     def _record_entries(self) -> list[os.DirEntry[str]]:
@@ -303,13 +303,12 @@ class DoubleBuffer:
     def may_live(self, record: ReceiverRecord | WriterRecord) -> bool:
         """Whether the process that wrote a record may be alive.
 
-        A process that can be seen from here is looked at. In another container, on a local mount, a
-        receiver lives as long as its record is locked; on a network mount, or another host, until
-        it has not touched its record for `Timing.presumed_dead_after_s`. A writer gives no such
-        sign.
+        If this host can see the process, the process decides. Otherwise, on a local mount, a
+        receiver lives while its record is locked; on a network mount it lives until it has not
+        touched its record for `Timing.presumed_dead_after_s`. A writer shows no such sign.
 
-        A relayed record says that the receiver has ended when it has its last acknowledgement,
-        which may still be on its way when the process is gone.
+        A relayed record is final once it says that the receiver has ended: the last
+        acknowledgement may still be on its way when the process is gone.
         """
         process = Process.of(record)
         if isinstance(record, WriterRecord):
@@ -341,8 +340,8 @@ class DoubleBuffer:
 
 
 def _file_state(status: os.stat_result, now_s: float) -> _FileState | None:
-    """Return a file's state, or None if a later change may leave no trace in it."""
-    # Two changes within one tick of the clock give one time, and maybe one inode.
+    """Return a file's state, or None if a later change might not change the state."""
+    # Two changes within one tick of the clock have one time, and maybe one inode.
     if now_s - max(status.st_mtime, status.st_ctime) < _MTIME_GRANULARITY_S:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
@@ -385,7 +384,7 @@ def require_successor(store: Path | str, last: Versioned, newest: Versioned | No
 
 
 def other_buffer(buffer: str) -> str:
-    """``"B"`` for ``"A"``, and ``"A"`` for ``"B"``."""
+    """Return ``"B"`` for ``"A"``, and ``"A"`` for ``"B"``."""
     return places.BUFFERS[1 - places.BUFFERS.index(buffer)]
 
 
@@ -399,7 +398,7 @@ _PARTS = {
     places.DELTAS_DIRECTORY,
     places.KEPT_DIRECTORY,
     places.SCRATCH_DIRECTORY,
-    "lost+found",  # at the root of an ext4 filesystem, which may be a store's own mount
+    "lost+found",  # at the root of an ext4 filesystem, which may be mounted as a store
 }
 """Names in a store's directory."""
 
@@ -409,14 +408,14 @@ _MARKS = (
     places.WRITER_LOCK_FILE,
     *(f"{buffer}/{places.MANIFEST_FILE}" for buffer in places.BUFFERS),
 )
-"""Files that make a directory a store, whatever else is in it."""
+"""Files that make a directory a store, whatever other files it has."""
 
 
 def other_contents(root: Path) -> str | None:
-    """Name the contents of a directory, or return None if it is a store's, empty or not there.
+    """Name the contents of a directory, or return None if it is a store, empty or does not exist.
 
-    Remains of a store count as a store. Hidden names do not count: network mounts and backups
-    keep theirs in any directory.
+    Remains of a store count as a store. Hidden names are ignored: network mounts and backups put
+    such files into any directory.
     """
     with os_errors("list", root):
         if any((root / mark).exists() for mark in _MARKS) or not root.is_dir():

@@ -1,7 +1,7 @@
-"""`Contents`: a store's records as its next writer finds them, and conclusions from them.
+"""`Contents`: a store's pointer and manifests as its next writer finds them.
 
-A writer may have died anywhere, and a record may be damaged. A damaged record counts as none, but
-its file shows that the store is not new.
+The last writer may have died at any instruction, and records may be damaged. A damaged record is
+ignored, but its file shows that the store is not new.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dbuffer.store.buffer import DoubleBuffer, other_buffer
 
 
 def require_version(version: object) -> None:
-    """Raise a `VersionError` unless this is a version's number or None."""
+    """Raise a `VersionError` if a value is neither a version's number nor None."""
     if version is None or (type(version) is int and version <= MAX_INTEGER):
         return
     raise VersionError(f"a version is an integer below 2**63, not {version!r:.80}")
 
 
 class Contents:
-    """Pointer and manifests of a store at one moment, each read when it is first used."""
+    """Pointer and manifests of a store. Each is read when it is first used."""
 
     def __init__(self, store: DoubleBuffer) -> None:
         self._store = store
@@ -41,7 +41,7 @@ class Contents:
     def newest_buffer(self) -> str | None:
         """Buffer that the pointer names, or None if nothing was ever published.
 
-        Without a pointer to go by, it is the buffer that may hold the newest version.
+        If the pointer is missing or damaged: the buffer that may hold the newest version.
         """
         if self.pointer is not None:
             return self.pointer.buffer
@@ -50,7 +50,7 @@ class Contents:
             (root / buffer / places.MANIFEST_FILE).exists() for buffer in places.BUFFERS
         ]
         if not (root / places.POINTER_FILE).exists() and not all(have_manifests):
-            return None  # the first version of all: its writer died before it moved the pointer
+            return None  # the first version's writer died before it flipped the pointer
 
         def generation(buffer: str) -> int:
             manifest = self.manifests[buffer]
@@ -60,9 +60,9 @@ class Contents:
 
     @cached_property
     def newest(self) -> Lineage | None:
-        """The newest version that was published, or None if there is none that is undamaged.
+        """The newest published version, or None if none is undamaged.
 
-        Without a pointer to go by, it may be a version whose commit failed.
+        If the pointer is missing or damaged, it may be a version whose commit failed.
         """
         if self.pointer is not None:
             return self.pointer.lineage
@@ -71,14 +71,13 @@ class Contents:
 
     @property
     def idle_buffer(self) -> str:
-        # The first is B: a version that a dead writer began there must not pass for the older of
-        # two versions.
+        # B comes first: a version that a dead writer began in B must not count as the older one.
         return places.BUFFERS[1] if self.newest_buffer is None else other_buffer(self.newest_buffer)
 
     def has_published(self, manifest: Manifest) -> bool:
-        """Whether a buffer's manifest describes a version that was published, and not lost.
+        """Whether a buffer's manifest describes a version that was published, and not lost since.
 
-        A commit that failed may leave a complete manifest, whose number the next version takes.
+        A failed commit may leave a complete manifest. The next version takes its number.
         """
         newest = self.newest
         return manifest.state == "complete" and newest is not None and newest.reaches(manifest.id)
@@ -86,8 +85,8 @@ class Contents:
     def published(self, *, lost: bool = False) -> Iterator[tuple[str, Manifest]]:
         """Yield the buffers and manifests of the versions that lead to the newest, kept ones last.
 
-        A version is kept before it leaves its buffer. A version that does not lead to the newest
-        was lost. ``lost``: yield kept versions that were lost, too.
+        A version that does not lead to the newest was lost; with ``lost``, yield kept versions that
+        were lost, too. A version is kept before its buffer is reused, so none is missed.
         """
         for buffer, manifest in self.manifests.items():
             if manifest is not None and self.has_published(manifest):
@@ -109,13 +108,13 @@ class Contents:
         return max((record.generation for record in records if record is not None), default=0)
 
     def next_version(self, version: int | None, *, above: int = 0) -> int:
-        """Return the number to publish: ``version``, or by default one above the last.
+        """Return the number to publish: ``version``, or by default the last number plus one.
 
-        It must be above the store's versions, and the last one of the sender, even if that was
-        lost since.
+        It must be above all versions of the store, and above the sender's last version, even if
+        that was lost since.
 
         Raises:
-            VersionError: it is no version, or does not go up.
+            VersionError: ``version`` is no version's number, or too low.
         """
         require_version(version)
         root, in_store = self._store.root, 0 if self.newest is None else self.newest.id.number
@@ -124,7 +123,8 @@ class Contents:
             version = last + 1
         if version > MAX_INTEGER:
             raise VersionError(
-                f"{root} has version {last}, above which there is none: publish into a new store"
+                f"{root} is at version {last}, the highest possible number: publish into a new "
+                "store"
             )
         if in_store < version <= last:
             raise VersionError(

@@ -1,4 +1,4 @@
-"""The only place that flushes, renames, locks and allocates."""
+"""Files and directories: the only module that flushes, renames, locks and allocates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MOUNT_VARIABLE = "DBUFFER_MOUNT"
 for a disk of this host that other hosts see over a network, for a FUSE mount of this host alone."""
 
 TICK_S = 0.02
-"""A pause before a directory is changed again, longer than a tick of a server's clock (10 ms)."""
+"""Pause before a directory is changed again: longer than a tick of a server's clock (10 ms)."""
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Errors of a mount that knows no locks."""
@@ -47,40 +47,41 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 _MFD_CLOEXEC = 1
 
 _STALE_RETRIES = 4
-"""A file that is replaced between lookup and read is a stale handle; the next lookup finds the
-new one."""
+"""Retries after a stale handle, of a file that was replaced between lookup and read. The next
+lookup finds the new file."""
 
 _FORK_RETRIES = 100
-"""A fork is over after a few openings, unless it waits for a lock that the opening thread has."""
+"""Retries while another thread forks. A fork ends after a few retries, unless it waits for a lock
+that the opening thread holds."""
 
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.[0-9a-f]{16}\.tmp")
-"""Names of temporary files and directories: the name that they get or stand for, and a random
+"""Pattern of the names of temporary files and directories: their final name, and a random
 number."""
 _STALE_TEMPORARY_S = 60.0
-"""Age of a temporary file that a killed process left behind."""
+"""Age from which a temporary file counts as left behind by a killed process."""
 LOCK_PAUSES_S = (0.0005, 0.02)
-"""First pause between two attempts to lock a file, or to open a version that a writer is at, and
-its upper bound."""
+"""First and longest pause between attempts to lock a file, or to open a version that is being
+written."""
 
 
 def real_path(path: Path) -> Path:
-    """Resolve a path, links followed; it need not exist yet."""
+    """Resolve a path and its links. The path need not exist."""
     try:
         with os_errors("follow the path", path):
             return path.resolve()
-    except RuntimeError as error:  # what Python says of a loop of links
+    except RuntimeError as error:  # Python's error for a loop of links
         raise StoreAccessError(f"cannot follow the path at {path}: {error}") from None
 
 
 def os_errors(action: str, path: Path | str, num_bytes: int = 0) -> TranslatedErrors:
-    """Translate an OSError of an action, which needs room for ``num_bytes``."""
+    """Translate an OSError into dbuffer's error. The action needs room for ``num_bytes``."""
 
     def translate(error: BaseException) -> None:
         if isinstance(error, DBufferError) or not isinstance(error, OSError):
             return
         if isinstance(error, FileNotFoundError):
             raise StoreNotFoundError(f"cannot {action}: no {error.filename or path}") from error
-        if error.errno == errno.ESTALE:  # over NFS: it was removed while we had it in hand
+        if error.errno == errno.ESTALE:  # over NFS: another host removed the open file
             raise StoreNotFoundError(f"cannot {action}: {path} is gone") from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             room = f", which needs {_room(Path(path), num_bytes)}" if num_bytes else ""
@@ -124,7 +125,7 @@ def make_directory(path: Path, *, parents: bool = False, durable: bool = False) 
 
 
 def check_trust(path: Path) -> None:
-    """Refuse a directory that other users can write to."""
+    """Raise if other users can write to a directory."""
     with os_errors("look at a store", path):
         status = path.stat()
     if not stat.S_ISDIR(status.st_mode):
@@ -139,7 +140,7 @@ def _check_trusted(status: os.stat_result, path: Path) -> None:
             "pass allow_shared_store=True (--allow-shared-store) to use it anyway"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        # Directories such as /tmp and mounts are shared: their modes must stay.
+        # The remedy must not change the mode of /tmp or a mount, which others share.
         is_for_all = status.st_mode & stat.S_ISVTX or path.is_mount()
         remedy = "name a directory below it" if is_for_all else f"run 'chmod go-w {path}'"
         raise StoreAccessError(
@@ -149,14 +150,14 @@ def _check_trusted(status: os.stat_result, path: Path) -> None:
 
 
 def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> Descriptor:
-    """Open a file, but no link, directory or pipe.
+    """Open a plain file; raise for a link, a directory or a pipe.
 
-    ``owner_only``: refuse a file that someone else could have written.
+    ``owner_only``: raise if another user could have written the file.
 
     Raises:
         FileNotFoundError: it does not exist.
         StoreCorruptError: it is not a plain file.
-        StoreAccessError: it has another owner, or its mode lets others write.
+        StoreAccessError: the file has another owner, or its mode lets others write.
     """
     try:
         # O_NONBLOCK: a pipe put in the file's place must not hang the process that opens it.
@@ -181,7 +182,7 @@ def _check_regular(status: os.stat_result, path: Path, *, owner_only: bool) -> N
 
 
 def check_file(path: Path, num_bytes: int, *, owner_only: bool) -> None:
-    """Refuse a file of another size, and whatever `open_regular` would refuse; do not open it."""
+    """Raise if a file has another size, or as `open_regular` would, without opening it."""
     with os_errors("look at", path):
         status = path.lstat()
     _check_regular(status, path, owner_only=owner_only)
@@ -192,11 +193,10 @@ def check_file(path: Path, num_bytes: int, *, owner_only: bool) -> None:
 
 
 def refresh(directory: Path) -> None:
-    """Make this host look anew at a directory that another host writes to.
+    """Make this host's NFS client look again at a directory that another host writes to.
 
-    Opening a file by name alone may give an earlier file of that name for up to a minute, while a
-    process keeps the earlier file open. Opening the directory first prevents this (measured with
-    NFSv3 and v4.2).
+    Otherwise, while a process keeps a replaced file open, opening its name may give the old file
+    for up to a minute. Opening the directory first prevents this (measured with NFSv3 and v4.2).
     """
     os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
@@ -204,9 +204,9 @@ def refresh(directory: Path) -> None:
 def show_new_names(*directories: Path) -> None:
     """Change the directories' times, so that NFSv3 clients look for new names in them again.
 
-    Two changes of a directory within one tick of the server's clock are one to a client that has
-    looked between them: it misses the second until there is a third, a minute and more (seen). This
-    is the third. A directory that another user owns is left alone.
+    If a directory changes twice within one tick of the server's clock, a client that has looked in
+    between misses the second change until there is a third (more than a minute was seen). This call
+    makes the third change. A directory of another user is left alone.
     """
     time.sleep(TICK_S)
     for directory in directories:
@@ -215,7 +215,7 @@ def show_new_names(*directories: Path) -> None:
 
 
 def read_small(path: Path, max_bytes: int, *, owner_only: bool = True) -> bytes:
-    """Read a small file, as it is now, with a retry if it was replaced meanwhile."""
+    """Read a small file; retry if it was replaced meanwhile."""
     for num_retries in itertools.count():
         try:
             refresh(path.parent)
@@ -241,7 +241,7 @@ def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
 
 
 def read_into(descriptor: int, offset: int, memory: memoryview) -> int:
-    """Fill ``memory`` from ``offset``, and return the bytes read: fewer at the file's end."""
+    """Fill ``memory`` from ``offset``; return the bytes read: fewer at the end of the file."""
     done = 0
     while done < memory.nbytes and (
         num_bytes := os.preadv(descriptor, [memory[done:]], offset + done)
@@ -279,12 +279,12 @@ def replace_file(
         flush: flush the file.
         durable: flush file and directory.
         lock: lock it exclusively before it has its name; no forked child inherits the lock.
-        before: the open file that has the name now, on a network mount. To a host that reads a
-            small file an NFSv4 server hands out a delegation, and the file cannot be replaced or
-            removed before the host has given that back; from a host that was cut off, that takes
-            the server's lease, 90 s by default. A file that is open for writing is not delegated.
-            It is closed just before it is replaced, and not later: a file that is removed while it
-            is open stays for a while, under another name.
+        before: on a network mount, the file that has the name now, open for writing. An NFSv4
+            server delegates a small file to a host that reads it. The file cannot be replaced
+            before the host gives the delegation back; a host that was cut off does not, until the
+            server's lease ends (90 s by default). A file that is open for writing is not delegated.
+            ``before`` is closed just before it is replaced: an open file that is removed stays for
+            a while, under another name.
 
     Returns:
         The file, open.
@@ -311,10 +311,10 @@ def replace_file(
 
 
 def _rename(temporary: Path, path: Path, made: tuple[int, int]) -> None:
-    """Give a finished file, by its identity ``made``, its name.
+    """Give a finished file, of the identity ``made``, its name.
 
-    An NFS client repeats a request that got no answer, and a server that was restarted in between
-    does not know that it has renamed the file already: then there is nothing to rename.
+    An NFS client repeats a request that got no answer. If the server was restarted in between, it
+    fails to rename the file a second time: then the name already leads to the file.
     """
     try:
         os.replace(temporary, path)
@@ -324,9 +324,9 @@ def _rename(temporary: Path, path: Path, made: tuple[int, int]) -> None:
 
 
 def identity_at(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of the file of this name, or None without access."""
+    """Return device and inode of the file at a path, or None if they cannot be read."""
     try:
-        refresh(path.parent)  # an NFS client would answer from its cache otherwise
+        refresh(path.parent)  # otherwise an NFS client answers from its cache
         with Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
             return identity_of(file.number)
     except OSError:
@@ -334,7 +334,7 @@ def identity_at(path: Path) -> tuple[int, int] | None:
 
 
 def _temporary_in(scratch: Path, name: str) -> Path:
-    # No process id: the first process of a container that is restarted has the same one again.
+    # No process id: after a restart a container's first process has the same id again.
     return scratch / f".{name}.{secrets.token_hex(8)}.tmp"
 
 
@@ -345,7 +345,7 @@ def _open_temporary(scratch: Path, path: Path) -> tuple[Path, Descriptor]:
 
 
 def rename_directory(directory: Path, path: Path) -> None:
-    """Give a directory its name, in one step; if there is one of that name already, it stays."""
+    """Give a directory its name atomically. A directory that has the name already stays."""
     try:
         with os_errors("rename a directory", path):
             directory.rename(path)
@@ -361,7 +361,7 @@ def link(path: Path, name: Path) -> None:
 
 
 def require_second_names(scratch: Path) -> None:
-    """Raise a `StoreAccessError` where a file cannot have a second name."""
+    """Raise a `StoreAccessError` if the filesystem has no hard links."""
     temporary, file = _open_temporary(scratch, Path("name"))
     file.close()
     second = _temporary_in(scratch, "name")
@@ -373,7 +373,7 @@ def require_second_names(scratch: Path) -> None:
 
 
 def rename(path: Path, name: Path) -> None:
-    """Give a file or a directory another name on its filesystem, in one step."""
+    """Rename a file or a directory atomically, within its filesystem."""
     with os_errors("rename", path):
         path.rename(name)
 
@@ -386,10 +386,10 @@ def make_scratch_directory(scratch: Path) -> Path:
 
 
 def remove_stale_temporaries(directory: Path, now_s: float) -> None:
-    """Remove temporary files and directories of this user's processes that died.
+    """Remove this user's temporary files and directories that dead processes left.
 
-    Younger ones stay, because a live process may be about to rename them. ``now_s`` is by the clock
-    of the files' times, which may be another host's.
+    Those of the last minute stay, because a live process may be about to rename them. ``now_s`` is
+    the time by the clock of the files' times, which may be another host's.
     """
     oldest = now_s - _STALE_TEMPORARY_S
     for path in list_matching(directory, ".*.tmp"):
@@ -411,8 +411,8 @@ def make_file(path: Path, access: int) -> Descriptor:
 
 
 def make_memory_file(name: str) -> Descriptor:
-    """Make a file in memory, without a path: it ends with the last process that has it open."""
-    # Not os.memfd_create, which a Python that was built with an older libc than this one lacks.
+    """Make a file in memory without a path. It exists while a process has it open."""
+    # Not os.memfd_create: a Python that was built with an older libc lacks it.
     libc = ctypes.CDLL(None, use_errno=True)
     number = libc.memfd_create(name.encode(), _MFD_CLOEXEC)
     if number < 0:
@@ -421,19 +421,19 @@ def make_memory_file(name: str) -> Descriptor:
 
 
 def allocate(descriptor: int, num_bytes: int, path: Path) -> None:
-    """Give a new file its full size, in real blocks: a mapped page without one is a SIGBUS."""
+    """Allocate all blocks of a new file: writing a mapped page without a block is a SIGBUS."""
     with os_errors("allocate a buffer", path, num_bytes):
         os.posix_fallocate(descriptor, 0, num_bytes)
 
 
 def check_room(path: Path, num_bytes: int) -> None:
-    """Refuse what plainly does not fit, where space cannot be allocated beforehand.
+    """Raise if a filesystem that cannot allocate space, as NFSv3, has too little free space.
 
-    Over NFSv3 it cannot. What quotas and others take shows when the file is flushed.
+    A lack of room by quotas or other writers shows later, when the file is flushed.
     """
     with os_errors("look for room", path, num_bytes):
         status = os.statvfs(path.parent)
-        # Some that are not disks have no size to tell.
+        # Filesystems that are no disks may report no size.
         if status.f_blocks and status.f_bavail * status.f_frsize < num_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -452,7 +452,7 @@ def sync_directory(path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
-        # SMB and some FUSE mounts: there the server decides when a rename is durable.
+        # SMB and some FUSE mounts, whose server decides when a rename is durable.
         message = "%s cannot be flushed as a directory: renames rest on its server"
         log_once(logger, message, path)
     finally:
@@ -460,7 +460,7 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_contents(directory: Path) -> None:
-    """Flush a directory's files: else a power cut may leave their names without their bytes."""
+    """Flush a directory's files: otherwise a power cut may leave names without bytes."""
     for file in directory.iterdir():
         with file.open("rb") as written:
             sync_file(written.fileno(), file)
@@ -468,7 +468,7 @@ def sync_contents(directory: Path) -> None:
 
 
 def touched_at(path: Path) -> float:
-    """Time of the last change of the file at ``path``; 0 if there is none."""
+    """Return the time of a file's last change, or 0 if there is no file."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -476,16 +476,16 @@ def touched_at(path: Path) -> float:
 
 
 def identity_of(descriptor: int) -> tuple[int, int]:
-    """Device and inode of an open file, which no other file has that takes its name."""
+    """Return device and inode of an open file. A file that takes over its name has others."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
 
 
 def take_lock(path: Path, owner: str, *, may_lack_locks: bool) -> Descriptor | None:
-    """Make a lock's file and lock it for as long as it is open; return None if it is taken.
+    """Make and lock a lock's file, until it is closed; return None if another process has it.
 
-    ``may_lack_locks``: on a mount without locks, as Lustre by default, it counts as locked, which
-    is logged once; the caller detects a second owner in another way. Without this option, such a
+    ``may_lack_locks``: on a mount without locks, as Lustre by default, return the file unlocked,
+    and log that once: the caller detects a second owner in another way. Without this option, such a
     mount is a StoreAccessError.
     """
     with os_errors(f"open the {owner} lock", path):
@@ -509,7 +509,7 @@ def try_lock(descriptor: int, *, exclusive: bool) -> bool:
     The kernel drops the lock when the descriptor is closed, and so when the process dies.
 
     Raises:
-        StoreAccessError: it cannot be locked at all; its ``errno`` says why.
+        StoreAccessError: the mount has no locks, for instance; ``errno`` tells the reason.
     """
     kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     try:
@@ -545,7 +545,7 @@ def is_locked(path: Path) -> bool:
             with file:
                 if not try_lock(file.number, exclusive=False):
                     return True
-                # It may have been replaced, and let go of, since it was opened.
+                # It may have been replaced and unlocked since it was opened.
                 if is_at(file, path):
                     return False
 
@@ -555,7 +555,7 @@ def was_touched_since(path: Path, since_s: float) -> bool:
     try:
         with os_errors("look at", path):
             refresh(path.parent)
-            # An NFS client may have the times of a file that is not open from a minute ago.
+            # Of a file that is not open, an NFS client may report times from a minute ago.
             with open_regular(path, os.O_RDONLY, owner_only=False) as file:
                 return os.fstat(file.number).st_mtime > since_s
     except StoreNotFoundError:  # it was removed just now
@@ -563,7 +563,7 @@ def was_touched_since(path: Path, since_s: float) -> bool:
 
 
 def time_at(scratch: Path) -> float:
-    """Seconds since the epoch, by the clock of the mount's file times."""
+    """Return the time in seconds since the epoch, by the clock of the mount's file times."""
     temporary, file = _open_temporary(scratch, Path("clock"))
     try:
         with file:
@@ -573,7 +573,7 @@ def time_at(scratch: Path) -> float:
 
 
 def is_at(file: Descriptor, path: Path) -> bool:
-    """Whether this open file is the one at ``path``, and no other has its name by now."""
+    """Whether ``path`` still leads to this open file."""
     try:
         return file.is_open and os.path.samestat(os.fstat(file.number), path.lstat())
     except OSError:
@@ -581,7 +581,7 @@ def is_at(file: Descriptor, path: Path) -> bool:
 
 
 def lock_within(descriptor: int, timeout_s: float) -> bool:
-    """Lock exclusively, waiting up to ``timeout_s``; return False if it is still locked then."""
+    """Wait up to ``timeout_s`` for an exclusive lock; return whether it was taken."""
     deadline = time.monotonic() + timeout_s
     pauses_s = doubling(*LOCK_PAUSES_S)
     while not try_lock(descriptor, exclusive=True):
@@ -598,10 +598,10 @@ def unlock(descriptor: int) -> None:
 
 
 class Descriptor(Closing, ProcessBound):
-    """An open file that is closed when dropped, and in every child that is forked.
+    """An open file that is closed when it is dropped, and in every forked child.
 
-    Hand on the descriptor, and not its number: that may be another file's as soon as this one is
-    closed.
+    Pass the descriptor on, and not its number: once the file is closed, the number may be another
+    file's.
 
     A forked child shares its parent's locks for as long as it keeps the descriptor: a data
     loader's worker that outlives a killed trainer would keep the store locked.
@@ -610,7 +610,7 @@ class Descriptor(Closing, ProcessBound):
     def __init__(self, number: int) -> None:
         super().__init__()
         try:
-            # Its close is one call of C: no signal handler can raise between closing the number and
+            # close() is one call of C: no signal handler can raise between closing the number and
             # noting that it is closed.
             self._file = io.FileIO(number)
         except OSError:  # a directory
@@ -631,14 +631,14 @@ class Descriptor(Closing, ProcessBound):
             is_alone = _forks.moment == before and not _forks.under_way
             if is_alone or num_retries == _FORK_RETRIES:
                 break
-            # A child that another thread forked just now may have the file without knowing it.
+            # A child that another thread has just forked may have inherited the file.
             file.close()
             flags &= ~os.O_EXCL
         return file
 
     @property
     def number(self) -> int:
-        """The kernel's number of the file, which must be open."""
+        """The kernel's number of the open file."""
         if not self.is_open:
             raise ClosedError("this file is closed, or was opened before a fork")
         return self._file.fileno()
@@ -661,13 +661,13 @@ _open_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
 
 class _Forks:
-    """Forks of this process; closes the files that a child inherits."""
+    """Notes forks of this process, and closes inherited files in the children."""
 
     def __init__(self) -> None:
         self.under_way: set[int] = set()
-        """Threads that fork."""
+        """Threads that are forking."""
         self.moment = 0
-        """Number of beginnings and ends of forks."""
+        """Count of forks that have begun and of forks that have ended."""
 
     def begin(self) -> None:
         self.under_way.add(threading.get_ident())
@@ -678,7 +678,7 @@ class _Forks:
         self.moment += 1
 
     def end_in_child(self) -> None:
-        self.under_way.clear()  # other threads' forks end in the parent alone
+        self.under_way.clear()  # other threads' forks end only in the parent
         for descriptor in list(_open_descriptors):
             descriptor.close()
 

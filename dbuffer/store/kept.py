@@ -1,11 +1,11 @@
 """Kept versions: versions that a store holds besides the two in its buffers.
 
-Each has a buffer of its own, ``kept/RUN-NUMBER``: the manifest that it had in A or B, and
-second names of its weights file and of its parts. So a version is kept without a copy. A file with
-a second name is never written again (`WeightsFiles`); deltas that a kept manifest names stay.
+Each has a buffer of its own, ``kept/RUN-NUMBER``, with the manifest that it had in A or B, and hard
+links to its weights file and parts. So nothing is copied. A file with a second name is never
+written again (`WeightsFiles`), and deltas that a kept manifest names stay.
 
-The directory is made elsewhere and renamed, so it is always complete. A version that is dropped
-loses its manifest first, so that no new reader begins; a pinned one is never dropped.
+The directory is made elsewhere and renamed, so it is always complete. To drop a version, its
+manifest is removed first, so that no reader begins. A pinned version is never dropped.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from dbuffer.store.weights_files import parts_of
 
 
 def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool) -> str:
-    """Keep the version in a buffer, and return the buffer that it is kept in.
+    """Keep a buffer's version, and return the buffer in which it is kept.
 
     The caller has the version open, or is the store's writer.
 
     Raises:
-        VersionError: remains of it are in the place where it would be kept.
+        VersionError: remains of the version are in its place.
     """
     kept = places.kept_buffer(manifest.id)
     if store.undamaged_manifest(kept) is not None:
@@ -65,7 +65,7 @@ def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool)
 
 
 def open_kept(store: DoubleBuffer, version: int | VersionId, *, durable: bool) -> OpenStoreVersion:
-    """Keep a version that the store has, unless it is kept, and open it where it is kept.
+    """Keep a version, unless it is kept already, and open the kept version.
 
     Raises:
         VersionError: the store holds no such version, or drops it at this moment.
@@ -102,9 +102,9 @@ def missing(store: DoubleBuffer, version: int | VersionId) -> VersionError:
 
 
 def pin(store: DoubleBuffer, version: int | VersionId) -> None:
-    """Keep a version for good, until it is unpinned, whatever the sender keeps.
+    """Keep a version until it is unpinned, however many versions the sender keeps.
 
-    ``version``: by its number, or its id.
+    ``version`` is its number or its id.
 
     Raises:
         VersionError: the store holds no such version, or drops it at this moment.
@@ -115,21 +115,21 @@ def pin(store: DoubleBuffer, version: int | VersionId) -> None:
         open_kept(store, version, durable=store.medium.reaches_other_hosts) as opened,
     ):
         pinned = store.root / opened.buffer / places.PIN_FILE
-        # A sender that drops a version takes its manifest away, and looks for this file once more.
+        # A sender that drops a version removes the manifest, then looks for this file once more.
         with contextlib.suppress(FileNotFoundError):
             pinned.touch(mode=0o600)
         if not opened.is_still_named():
             pinned.unlink(missing_ok=True)
-            raise VersionError(f"{store.root} drops version {version} at this moment")
+            raise VersionError(f"{store.root} is dropping version {version} now")
 
 
 def unpin(store: DoubleBuffer, version: int | VersionId) -> None:
-    """Leave it to the store's sender again whether a version is kept.
+    """Let the store's sender decide again whether a version is kept.
 
-    ``version``: by its id, or by its number if it leads to the newest.
+    ``version`` is its id, or its number if it leads to the newest version.
 
     Raises:
-        VersionError: it is not pinned.
+        VersionError: the version is not pinned.
         StoreNotFoundError, StoreAccessError: the store is not there, or others can write to it.
     """
     store.check()

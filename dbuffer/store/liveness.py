@@ -1,9 +1,8 @@
 """`Process`: which process wrote a record, and whether it is known to have ended.
 
-Containers have process ids of their own, often one host name for all, and the kernel reuses process
-ids. So a record names the boot, the PID namespace and when its process started. Whether a process
-of another host or container lives shows in the lock or the time of its record; see
-:meth:`dbuffer.store.buffer.DoubleBuffer.may_live`.
+Process ids differ between containers, and the kernel reuses them; containers may share a host name.
+So a record names the boot, the PID namespace and the start time of its process. For a process of
+another host or container, see :meth:`dbuffer.store.buffer.DoubleBuffer.may_live`.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ _STARTED_FIELD = 19
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process, as others can know it again."""
+    """Identity of a process that other processes can recognize."""
 
     host: str
     boot: str
-    """Boot id of the kernel: one for all containers of a machine, another after each boot; "" if
-    unknown."""
+    """Boot id of the kernel, or "" if unknown. All containers of a machine share it; each boot has
+    another."""
     pid_namespace: int
-    """Inode of the PID namespace: containers have their own."""
+    """Inode of the PID namespace, which differs between containers."""
     pid: int
     started: int
-    """Start time in clock ticks since the boot, as process ids are reused; 0 if unknown."""
+    """Start time in clock ticks since the boot, or 0 if unknown."""
 
     @classmethod
     def here(cls) -> Process:
@@ -47,12 +46,12 @@ class Process:
 
     @property
     def machine(self) -> str:
-        """Identity of the machine, which all of its containers share."""
+        """Identity of the machine; its containers share it."""
         return self.boot or self.host
 
     @property
     def can_be_seen(self) -> bool:
-        """Whether its process id has the same meaning here: same boot, same PID namespace."""
+        """Whether its process id is valid here: the boot and the PID namespace are the same."""
         this = Process.here()
         return (self.boot, self.pid_namespace) == (this.boot, this.pid_namespace) and (
             bool(self.boot) or self.host == this.host
@@ -60,26 +59,26 @@ class Process:
 
     @property
     def state(self) -> str:
-        """Problem of the process in words; "" if it has none, or cannot be seen from here."""
+        """Problem of the process in words, or "" if it has none or cannot be seen from here."""
         if self.has_ended():
             return "has ended"
         is_stopped = self.can_be_seen and _state_of(self.pid)[0] in ("T", "t")
         return "is stopped (SIGSTOP)" if is_stopped else ""
 
     def has_ended(self) -> bool:
-        """Whether it is known to be gone, or to wait for its parent to notice."""
+        """Whether the process is known to be gone, or to be a zombie."""
         if not self.can_be_seen:
             return False
         if not _has_process(self.pid):
             return True
         state, started = _state_of(self.pid)
-        if not state:  # hidden; or its parent has reaped it since
+        if not state:  # hidden, or reaped by its parent meanwhile
             return not _has_process(self.pid)
         return state in ("Z", "X") or (0 not in (started, self.started) and started != self.started)
 
 
 def _has_process(pid: int) -> bool:
-    """Whether this process id is in use here, a dead process's that was not reaped included."""
+    """Whether this process id is in use here, also by a zombie."""
     try:
         os.kill(pid, 0)
     except OverflowError:  # a number that is no process id here
@@ -90,7 +89,7 @@ def _has_process(pid: int) -> bool:
 
 
 def owner_fields() -> dict[str, str | int]:
-    """Fields of a record that identify the process that writes it."""
+    """Return the fields of a record that identify this process."""
     return dataclasses.asdict(Process.here())
 
 
@@ -104,9 +103,9 @@ def _of_pid(pid: int) -> Process:
 
 
 def _state_of(pid: int) -> tuple[str, int]:
-    """State and start time of a process, from ``/proc``; "" and 0 if it tells nothing."""
+    """Return state and start time of a process from ``/proc``, or "" and 0 if they are unknown."""
     try:
-        # A /proc of another PID namespace numbers other processes.
+        # In a /proc of another PID namespace the numbers are of other processes.
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
             return "", 0
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,8 +1,8 @@
-"""`Medium`: how a store's filesystem is used, and all that rests on it.
+"""`Medium`: properties of a store's filesystem that decide how the store is written and read.
 
-Whether a file can be rewritten under its readers, whether locks hold, what other hosts see and
-when: a mount decides it, and a medium is the one place that knows. :func:`medium_of` looks at the
-mount, once for a store; nothing else asks what kind of mount there is.
+They are: whether a file can be rewritten under its readers, whether locks work, and what other
+hosts see, and when. :func:`medium_of` looks at the mount, once for each store. No other module asks
+for the kind of mount.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ REWRITABLE_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "ramfs", "tmpfs"})
 """Filesystems on which allocated space stays allocated when it is written again.
 
 A copy-on-write filesystem (btrfs, zfs, xfs with reflinks) needs new space for old pages, and
-writing a mapped page without space is a SIGBUS. An overlay may lie on such a filesystem, and
+writing a mapped page without space is a SIGBUS. An overlay may be on such a filesystem. It
 replaces a file of a lower layer when the file is first opened for writing: older mappings keep
-showing the old file, and the new one has its device and inode. On all of these each version gets a
-new file.
+showing the old file, and the new file has the same device and inode. On all these filesystems each
+version has a new file.
 """
 
 LOCAL_FILESYSTEMS = REWRITABLE_FILESYSTEMS | frozenset(
     {"bcachefs", "btrfs", "ecryptfs", "exfat", "f2fs", "hugetlbfs", "jfs", "nilfs2", "ntfs3"}
     | {"overlay", "reiserfs", "rootfs", "ubifs", "vfat", "xfs", "zfs"}
 )
-"""Filesystems that only this host writes. All others count as network mounts: the ways that
-work between hosts also work on one host."""
+"""Filesystems that only this host writes. All others count as network mounts, whose protocol also
+works on one host."""
 _CLOCK_S = 60.0
 """Interval at which a server's clock is compared with this host's."""
 
 
 class Medium:
-    """A store's directory, as far as its mount decides how it is written and read.
+    """Properties of the mount that a store's directory is on.
 
-    On a local mount, locks hold, readers map files, changes are seen at once, and inotify tells of
-    them. On a network mount, no lock can be trusted by all hosts, and caches are late: records are
-    touched now and then, and a reader opens the directory before it looks for a version, and polls.
+    On a local mount locks work, readers map files, changes are visible at once, and inotify reports
+    them. On a network mount no lock works for all hosts, and caches are stale for a while:
+    receivers touch their records regularly, and readers poll, and open the directory before each
+    look.
     """
 
     def __init__(
@@ -59,33 +60,33 @@ class Medium:
         self.reaches_other_hosts = reaches_other_hosts
         """Whether processes of other hosts may use the store.
 
-        Then inotify does not report every change, locks may have no effect, files are seen when
-        they are flushed, the pointer may be missing while it is replaced, and checksums are the
-        default.
+        If so, inotify does not report every change, locks may have no effect, other hosts see a
+        file when it is flushed, the pointer may be missing while it is replaced, and checksums are
+        on by default.
         """
         self._ahead_s = time.time() - time.monotonic()
-        """Difference of the mount's clock from the monotonic clock, in seconds."""
+        """Seconds that the mount's clock is ahead of the monotonic clock."""
         self._measured_at: float | None = None
 
     @property
     def maps_files(self) -> bool:
-        """Whether writers and readers map weights files, and each file holds a version whole.
+        """Whether writers and readers map weights files, each of which holds a whole version.
 
-        Otherwise bytes go through pwrite and pread, because a mapped file that is removed causes
-        a SIGBUS; and a version may be an earlier version's file and the deltas since.
+        Otherwise bytes are written and read by pwrite and pread, because a mapped file that is
+        removed causes a SIGBUS. A version may then be an earlier file and the deltas since.
         """
         return not self.reaches_other_hosts
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether files have no place but main memory."""
+        """Whether files exist in main memory only."""
         return self.filesystem in ("tmpfs", "ramfs")
 
     @property
     def can_rewrite_in_place(self) -> bool:
-        """Whether a weights file is written again and again; else each version has a new file.
+        """Whether later versions rewrite a weights file; if not, each version has a new file.
 
-        Another host would read half of the old bytes and half of the new.
+        On a network mount another host could read a mix of old and new bytes.
         """
         return not self.reaches_other_hosts and self.filesystem in REWRITABLE_FILESYSTEMS
 
@@ -96,14 +97,14 @@ class Medium:
         since_boot_s = time.monotonic()
         if self._measured_at is None or since_boot_s - self._measured_at > _CLOCK_S:
             self._measured_at = since_boot_s
-            # Without write access the clock cannot be measured, and counts as this host's.
+            # Without write access the clock cannot be measured: this host's clock is used.
             with contextlib.suppress(OSError):
                 time_s = filesystem.time_at(self.root / places.SCRATCH_DIRECTORY)
                 self._ahead_s = time_s - since_boot_s
         return since_boot_s + self._ahead_s
 
     def shows_life(self, record: Path) -> bool:
-        """Whether the owner of a receiver's record, of another container or host, may live."""
+        """Whether a record's lock, or its time, shows that its receiver may live."""
         if not self.reaches_other_hosts:
             return filesystem.is_locked(record)
         return filesystem.was_touched_since(record, self.now_s() - TIMING.presumed_dead_after_s)
@@ -117,15 +118,15 @@ class Medium:
         shows_life: bool = False,
         before: Descriptor | None = None,
     ) -> Descriptor | None:
-        """Replace a small file of the store in one step, so that other processes see it.
+        """Replace a small file of the store atomically, so that other processes see it.
 
-        ``shows_life``: for a receiver's record. On a local mount it is locked before it has its
-        name: the kernel drops the lock when its owner dies, in any container. On a network mount
-        the file's time shows life, and other hosts see the file once it is flushed.
+        ``shows_life``: the file is a receiver's record. On a local mount the record is locked
+        before it has its name; the kernel drops the lock when the process dies, in any container.
+        On a network mount the file's time shows life, and the file is flushed for other hosts.
 
         Returns:
-            The file, to be kept open until it is replaced (then it is ``before``) or its owner
-            ends, or None if it need not be.
+            The file, which the caller keeps open until it replaces the file (and passes it as
+            ``before``) or ends; or None if nothing must be kept open.
         """
         is_remote = self.reaches_other_hosts
         file = filesystem.replace_file(
@@ -137,7 +138,7 @@ class Medium:
             lock=shows_life and not is_remote,
             before=before if is_remote else None,
         )
-        if not is_remote and before is not None:  # its own lock showed life until now
+        if not is_remote and before is not None:  # until now the old record's lock showed life
             before.close()
         if is_remote or shows_life:
             return file
@@ -158,11 +159,11 @@ def medium_of(path: Path) -> Medium:
 
 
 def _mount_of(path: Path) -> tuple[str, str]:
-    """Return filesystem and source of the mount under a path, which need not exist yet."""
+    """Return filesystem and source of the mount that a path is on. The path need not exist."""
     places_above = {str(place) for place in (path, *path.parents)}
     mounted, longest = ("unknown", "unknown"), -1
     for point, mount in _mounts():
-        # Later lines hide earlier ones at the same place.
+        # Later mounts hide earlier ones at the same path.
         if point in places_above and len(point) >= longest:
             mounted, longest = mount, len(point)
     return mounted
@@ -182,5 +183,5 @@ def _mounts() -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def _unescape(text: str) -> str:
-    """The kernel writes spaces, tabs and backslashes in a mount point as octal."""
+    """Decode the octal escapes that the kernel writes for spaces, tabs and backslashes."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,8 +1,8 @@
-"""`RecordFile`: the record of one receiver in the store; `OwnRecord`: without a file.
+"""`RecordFile`: a receiver's record in the store; `OwnRecord`: a record without a file.
 
-Each receiver has a record of its own, ``receivers/ID.TOKEN.json``, whatever other receivers of its
-id there are: nothing is claimed or taken over. The medium decides by what sign others know that
-the receiver lives, a lock or a file that is touched now and then.
+Each receiver has a record of its own, ``receivers/ID.TOKEN.json``, also if several receivers have
+one id. The medium decides how a record shows that its receiver lives: by a lock, or by a file that
+is touched regularly.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from dbuffer.store.liveness import Process, owner_fields
 logger = logging.getLogger(__name__)
 
 _of_process: weakref.WeakValueDictionary[Path, RecordFile] = weakref.WeakValueDictionary()
-"""Records of this process. If a record was dropped, its receiver has ended, closed or not."""
+"""Records of this process. A receiver whose record is not among them has ended."""
 
 
 class PublishedRecord:
-    """The file of one record, with the sign that its receiver lives."""
+    """File of one record, which also shows that the receiver lives."""
 
     def __init__(self, store: DoubleBuffer, receiver_id: str, token: str) -> None:
         self.path = store.record_path(receiver_id, token)
@@ -57,10 +57,10 @@ class PublishedRecord:
         self.record = record
 
     def show_life(self) -> None:
-        """Touch the file where no lock shows life, as on a network mount."""
+        """Touch the file if no lock shows life, as on a network mount."""
         if self.record is None or not self._store.medium.reaches_other_hosts:
             return
-        # Another host may have taken the receiver for dead, or put a copy of the store there.
+        # Another host may have removed the record of a receiver that seemed dead.
         if not self.is_there():
             self.put(self.record)
             return
@@ -149,8 +149,8 @@ class OwnRecord(ProcessBound):
 class RecordFile(OwnRecord):
     """The record of a receiver of this process, and its file in the store.
 
-    Senders, ``dbuffer status`` and an engine's follower read it. A store that cannot be written to
-    takes no record: that is logged once, and weights flow on. The heartbeat tries again.
+    Senders, ``dbuffer status`` and an engine's follower read it. If the store cannot be written to,
+    that is logged once, versions are received as before, and the heartbeat tries again.
     """
 
     def __init__(self, store: Path, receiver_id: str) -> None:
@@ -168,16 +168,16 @@ class RecordFile(OwnRecord):
 
     @property
     def is_open(self) -> bool:
-        """Whether it was written, and neither closed nor removed since."""
+        """Whether the record was written, and neither closed nor removed since."""
         return self._file is not None
 
     def write(self, **changes: Any) -> None:
-        """Change fields and replace the file; where there is no store yet, a later write does.
+        """Change fields and replace the file. Without a store, a later write makes the file.
 
-        After :meth:`close`, the file stays as it is.
+        After :meth:`close`, the file does not change any more.
         """
         self.set(**changes)
-        # Not Path.is_dir(), which raises some errors that a network mount may answer.
+        # Not Path.is_dir(), which raises some errors of network mounts.
         if self._file is None and not os.path.isdir(self._directory):  # noqa: PTH112
             return
         with self._lock:
@@ -190,7 +190,7 @@ class RecordFile(OwnRecord):
                     receiver = self._record.receiver
                     logger.warning("receiver %s cannot acknowledge: %s", receiver, str(error))
                 self._can_write = False
-            # The heartbeat touches the file, or writes it once that works.
+            # The heartbeat touches the file, or writes it as soon as the store can be written.
             needs_heartbeat = self._store.medium.reaches_other_hosts or not self._can_write
             if self._heartbeat is None and needs_heartbeat:
                 self._heartbeat = _start_heartbeat(self._beat)
@@ -226,7 +226,7 @@ class RecordFile(OwnRecord):
         self._can_write = True
 
     def _beat(self) -> None:
-        """Write what could not be written before, or else show life."""
+        """Write the record if that failed before; otherwise show life."""
         with self._lock, contextlib.suppress(errors.DBufferError):
             if self._heartbeat is None:  # closed or removed just now
                 return
@@ -242,20 +242,20 @@ class RecordFile(OwnRecord):
 
 
 def _anew(record: ReceiverRecord, **changes: Any) -> ReceiverRecord:
-    # It goes up even if the host's clock is put back: it shows which of two records is later.
+    # It goes up even if the host's clock is set back: it tells which of two records is later.
     updated_at = max(time.time(), math.nextafter(record.updated_at, math.inf))
     return replace(record, **changes, updated_at=updated_at)
 
 
 def _remove_ended(store: DoubleBuffer, newcomer: ReceiverRecord) -> None:
-    """Remove records of ended receivers of a newcomer's id, so that no sender waits for them."""
+    """Remove records of ended receivers with a new receiver's id: no sender shall wait for them."""
     for record in store.records_of(newcomer.receiver):
         if record.token == newcomer.token:
             continue
         if _has_ended(store, record):
             with contextlib.suppress(OSError):
                 store.record_path(record.receiver, record.token).unlink()
-        elif newcomer.part_of is None:  # of an engine with the same id, its own record tells
+        elif newcomer.part_of is None:  # a rank's engine has a record of its own, which warns
             logger.warning(
                 "%s has another receiver %s, process %d on %s: a sender that waits for this id "
                 "waits for both",
@@ -273,8 +273,8 @@ def _has_ended(store: DoubleBuffer, record: ReceiverRecord) -> bool:
         return file is None or not file.is_open
     if not store.may_live(record):
         return True
-    # Without locks, a restarted container is known by its host name and process id. If the process
-    # before it lives after all, its next heartbeat writes its record again.
+    # Without locks, an equal host name and process id mean a restarted container. If the earlier
+    # process lives after all, its next heartbeat writes its record again.
     is_alike = (process.host, process.pid) == (this_process.host, this_process.pid)
     return is_alike and store.medium.reaches_other_hosts and not record.is_relayed
 
@@ -288,7 +288,7 @@ def _start_heartbeat(beat: Callable[[], None]) -> threading.Event:
         while not stop.wait(TIMING.heartbeat_s):
             if (beat_now := method()) is None:
                 return
-            with contextlib.suppress(MemoryError):  # the next one may find some
+            with contextlib.suppress(MemoryError):  # the next heartbeat may find memory
                 beat_now()
             del beat_now
 
