@@ -102,7 +102,7 @@ FAMILIES = {
     "qwen3_next": family("qwen3_next", arguments={"dtype": "bfloat16"}),
     "gpt oss": saved(
         "gpt-oss",
-        refused="GptOssForCausalLM writes model.layers.0.attn.sinks past its loader",
+        refused="GptOssForCausalLM writes model.layers.0.attn.sinks without its loader",
     ),
     "mamba 2": saved("mamba2"),
     # Its checkpoint has a pooler that vLLM's embedding model has no place for.

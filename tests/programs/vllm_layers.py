@@ -126,14 +126,14 @@ def run(directory: Path) -> None:
     past = "attn.sinks"
     if vllm_release() >= (0, 33):
         past = "mlp.experts.routed_experts.w13_weight"
-    problem = f"GptOssForCausalLM writes model.layers.0.{past} past its loader"
+    problem = f"GptOssForCausalLM writes model.layers.0.{past} without its loader"
     refuse(directory / "sinks", sinks, problem, dtype="bfloat16")
     refuse_packed_convolution(directory / "convolution", convolution)
     quantised = [switch_int8(directory / case, int8[case], INT8[case][2]) for case in INT8]
     llm, pair = quantised[0], int8[next(iter(INT8))]
     go_back_after_a_failed_load(directory / "failures", pair, llm)
     refuse_unquantised(directory / "unquantised", pairs["qwen3 live"][0], llm)
-    problem = "takes model.layers.0.mlp.gate_up_proj for complete"
+    problem = "finishes model.layers.0.mlp.gate_up_proj"
     refuse(directory / "fused", fused, problem, dtype=FUSED[2])
     if HAS_FP8_CACHES:
         switch_scales(directory / "scales", scaled, plain)

@@ -1,4 +1,4 @@
-"""A store's adapter, for an engine that was started with ``enable_lora=True``."""
+"""LoRA adapters from a store, for an engine that was started with ``enable_lora=True``."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from dbuffer.receive.receiver import WeightReceiver
 
 
 class _KeptRequest(LoRARequest, array_like=True, omit_defaults=True, dict=True):  # type: ignore[call-arg,misc]
-    """Request whose adapter stays on disk for as long as this object lives.
+    """LoRA request that keeps its adapter's files on disk for as long as it lives.
 
-    vLLM reads the files again whenever the adapter has left its slots.
+    vLLM reads these files again after it has evicted the adapter from its slots.
     """
 
 
 def adapter_request(
     receiver: WeightReceiver, directory: str | os.PathLike[str], **options: Any
 ) -> LoRARequest:
-    """Return the newest version of an adapter, as ``lora_request`` of a generation.
+    """Return the newest version of an adapter, to be passed as ``lora_request``.
 
-    vLLM keeps adapters by number, and its cache of prefixes by name; no two versions share either.
-    Requests in flight continue with the version that they began with, whose files stay until the
-    last of them has ended.
+    Each version has its own number and name: vLLM identifies adapters by number, and tags its
+    prefix cache with the name. A request in flight continues with the version that it began with.
+    The files of that version stay until its last request has ended.
 
     Args:
-        receiver: of a store that `send_adapter` publishes into.
-        directory: where versions are saved, for the engine's processes to read.
-        **options: of :func:`dbuffer.integrations.peft.save_adapter`, which lists the errors.
+        receiver: receiver of a store that `send_adapter` publishes into.
+        directory: directory to save versions in. The engine's processes must see it.
+        **options: options of :func:`dbuffer.integrations.peft.save_adapter`. Its errors are raised
+            here too.
     """
     lock = None
-    while lock is None:  # another process may have removed it meanwhile, for two newer ones
+    while lock is None:  # after two newer versions, another process may remove the files
         saved = save_adapter(receiver, directory, **options)
         lock = hold(saved.path)
     request = _KeptRequest(saved.path.name, saved.number, str(saved.path))
-    request.__dict__["lock"] = lock  # not a field, which vLLM would send to its processes
+    request.__dict__["lock"] = lock  # vLLM sends fields to its processes
     return request

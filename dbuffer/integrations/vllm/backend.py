@@ -1,4 +1,4 @@
-"""``backend="dbuffer"``: vLLM's weight transfer, out of a store."""
+"""``backend="dbuffer"``: a backend of vLLM's weight transfer that reads a store."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ _ARGUMENTS = ("config", "vllm_config", "device", "model")
 
 
 class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Receiving half, in each worker: vLLM's names for the calls of :class:`RankEndpoint`.
+    """Worker's half of the weight transfer, under vLLM's names; calls :class:`RankEndpoint`.
 
     A worker follows its store from ``init_transfer_engine`` on. If the engine's
-    ``additional_config["dbuffer"]`` names a store, it follows from its own start, on the newest
-    version. Weights change in ``update_weights``, all at once, so the engine may serve between
-    ``start_weight_update`` and ``finish_weight_update``. A follower needs neither, and a session
-    that a killed trainer left open does not hinder it.
+    ``additional_config["dbuffer"]`` names a store, the worker follows from its start, and loads the
+    newest version at once.
 
-    With the arguments ``config, parallel_config, model`` of vLLM 0.23 and 0.24, this makes a
-    :class:`.CallbackEngine`.
+    ``update_weights`` replaces all weights at once, so the engine may serve between
+    ``start_weight_update`` and ``finish_weight_update``. A follower calls neither of the two. An
+    update that a killed trainer left open does not affect a follower.
+
+    Given the arguments of vLLM 0.23 and 0.24 (``config, parallel_config, model``), the constructor
+    returns a :class:`.CallbackEngine`.
     """
 
     init_info_cls = EngineOptions
     update_info_cls = DBufferUpdateInfo
     supports_draft_weight_update = False
 
-    # The trainer's half, where releases before 0.26 look for it.
+    # Releases before 0.26 look for the trainer's functions here.
     trainer_send_weights = staticmethod(trainer_send_weights)
     trainer_send_sparse_weights = staticmethod(trainer_send_sparse_weights)
 
@@ -63,7 +65,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._endpoint.begin(make_rank, options)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> EngineOptions | None:
-        """Check ``init_info``; return None on ranks that must not raise."""
+        """Check ``init_info``. Return None if it is invalid and this rank must not raise."""
         with raising_once(self.vllm_config):
             return EngineOptions.parse(init_dict)
         return None
@@ -74,15 +76,15 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 self._begin(init_info)
 
     def start_weight_update(self) -> None:
-        """Do nothing: all that can fail precedes the load, in ``update_weights``."""
+        """Do nothing: ``update_weights`` does all the work."""
 
     def finish_weight_update(self) -> None:
-        """Do nothing: the weights changed in ``update_weights``."""
+        """Do nothing: ``update_weights`` has replaced the weights."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Switch to a version; see :meth:`RankReceiver.update`.
 
-        A rank that was given an invalid request takes part with the error: the others wait for it.
+        A rank with an invalid request takes part too, with its error: the other ranks wait for it.
         """
         request: UpdateRequest | OptionError
         try:
@@ -91,7 +93,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             request = error
         self._update(request)
 
-    # The functions that load are of vLLM before 0.25; here vLLM's reload does.
+    # vLLM before 0.25 passes a function that loads. Here vLLM's reload loads.
 
     def receive_weights(
         self, update_info: DBufferUpdateInfo, _load_weights: Callable[..., Any] | None = None

@@ -1,4 +1,4 @@
-"""Caches of vLLM's engines, which may hold what older weights computed."""
+"""Caches of a vLLM engine, which may hold results of older weights."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import UnsupportedError
 
 _MAIN_MEMORY = "CPUOffloadingSpec"
-"""Tier of ``OffloadingConnector`` if no other is configured."""
+"""Default storage of ``OffloadingConnector``: main memory."""
 
 
 def require_droppable(config: Any, options: EngineOptions) -> None:
     """Raise :class:`UnsupportedError` if an engine loads caches that a switch cannot drop.
 
-    Older weights, or another engine's, may have computed them. ``config``: its ``VllmConfig``.
+    Older weights may have computed such a cache, or another engine with other weights.
+
+    Args:
+        config: the engine's ``VllmConfig``.
+        options: with ``allow_stale_kv``, nothing is raised.
     """
     if options.allow_stale_kv:
         return
@@ -26,14 +30,14 @@ def require_droppable(config: Any, options: EngineOptions) -> None:
     if kept:
         raise UnsupportedError(
             f"this engine loads caches through {' and '.join(kept)}, and a switch cannot drop "
-            "them: it would answer from what older weights computed. Start it without, or with a "
-            "KV connector whose reset_cache() drops all, as OffloadingConnector's does; or accept "
-            "such answers with allow_stale_kv=True"
+            "them: it would answer from what older weights computed. Start the engine without "
+            "them, or with a KV connector whose reset_cache() drops everything, such as "
+            "OffloadingConnector. To accept such answers, pass allow_stale_kv=True"
         )
 
 
 def _connectors_of(transfer: Any) -> Iterator[tuple[str, bool]]:
-    """Yield each connector that loads KV, and whether a reset drops all that it can load."""
+    """Yield the name of each connector that loads KV, and whether a reset drops all of its KV."""
     if transfer is None or not transfer.is_kv_consumer:
         return
     from vllm.config import KVTransferConfig
@@ -41,20 +45,22 @@ def _connectors_of(transfer: Any) -> Iterator[tuple[str, bool]]:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     options = transfer.kv_connector_extra_config
-    if transfer.kv_connector == "MultiConnector":  # which takes a missing reset for one
+    # It counts a connector without reset_cache() as reset.
+    if transfer.kv_connector == "MultiConnector":
         for connector in options["connectors"]:
             yield from _connectors_of(KVTransferConfig(**connector))
         return
     kind = KVConnectorFactory.get_connector_class(transfer)
     has_reset = kind.reset_cache is not KVConnectorBase_V1.reset_cache
-    # Other tiers than main memory are not reset, and other engines fill a store again.
+    # A reset leaves other tiers than main memory as they are. Mooncake's store is shared: another
+    # engine can fill it again.
     tiers = options.get("spec_name", _MAIN_MEMORY)
     is_private = tiers == _MAIN_MEMORY and transfer.kv_connector != "MooncakeStoreConnector"
     yield transfer.kv_connector, has_reset and is_private
 
 
 def shared_caches(config: Any) -> list[str]:
-    """Name the caches that requests of an engine share, by its ``VllmConfig``."""
+    """Return names of the caches that requests share, from an engine's ``VllmConfig``."""
     is_shared = {
         "a prefix cache (start it with enable_prefix_caching=False)": (
             config.cache_config.enable_prefix_caching

@@ -1,7 +1,7 @@
-"""`CallbackEngine`: the weight transfer of vLLM 0.23 and 0.24, which pass a function that loads.
+"""`CallbackEngine`: the worker's half of the weight transfer of vLLM 0.23 and 0.24.
 
-It is made of a model and its parallel configuration, for one rank, and does not check weights
-against the model.
+These releases pass a function that loads weights. The engine serves one rank, and does not check
+weights against the model.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ _MAX_INDEX = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True, kw_only=True)
 class DBufferUpdateInfo(UpdateRequest):
-    """``update_info``: ``{}`` for the newest, or ``{"version": 7}``; see :class:`UpdateRequest`.
+    """``update_info``: ``{}`` for the newest version, or ``{"version": 7}``.
 
-    The counts of a sparse update are checked as vLLM checks them, and not used otherwise.
+    A sparse update also has vLLM's two fields about its patches. They are checked as vLLM checks
+    them, and not used.
 
     Raises:
         OptionError: (a ``ValueError``) a value is invalid.
     """
 
     names: list[str] | None = None
-    """Names of the tensors that are patched."""
+    """Names of the patched tensors."""
     num_updates_list: list[int] | None = None
-    """Number of patched elements of each tensor."""
+    """Number of patched elements in each tensor."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,7 +63,7 @@ def _is_list_of(kind: type, values: Any) -> bool:
 
 
 class CallbackEngine:
-    """Reads a store, and hands each version to the caller's function, tensor by tensor.
+    """Reads a store, and passes the tensors of a version to the caller's function, one by one.
 
     Raises:
         UnsupportedError: the engine has several ranks, or a ``local_store`` is named.
@@ -84,7 +85,7 @@ class CallbackEngine:
         self._options: EngineOptions | None = None
         self._receiver: WeightReceiver | None = None
         self._loaded = 0
-        """Number of the version that was loaded last."""
+        """Number of the last version that was loaded; 0 before that."""
 
     def init_transfer_engine(self, init_info: EngineOptions) -> None:
         if init_info.local_store is not None:
@@ -106,14 +107,14 @@ class CallbackEngine:
     def receive_weights(
         self, update_info: DBufferUpdateInfo, load_weights: Callable[..., Any] | None = None
     ) -> None:
-        """Load a version by ``load_weights``, under all names of each tensor.
+        """Load a version by calls of ``load_weights``. A tied tensor is passed under each name.
 
         Raises:
-            UnsupportedError: no store was named.
-            WaitTimeoutError: there is no such version yet.
-            VersionError: the version is gone, or a later one was loaded before.
-            VersionRegressedError: the store forked from the version that was loaded last.
-            SnapshotEvictedError: the sender did not wait for this: discard the loaded tensors.
+            UnsupportedError: ``init_transfer_engine`` was not called.
+            WaitTimeoutError: the version was not published in time.
+            VersionError: the version is no longer in the store, or a later version is loaded.
+            VersionRegressedError: the store forked from the loaded version.
+            SnapshotEvictedError: the sender overwrote the version meanwhile. Discard its tensors.
         """
         if load_weights is None:
             raise OptionError("there is nothing to load the weights with: pass load_weights")
@@ -124,12 +125,11 @@ class CallbackEngine:
     def receive_sparse_weights(
         self, update_info: DBufferUpdateInfo, apply_patches: Callable[..., Any]
     ) -> None:
-        """Load a version by ``apply_patches``, as :meth:`receive_weights` does.
-
-        Each patch covers its tensor, since a version in a store is complete.
+        """Load a version by calls of ``apply_patches``, each with a patch of a complete tensor.
 
         Raises:
-            EngineUpdateError: a tensor has more elements than vLLM's 32-bit indices reach.
+            EngineUpdateError: a tensor has too many elements for vLLM's 32-bit indices.
+            Exception: the errors of :meth:`receive_weights`.
         """
         with self._opened(update_info) as tensors:
             for name, tensor in tensors:
@@ -144,7 +144,7 @@ class CallbackEngine:
 
     @contextmanager
     def _opened(self, info: DBufferUpdateInfo) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
-        """Open a version; yield the name and tensor of each parameter, also of tied ones."""
+        """Open a version; yield the name and tensor of each parameter, and of each tied name."""
         receiver, options = self._receiver, self._options
         if receiver is None or options is None:
             raise UnsupportedError(NO_STORE_YET)

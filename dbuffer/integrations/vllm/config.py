@@ -1,4 +1,4 @@
-"""dbuffer's part of vLLM's configuration, its names in vLLM, and the `EngineFacts` of an engine."""
+"""dbuffer's options in vLLM's configuration, its names in vLLM, and `EngineFacts`."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from dbuffer.errors import OptionError, UnsupportedError
 from dbuffer.format.manifest import host_in_id
 
 BACKEND = "dbuffer"
-"""The name in vLLM's registries, and the key in ``additional_config``."""
+"""Name of the backend in vLLM's registries, and key of the options in ``additional_config``."""
 
 CALL = "dbuffer_call"
-"""The method of :class:`WorkerExtension` that followers call, by ``collective_rpc``."""
+"""Method of the workers that a follower calls through ``collective_rpc``."""
 
 EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
 
 
 def is_launched(parallel_config: Any) -> bool:
-    """Whether each rank of an engine is an ``LLM`` of its own, in a process that torchrun started.
+    """Whether torchrun started the ranks of an engine, each as an ``LLM`` in its own process.
 
-    All of them then make the same calls, and none of them can reach another's worker.
+    All ranks of such an engine make the same calls, and no rank can reach another rank's worker.
     """
     return bool(parallel_config.distributed_executor_backend == "external_launcher")
 
 
 def default_engine_id(instance_id: str) -> str:
-    """Make an engine's name among a store's receivers, from vLLM's own id of the engine."""
+    """Return the default name of an engine among a store's receivers, from vLLM's instance id."""
     return f"vllm-{host_in_id()}-{instance_id}"
 
 
 def replica_name(index: int) -> str:
-    """Return the suffix of the name of a data-parallel replica."""
+    """Return the suffix that a data-parallel replica adds to its engine's name."""
     return f".dp-{index}" if index else ""
 
 
@@ -42,13 +42,13 @@ def options_of(additional_config: Any) -> EngineOptions | None:
     settings = engine_settings(additional_config)
     if not settings:
         return None
-    # The follower reads "pause", in the front end.
+    # Only the follower, in the front end, reads "pause".
     options = {key: value for key, value in settings.items() if key != "pause"}
     return EngineOptions.parse(options, f"additional_config[{BACKEND!r}]")
 
 
 def engine_settings(additional_config: Any) -> dict[str, Any]:
-    """Return ``additional_config["dbuffer"]``, for workers and followers alike."""
+    """Return ``additional_config["dbuffer"]``, which workers and followers read."""
     is_mapping = isinstance(additional_config, Mapping)
     settings = additional_config.get(BACKEND, {}) if is_mapping else {}
     if not isinstance(settings, dict):
@@ -59,9 +59,12 @@ def engine_settings(additional_config: Any) -> dict[str, Any]:
 
 
 def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
-    """Read the facts about an engine from the ``VllmConfig`` of its front end, or from its JSON.
+    """Read the facts about an engine from its ``VllmConfig``, or from the JSON of that.
 
-    ``replica``: one of several that are followed independently.
+    Args:
+        config: the configuration that the engine's front end has.
+        replica: index of a data-parallel replica that is followed independently. Required if there
+            are several such replicas.
     """
     parallel = _get(config, "parallel_config")
     replicas = replicas_of(config)
@@ -84,10 +87,10 @@ def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
 
 
 def replicas_of(config: Any) -> list[int]:
-    """List the data-parallel replicas of a front end that step independently.
+    """Return the indices of a front end's data-parallel replicas that step independently.
 
-    Replicas of a dense model do. Replicas of a model with experts step together, and are one
-    engine.
+    Replicas of a dense model step independently. Replicas of a model with experts step together:
+    they count as one engine, with index 0.
     """
     parallel = _get(config, "parallel_config")
     size = _get(parallel, "data_parallel_size")
@@ -98,7 +101,7 @@ def replicas_of(config: Any) -> list[int]:
 
 
 def _num_in_step(parallel: Any) -> int:
-    """Return the number of replicas that make each step together."""
+    """Return the number of data-parallel replicas that step together: 1, or all replicas."""
     size: int = _get(parallel, "data_parallel_size")
     if size == 1 or not _get(parallel, "is_moe_model"):
         return 1
@@ -112,8 +115,8 @@ def _num_in_step(parallel: Any) -> int:
 
 
 def _num_local(parallel: Any) -> int | None:
-    """Return the number of replicas of this front end, or None if it has all."""
-    if _get(parallel, "data_parallel_rank_local") is not None:  # an LLM for each replica
+    """Return the number of replicas that this front end drives, or None if it drives all."""
+    if _get(parallel, "data_parallel_rank_local") is not None:  # each replica is an LLM
         return 1
     kinds = ("data_parallel_hybrid_lb", "data_parallel_external_lb")
     if any(_get(parallel, kind) for kind in kinds):
@@ -122,7 +125,7 @@ def _num_local(parallel: Any) -> int | None:
 
 
 def has_backend(config: Any) -> bool:
-    """Whether an engine's weight transfer is dbuffer's."""
+    """Whether an engine was started with ``backend="dbuffer"`` as its weight transfer."""
     transfer = _get(config, "weight_transfer_config")
     return transfer is not None and _get(transfer, "backend") == BACKEND
 
@@ -132,15 +135,15 @@ def _get(config: Any, name: str) -> Any:
 
 
 def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
-    """Read the facts about an engine that this process, or one of its children, runs.
+    """Read the facts about an engine that runs in this process, or in a child of it.
 
     Raises:
-        UnsupportedError: vLLM has not loaded dbuffer's plugin in them.
+        UnsupportedError: vLLM does not load dbuffer's plugin, which adds methods to the workers.
     """
     from vllm.plugins import load_general_plugins
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    # A front end whose configuration was made in another process has loaded no plugins yet.
+    # If another process made the configuration, vLLM has not loaded plugins in this one yet.
     load_general_plugins()
     if CALL not in vars(WorkerWrapperBase):
         raise UnsupportedError(
@@ -154,7 +157,7 @@ def facts_of_server(config: Mapping[str, Any]) -> EngineFacts:
     """Read the facts about a server's engine from the JSON of its ``VllmConfig``.
 
     Raises:
-        UnsupportedError: its workers may lack the methods that a follower calls.
+        UnsupportedError: the server was started without the options that add dbuffer's methods.
     """
     extension = config["parallel_config"]["worker_extension_cls"]
     if not has_backend(config) and extension != EXTENSION:

@@ -1,11 +1,12 @@
-"""Let vLLM's engine core tell with each token which weights it came from, and whether it knows.
+"""Labels of vLLM's engine core: each token of an output names the weights that it came from.
 
-vLLM's core attaches its label to each step's outputs, and its front ends make spans of tokens from
-them. With dbuffer the label that travels is a whole :class:`WeightLabel`. Front ends take it apart
-again, so that vLLM's own routes and fields show the version alone.
+vLLM's core attaches its weight version to the outputs of each step, and its front ends turn these
+into spans of tokens. With dbuffer the core attaches an encoded :class:`WeightLabel`, which front
+ends decode, so that vLLM's routes and fields still show the version alone.
 
-The core drops its label before a call that writes or discards weights without dbuffer. It cannot
-tell what other calls do (methods of a worker extension): there the follower's next look drops it.
+Before a call that writes or discards weights without dbuffer, the core sets its label to unknown.
+It does not know what methods of a worker extension do. If one wrote weights, the follower sets the
+label to unknown at its next poll.
 """
 
 from __future__ import annotations
@@ -19,35 +20,40 @@ from dbuffer.engine.endpoint import watch
 from dbuffer.integrations.vllm.config import CALL, has_backend
 
 KEEPS_WEIGHTS = 1
-"""Highest level of sleep after which waking brings the weights back."""
+"""Highest level of sleep that keeps a copy of the weights."""
 RELOADS = ("reload_weights", "reset_weights")
+"""Calls that write weights without dbuffer."""
 TRANSFERS = ("start_weight_update", "update_weights", "finish_weight_update")
-"""Calls of a weight transfer, which may be dbuffer's."""
+"""Calls of a weight transfer, by dbuffer's backend or another."""
 _WRITES = {True: (*RELOADS, "update_weights"), False: (*RELOADS, *TRANSFERS)}
-"""Calls that write weights, by whether the transfer is dbuffer's: the label of the weights that
-it wrote comes with ``finish_weight_update``."""
+"""Calls after which the label is unknown. Key: whether the backend is dbuffer's, whose
+``finish_weight_update`` sets the new label."""
 
 LABEL = "dbuffer_label"
-"""Method of the core that returns its label, encoded."""
+"""Method of the core that returns its encoded label."""
 READY = "dbuffer_ready"
-"""Method of the core that returns whether its first API server has called it with True."""
+"""Method of the core that returns whether the engine is ready. The API server that follows calls it
+with True."""
 
 ADMITTED = "dbuffer_label"
-"""Attribute of an output of vLLM: encoded label of the weights of its first token."""
+"""Attribute of vLLM's outputs: encoded label of the weights of the first token."""
 
 
 @dataclass(slots=True)
 class _CoreState:
-    """Label of a core's weights, and state of its followers."""
+    """State of dbuffer in a core."""
 
     label: str | None = None
-    """Encoded label, if one was set."""
+    """Encoded label, or None before the first one was set."""
     label_of_outputs: str | None = None
-    """Encoded label of the weights alone: requests in flight keep theirs when the rest changes."""
+    """Encoded label that outputs get: without fields that change while the weights stay."""
     is_followed: bool = False
+    """Whether a follower has called the workers."""
     is_void: bool = False
-    """Whether a label that a follower sets may be of weights before a load."""
+    """Whether weights were written since a follower last called the workers. A label that it sets
+    can then be of the weights before."""
     is_ready: bool = False
+    """Whether other API servers may serve."""
 
 
 def _state_of(core: Any) -> _CoreState:
@@ -56,7 +62,7 @@ def _state_of(core: Any) -> _CoreState:
 
 
 def label_cores(core: Any) -> None:
-    """Let cores (``EngineCore``) keep whole labels, and drop them before other loads."""
+    """Let the class of cores, ``EngineCore``, keep labels, and drop them before foreign loads."""
     if hasattr(core, LABEL):
         return
     set_version = core.set_weight_version
@@ -98,7 +104,7 @@ def _sleeping(core: Any, level: int = 1, *_: Any, **__: Any) -> AbstractContextM
 
 
 def _calling(core: Any, method: Any, *_: Any, **__: Any) -> AbstractContextManager[None]:
-    if method == CALL:  # the next label is of a follower that asks the workers now
+    if method == CALL:  # a follower asks the workers for their version
         state = _state_of(core)
         state.is_followed, state.is_void = True, False
     elif method in _WRITES[has_backend(core.vllm_config)]:
@@ -107,7 +113,7 @@ def _calling(core: Any, method: Any, *_: Any, **__: Any) -> AbstractContextManag
 
 
 def _drop_label(core: Any) -> None:
-    """Answer as of unknown weights, until a follower that asks the workers anew labels them."""
+    """Set the label to unknown until a follower has called the workers and set a label."""
     state = _state_of(core)
     if state.is_followed or has_backend(core.vllm_config):
         core.set_weight_version(UNKNOWN_VERSION)
@@ -115,7 +121,7 @@ def _drop_label(core: Any) -> None:
 
 
 def tell_labels(request_state: Any) -> None:
-    """Let a front end's outputs (of ``RequestState``) tell the weights of their tokens."""
+    """Let the outputs of a front end, which ``RequestState`` makes, have decoded labels."""
     if not hasattr(request_state, "track_weight_version"):  # before vLLM 0.32
         return
     make_output = request_state._new_completion_output  # noqa: SLF001

@@ -1,7 +1,8 @@
-"""Let vLLM's engine core tell dbuffer's pause for a switch from pauses that others begin.
+"""A pause of vLLM's engine core for a switch, which pauses of other programs do not end.
 
-vLLM's pause is one flag: any pause sets it, and any resume clears it. During a switch, the engine
-stands still; pauses and resumes that others call take effect when the switch ends.
+vLLM's pause is one flag: any pause sets it, and any resume clears it. dbuffer adds a pause of its
+own, the *hold*. If another program pauses or resumes the engine during a hold, the call takes
+effect when the hold ends.
 """
 
 from __future__ import annotations
@@ -18,33 +19,38 @@ from dbuffer.errors import EngineBusyError, EngineUpdateError
 from dbuffer.runtime.messages import counted
 
 HOLD, RELEASE = "dbuffer_hold", "dbuffer_release"
-"""Methods of the core that pause it for a switch, and end that pause."""
+"""Methods of the core: begin a hold, end it."""
 
 _HOLD = "dbuffer_current_hold"
 _REFUSED = "the engine cannot be held: "
-"""Beginning of a refusal; vLLM passes an error's words on to the caller, and not its type."""
+"""Prefix of refusals. vLLM passes the text of an error to the caller, and not its type."""
 NOT_RESET = "the engine could not reset its prefix cache, or the cache of its KV connector"
 _UNTIL_THE_INPUT_ENDS = "with streamed input: the switch is made when the input has ended"
 
 
 @dataclass(slots=True)
 class _Hold:
-    """Pause for a switch, and the pauses that others begin meanwhile."""
+    """Pause for a switch, and calls of other programs that it defers."""
 
     other_pause: Any
-    """vLLM's state of a pause that others have begun, or None."""
+    """vLLM's pause state by other programs, or None if they have not paused the engine."""
     deferred: list[tuple[Callable[[], Any], Future[Any]]] = field(default_factory=list)
-    """Calls that pause the engine when the switch ends, and their results."""
+    """Calls of other programs that pause the engine, to be made at the end, and their results."""
 
 
 def refusal_in(error: Exception) -> str | None:
-    """Return why a core refused to be held, or None if the caller's error says something else."""
+    """Return a core's reason to refuse a hold, or None if the error has another cause."""
     _, mark, refusal = str(error).partition(_REFUSED)
     return refusal if mark else None
 
 
 def add_pauses(process: Any, in_step: Any) -> None:
-    """Add them to cores in processes of their own (``EngineCoreProc``, ``DPEngineCoreProc``)."""
+    """Add holds to the classes of cores that run in their own process.
+
+    Args:
+        process: ``EngineCoreProc``.
+        in_step: ``DPEngineCoreProc``, whose cores step together.
+    """
     if hasattr(process, HOLD):
         return
     for name in ("pause_scheduler", "sleep"):
@@ -56,33 +62,31 @@ def add_pauses(process: Any, in_step: Any) -> None:
 
 
 def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
-    """Pause a core for a switch, and drop its caches; or return why it sleeps on.
+    """Pause a core for a switch, and drop its caches. Return a refusal if its weights are asleep.
 
     Raises:
-        EngineBusyError: it cannot be held now. It was not touched, unless it steps with others: it
-            is then paused as they are, until :data:`RELEASE`.
+        EngineBusyError: the core cannot be held now, and was not touched. A core that steps
+            together with others was paused anyway, as they were, until :data:`RELEASE`.
     """
     if "weights" in core.model_executor.sleeping_tags:
-        # A step would compute with weights that may be gone. Not raised: an engine may sleep for
-        # long, and vLLM logs a traceback for each error.
+        # Returned, not raised: vLLM logs a traceback for each error, and an engine can sleep long.
         return ASLEEP
     hold: _Hold | None = vars(core).get(_HOLD)
     hold = hold or _Hold(core.scheduler.pause_state if core.is_scheduler_paused() else None)
     other_pause = getattr(hold.other_pause, "name", None)
     if (refusal := _refusal(core, mode, other_pause, drops_caches)) is not None:
-        # Raised, and not returned: of several cores' answers, which may differ here, vLLM has the
-        # first alone.
+        # Raised, not returned: of the values of several cores, vLLM returns only the first.
         error = EngineBusyError(f"{_REFUSED}{refusal}")
         if not _steps_with_others(core) or core.is_scheduler_paused():
             raise error
-        # The others that step with it need it to be paused.
+        # The other cores wait until this one is paused too.
         paused = core.pause_scheduler("keep", False)
         setattr(core, _HOLD, hold)
         return _after(paused, functools.partial(_raise, error))
     if other_pause == "PAUSED_NEW":
-        mode = "wait"  # it may still wait for its requests, and any other mode would end that
+        mode = "wait"  # requests of the other pause may still finish; other modes would stop them
     elif other_pause is not None and mode == "wait":
-        mode = "keep"  # no request is in flight, and none may begin
+        mode = "keep"  # nothing to wait for: no request has begun
     vars(core).pop(_HOLD, None)
     try:
         paused = _pause(core, mode)
@@ -92,10 +96,9 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
 
 
 def _drop_caches(core: Any) -> None:
-    """Drop all caches of the present weights.
+    """Drop all caches that the present weights computed, also for kept requests.
 
-    Requests that are kept lose theirs too: it is recomputed, so that no token comes from two
-    versions.
+    vLLM recomputes the KV cache of kept requests, so that no token comes from two versions.
     """
     if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
         raise EngineUpdateError(NOT_RESET)
@@ -103,11 +106,11 @@ def _drop_caches(core: Any) -> None:
 
 
 def _pause(core: Any, mode: str) -> Any:
-    """Pause a core, or wait for the end of a pause that has begun."""
+    """Pause a core. If it is paused already, return when that pause is complete."""
     if not _steps_with_others(core) or not core.is_scheduler_paused():
         return core.pause_scheduler(mode, False)
-    # Paused anew, it would make one more step, and wait for the others in it. They make none if
-    # they were paused anew before the first pause was complete, and have ended both with it.
+    # Pausing a paused core again makes it step once more, and wait for the other cores in this
+    # step. They do not step if their second pause ended together with the first.
     core._pause_complete = lambda: not core.has_work()  # noqa: SLF001
     try:
         return core.pause_scheduler(mode, False)
@@ -116,16 +119,16 @@ def _pause(core: Any, mode: str) -> Any:
 
 
 def _steps_with_others(core: Any) -> bool:
-    """Whether a core makes each step together with others, and agrees with them on pauses."""
+    """Whether a core makes its steps, and begins its pauses, together with other cores."""
     return hasattr(core, "pending_pause")
 
 
 def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) -> str | None:
-    """Return the reason that a core which is awake cannot be held now, or None."""
+    """Return the reason not to hold a core now, or None. The core is awake."""
     requests = core.scheduler.requests.values()
     num_open = sum(getattr(request, "resumable", False) for request in requests)
     if mode == "abort" and num_open:
-        # Its next part would be answered without the parts before.
+        # vLLM would answer the session's next part without the parts before it.
         return f"vLLM cannot abort {counted(num_open, 'session')} {_UNTIL_THE_INPUT_ENDS}"
     num_waiting = getattr(core.scheduler, "num_waiting_for_streaming_input", 0)
     if num_waiting and drops_caches:
@@ -144,7 +147,7 @@ def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) 
 
 
 def _release(core: Any) -> None:
-    """End the switch's pause; the engine goes on unless others have paused it."""
+    """End a hold. The engine goes on unless another program has paused it."""
     hold: _Hold | None = vars(core).pop(_HOLD, None)
     if hold is None:
         return
@@ -161,13 +164,13 @@ def _release(core: Any) -> None:
 
 
 def _after(paused: Future[Any] | None, call: Callable[[], Any]) -> Any:
-    """Make a call once a core is paused; return its result, or a future for that."""
+    """Make a call as soon as a core is paused; return the result, or a future for it."""
     if paused is None:
         return call()
     result: Future[Any] = Future()
 
     def make_call(done: Future[Any]) -> Any:
-        done.result()  # or raise what kept it from pausing
+        done.result()  # raises if pausing failed
         return call()
 
     paused.add_done_callback(lambda done: _pass_on(functools.partial(make_call, done), result))
@@ -175,11 +178,11 @@ def _after(paused: Future[Any] | None, call: Callable[[], Any]) -> Any:
 
 
 def _pass_on(call: Callable[[], Any], result: Future[Any]) -> None:
-    """Make a call, which may return a future, and let ``result`` have its outcome."""
-    with contextlib.suppress(InvalidStateError):  # its caller has given the result up
+    """Make a call, and set its result or error in ``result``. The call may return a future."""
+    with contextlib.suppress(InvalidStateError):  # the caller has cancelled ``result``
         try:
             outcome = call()
-        except Exception as error:  # noqa: BLE001 - for the process that has called
+        except Exception as error:  # noqa: BLE001 - the calling process gets it
             result.set_exception(error)
             return
         if isinstance(outcome, Future):

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class _Offline(Protocol):
-    """A ``vllm.LLM``, to a type checker."""
+    """``vllm.LLM``, for type checkers."""
 
     llm_engine: Any
 
 
 class _Asynchronous(Protocol):
-    """An ``AsyncLLM``, to a type checker."""
+    """``AsyncLLM``, for type checkers."""
 
     engine_core: Any
 
@@ -68,25 +68,26 @@ def follow(
     """Keep an engine on a store's newest version.
 
     Args:
-        engine: a ``vllm.LLM``: call ``sync()`` of the follower between generations. If the ``LLM``
-            is one rank of an engine that torchrun started, let every rank make these calls. An
-            ``AsyncLLM``, in its event loop: it is followed in the background, until ``aclose()``;
-            data-parallel replicas of a dense model are followed independently.
-            The URL of a server in development mode: followed in the background, until ``close()``.
-        store: the store's directory, as the engine's workers and this process see it. Default:
-            the one in the engine's ``additional_config``.
-        pause: treatment of requests in flight during a switch: ``"keep"``, ``"wait"`` or
-            ``"abort"``; for an ``AsyncLLM`` whose requests share no cache, also ``"in_place"``:
-            they continue on what older weights computed. An ``LLM`` has none in flight.
-        api_key: for a server.
-        **options: more of :class:`EngineOptions`; with ``version``, the engine serves that version
-            and stays on it.
+        engine: one of
+
+            * a ``vllm.LLM``. Call the follower's ``sync()`` between generations. If torchrun
+              started the engine's ranks, every rank must make these calls.
+            * an ``AsyncLLM``. Call this in its event loop. The engine follows in the background
+              until ``aclose()``. Data-parallel replicas of a dense model follow independently.
+            * the URL of a server in development mode. The server follows in the background until
+              ``close()``.
+        store: directory of the store, as the engine's workers and this process see it. Default:
+            the store in the engine's ``additional_config``.
+        pause: treatment of requests in flight during a switch; see :data:`.PauseMode`.
+            ``"in_place"`` is for an ``AsyncLLM`` whose requests share no cache.
+        api_key: key of the server.
+        **options: more fields of :class:`EngineOptions`.
 
     Raises:
-        OptionError: (a ``ValueError``) an option is invalid, or there is no store.
-        VersionError: ``version`` is no longer in the store.
-        UnsupportedError: the engine was not started in a way that lets it follow, or be paused so.
-            A server that does not answer (yet) is waited for, in the background.
+        OptionError: (a ``ValueError``) an option is invalid, or no store is given.
+        VersionError: the ``version`` to serve is no longer in the store.
+        UnsupportedError: the engine, as it was started, cannot follow, or cannot be paused in this
+            mode. If a server does not answer, the follower waits for it in the background.
     """
     chosen = None
     if store is not None:

@@ -1,9 +1,10 @@
 """`LaunchedFollower`: follow with an engine whose ranks torchrun started, each as an ``LLM``.
 
-With ``distributed_executor_backend="external_launcher"`` no front end reaches all workers of an
-engine: each rank has one, and all make the same calls. To follow a store they must also decide
-alike, though each sees the store, its errors and the clock by itself. So the engine's first rank
-decides, with a plain :class:`Follower`; its calls of the engine go to all ranks as orders.
+With ``distributed_executor_backend="external_launcher"`` each rank of an engine has its own front
+end, which reaches only that rank's worker, and all ranks make the same calls. They could not decide
+alike when to switch: each rank looks at the store and the clock at another time. So the first rank
+decides, with a plain :class:`Follower`. It sends the follower's calls of the engine to all ranks,
+as orders.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.messages import described
 
 _NEXT = "get the first rank's order"
-"""Step of an order of the first rank, or of the outcome of its call."""
+"""Name of a step: the first rank sends an order, or the outcome of its call."""
 
 
 class LaunchedFollower(Closing):
-    """Switches one engine on demand, as :class:`Follower` does. Every rank makes each call.
+    """Switches one engine on demand, as :class:`Follower` does. All ranks must make all calls.
 
     Args:
-        llm: this rank's.
-        options: the store and so on; the same on all ranks.
+        llm: ``LLM`` of this rank.
+        options: options of the engine, equal on all ranks.
 
     Raises:
-        RankTimeoutError: a rank has not made one of these.
-        RankFailedError: from any call: a rank was lost. The others must not be used any more
-            either: vLLM's own collectives have lost it too.
+        RankTimeoutError: another rank has not made a `LaunchedFollower` in time.
+        RankFailedError: (also from each method) a rank was lost. Do not use the engine any more:
+            vLLM's collectives have lost the rank too.
     """
 
     def __init__(self, llm: Any, options: EngineOptions | None) -> None:
@@ -53,7 +54,7 @@ class LaunchedFollower(Closing):
         if self._agreement.rank == 0:
             self._leader = Follower(_AllRanks(self._agreement, llm), options)
         self.applied: int | None = None
-        """The version that the engine serves, or None for the weights of its start."""
+        """Version that the engine serves, or None if its weights are not from the store."""
 
     def start(self) -> None:
         self._lead(lambda follower: follower.start())
@@ -61,15 +62,15 @@ class LaunchedFollower(Closing):
     def sync(
         self, *, at_least: int | None = None, timeout_s: float | None = None, force: bool = False
     ) -> Switch | None:
-        """Switch as :meth:`Follower.sync` does, on all ranks; the first rank's arguments count."""
+        """Switch all ranks as :meth:`Follower.sync` does, with the first rank's arguments."""
         return self._lead(
             lambda follower: follower.sync(at_least=at_least, timeout_s=timeout_s, force=force)
         )
 
     def stop_workers(self) -> None:
-        """Let this rank's worker stop following; to follow again, make another follower.
+        """Let this rank's worker stop following. To follow again, make another follower.
 
-        Here, and in `close`, no rank waits for another. The engine keeps its weights.
+        The engine keeps its weights. Ranks do not wait for each other here, nor in `close`.
         """
         self._part.do(RankRequest("end"))
 
@@ -79,7 +80,7 @@ class LaunchedFollower(Closing):
         self._agreement.close()
 
     def _lead(self, call: Callable[[Follower], Switch | None]) -> Switch | None:
-        """Let the first rank make a call, while all carry out its orders; return its result."""
+        """Make a call on the first rank, carry out its orders on all ranks; return its result."""
         if self._leader is None:
             return self._follow_orders()
         try:
@@ -87,24 +88,24 @@ class LaunchedFollower(Closing):
         except DBufferError as error:
             self._announce(self._leader, error=[type(error).__name__, str(error)])
             raise
-        except BaseException:  # the others must not wait for what comes next
+        except BaseException:  # other ranks must not wait for the next order
             self._agreement.close()
             raise
         self._announce(self._leader, switch=switch and asdict(switch))
         return switch
 
     def _announce(self, leader: Follower, **outcome: Any) -> None:
-        """Tell the other ranks how a call of the first one ended."""
+        """Send the outcome of the first rank's call to the other ranks."""
         self.applied = leader.applied
         if self._agreement.is_open:
             self._agreement.share(_NEXT, {"applied": self.applied, **outcome})
 
     def _follow_orders(self) -> Switch | None:
-        """Carry out the first rank's orders; return the result of its call, or raise its error."""
+        """Carry out orders until the first rank's call ends; return or raise its outcome."""
         while "applied" not in (order := self._agreement.share(_NEXT, {})[0]):
             try:
                 _carry_out(self._agreement, self._part, order)
-            except DBufferError:  # raised on the first rank too, whose call decides what follows
+            except DBufferError:  # the first rank's call raises it too, and then ends or goes on
                 if not self._agreement.is_open:
                     raise
         self.applied = order["applied"]
@@ -115,9 +116,9 @@ class LaunchedFollower(Closing):
 
 
 class _AllRanks(OfflineVllm):
-    """All parts of an engine, as the first rank's follower sees them.
+    """An engine of all ranks, which the first rank's follower drives.
 
-    All ranks are in the same state, so calls that need only one of them go to this rank.
+    All ranks are in the same state, so calls that read state go to this rank alone.
     """
 
     def __init__(self, agreement: Agreement, llm: Any) -> None:
@@ -134,18 +135,18 @@ class _AllRanks(OfflineVllm):
         self._order("set_weight_version", label.encode())
 
     def _order(self, call: str, argument: Any) -> list[Any]:
-        """Let every rank make a call of its part; return the value of each rank."""
+        """Let every rank make a call of its ``LLM``; return the results by rank."""
         order = {"call": call, "argument": argument}
         self._agreement.share(_NEXT, order)
-        # super(): this rank's part, whose methods this class overrides.
+        # super() makes the call on this rank alone.
         return _carry_out(self._agreement, super(), order)
 
 
 def _carry_out(agreement: Agreement, part: Any, order: dict[str, Any]) -> list[Any]:
-    """Carry out an order on this rank, as all ranks do; return the value on each.
+    """Carry out an order on this rank, while the others do; return the results by rank.
 
     Raises:
-        DBufferError: the error of the first rank that failed, on all of them.
+        DBufferError: (on all ranks) the error of the first rank that failed.
     """
     with agreement.step(f"do {order['call']}") as step:
         try:

@@ -1,4 +1,4 @@
-"""`VllmMetaModel`: the layers of a vLLM model without data, as vLLM's reload counts them."""
+"""`VllmMetaModel`: a copy of a vLLM model without data, for checks of published weights."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 def vllm_shape_check(vllm_config: Any, serving: torch.nn.Module) -> ShapeCheck:
-    """Make a check with a copy of the model that serves, on the worker's main thread.
+    """Return a check of published weights, with a copy of the serving model.
+
+    Call it on the worker's main thread.
 
     Raises:
-        UnsupportedError: its experts do not stay where they are loaded, or a reload would
-            fail, or leave a part of it as it is.
+        UnsupportedError: vLLM moves the model's experts, or its reload would fail for this model,
+            or would leave old weights in a part of it.
     """
     if vllm_config.parallel_config.enable_eplb:
         raise UnsupportedError(
@@ -49,8 +51,8 @@ def vllm_shape_check(vllm_config: Any, serving: torch.nn.Module) -> ShapeCheck:
         _unwrap_online_quantization(tensor)
     meta = VllmMetaModel(model, serving, vllm_config.parallel_config.tensor_parallel_size)
     text_config = vllm_config.model_config.hf_text_config
-    # GPTQ's ``g_idx``, say: engines take only models whose groups are in order. Releases that lack
-    # the method discard nothing.
+    # vLLM discards some tensors of quantized checkpoints, for example GPTQ's ``g_idx``. Releases
+    # without this method discard none.
     make_mapper = getattr(vllm_config.quant_config, "get_checkpoint_weight_mapper", None)
 
     def is_spare(name: str) -> bool:
@@ -64,13 +66,13 @@ def vllm_shape_check(vllm_config: Any, serving: torch.nn.Module) -> ShapeCheck:
 
 
 def _make_model(vllm_config: Any) -> Any:
-    """Make a model as vLLM does, on the default device, without effects on the engine."""
+    """Make a model as vLLM does, on the default device; the engine's configuration stays."""
     config = copy.copy(vllm_config)
-    # The Transformers backend asks for its parameters here, whatever the default device is.
+    # The Transformers backend makes parameters on this device, and not on the default one.
     config.device_config = copy.copy(config.device_config)
     config.device_config.device = torch.device("meta")
     config.compilation_config = copy.copy(config.compilation_config)
-    # Layers register in here by name, and refuse a name that is taken.
+    # Layers register here by name. A second layer of one name is an error.
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
     with (
@@ -82,9 +84,9 @@ def _make_model(vllm_config: Any) -> Any:
 
 
 def _require_latent_weights(serving: torch.nn.Module) -> None:
-    """Refuse latent attention that drops a layer's weight once it has packed it.
+    """Refuse a model whose latent attention has packed a layer's weight and dropped the original.
 
-    vLLM's reload would load that layer, and have no place for its weight (0.32, on a CPU with AMX).
+    vLLM's reload would find no parameter to load into (vLLM 0.32, on a CPU with AMX).
     """
     for name, module in serving.named_modules():
         if getattr(module, "is_amx_bmm_enabled", False):
@@ -95,10 +97,10 @@ def _require_latent_weights(serving: torch.nn.Module) -> None:
 
 
 def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
-    """Refuse a model with a buffer that is no longer a view of its parameter.
+    """Refuse a model with a buffer that was a view of a parameter, and no longer is.
 
-    A layer that packs the parameter after loading leaves the buffer as it was loaded first, and so
-    does vLLM's reload (Mamba 2's convolution in bfloat16, on a CPU).
+    If a layer packs the parameter after loading, the buffer keeps the first weights, and vLLM's
+    reload does not update it. An example is Mamba 2's convolution in bfloat16, on a CPU.
     """
     parameters = {storage_of(tensor): name for name, tensor in model.named_parameters()}
     served = dict(serving.named_parameters()) | dict(serving.named_buffers())
@@ -115,7 +117,7 @@ def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _expert_maps_with_data() -> Iterator[None]:
-    """Keep data in the maps of experts to ranks, which loaders read."""
+    """Make the maps of experts to ranks with data: loaders read them."""
     make = ExpertMapManager.__init__
 
     def make_with_data(*args: Any, **kwargs: Any) -> None:
@@ -130,10 +132,10 @@ def _expert_maps_with_data() -> Iterator[None]:
 
 
 def _unwrap_online_quantization(tensor: Any) -> None:
-    """Unwrap the loader of a tensor whose layer quantizes online.
+    """Remove vLLM's wrapper from the loader of a tensor whose layer quantizes online.
 
-    vLLM wraps the loaders of such a layer from the start: they keep tensors until all have come,
-    quantize them, and take the wrapping off, which a watched loader would hide.
+    The wrapped loaders collect all tensors of the layer, quantize them, and remove their wrappers.
+    They would not find a wrapper inside the loader that `MetaModel` watches.
     """
     loader = getattr(tensor, "weight_loader", None)
     while getattr(loader, "__name__", None) == "online_process_loader":
@@ -142,7 +144,7 @@ def _unwrap_online_quantization(tensor: Any) -> None:
 
 
 class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
-    """Also counts by layer: vLLM reloads the parameters and buffers of a module together."""
+    """Meta model that also counts loaded elements by layer, as vLLM's reload does."""
 
     def __init__(self, model: torch.nn.Module, serving: torch.nn.Module, tp_size: int) -> None:
         super().__init__(
@@ -153,10 +155,10 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
             serving=serving,
         )
         self._layers: dict[int, tuple[str, int]] = {}
-        """Layer of each tensor, and the elements at which vLLM takes the layer for complete."""
+        """Layer of each tensor, and the number of elements after which vLLM finishes the layer."""
         self._loaded_of_layer: dict[str, int] = {}
         self._num_shares: dict[int, int] = {}
-        """Number of ranks, in all replicas that step together, of each tensor of experts."""
+        """Number of ranks that each tensor of experts is spread over, in all replicas."""
         self._optional: set[int] = set()
         for prefix, module in model.named_modules():
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -178,11 +180,12 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         self._loaded_of_layer.clear()
 
     def note_loaded(self, tensor: Any, count: int, *, is_part: bool) -> None:
-        """Refuse a tensor that comes when vLLM takes its layer for complete: reload skips it.
+        """Refuse a tensor that vLLM's reload would skip, because it has finished the layer.
 
-        The parts of a fused layer that share a scale bring it once each, and vLLM counts them all.
-        A tensor that came before may be skipped: a tied one under its other name, and integers that
-        describe how the layer is packed, which every part repeats.
+        vLLM counts loaded elements. If the parts of a fused layer share a scale, it counts the
+        scale once for each part, and finishes the layer too early. Skipping is harmless for a
+        tensor that was loaded before: a tied tensor under its second name, or integers about the
+        packing of the layer, which every part repeats.
         """
         if not count or id(tensor) not in self._layers:
             return
@@ -191,15 +194,15 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         is_new = self.count_of(tensor) < _count_loadable(tensor)
         if counted >= total and (is_new or (is_part and tensor.is_floating_point())):
             raise WeightsMismatchError(
-                f"vLLM's reload takes {prefix} for complete before this tensor, as its parts bring "
-                "more than it holds: only an engine's start can load such a layer"
+                f"vLLM's reload finishes {prefix} before this tensor, because its parts have more "
+                "elements than the layer: only an engine's start can load such a layer"
             )
         self._loaded_of_layer[prefix] = counted + min(count, _count_loadable(tensor))
 
     def require_complete(self) -> None:
         """Raise :class:`WeightsMismatchError` if a tensor, or a part of one, is missing.
 
-        vLLM's reload leaves the missing buffers of a layer that gets others uninitialized.
+        If a layer gets only some of its buffers, vLLM's reload leaves the others uninitialized.
         """
         self.require_late_parameters()
         self._refuse_loads_past_loaders()
@@ -212,44 +215,47 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
                     self.require_whole(f"{prefix}.{name}", tensor, _count_loadable(tensor))
 
     def _refuse_loads_past_loaders(self) -> None:
-        """Refuse loads past the loader of a tensor: reload has other tensors there meanwhile."""
+        """Refuse writes into a tensor that do not use its loader.
+
+        During a reload the layer has other tensors, so these writes would be lost.
+        """
         for name, origin in self.recorder.written_from.items():
             raise WeightsMismatchError(
-                f"{type(self.model).__name__} computes {name} from {origin}, which has no data in "
-                "the midst of vLLM's reload: only an engine's start can load this model"
+                f"{type(self.model).__name__} computes {name} from {origin}, which has no data "
+                "during vLLM's reload: only an engine's start can load this model"
             )
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
         # Some buffers are views of parameters.
         loaded = {storage_of(tensor) for _, tensor in tensors if self.count_of(tensor)}
         for name, tensor in tensors:
             if _has_no_rows(self._padded.get(id(tensor))):
-                continue  # its loader writes zeros, and nothing else
+                continue  # its loader only writes zeros
             if storage_of(tensor) not in loaded and self.recorder.is_written(tensor):
                 raise WeightsMismatchError(
-                    f"{type(self.model).__name__} writes {name} past its loader, where vLLM's "
-                    "reload leaves the weights as they were: only an engine's start can load it"
+                    f"{type(self.model).__name__} writes {name} without its loader, and vLLM's "
+                    "reload would keep the old weights: only an engine's start can load this model"
                 )
 
 
 def _count_loadable(tensor: Any) -> int:
-    """Return the number of a parameter's elements that come from a checkpoint, without padding."""
+    """Return the number of elements that a parameter gets from a checkpoint, without padding."""
     return int(getattr(tensor, "weight_loader_numel", tensor.numel()))
 
 
 def _is_reloaded_last(module: torch.nn.Module) -> bool:
-    """Whether this is an attention layer, which reload leaves until all others are done."""
+    """Whether this is an attention layer: vLLM reloads these after all other layers."""
     return isinstance(module, AttentionLayerBase) and hasattr(
         module, "process_weights_after_loading"
     )
 
 
 def _has_no_rows(module: Any) -> bool:
-    """Whether this rank has only padding of an embedding or head, whose vocabulary is small."""
+    """Whether this rank's part of an embedding or head is only padding."""
     return isinstance(module, VocabParallelEmbedding) and not module.shard_indices.num_org_elements
 
 
 def _find_optional(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield a layer's tensors that may be missing: reload fills them, or leaves them alone."""
+    """Yield the tensors of a layer that a version need not have."""
     may_all = has_optional_scales(module) or _has_no_rows(module)
     for table in tables_of(module):
         for tensor in table.values():

@@ -6,10 +6,11 @@ An ASGI middleware, which vLLM puts into its server with::
         --additional-config '{"dbuffer": {"store": "/dev/shm/policy"}}' \
         --middleware dbuffer.integrations.vllm.FollowStore
 
-The server is not reported ready before it serves the newest version that is there. With
-``--load-format dummy`` there must be one, or come in time. A server that cannot follow does not
-start. If an engine has several API servers, the first follows, and the others wait until the engine
-is ready. (If one of them dies, vLLM ends them all.)
+The server answers no request before it serves the newest version in the store. With ``--load-format
+dummy`` it waits for a first version. A server that cannot follow does not start.
+
+If an engine has several API servers, the first one follows, and the others wait until the engine is
+ready. If one of them dies, vLLM ends all of them.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from dbuffer.runtime.trouble import message_of
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-"""Interval at which an API server looks whether the engine is ready."""
+"""Interval at which another API server asks whether the engine is ready."""
 
 
 class FollowStore:
-    """Follows from the server's start to its end, and tells requests which weights they get.
+    """Follows a store from the server's start to its end, and labels responses.
 
-    :mod:`.requests` and :mod:`.responses` describe its headers and fields.
+    :mod:`.requests` and :mod:`.responses` describe its headers, fields and routes.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -64,15 +65,15 @@ class FollowStore:
         async def receive_after_us() -> Message:
             message = await receive()
             if message["type"] == "lifespan.shutdown":
-                await self._end()  # while the engine is there for a switch under way
+                await self._end()  # a switch under way needs the engine to end
             return message
 
         try:
             try:
                 engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
                 await self._start(engine)
-            # Servers take an exception here for an application without a lifespan, and serve. This
-            # message of the protocol ends the server.
+            # If an exception left this, the server would conclude that the application has no
+            # lifespan, and serve. The message below ends the server.
             except Exception as error:  # noqa: BLE001
                 await self._end()
                 await receive()
@@ -87,7 +88,7 @@ class FollowStore:
             await self._end()
 
     async def _start(self, engine: Any) -> None:
-        """Let the engine serve the newest version, and follow."""
+        """Start to follow, and return once the engine serves the newest version."""
         if engine is None:
             raise UnsupportedError("FollowStore is for vLLM's API server, and this is another")
         config = engine.vllm_config
@@ -101,8 +102,8 @@ class FollowStore:
         is_shared = getattr(parallel, "_api_process_count", 1) > 1
         if is_shared and options.until_done:
             raise UnsupportedError(
-                "until_done needs one API server (--api-server-count 1): of several, a client "
-                "reaches any, and one follows"
+                "until_done needs one API server (--api-server-count 1): of several, the first "
+                "alone could answer /weights/done, but clients reach any of them"
             )
         if is_shared and parallel._api_process_rank != 0:  # noqa: SLF001 - vLLM has no other name
             while not await ask_core(engine, None, READY):
@@ -119,7 +120,7 @@ class FollowStore:
             await ask_core(engine, None, READY, True)
 
     async def _end(self) -> None:
-        """Stop following. An error must not keep the server from ending."""
+        """Stop following. An error is logged, so that the server can end."""
         follower, self._follower = self._follower, None
         if follower is not None:
             try:
@@ -129,7 +130,7 @@ class FollowStore:
 
 
 async def _wait_for_weights(follower: BackgroundFollower, options: EngineOptions) -> None:
-    """Wait for the first version: weights of ``--load-format dummy`` must not be served."""
+    """Wait for the first version. The dummy weights before it must not be served."""
     logger.info(
         "%s has dummy weights: waiting %g s (timeout_s) for a version in %s",
         follower.engine_id,
@@ -140,6 +141,6 @@ async def _wait_for_weights(follower: BackgroundFollower, options: EngineOptions
         await follower.wait_applied_async(1, options.timeout_s)
     except WaitTimeoutError as error:
         raise WaitTimeoutError(
-            f"with --load-format dummy there is nothing to serve before there is a version in "
-            f"{options.store}: {error}"
+            f"with --load-format dummy the server needs a version to serve, and {options.store} "
+            f"has none: {error}"
         ) from error

@@ -1,7 +1,8 @@
-"""`VllmPacking`: vLLM's processing of loaded weights, for images of layers that pack or quantize.
+"""`VllmPacking`: images of layers, packed or quantized by vLLM's own functions.
 
-After loading a layer, vLLM calls its quantization method's ``process_weights_after_loading``, which
-may call a scheme's or a kernel's. Here they process a shadow of it (`engine/plan/images.py`).
+After loading a layer, vLLM calls ``process_weights_after_loading`` of its quantization method. That
+method can call the function of this name of a scheme or a kernel. Here these functions process a
+shadow of the layer (`engine/plan/images.py`).
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _HOOK = "process_weights_after_loading"
 
 
 class VllmPacking:
-    """Processing of vLLM's layers, as vLLM's reload does it."""
+    """Packs and quantizes layers as vLLM's reload does."""
 
     def packs(self, layer: torch.nn.Module, *, is_as_loaded: bool) -> bool:
         method = getattr(layer, "quant_method", None)
-        # A cache's scales are processed with the attention's, when all layers are loaded.
+        # vLLM processes the scales of caches later, with the attention layers.
         if isinstance(method, (UnquantizedFusedMoEMethod, BaseKVCacheMethod)):
             return has_cpu_experts(layer)
         if not isinstance(method, QuantizeMethodBase):
@@ -51,7 +52,7 @@ class VllmPacking:
         alone = _WithoutOtherRanks()  # type: ignore[no-untyped-call]
         with alone, onednn_kernels_keep_scales(_dtype_of(shadow)):
             if isinstance(method, UnquantizedFusedMoEMethod):
-                # vLLM does it once, when it makes the kernel, which keeps nothing of the layer.
+                # vLLM packs the experts once, when it makes the kernel. The kernel keeps nothing.
                 copy.copy(method.moe_kernel.fused_experts).process_weights_after_loading(shadow)
             else:
                 method.process_weights_after_loading(shadow)
@@ -71,15 +72,15 @@ class VllmPacking:
 
 
 def has_cpu_kernel(layer: torch.nn.Module) -> bool:
-    """Whether a kernel has packed the layer's weight, on a CPU; the weight may be kept, too.
+    """Whether a kernel for CPUs computes from a packed copy of the layer's weight.
 
-    A kernel that holds nothing computes from the weight as it was loaded.
+    A kernel without such a copy computes from the weight itself.
     """
     return bool(getattr(getattr(layer, "cpu_linear", None), "__closure__", None))
 
 
 def has_cpu_experts(layer: Any) -> bool:
-    """Whether these are experts that are not quantized, packed on a CPU."""
+    """Whether this layer has experts in main memory that are packed, and not quantized."""
     method = getattr(layer, "quant_method", None)
     return (
         isinstance(method, UnquantizedFusedMoEMethod)
@@ -90,11 +91,11 @@ def has_cpu_experts(layer: Any) -> bool:
 
 @contextlib.contextmanager
 def onednn_kernels_keep_scales(dtype: torch.dtype) -> Iterator[None]:
-    """Let int8 kernels that are made on a CPU keep their scales alive, and compute in a dtype.
+    """Make int8 kernels for CPUs that keep their scales alive, and compute in the given dtype.
 
-    oneDNN keeps the address of the scales. Reload copies them into the layer and frees these (vLLM
-    0.28 to 0.33), so that the kernel would read memory that was reused. vLLM passes torch's default
-    dtype, which belongs to the process: a thread beside the engine must not set it.
+    oneDNN keeps only the address of the scales. vLLM's reload (0.28 to 0.33) copies the scales into
+    the layer and frees the originals, so the kernel would read memory that was reused. vLLM itself
+    passes torch's default dtype, which this thread must not set: the engine shares it.
     """
     make = _custom_ops.create_onednn_scaled_mm
 
@@ -111,7 +112,7 @@ def onednn_kernels_keep_scales(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _WithoutOtherRanks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses collectives in this thread: other ranks may be at another place."""
+    """Refuses collectives in this thread: other ranks may be doing something else."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -122,15 +123,15 @@ class _WithoutOtherRanks(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _dtype_of(layer: Any) -> torch.dtype:
-    """Return the dtype that a layer computes in."""
+    """Return the dtype that a layer computes in, which packing keeps."""
     dtype: torch.dtype = getattr(layer, "params_dtype", None) or layer.weight.dtype
     return dtype
 
 
 def _restore_form(shadow: Any, layer: Any) -> None:
-    """Give a shadow with loaded tensors the form of a layer that vLLM has just made.
+    """Bring a shadow into the form that layers have while vLLM loads them.
 
-    A reload begins with this form, too: without the tensors that processing added.
+    Tensors that processing added are removed, and the classes of parameters are restored.
 
     Raises:
         UnsupportedError: a tensor was not loaded.
@@ -149,7 +150,7 @@ def _restore_form(shadow: Any, layer: Any) -> None:
 
 
 def _copy_hooks(owner: Any, copies: dict[int, tuple[Any, Any]]) -> None:
-    """Replace the objects of an owner that process weights by copies: they may keep some."""
+    """Replace the objects that process weights by copies, since they can store weights."""
     for name, value in list(vars(owner).items()):
         if not hasattr(type(value), _HOOK) or isinstance(value, torch.nn.Module):
             continue

@@ -1,4 +1,4 @@
-"""Plugin of vLLM: the entry point ``vllm.general_plugins`` calls it in each vLLM process."""
+"""Plugin for vLLM, which calls `register` in each of its processes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from dbuffer.runtime.trouble import log_once
 logger = logging.getLogger(__name__)
 
 NEWEST = (0, 33)
-"""Newest release of vLLM that dbuffer was tested with."""
+"""Newest vLLM release that dbuffer was tested with."""
 
 
 def register() -> None:
-    """Register ``backend="dbuffer"``, and add dbuffer's methods to vLLM's classes; idempotent."""
+    """Register ``backend="dbuffer"``, and add dbuffer's methods to vLLM's classes. Idempotent."""
     log_as_vllm()
     try:
         _extend()
     except (ImportError, AttributeError, TypeError) as error:
-        # An old vLLM, a fork, or a release that moved names which dbuffer uses: it must start as it
-        # would without dbuffer. It then knows no such backend.
+        # This vLLM is old, a fork, or a release that has renamed something that dbuffer uses. It
+        # must start as without dbuffer, and then has no backend "dbuffer".
         logger.warning("dbuffer does not work with this vLLM (%s)", str(error))
         return
     import vllm
@@ -58,8 +58,8 @@ def _extend() -> None:
     ):
         with contextlib.suppress(ValueError):  # it is registered already
             factory.register_engine(BACKEND, f"dbuffer.integrations.vllm.{module}", name)
-    # collective_rpc looks for methods on the wrapper around a worker. In the worker's class, vLLM
-    # would refuse an extension that has this method.
+    # collective_rpc looks up methods in the wrapper around a worker. If the worker's class had this
+    # method, vLLM would refuse worker extensions that have it too.
     setattr(WorkerWrapperBase, CALL, _call_the_extension)
 
 
@@ -79,7 +79,7 @@ def log_as_vllm() -> None:
 def _call_the_extension(wrapper: Any, request: dict[str, Any]) -> Any:
     from dbuffer.integrations.vllm.rank import WorkerExtension
 
-    # An extension of the engine comes first: it may have more to do.
+    # The engine's worker extension can override the method.
     worker = wrapper.worker
     call = getattr(worker, CALL, None) or partial(WorkerExtension.dbuffer_call, worker)
     return call(request)

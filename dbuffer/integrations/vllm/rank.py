@@ -1,9 +1,7 @@
-"""`WorkerRank`: the vLLM worker that a receiver runs in, its model, and the group of all workers.
+"""`WorkerRank`: one rank of a vLLM engine, in its worker; `WorkerExtension`: how calls reach it.
 
-Weights go through vLLM's layerwise reload, which serves packed, quantized and plain layers alike.
-`reload_fixes` repairs its faults.
-
-`WorkerExtension` has the method that ``collective_rpc`` calls in each worker.
+A rank loads weights through vLLM's layerwise reload, which handles packed, quantized and plain
+layers. `reload_fixes` repairs its faults.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class WorkerRank(EngineRank):
     """One rank of a vLLM engine."""
 
     module: Any
-    # vLLM's state of adapters, and the seconds that it has spent on quantizing.
+    # The last two: vLLM's state of adapters, and the seconds that it spent on quantizing.
     not_weights = ("kv_cache", ENDPOINT_ATTR, "lora_manager", "online_quantization_time")
 
     def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
@@ -56,10 +54,10 @@ class WorkerRank(EngineRank):
         self.ranks = RankChannel.of(worker_group(vllm_config.parallel_config))
         self.instance_id: str = vllm_config.instance_id
         self.is_pipeline_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
-        if is_launched(vllm_config.parallel_config):  # each process has made up its own
+        if is_launched(vllm_config.parallel_config):  # each process made another id
             self.instance_id = self.ranks.gather(self.instance_id)[0]
         self._refusal: Any = None
-        """Hook that lets each step fail, if the model refuses to serve."""
+        """Hook that fails each step, or None if the model serves."""
         is_captured = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
         self._reads_captured_addresses = self.on_device and is_captured
         self._targets = self._reload_targets()
@@ -77,13 +75,13 @@ class WorkerRank(EngineRank):
     def load(self, tensors: fixes.Weights, *, partial: bool = False) -> None:
         """Swap in the weights of one version; see :meth:`EngineRank.load`.
 
-        Scales of caches that are not among them become vLLM's defaults, as when an engine starts.
+        Scales of caches that the version lacks become vLLM's defaults, as when an engine starts.
         """
         before = fixes.tensors_of_layers(self.module)
         places = self._addresses()
         config = self._vllm_config
         dtype = config.model_config.dtype
-        # As in vLLM's first load: kernels are made for them.
+        # vLLM's first load has this config and dtype, and makes kernels for them.
         with (
             set_current_vllm_config(config),
             set_default_torch_dtype(dtype),
@@ -97,7 +95,7 @@ class WorkerRank(EngineRank):
             fixes.restore_absent_names(before)
             fixes.repack_tied(self.module, loaded)
             fixes.repack_cpu_experts(loaded)
-        # The next step reads the copies, and staging may overwrite their sources.
+        # Copies must end before the next step, and before staging overwrites their sources.
         if self.on_device:
             torch.accelerator.synchronize(self.device)
         if self._addresses() != places:
@@ -106,9 +104,9 @@ class WorkerRank(EngineRank):
     def _reload(
         self, weights: fixes.Weights, before: list[fixes.LayerTensors], *, partial: bool
     ) -> list[torch.nn.Module]:
-        """Run vLLM's layerwise reload; return the layers that got tensors."""
+        """Run vLLM's layerwise reload; return the layers that it loaded tensors into."""
         initialize_layerwise_reload(self.module)
-        # vLLM keeps a layer's tensors as views until all have come: their order costs no memory.
+        # vLLM collects the tensors of a layer as views, so their order costs no memory.
         with fixes.parameters_stay_in_place(before, weights) as settled:
             self.module.load_weights(settled)
         loaded = [module for module in self.module.modules() if fixes.has_loaded(module)]
@@ -131,7 +129,7 @@ class WorkerRank(EngineRank):
         require_unchanged(self._targets, self._reload_targets())
 
     def _reload_targets(self) -> dict[str, object]:
-        """Return the layers and parameters that a reload fills: vLLM empties a layer made later."""
+        """Return layers and parameters to compare: a reload would empty a replaced layer."""
         targets: dict[str, object] = {}
         for name, module in self.module.named_modules():
             if next(module.parameters(recurse=False), None) is not None:
@@ -144,7 +142,7 @@ class WorkerRank(EngineRank):
         return targets
 
     def _addresses(self) -> dict[str, int]:
-        """Return each parameter's address in memory: captured graphs read only there."""
+        """Return the memory address of each parameter. Captured graphs read these addresses."""
         return {name: tensor.data_ptr() for name, tensor in self.module.named_parameters()}
 
     def refuse_to_serve(self, reason: str) -> None:
@@ -154,7 +152,7 @@ class WorkerRank(EngineRank):
             raise EngineBrokenError(reason)
 
         self._refusal = self.module.register_forward_pre_hook(refuse)
-        # A captured graph is replayed without a call of the model; this comes after it.
+        # A captured graph runs without a call of the model. vLLM calls this after the graph.
         if hasattr(self.module, "compute_logits"):
             self.module.compute_logits = refuse
 
@@ -167,12 +165,11 @@ class WorkerRank(EngineRank):
 
 @contextlib.contextmanager
 def raising_once(vllm_config: Any) -> Iterator[None]:
-    """Let an error out on one rank of an engine only. All ranks have logged it.
+    """Raise an error on the last rank of an engine only. All ranks have logged it.
 
-    vLLM's executor of several processes reads replies in the order of ranks, and stops at the first
-    failed one. The others stay in their queues, and every later call reads answers that are one
-    call old. So only the rank that is read last may raise. If each process has a front end, each
-    must raise.
+    vLLM's executor reads the replies of its processes by rank, and stops at the first error. The
+    replies after that stay in their queues, and every later call would read replies of the call
+    before. If each process has a front end, all ranks raise.
     """
     parallel = vllm_config.parallel_config
     last = parallel.world_size - 1
@@ -184,9 +181,9 @@ def raising_once(vllm_config: Any) -> Iterator[None]:
 
 
 def worker_group(parallel: Any) -> Any:
-    """Return vLLM's group of all workers of an engine, of all replicas that step together.
+    """Return vLLM's group of all workers of an engine, with all replicas that step together.
 
-    vLLM's world is torch.distributed's, which engines that torchrun started share.
+    Engines that torchrun started share vLLM's world group, if there are several.
     """
     world, tensor_parallel = get_world_group(), get_tp_group()
     if not is_launched(parallel) or world.world_size == parallel.world_size:
@@ -200,15 +197,17 @@ def worker_group(parallel: Any) -> Any:
 
 
 class WorkerExtension:
-    """A method for ``collective_rpc``, on all ranks. dbuffer's plugin adds it to all workers.
+    """Method that followers call in each worker, through ``collective_rpc``.
 
-    ``--worker-extension-cls dbuffer.integrations.vllm.WorkerExtension`` tells a program beside a
-    server that its workers have the method.
+    dbuffer's plugin adds it to all workers. A server's option ``--worker-extension-cls
+    dbuffer.integrations.vllm.WorkerExtension`` shows a follower outside that the plugin is there.
     """
 
     def dbuffer_call(self: Any, request: dict[str, Any]) -> dict[str, Any]:
-        """Carry out a follower's request; see :mod:`dbuffer.engine.messages`."""
-        # Nothing may be raised here: vLLM would read the other ranks' answers one call late.
+        """Carry out a follower's request; see :mod:`dbuffer.engine.messages`.
+
+        It raises nothing: after an error vLLM would read the other ranks' answers one call late.
+        """
         return encode_answer(capture_answer(lambda: _do(self, RankRequest.parse(request))))
 
 

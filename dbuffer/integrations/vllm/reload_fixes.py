@@ -1,4 +1,4 @@
-"""Repairs of what vLLM's layerwise reload leaves wrong."""
+"""Repairs of faults of vLLM's layerwise reload."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def tensors_of_layers(model: torch.nn.Module) -> list[LayerTensors]:
 
 
 def restore_tensors(before: list[LayerTensors]) -> None:
-    """Give each layer its tensors again, after a load that failed; their content is a mix.
+    """After a failed load, put the earlier tensors back into their layers. Their values are a mix.
 
-    The next load would complete half a layer with tensors of another version; and a layer that
-    failed would stay on the meta device.
+    Otherwise the next load would fill up a half-loaded layer with tensors of another version, and
+    some layers would stay on the meta device.
     """
     for module, tensors in before:
         get_layerwise_info(module).reset()
@@ -43,11 +43,11 @@ def restore_tensors(before: list[LayerTensors]) -> None:
 
 @contextlib.contextmanager
 def parameters_stay_in_place(before: list[LayerTensors], weights: Weights) -> Iterator[Weights]:
-    """Yield the weights, and keep parameters in their places that a loader makes anew.
+    """Yield the weights. If a loader replaces a parameter, put the old one back with new values.
 
-    A model's ``load_weights`` does that with some biases. They stay where they were, since kernels
-    read there, and get the new values. Such a loader may put the new one on the meta device, where
-    reload has put the layer.
+    Some models' ``load_weights`` replaces biases, but kernels read at the old addresses. The new
+    parameter has no values if the loader makes it on the meta device, where reload has put the
+    layer; then the published tensor is copied.
     """
     made: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
 
@@ -78,33 +78,30 @@ def parameters_stay_in_place(before: list[LayerTensors], weights: Weights) -> It
 
 
 def has_loaded(module: torch.nn.Module) -> bool:
-    """Whether a layer has got tensors, between loading and the end of a reload."""
+    """Whether vLLM has loaded a tensor into a layer, in a reload that has not ended."""
     info = get_layerwise_info(module)
-    return not info.can_load() or info.load_numel > 0  # whole and done, or under way
+    return not info.can_load() or info.load_numel > 0  # finished, or begun
 
 
 def has_optional_scales(module: torch.nn.Module) -> bool:
-    """Whether a layer loads the scales of its cache.
-
-    vLLM does not require them of a checkpoint; missing ones get defaults after loading.
-    """
+    """Whether a layer loads scales of its KV cache, which a checkpoint need not have."""
     return isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
 
 
 def finish_caches_without_scales(model: torch.nn.Module) -> None:
-    """Let reload set missing scales to their defaults; it would keep the old version's."""
+    """Let the reload set scales that the version lacks to their defaults, as a start does."""
     for module in model.modules():
         if has_optional_scales(module) and not has_loaded(module):
-            # Reload looks at nothing else, and begins with the defaults.
+            # A reload finishes only layers with loaded elements, and finishing sets the defaults.
             get_layerwise_info(module).load_numel = 1
 
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Suppress warnings of reload that it found nothing for a layer.
+    """Suppress vLLM's warnings about layers that got no weights.
 
-    vLLM warns of layers that need nothing: of rotary embeddings, tied heads, layers that a partial
-    version leaves out. A version that lacks more was refused before.
+    Layers that need none cause them too: rotary embeddings, tied heads, layers that a partial load
+    leaves out. A version that lacks required weights was refused before.
     """
 
     def is_logged(record: logging.LogRecord) -> bool:
@@ -119,7 +116,7 @@ def without_warnings() -> Iterator[None]:
 
 
 def restore_absent_names(before: list[LayerTensors]) -> None:
-    """Restore the names with None, of weights that a kernel keeps: reload drops them."""
+    """Restore names whose parameter is None, which reload drops: a kernel holds their weights."""
     for module, tensors in before:
         for table, table_before in zip(tables_of(module), tensors, strict=True):
             for name, tensor in table_before.items():
@@ -128,15 +125,15 @@ def restore_absent_names(before: list[LayerTensors]) -> None:
 
 
 def repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
-    """Pack layers again whose weight is another layer's: reload skips them, and keeps the old one.
+    """Pack layers that share the weight of another layer, such as a head tied to the embedding.
 
-    A head tied to the embedding is such a layer. On a CPU vLLM packs most embeddings, too, which
-    never multiply by it: the head takes over that copy, which was just made anew.
+    vLLM's reload skips them, so they would compute with the old packed copy. On a CPU vLLM packs
+    most embeddings too, and does not use that copy: the head takes it over.
     """
     owners = {id(weight): module for module in loaded for weight in module.parameters(False)}
     module: Any
     for module in model.modules():
-        # Its own: a layer that wraps another for LoRA requests shows what that one has.
+        # Not ``module.weight``: a LoRA wrapper returns the weight of the layer that it wraps.
         owner = owners.get(id(tables_of(module)[0].get("weight")))
         if owner is None or owner is module or not has_cpu_kernel(module):
             continue
@@ -147,10 +144,9 @@ def repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
 
 
 def repack_cpu_experts(loaded: list[torch.nn.Module]) -> None:
-    """Pack experts again: on a CPU, reload leaves them as they were loaded.
+    """Pack the loaded experts on a CPU, which vLLM's reload (0.28 to 0.33) does not do.
 
-    vLLM (0.28 to 0.33) packs them when it first makes their kernel, and not again. Experts that got
-    nothing are still packed.
+    vLLM packs experts only when it makes their kernel. Experts that were not loaded are packed.
     """
     module: Any
     for module in loaded:

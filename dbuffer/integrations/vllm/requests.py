@@ -1,12 +1,12 @@
-"""Requests to a vLLM server that follows: the version that they need, and whether it is there.
+"""Requests to a vLLM server that follows a store, and the version that a request requires.
 
-* A request with ``X-Weight-Min-Version: 7`` is answered by version 7 or later, or by 409. With
-  ``X-Weight-Wait-S: 2.5`` the server waits so long for such a version.
-* ``GET /ready?min_version=7&wait_s=2.5`` answers 200 if such a request would be, else 503.
-* ``POST /weights/done`` lets a server go on that keeps each version ``until_done``.
+* ``X-Weight-Min-Version: 7`` requires version 7 or later. The server answers 409 if it has an
+  older version. With ``X-Weight-Wait-S: 2.5`` it waits up to 2.5 s for a version first.
+* ``GET /ready?min_version=7&wait_s=2.5`` answers 200 if such a request would be served, else 503.
+* ``POST /weights/done`` ends the use of a version that the server keeps ``until_done``.
 
-Versions only go up within a run, so a request may be compared before vLLM's routes have it. After
-another run began in the store, numbers are of that run, also while the engine serves the old one.
+Versions only go up within a run, so the server checks the requirement before vLLM's routes get the
+request. The number is of the store's newest run, also while the engine still serves an older run.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from dbuffer.runtime.timing import TIMING
 
 MIN_VERSION, WAIT_S = "x-weight-min-version", "x-weight-wait-s"
 SPANS = "x-weight-versions"
-"""Header of a request that asks for the versions of each token."""
+"""Header that requests the spans of tokens by version."""
 HEADERS = (MIN_VERSION, WAIT_S, SPANS)
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 _SECONDS = "seconds from 0 to 3600"
 RETRY_AFTER_S = 1
-"""``Retry-After`` of a refusal, which may be over by then: trainers publish every few seconds."""
+"""``Retry-After`` of a refusal: trainers publish every few seconds."""
 _LOOK_S = 0.02
-"""Interval at which an API server asks the engine for its version while requests wait for one."""
+"""Interval at which an API server asks the engine for its label while requests wait."""
 _MAX_HEADER_CHARS = 4096
-"""Longest metadata in a header; servers and proxies take 8 KiB for all of them."""
+"""Longest metadata in a header. Servers and proxies accept 8 KiB of headers."""
 _OK, _CONFLICT, _UNAVAILABLE = 200, 409, 503
 
 
 Requirement: TypeAlias = tuple[int | None, float]
-"""Least version that a request takes, if it names any, and the seconds that it waits for that."""
+"""Minimum version that a request requires, or None, and the seconds to wait for it."""
 
 
 def unmet_by(label: WeightLabel, min_version: int) -> str | None:
-    """Return why an engine with this label is not to serve a request, or None."""
+    """Return the reason to refuse a request, from the engine's label, or None to serve it."""
     newest_run = label.newest_run or label.run
     if label.run != newest_run:
         return f"run {label.run}, and not run {newest_run}"
@@ -62,10 +62,10 @@ def unmet_by(label: WeightLabel, min_version: int) -> str | None:
 def values_by_name(
     pairs: Iterable[tuple[str, str]], names: tuple[str, ...], prefix: str = ""
 ) -> dict[str, str]:
-    """Return the values of these names; pairs without the prefix are skipped.
+    """Return the values of the given names. Pairs whose name lacks the prefix are skipped.
 
     Raises:
-        OptionError: there is another name of this prefix, which may be misspelt, or a name twice.
+        OptionError: a name with the prefix is unknown, perhaps misspelt, or comes twice.
     """
     values: dict[str, str] = {}
     for name, value in pairs:
@@ -82,7 +82,7 @@ def values_by_name(
 def requirement_in(
     values: Mapping[str, str], min_version: str = MIN_VERSION, wait_s: str = WAIT_S
 ) -> Requirement:
-    """Return the requirement in texts by name.
+    """Return the requirement of a request, from its headers or query parameters.
 
     Raises:
         OptionError: a value is invalid; the message names it.
@@ -103,9 +103,11 @@ def _number(kind: Any, name: str, text: str, rule: str) -> Any:
 
 
 class Outlook:
-    """The labels of an engine's cores, for requests that wait for a version.
+    """Labels of an engine's cores, for requests that wait for a version.
 
-    ``follower`` is the engine's, if it is in this process.
+    Args:
+        engine: ``AsyncLLM`` of the server.
+        follower: the engine's follower, or None if another API server has it.
     """
 
     def __init__(self, engine: Any, follower: BackgroundFollower | None = None) -> None:
@@ -118,12 +120,13 @@ class Outlook:
     async def refusal(
         self, min_version: int | None, wait_s: float = 0.0
     ) -> tuple[str | None, list[WeightLabel]]:
-        """Wait until every replica has the version: vLLM may send the request to any of them.
+        """Wait until every replica has the version, since vLLM can choose any replica.
 
-        Return the reason that a replica did not have it in time, or None; and the label of each
-        replica, or none if the engine has ended, by itself or with its server.
+        Returns:
+            The reason to refuse the request, or None; and the label of each replica. If the engine
+            has ended, there is a reason and no label.
         """
-        # An older answer would refuse a request that was sent because a switch is done.
+        # Labels from before the request could be older than a switch that the client knows of.
         not_before = time.monotonic()
         deadline = not_before + wait_s
         while True:
@@ -137,12 +140,12 @@ class Outlook:
             if reason is None or left_s <= 0:
                 return reason, labels
             await asyncio.sleep(min(_LOOK_S, left_s))
-            # All requests that wait ask once in this time, but for the last look of each.
+            # All waiting requests share one question an interval. Only a last look is its own.
             now_s = time.monotonic()
             not_before = now_s if now_s >= deadline else now_s - _LOOK_S
 
     async def _labels_since(self, not_before: float) -> list[WeightLabel]:
-        """Return an answer to a question that was asked at this time or later; ask if need be."""
+        """Return labels that the cores gave at this time or later; ask the cores if necessary."""
         async with self._lock:
             if self._looked_at < not_before:
                 looked_at = time.monotonic()
@@ -154,7 +157,7 @@ class Outlook:
         """Return the label of each core.
 
         Raises:
-            EngineEndedError: the engine has ended: vLLM never answers a call that was in flight.
+            EngineEndedError: the engine has ended. vLLM never answers calls in flight then.
         """
         self._require_alive()
         replicas: list[int | None] = [*replicas_of(self._engine.vllm_config)]
@@ -169,7 +172,7 @@ class Outlook:
         return [WeightLabel.decode(text) for text in answers.result()]
 
     def done(self) -> int | None:
-        """Let the engine go on from the version that it keeps ``until_done``; return that one."""
+        """End the use of the version that the engine keeps ``until_done``; return its number."""
         if self._follower is None:
             return None
         version = self._follower.applied
@@ -182,7 +185,7 @@ class Outlook:
 
 
 async def readiness(outlook: Outlook, requirement: Requirement) -> JSONResponse:
-    """Answer a load balancer's question, also by the weights of each replica."""
+    """Answer ``/ready``, with the label of each replica."""
     reason, labels = await outlook.refusal(*requirement)
     replicas = [label.as_json() for label in labels]
     body = {"ready": reason is None, "reason": reason, "replicas": replicas}
@@ -190,7 +193,7 @@ async def readiness(outlook: Outlook, requirement: Requirement) -> JSONResponse:
 
 
 async def refused(outlook: Outlook, requirement: Requirement) -> JSONResponse | None:
-    """Wait for the version of a request; return the answer if it is refused, or None."""
+    """Wait for the version that a request requires; return a refusal, or None."""
     reason, labels = await outlook.refusal(*requirement)
     if reason is None:
         return None
@@ -205,13 +208,13 @@ async def refused(outlook: Outlook, requirement: Requirement) -> JSONResponse | 
 def error_answer(
     status: int, kind: str, message: str, headers: Mapping[str, str] | None = None, **fields: Any
 ) -> JSONResponse:
-    """Make an answer about an error, in the form that OpenAI's clients read."""
+    """Return an error response in the form that OpenAI's clients read."""
     error = {"message": message, "type": kind, "param": None, "code": status}
     return JSONResponse({"error": error, **fields}, status, headers)
 
 
 def headers_of(label: WeightLabel) -> dict[str, str]:
-    """Return the headers of a response that tell its weights."""
+    """Return the response headers that describe these weights."""
     values = {"x-weight-version": label.version, "x-weight-run": label.run}
     metadata = json.dumps(label.metadata) if label.metadata else ""
     if len(metadata) <= _MAX_HEADER_CHARS:

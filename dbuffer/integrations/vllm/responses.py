@@ -1,4 +1,4 @@
-"""Responses of a vLLM server that follows: which versions they came from.
+"""Responses of a vLLM server that follows a store: the versions that produced them.
 
 * A response of the engine has the headers ``X-Weight-Version``, ``X-Weight-Run`` and
   ``X-Weight-Metadata``, about the weights of its first token.
@@ -43,7 +43,7 @@ from dbuffer.integrations.vllm.requests import (
 from dbuffer.runtime import options as checks
 
 CURRENT: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar("exchange", default=None)
-"""The exchange that the running task serves."""
+"""Exchange of the request that the running task serves."""
 WITHOUT_CHOICES = frozenset(
     {
         "/v1/responses",
@@ -55,10 +55,11 @@ WITHOUT_CHOICES = frozenset(
         "/generative_scoring",
     }
 )
-"""Routes that generate, and answer without choices. Some begin a stream before the engine does."""
+"""Routes that generate without choices in their responses. Some start a stream before the engine
+has an output."""
 _EVENTS = "text/event-stream"
 _WITH_FIELDS = (_EVENTS, "application/json")
-"""Content types of bodies that get fields."""
+"""Content types of bodies that can get fields."""
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
 _OK, _BAD_REQUEST, _NOT_ALLOWED = 200, 400, 405
@@ -66,21 +67,21 @@ _OK, _BAD_REQUEST, _NOT_ALLOWED = 200, 400, 405
 
 @dataclass(slots=True)
 class Exchange:
-    """Knowledge of the weights behind one response, as outputs come."""
+    """Weights behind one response, noted as its outputs come."""
 
     wants_spans: bool = False
     has_choices: bool = True
     admitted: WeightLabel | None = None
-    """Label of the weights that the response begins with, or None if nothing was generated."""
+    """Label of the weights of the first token, or None before it."""
     calls: list[tuple[int, dict[int, list[Any]]]] = field(default_factory=list)
-    """Number of choices of each prompt, and the spans of complete choices by index."""
+    """For each prompt: number of choices, and spans of complete choices by their index."""
     is_search: bool = False
-    """Whether each call of the engine is a step of a beam search, and no prompt."""
+    """Whether the calls of the engine are steps of a beam search, instead of prompts."""
 
     def noting(
         self, num_choices: int, outputs: AsyncGenerator[Any, None]
     ) -> AsyncGenerator[Any, None]:
-        """Return the outputs of a prompt, whose weights are noted as they come."""
+        """Return the outputs of a prompt, and note their weights as they come."""
         spans: dict[int, list[Any]] = {}
         self.is_search |= self.admitted is not None
         self.calls.append((num_choices, spans))
@@ -99,12 +100,12 @@ class Exchange:
                 yield output
 
     def with_fields(self, body: Any, *, is_chunk: bool) -> Any:
-        """Return a response, or a chunk of a stream, with fields about each choice's weights."""
+        """Return a response, or a chunk of a stream, with spans added to its choices."""
         choices = body.get("choices") if isinstance(body, Mapping) else None
         if not isinstance(choices, list):
             return body
         if not is_chunk:
-            # A beam search has choices for each beam. One of a single token calls as prompts do.
+            # Beam searches of one token differ from prompts only by their number of choices.
             self.is_search |= len(choices) != sum(num_choices for num_choices, _ in self.calls)
         with_fields = [
             choice | {"weight_versions": self._spans_of(choice.get("index", 0))}
@@ -129,9 +130,9 @@ def _as_json(span: Any) -> dict[str, Any]:
 
 
 def observe(engine: Any) -> None:
-    """Let an ``AsyncLLM`` tell the exchange of each request about its outputs.
+    """Let an ``AsyncLLM`` note its outputs in the exchange of their request.
 
-    It takes its weight version from no request.
+    It refuses requests to set its weight version.
     """
     generate = engine.generate
 
@@ -150,7 +151,7 @@ def observe(engine: Any) -> None:
 
 @functools.cache
 def has_spans() -> bool:
-    """Whether this vLLM tracks the version of each token."""
+    """Whether this release of vLLM tracks the version of each token."""
     from vllm.v1.engine.output_processor import RequestState
 
     return hasattr(getattr(RequestState, "_new_completion_output", None), ADMITTED)
@@ -158,7 +159,7 @@ def has_spans() -> bool:
 
 async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, send: Send) -> None:
     """Serve one HTTP request of a server whose engine follows a store."""
-    # A server's --root-path is a part of the path.
+    # The path begins with the server's --root-path.
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     received: list[Message] = []
     try:
@@ -177,23 +178,23 @@ async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, 
     async def receive_again() -> Message:
         return received.pop(0) if received else await receive()
 
-    CURRENT.set(exchange)  # of this task alone, which serves no other request
+    CURRENT.set(exchange)  # this task serves no other request
     await app(scope, receive_again, _Response(exchange, send).send)
 
 
 async def _leaves_before(
     answering: asyncio.Task[Any], receive: Receive, received: list[Message]
 ) -> bool:
-    """Whether the client leaves before its answer is there; cancel that then.
+    """Wait for an answer. If the client disconnects first, cancel the answer and return True.
 
-    ``received``: gets the messages that come meanwhile, parts of the request's body.
+    Messages that come meanwhile, parts of the request's body, are appended to ``received``.
     """
 
     async def watch() -> None:
         while not (received and received[-1]["type"] == "http.disconnect"):
             received.append(await receive())
 
-    await asyncio.sleep(0)  # most requests wait for nothing
+    await asyncio.sleep(0)  # most answers are there at once
     if answering.done():
         return False
     watching = asyncio.create_task(watch())
@@ -208,7 +209,7 @@ async def _leaves_before(
 async def _answer_to(
     path: str, scope: Scope, headers: Mapping[str, str], outlook: Outlook
 ) -> JSONResponse | None:
-    """Return the answer to a request that vLLM is not to see, or None."""
+    """Return dbuffer's answer to a request, or None if vLLM must answer it."""
     if path == "/ready":
         names = "min_version", "wait_s"
         values = values_by_name(QueryParams(scope["query_string"]).multi_items(), names)
@@ -227,8 +228,8 @@ def _wants_spans(path: str, headers: Mapping[str, str]) -> bool:
         checks.refuse(SPANS, text, "true or false")
     if text == "true" and path in WITHOUT_CHOICES:
         raise OptionError(
-            f"{SPANS} is for routes whose responses have choices, and {path} has none: its "
-            "responses tell the weights of their first token, in headers"
+            f"{SPANS} is for routes whose responses have choices. Responses of {path} have none; "
+            "their headers name the weights of the first token"
         )
     if text == "true" and not has_spans():
         raise OptionError(f"{SPANS} needs vLLM 0.32 or later")
@@ -236,23 +237,24 @@ def _wants_spans(path: str, headers: Mapping[str, str]) -> bool:
 
 
 class _Response:
-    """Sends a response on, with its headers and fields about weights.
+    """Sends a response to the client, with headers and fields about its weights.
 
-    It keeps the response's start back until there is a body of the engine's. Fields are added to
-    JSON once it is complete, and to the event of a stream that ends a choice.
+    It holds back the start of the response until the engine's first output, whose weights the
+    headers name. It adds fields to JSON once the JSON is complete; in a stream, to the event that
+    ends a choice.
     """
 
     def __init__(self, exchange: Exchange, send: Send) -> None:
         self._exchange = exchange
         self._send = send
         self._start: Message | None = None
-        """The start, while it is kept back."""
+        """Start of the response while it is held back, or None."""
         self._waiting: list[Message] = []
-        """Messages from before the engine has begun."""
+        """Messages held back until the engine's first output."""
         self._content_type = ""
-        """Content type of a body that gets fields."""
+        """Content type if fields are added to the body, else empty."""
         self._incomplete = b""
-        """Part of the body that cannot be sent yet."""
+        """Part of the body whose event, or JSON, is not complete yet."""
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -262,7 +264,7 @@ class _Response:
         self._waiting.append(message)
         is_begun = exchange.admitted is not None or exchange.has_choices or is_last
         if self._start is not None and not is_begun:
-            return  # a stream that began before the engine
+            return  # the stream began before the engine's first output
         messages, self._waiting = self._waiting, []
         for message in messages:
             await self._pass_on(message)
@@ -288,7 +290,7 @@ class _Response:
         await self._send(message)
 
     def _rewrite(self, part: bytes, *, is_last: bool) -> bytes | None:
-        """Return a part of the body with the fields, or None if nothing can be sent yet."""
+        """Return complete events, or the complete JSON, with fields added; None if incomplete."""
         self._incomplete += part
         if self._content_type.startswith(_EVENTS):
             *events, self._incomplete = self._incomplete.split(_EVENT_END)
@@ -300,7 +302,7 @@ class _Response:
 
     def _with_fields(self, event: bytes) -> bytes:
         if not event.startswith(_DATA + b"{"):
-            return event  # as the last one, [DONE]
+            return event  # the last event, [DONE]
         chunk = json.loads(event.removeprefix(_DATA))
         return _DATA + _encoded(self._exchange.with_fields(chunk, is_chunk=True))
 

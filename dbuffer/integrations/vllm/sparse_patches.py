@@ -1,7 +1,7 @@
-"""vLLM's sparse patches, published by a sender.
+"""Publish vLLM's sparse patches.
 
-vLLM's releases have had two classes of the name ``SparseWeightPatch``, in two modules. This backend
-needs neither: it reads a patch by its fields.
+Releases of vLLM have two classes named ``SparseWeightPatch``, in two modules. This module imports
+neither, and reads the fields of a patch.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dbuffer.publish.sender import WeightSender
 def publish_patches(
     sender: WeightSender, patches: Iterable[Any] | None, *, is_behind: bool = False
 ) -> int | None:
-    """Publish the sender's last version with vLLM's patches.
+    """Publish a version that is the sender's last version with patches applied.
 
-    Return the version's number, or None if there are no patches, and so no version.
+    Return the number of the version, or None if there are no patches.
 
     Args:
-        sender: made with ``delta=True``.
-        patches: see :func:`patches_of`.
-        is_behind: the weights that they follow did not reach the sender.
+        sender: sender with ``delta=True``.
+        patches: vLLM's patches; see :func:`patches_of`.
+        is_behind: whether the trainer's last weights could not be published.
 
     Raises:
-        VersionError: the sender has not published the weights that they follow. A version of an
-            earlier sender may be of another run.
-        DBufferError: as of `patches_of` and :meth:`WeightSender.send_patches`.
+        VersionError: ``is_behind``, or the sender has published no version yet. Patches do not
+            apply to a version of another sender.
+        DBufferError: the errors of `patches_of` and :meth:`WeightSender.send_patches`.
     """
     merged = patches_of(patches or ())
     if not merged:
@@ -45,17 +45,17 @@ def publish_patches(
 
 
 def patches_of(patches: Iterable[Any]) -> list[SparsePatch]:
-    """Return vLLM's patches as a sender takes them, one for each tensor.
+    """Convert vLLM's patches into one `SparsePatch` for each tensor.
 
     Args:
-        patches: each with a ``name`` (of a published tensor), ``indices`` (int32 or int64, flat
-            positions in it), ``values`` (what will stand there) and, in most releases,
-            ``full_shape``. Tensors are of one dimension, on any device. If two patches of one
-            tensor name one position, the later wins.
+        patches: objects with these fields: ``name`` of a published tensor; ``indices``, flat
+            positions in that tensor (int32 or int64); ``values``, the new elements; and in most
+            releases ``full_shape``. Indices and values have one dimension, on any device. If two
+            patches of a tensor have one position in common, the later patch wins.
 
     Raises:
-        InvalidWeightsError: a patch is not of that form, or brings a NaN.
-        WeightsMismatchError: patches of one tensor disagree about its shape or dtype.
+        InvalidWeightsError: a patch lacks a field, a field is malformed, or a value is NaN.
+        WeightsMismatchError: two patches of a tensor differ in its shape or dtype.
     """
     by_name: dict[str, SparsePatch] = {}
     for position, patch in enumerate(patches):
@@ -80,11 +80,11 @@ def _checked(patch: Any, position: int) -> SparsePatch:
     if len(indices) != len(values):
         raise InvalidWeightsError(f"{subject} has {len(indices)} indices and {len(values)} values")
     indices, values = indices.detach().cpu(), values.detach().cpu()
-    # Dtypes of eight bits have no isnan of their own.
+    # torch has no isnan for dtypes of eight bits.
     numbers = values.float() if values.itemsize == 1 else values
     if bool(numbers.isnan().any()):
         raise InvalidWeightsError(
-            f"{subject} brings a NaN, which in vLLM stands for an unchanged element"
+            f"{subject} has a NaN among its values: in vLLM it stands for an unchanged element"
         )
     return SparsePatch(name, indices, values, shape)
 
@@ -92,8 +92,8 @@ def _checked(patch: Any, position: int) -> SparsePatch:
 def _merged(before: SparsePatch, after: SparsePatch) -> SparsePatch:
     if (before.shape, before.values.dtype) != (after.shape, after.values.dtype):
         raise WeightsMismatchError(
-            f"two patches of {after.name!r} are of {before.values.dtype} and shape {before.shape}, "
-            f"and of {after.values.dtype} and shape {after.shape}"
+            f"two patches of {after.name!r} differ: {before.values.dtype} and shape "
+            f"{before.shape}, {after.values.dtype} and shape {after.shape}"
         )
     stays = ~torch.isin(before.indices, after.indices)
     indices = torch.cat([before.indices[stays], after.indices])
@@ -104,21 +104,21 @@ def _merged(before: SparsePatch, after: SparsePatch) -> SparsePatch:
 def trainer_send_weights(
     iterator: Iterable[tuple[str, torch.Tensor]], trainer_args: Mapping[str, Any] | Any
 ) -> int:
-    """Publish weights, as trainers of vLLM before 0.26 do; return the version's number.
+    """Publish weights, and return the number of the version. For trainers of vLLM before 0.26.
 
-    No engine receives meanwhile: call ``update_weights`` with ``{"version": number}`` then.
+    It does not switch an engine: afterwards call ``update_weights`` with ``{"version": number}``.
 
     Args:
-        iterator: name and tensor of each, as ``model.named_parameters()`` gives them.
-        trainer_args: ``{"sender": WeightSender(store)}``, or an object with that attribute. The
-            sender is of ``delta=True`` for a trainer that sends patches, too.
+        iterator: names and tensors, such as ``model.named_parameters()``.
+        trainer_args: ``{"sender": WeightSender(store)}``, or an object with such an attribute. A
+            trainer that also sends patches needs a sender with ``delta=True``.
 
     Raises:
         OptionError: ``trainer_args`` has no sender.
-        DBufferError: as of `WeightSender.send`.
+        DBufferError: the errors of :meth:`WeightSender.send`.
     """
     sender = _sender_in(trainer_args)
-    # A sender of patches needs all at once, and an iterator may use a tensor's memory again.
+    # A sender with delta=True needs all tensors at once. An iterator can reuse a tensor's memory.
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in iterator}
     return sender.send(weights).version
 
@@ -130,15 +130,19 @@ def trainer_send_sparse_weights(
     iterator: Iterable[Any] = (),
     trainer_args: Mapping[str, Any] | Any = None,
 ) -> int | None:
-    """Publish patches, as :func:`trainer_send_weights` does weights.
+    """Publish patches, and return the number of the version, or None if there are no patches.
 
-    Return the version's number, for an ``update_info`` with ``"update_kind": "sparse_flat"`` and
-    ``"num_updates_list"``, or None if there are no patches. vLLM's base class and its NCCL engine
-    differ in the names of the arguments.
+    Afterwards call ``update_weights`` with this number and vLLM's two fields of a sparse update.
+
+    Args:
+        _iterator: patches; see :func:`patches_of`.
+        _trainer_args: see :func:`trainer_send_weights`.
+        iterator: another name of ``_iterator``: vLLM's base class and its NCCL engine differ.
+        trainer_args: another name of ``_trainer_args``.
 
     Raises:
         OptionError: ``trainer_args`` has no sender.
-        DBufferError: as of :func:`publish_patches`.
+        DBufferError: the errors of :func:`publish_patches`.
     """
     sender = _sender_in(trainer_args if _trainer_args is None else _trainer_args)
     return publish_patches(sender, _iterator or iterator)

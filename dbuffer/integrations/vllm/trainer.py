@@ -1,4 +1,4 @@
-"""The trainer's half of vLLM's weight transfer: a trainer written for it publishes into a store."""
+"""Trainer's half of ``backend="dbuffer"``: publishes into a store, then lets the engine switch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _SPLIT = "this trainer's source is split between ranks"
 
-# vLLM loads its plugins in engines, and not in trainers.
+# vLLM loads plugins in the processes of engines only.
 register()
 
 
@@ -34,23 +34,23 @@ register()
 class DBufferTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     """Init info for ``WeightTransferTrainerFactory.trainer_init``, in place of NCCL's.
 
-    ``DBufferTrainerInitInfo(store="/dev/shm/policy", rank=0)``: rank 0 publishes.
+    For example ``DBufferTrainerInitInfo(store="/dev/shm/policy", rank=0)``. Rank 0 publishes.
     """
 
     backend: ClassVar[str] = BACKEND
 
     store: str | os.PathLike[str]
-    """The store's directory, as this process sees it."""
+    """Directory of the store, as this process sees it."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """More of :class:`EngineOptions` for the engine, ``store`` for one if it sees another path."""
+    """More fields of :class:`EngineOptions`. Add ``store`` if the engine sees another path."""
     sender: dict[str, Any] = field(default_factory=dict)
     """Options of the :class:`~dbuffer.WeightSender`."""
     sparse: bool = False
-    """Let patches be sent, by a sender of ``delta=True``. A source is gathered in main memory then.
-    Without a source, patches can be sent in any case."""
+    """Whether patches are sent too. The whole source is then gathered in main memory. A trainer
+    without a source can always send patches."""
     checkpoint: str | os.PathLike[str] | None = None
-    """HuggingFace checkpoint that the first patches follow, for a trainer without a source. It is
-    published in ``trainer_init``."""
+    """HuggingFace checkpoint that ``trainer_init`` publishes, for a trainer without a source. The
+    first patches apply to it."""
 
 
 class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
@@ -73,23 +73,23 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         self.client, self.source, self.is_sender, self.rank = client, source, rank == 0, rank
         self._sender = sender
         self._is_behind = False
-        """Whether the source could not be published, so that patches of it fit nothing."""
+        """Whether the source's weights could not be published, so that patches do not apply."""
 
     @classmethod
     def trainer_init(
         cls, init_info: DBufferTrainerInitInfo, *, client: Any, source: Any = None
     ) -> Self:
-        """Open the store, and let the engine's workers follow it. Called on every rank.
+        """Open the store, and let the engine's workers follow it. Every rank must call this.
 
         Args:
-            init_info: the store and so on.
-            client: the engine.
-            source: a ``WeightSource``. If it is split between ranks, all of them write, and
-                torch.distributed must be initialised.
+            init_info: store and options.
+            client: client of the engine, as vLLM defines it.
+            source: a ``WeightSource``. If it is split between ranks, all ranks write, and
+                torch.distributed must be initialized.
 
         Raises:
-            OptionError: (a ``ValueError``) there is neither a source nor a checkpoint, or there are
-                both, or an option is wrong; ``sparse`` with a source that is split.
+            OptionError: (a ``ValueError``) an option is invalid, the source is split and ``sparse``
+                is set, or there is not exactly one of source and checkpoint.
             StoreBusyError: another sender has this store.
             DBufferError: the checkpoint could not be published.
         """
@@ -97,8 +97,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             raise OptionError(f"init_info is {init_info!r:.200}: use a DBufferTrainerInitInfo")
         if (source is None) == (init_info.checkpoint is None):
             raise OptionError(
-                "a first version is published whole, also of a trainer that sends patches then: "
-                "trainer_init needs a WeightSource, or its init info a checkpoint, and not both"
+                "the first version is published whole, also by a trainer that sends patches: give "
+                "either a WeightSource to trainer_init, or a checkpoint to its init info"
             )
         names = {"store": init_info.store} | init_info.engine
         checked = EngineOptions.parse(names)
@@ -124,22 +124,22 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         return cls(client=client, source=source, sender=sender, rank=rank)
 
     def send_weights(self, patches: Iterable[Any] | None = None) -> None:
-        """Publish, and switch the engine. Called on every rank.
+        """Publish a version, and switch the engine to it. Every rank must call this.
 
         Args:
-            patches: vLLM's ``SparseWeightPatch``, the only differences from the version that this
-                trainer published last. Patches of ranks other than the sender's are ignored; an
-                empty list does nothing. Default: publish the source whole, if there is one.
+            patches: vLLM's ``SparseWeightPatch`` objects: all changes since the last version of
+                this trainer. Only rank 0's patches count. An empty list does nothing. Default:
+                publish the whole source.
 
         Raises:
-            VersionError: patches before the first version of this trainer, or after a failed
-                version: send the source whole once.
+            VersionError: patches were given, and this trainer has published no version yet, or
+                failed to publish the last one. Send the whole source once.
             WeightsMismatchError: a patch does not fit the published tensor.
-            InvalidWeightsError: a patch is malformed, or brings a NaN.
-            OptionError: patches, and ``sparse`` is not set, or the source is split between ranks.
-            DBufferError: the weights could not be published. As with all of these, the engine was
-                not asked to switch.
-            Exception: of the client; the engine is ready for the next update.
+            InvalidWeightsError: a patch is malformed, or has a NaN.
+            OptionError: patches were given, and ``sparse`` is not set, or the source is split.
+            DBufferError: the weights could not be published. After any error above, the engine
+                keeps its version.
+            Exception: an error of the client. The engine is ready for the next update.
         """
         if patches is not None or self.source is None:
             version = self._publish_patches(patches)
@@ -151,8 +151,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         try:
             self.client.update_weights({"version": version})
         except BaseException:
-            # Ends the session on the ranks that did not raise. The failed rank has no session any
-            # more, and raises once more.
+            # This ends the update on the ranks that did not raise. On the rank that raised, the
+            # update has ended already, and this raises again.
             with contextlib.suppress(Exception):
                 self.client.finish_weight_update()
             raise
@@ -162,22 +162,25 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         try:
             self.client.start_weight_update()
         except Exception as error:  # noqa: BLE001 - a client's errors are of any class
-            # A trainer that was killed may have left an update open.
-            logger.warning("ending an update that was left open, perhaps: %s", described(error))
+            # Perhaps a killed trainer has left an update open.
+            logger.warning("ending an update that may have been left open: %s", described(error))
             with contextlib.suppress(Exception):
                 self.client.finish_weight_update()
             self.client.start_weight_update()
 
     def send_weight_chunk(self, patches: Iterable[Any] | None = None) -> int | None:
-        """Publish patches and switch, between the caller's start and finish of an update.
+        """Publish patches as a version, and switch the engine to it, within the caller's update.
 
-        Each chunk is a version, which the engine has when this returns. An engine that is not
-        paused from start to finish serves each version, and so do other followers of the store:
-        put patches that must apply atomically into one call.
+        The caller starts and finishes the update. An engine that is not paused meanwhile serves
+        each version, and so do other engines that follow the store: pass patches that must apply
+        atomically in one call.
 
-        Return the version, for the client's ``finish_weight_update(str(version))``, or None if
-        there are no patches, or this rank is not the sender. Raises as :meth:`send_weights` does;
-        the caller finishes the update also then.
+        Returns:
+            The number of the version, for the client's ``finish_weight_update(str(version))``.
+            None if there are no patches, or on other ranks than 0.
+
+        Raises:
+            Exception: the errors of :meth:`send_weights`. Finish the update after an error too.
         """
         version = self._publish_patches(patches)
         if version is not None:
@@ -186,7 +189,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
 
     def _publish_source(self) -> int | None:
         if self._sender is None:
-            # All ranks take part in gathering.
+            # Gathering is collective: this rank takes part, and publishes nothing.
             SourceReader(self.source).finish()
             return None
         self._is_behind = True
@@ -202,6 +205,6 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         return publish_patches(self._sender, patches, is_behind=self._is_behind)
 
     def shutdown(self) -> None:
-        """Release the store. The last version stays published."""
+        """Close the sender. The last version stays in the store."""
         if self._sender is not None:
             self._sender.close()

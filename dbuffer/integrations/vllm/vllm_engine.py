@@ -37,7 +37,7 @@ IN_ITS_EVENT_LOOP = (
 
 
 class OfflineVllm(Engine):
-    """An ``LLM``: nothing runs between two calls of it, so there is nothing to pause."""
+    """``Engine`` of an ``LLM``. It computes only during calls, so there is nothing to pause."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -50,7 +50,7 @@ class OfflineVllm(Engine):
         return self._call(lambda: self._llm.collective_rpc(CALL, args=(request,)))
 
     def _call(self, call: Callable[[], ResultT]) -> ResultT:
-        """Make a call that ends by `EngineEndedError` when the engine's process dies."""
+        """Make a call, and raise `EngineEndedError` if the engine's process dies meanwhile."""
         client = self._engine.engine_core
         pending = getattr(client, "utility_results", None)
         if pending is None:  # the engine lives in this process
@@ -88,7 +88,7 @@ class OfflineVllm(Engine):
 
 @contextlib.contextmanager
 def _ending_calls(resources: Any, pending: dict[Any, Any]) -> Iterator[None]:
-    """End pending calls when the engine's process dies; vLLM leaves them waiting."""
+    """If the engine's process dies, let pending calls fail, which vLLM leaves waiting."""
     is_done = threading.Event()
 
     def watch() -> None:
@@ -109,13 +109,13 @@ def _ending_calls(resources: Any, pending: dict[Any, Any]) -> Iterator[None]:
 
 
 class AsyncVllm(Engine):
-    """An ``AsyncLLM``, called from any thread but its event loop's.
+    """``Engine`` of an ``AsyncLLM``. Call it outside of the thread of its event loop.
 
     Args:
         engine: the ``AsyncLLM``.
-        loop: its event loop; see :meth:`loop_of`.
-        replica: one of several data-parallel replicas that step independently: the others serve
-            while it switches.
+        loop: event loop of the ``AsyncLLM``; see :meth:`loop_of`.
+        replica: index of a data-parallel replica that steps independently, and switches alone.
+            Default: all replicas, as one engine.
     """
 
     has_own_pause = True
@@ -130,8 +130,8 @@ class AsyncVllm(Engine):
 
     @staticmethod
     def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
-        """Return the event loop that an ``AsyncLLM`` runs in; from any thread."""
-        # Made in its loop, by the first of its coroutines that needs it.
+        """Return the event loop that an ``AsyncLLM`` runs in. Any thread can call this."""
+        # The first coroutine that needs the handler makes it, in the loop.
         handler = engine.output_handler
         if handler is not None:
             loop: asyncio.AbstractEventLoop = handler.get_loop()
@@ -144,7 +144,7 @@ class AsyncVllm(Engine):
             ) from None
 
     def require_alive(self) -> None:
-        """Raise if its processes or its event loop are gone; no call is made to them."""
+        """Raise `EngineEndedError` if its processes or its event loop have ended."""
         if self._loop.is_closed():
             raise EngineEndedError("its event loop has ended")
         if self._engine.errored:
@@ -158,8 +158,8 @@ class AsyncVllm(Engine):
         config = self._engine.vllm_config
         if config.model_config.runner_type == "pooling":
             raise UnsupportedError(
-                "a pooling model is followed as an LLM alone: an answer that meets a switch would "
-                "be of two versions, and could not tell them"
+                "a pooling model is followed as an LLM alone: in an AsyncLLM, an answer that is "
+                "computed during a switch would mix two versions"
             )
         if mode == "in_place" and (shared := shared_caches(config)):
             raise UnsupportedError(
@@ -197,18 +197,18 @@ class AsyncVllm(Engine):
         self._call("set_weight_version", label.encode())
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the engine's cores, or of the replica's."""
+        """Call a method of the engine's cores, or of the replica's core; wait for the result."""
         if asyncio._get_running_loop() is self._loop:  # noqa: SLF001 - None outside of any
             raise EngineBusyError(IN_ITS_EVENT_LOOP)
         self.require_alive()
         call = ask_core(self._engine, self._replica, method, *arguments)
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
-        # vLLM never answers a call that was in flight when its engine died.
+        # If the engine dies, vLLM never answers the calls in flight.
         while not wait([future], TIMING.alive_check_s).done:
             if self._engine.errored or self._loop.is_closed():
                 future.cancel()
                 raise EngineEndedError("the engine, or its event loop, has ended in mid-call")
-            if self.is_idle():  # between two `run_until_complete`, of this very thread maybe
+            if self.is_idle():  # its program is between two calls of `run_until_complete`
                 future.cancel()
                 raise EngineUnreachableError(
                     "the engine's event loop is not running: let it run, and sync in another "
@@ -223,17 +223,17 @@ class AsyncVllm(Engine):
 
 
 async def ask_core(engine: Any, replica: int | None, method: str, *arguments: Any) -> Any:
-    """Call a method of each core of an ``AsyncLLM``, or of the core of a data-parallel replica."""
+    """Call a method of each core of an ``AsyncLLM``, or of one data-parallel replica's core."""
     if replica is None:
         return await engine.engine_core.call_utility_async(method, *arguments)
-    # vLLM's calls to all cores return the first answer, whatever the others are.
+    # vLLM's calls to all cores return only the first core's answer.
     return await engine.engine_core._call_utility_async(  # noqa: SLF001
         method, *arguments, engine=replica.to_bytes(2, "little")
     )
 
 
 class VllmServer(EngineServer):
-    """A vLLM server in development mode (``VLLM_SERVER_DEV_MODE=1``); see :class:`EngineServer`."""
+    """``Engine`` of a vLLM server in development mode (``VLLM_SERVER_DEV_MODE=1``)."""
 
     IS_WHAT = "vLLM"
     WITHOUT_ROUTE = (
@@ -248,12 +248,12 @@ class VllmServer(EngineServer):
                 f"{self.url} follows a store by itself (FollowStore), and an engine has one "
                 "follower: leave it to that, or start the server without the middleware"
             )
-        if facts.configured is not None:  # its workers have begun, under its own name
+        if facts.configured is not None:  # its workers follow under this name already
             return facts
         return dataclasses.replace(facts, name=f"vllm-{self._name()}")
 
     def _follows_by_itself(self) -> bool:
-        """Whether the server has the middleware, which answers this route as nothing else does."""
+        """Whether the server has the middleware `FollowStore`, by its answer to ``/ready``."""
         with contextlib.suppress(ValueError, TypeError):
             return "replicas" in self._response("GET", "/ready").json()
         return False
@@ -271,7 +271,7 @@ class VllmServer(EngineServer):
         self.request("POST", "/pause", params=params, timeout=self._long)
         caches = {"reset_running_requests": "true", "reset_external": "true"}
         response = self.request("POST", "/reset_prefix_cache", params=caches)
-        # Versions of vLLM that say whether it worked say so in a body.
+        # Some releases of vLLM answer in a body whether the reset succeeded.
         if response.content and self._body(response).get("success") is False:
             raise EngineUpdateError(f"{self.url} could not reset its prefix cache")
         self.request("POST", "/reset_encoder_cache")
@@ -287,7 +287,7 @@ class VllmServer(EngineServer):
 
 
 def is_one_of_several(target: Any) -> bool:
-    """Whether an object is an ``LLM`` that is only one rank of its engine."""
+    """Whether an object is an ``LLM`` that torchrun started as one of an engine's ranks."""
     if not hasattr(target, "llm_engine"):
         return False
     parallel = target.llm_engine.vllm_config.parallel_config
@@ -300,7 +300,7 @@ def is_async(target: Any) -> bool:
 
 
 def vllm_engine_of(target: Any, *, api_key: str | None = None) -> Engine:
-    """Return the engine behind a ``vllm.LLM``, an ``AsyncLLM``, or a server's URL."""
+    """Return the `Engine` of a ``vllm.LLM``, an ``AsyncLLM``, or the URL of a server."""
     if isinstance(target, str):
         return VllmServer(target, api_key=api_key)
     if is_one_of_several(target):

@@ -1,4 +1,4 @@
-"""Notice where vLLM writes or discards weights without dbuffer, in its workers."""
+"""Notice calls of vLLM's workers that write or discard weights without dbuffer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Context = AbstractContextManager[None]
 
 
 def watch_workers(wrapper: type) -> None:
-    """Watch vLLM's workers, through the wrapper around each of them."""
+    """Watch such calls, in the class of the wrapper around a worker."""
     around: dict[str, Callable[..., _Context]] = {
         "sleep": _sleeping,
         "wake_up": _waking_up,
