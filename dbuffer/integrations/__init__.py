@@ -1,1 +1,4 @@
-"""One module for each system that takes weights. Each imports its system; the core imports none."""
+"""Integrations: a package for each trainer framework and engine, which only that package imports.
+
+The modules here are for several frameworks and engines.
+"""

@@ -1,4 +1,4 @@
-"""`default_store`: the directory of a store that the user of an integration did not name."""
+"""`default_store`: the store's directory if the user of an integration gives none."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import os
 import tempfile
 from pathlib import Path
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a store belongs to one user, which is checked
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - stores check that one user owns them
 
 
 def default_store(system: str, port: object) -> Path:
-    """Return a directory in this machine's shared memory, the same one after a restart.
+    """Return the path of a directory in this machine's shared memory. A restart gets the same path.
 
-    The store outlives the job; remove it when the run is over.
+    The store outlives the job. Remove the store when the run is over.
+
+    The path contains the user's id, the SLURM job's id in a SLURM job, and the arguments.
 
     Args:
-        system: the name of the integration.
-        port: the port that tells the job from the user's other ones on this machine. The SLURM
-            job, if there is one, is in the name too.
+        system: name of the integration.
+        port: a port that distinguishes this job from the user's other jobs on this machine.
     """
     base = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     job = os.environ.get("SLURM_JOB_ID")

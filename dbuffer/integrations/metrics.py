@@ -22,45 +22,48 @@ Source: TypeAlias = Sender | Mirror
 
 _OF_SENDERS = {
     "versions": ("versions", "Versions published."),
-    "bytes": ("bytes", "Bytes of their weights."),
-    "deltas": ("deltas", "Versions with a delta from the version before."),
+    "bytes": ("bytes", "Bytes of the published versions' weights."),
+    "deltas": ("deltas", "Versions published with a delta."),
     "delta_bytes": ("delta_bytes", "Bytes of the deltas."),
-    "seconds": ("publish_s", "Time that publishing took."),
+    "seconds": ("publish_s", "Time spent publishing."),
 }
 _OF_MIRRORS = {
     "versions": ("copied", "Versions copied."),
     "bytes": ("copied_bytes", "Bytes of weights copied."),
-    "seconds": ("copy_s", "Time it took."),
-    "failures": ("failures", "Attempts that failed."),
+    "seconds": ("copy_s", "Time spent copying."),
+    "failures": ("failures", "Failed attempts to copy."),
 }
 
 
 def register(source: Source, registry: CollectorRegistry = REGISTRY) -> Collector:
-    """Show a sender, with its receivers' lags, or a mirror; of a sharded sender, on rank 0.
+    """Add the metrics of a sender, with its receivers' lags, or of a mirror to a registry.
+
+    For a sharded sender, call this on rank 0.
 
     Returns:
-        What ``registry.unregister`` takes out again, for a new sender after this one say.
+        The collector, which ``registry.unregister`` removes again, for instance before you register
+        a new sender.
 
     Raises:
-        OptionError: the registry shows another one of the kind.
+        OptionError: the registry already has another sender or mirror.
     """
     collector = _Collector(source)
     try:
         registry.register(collector)
-    except ValueError:  # names that are there
-        rule = "another one for each sender or mirror, or unregister what register returned before"
+    except ValueError:  # the registry has metrics of the same names
+        rule = "another registry per sender or mirror, or first unregister what register() returned"
         options.refuse("registry", registry, rule)
     return collector
 
 
 class _Collector(Collector):
-    """Collector that reads counts and lags whenever the registry is read."""
+    """Collector that reads the counts and lags each time the registry is read."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
     def describe(self) -> Iterator[Metric]:
-        """Tell a registry the names, which must be unique in it."""
+        """Return all metrics: a registry checks that their names are unique."""
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:
@@ -80,7 +83,7 @@ class _Collector(Collector):
                 requests.add_metric([request], number)
             yield requests
         else:
-            run = GaugeMetricFamily("dbuffer_sender_run", "1 for its run.", labels=["run"])
+            run = GaugeMetricFamily("dbuffer_sender_run", "1, labeled by run.", labels=["run"])
             run.add_metric([source.run], 1)
             yield run
             yield from _lags(source)
@@ -90,16 +93,16 @@ class _Collector(Collector):
 
 def _lags(sender: Sender) -> Iterator[Metric]:
     lags: dict[str, Lag] = {}
-    with contextlib.suppress(DBufferError):  # the next publish raises it
+    with contextlib.suppress(DBufferError):  # the next publish raises the same error
         lags = sender.receiver_lags()
     versions = GaugeMetricFamily(
         "dbuffer_receiver_lag_versions",
-        "Versions published and not yet applied by a receiver.",
+        "Published versions that a receiver has not applied yet.",
         labels=["receiver"],
     )
     steps = GaugeMetricFamily(
         "dbuffer_receiver_lag_steps",
-        "Trainer's steps from the version that a receiver applied to the newest.",
+        "Trainer's steps between a receiver's version and the newest version.",
         labels=["receiver"],
     )
     for receiver, lag in lags.items():

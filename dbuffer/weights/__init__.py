@@ -1,1 +1,1 @@
-"""Weights that are published, and the targets of a load: names, sources, targets, checkpoints."""
+"""Weights to publish and targets to load into: names, sources, targets, checkpoints."""

@@ -1,4 +1,4 @@
-"""HuggingFace checkpoints: safetensors files, read one tensor at a time, and written."""
+"""Reading and writing of HuggingFace checkpoints (safetensors files), tensor by tensor."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ SAFETENSORS_DTYPES = {
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, LazyTensor], Callable[[], None]]:
-    """Open a HuggingFace checkpoint directory, or one safetensors file.
+    """Open a HuggingFace checkpoint directory, or a single safetensors file.
 
     Returns:
-        The tensors, and a function that raises an `InvalidWeightsError` if a file was written or
-        replaced since it was opened.
+        The tensors, and a function that raises an `InvalidWeightsError` if a file of the checkpoint
+        was written or replaced after this call.
     """
     tensors: dict[str, LazyTensor] = {}
     file_of: dict[str, str] = {}
     twice: dict[tuple[str, str], list[str]] = {}
-    """Tensors that are in two files, by the files' names."""
+    """Names of the tensors that two files have in common, by the two files' names."""
     states = {path / INDEX: state_of(path / INDEX)}
     files = checkpoint_files(path)
-    states |= {file: state_of(file) for file in files}  # before any is opened
+    states |= {file: state_of(file) for file in files}  # before any file is opened
     for file, names_in_file in files.items():
         for name, tensor in _open_safetensors(file, names_in_file):
             if name in tensors:
@@ -68,8 +68,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, LazyTensor], Callable[[], Non
     if twice:
         (first, second), names = next(iter(twice.items()))
         raise InvalidWeightsError(
-            f"{path} has tensors twice: {first} and {second} both hold {listed(names)}. Give one "
-            f"of them ({path / first}), or a directory without the other"
+            f"{path} has tensors twice: {first} and {second} both hold {listed(names)}. Pass only "
+            f"the file to publish ({path / first}), or a directory without the other file"
         )
 
     def require_unchanged() -> None:
@@ -83,13 +83,13 @@ def read_checkpoint(path: Path) -> tuple[dict[str, LazyTensor], Callable[[], Non
 def _changed(file: Path) -> InvalidWeightsError:
     change = "written" if file.exists() else "removed"
     return InvalidWeightsError(
-        f"{file} was {change} while it was being published, so nothing was: publish a checkpoint "
-        "when all of it is saved"
+        f"{file} was {change} while it was being published, so nothing was published: publish a "
+        "checkpoint after it is completely saved"
     )
 
 
 class FileState(NamedTuple):
-    """State of a file, which changes when it is written or replaced."""
+    """State of a file, which changes whenever the file is written or replaced."""
 
     inode: int
     num_bytes: int
@@ -102,16 +102,18 @@ class FileState(NamedTuple):
 
 
 def state_of(file: Path) -> FileState | None:
-    """Return the state of a file, or None if it is not there."""
+    """Return the state of a file, or None if the file does not exist."""
     try:
         status = file.stat()
-    except OSError:  # a reader of the file raises it
+    except OSError:  # reading the file raises it again
         return None
     return FileState(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
-    """Return the files of a checkpoint, and the tensors to take from each, or None for all.
+    """Return the files of a checkpoint, each with the names of its tensors.
+
+    The names are None if every tensor in the file belongs to the checkpoint.
 
     Raises:
         InvalidWeightsError: there is no checkpoint, or there are two.
@@ -120,7 +122,7 @@ def checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
         return {path: None}
     if not path.is_dir():
         raise InvalidWeightsError(
-            f"there is no checkpoint at {path}: give a local directory or .safetensors file"
+            f"there is no checkpoint at {path}: pass a local directory or .safetensors file"
         )
     index = path / INDEX
     if not index.is_file():
@@ -143,7 +145,7 @@ def checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
     if alone.is_file() and alone not in files_of:
         raise InvalidWeightsError(
             f"{path} holds two checkpoints: {alone.name}, which transformers would load, and the "
-            f"shards of {index.name}. Give {alone}, or a directory without it"
+            f"shards of {index.name}. Pass {alone}, or a directory without this file"
         )
     return files_of
 
@@ -151,10 +153,10 @@ def checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
 def _open_safetensors(
     path: Path, names_in_file: list[str] | None
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield tensors of a file that are read when they are fetched; it is open until all are gone.
+    """Yield lazy tensors of a file. The file stays open while any of these tensors exists.
 
-    Other programs may truncate or overwrite the file, and a page of a mapping that is cut off is a
-    SIGBUS. So the file is read, and never mapped, as safetensors would.
+    The file is read, not memory-mapped as safetensors does: if another program truncated a mapped
+    file, access to the missing pages would raise SIGBUS.
     """
     try:
         file = Descriptor.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -170,7 +172,11 @@ def _open_safetensors(
 
 
 def _read_header(file: Descriptor) -> tuple[dict[str, Any], int]:
-    """Return the entries of a safetensors file by tensor, and the first byte behind its header."""
+    """Return a safetensors header's entries by tensor name, and the offset of the first data byte.
+
+    Raises:
+        ValueError: the file is invalid.
+    """
     size = os.fstat(file.number).st_size
     start = 8 + int.from_bytes(filesystem.read_at(file.number, 0, 8), "little")
     if not 8 < start <= size:
@@ -182,23 +188,23 @@ def _read_header(file: Descriptor) -> tuple[dict[str, Any], int]:
         first, after = entry["data_offsets"]
         if first != end:
             raise ValueError(
-                f"{name!r} begins at byte {first}, and the tensor before it ends at {end}"
+                f"{name!r} begins at byte {first}, but the tensor before it ends at byte {end}"
             )
         end = after
     if start + end != size:
-        raise ValueError(f"it has {size} bytes, and its header describes {start + end}")
+        raise ValueError(f"it has {size} bytes, but its header describes {start + end}")
     return entries, start
 
 
 def _parse_entry(
     name: str, entry: Mapping[str, Any]
 ) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """Return a tensor's dtype, shape, first byte behind the header, and bytes."""
+    """Return a tensor's dtype and shape, its offset after the header, and its number of bytes."""
     if entry["dtype"] not in SAFETENSORS_DTYPES:
-        raise ValueError(f"{name!r} is of the unknown dtype {entry['dtype']!r}")
+        raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
     dtype, shape = SAFETENSORS_DTYPES[entry["dtype"]], list(entry["shape"])
     if dtype == "float4_e2m1fn_x2":
-        shape[-1] //= 2  # safetensors counts numbers, torch the bytes that hold two
+        shape[-1] //= 2  # safetensors counts numbers; torch counts bytes, each with two numbers
     first, end = entry["data_offsets"]
     num_bytes = TensorSpec(name, dtype, tuple(shape)).num_bytes
     are_sizes = all(type(number) is int and number >= 0 for number in (first, end, *shape))
@@ -226,10 +232,10 @@ def _read(
 
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-"""Size of a file above which the next one begins; a single tensor may be larger."""
+"""Maximum size of a file. A file with a single tensor can be larger."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Suffixes of files with weights, which `write_checkpoint` does not copy from ``beside``."""
+"""Suffixes of weights files, which `write_checkpoint` does not copy from ``beside``."""
 
 
 def write_checkpoint(
@@ -240,15 +246,19 @@ def write_checkpoint(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     on_bytes: Callable[[int, int], None] = lambda *_: None,
 ) -> None:
-    """Write contiguous tensors into a new directory, and flush it.
+    """Write contiguous tensors into a new directory, and flush it to disk.
 
-    Other files (configuration, tokenizer) of the checkpoint ``beside`` are copied. ``on_bytes`` is
-    called with the bytes written so far, and in all.
+    Args:
+        path: the new directory.
+        tensors: tensors by name.
+        beside: a checkpoint whose other files (configuration, tokenizer) are copied.
+        shard_bytes: maximum size of a file.
+        on_bytes: called with the bytes written so far and the total number of bytes.
     """
     with needed_for("writing a checkpoint"):
         from safetensors.torch import save_file
     if beside is not None and not beside.is_dir():
-        raise InvalidWeightsError(f"{beside} is no directory of a model")
+        raise InvalidWeightsError(f"{beside} is not a model's directory")
     shards = list(_shards(tensors, shard_bytes))
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     files: dict[str, str] = {}
@@ -272,7 +282,7 @@ def write_checkpoint(
 
 
 def _shards(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> Iterator[list[str]]:
-    """Yield the names of the tensors of each file."""
+    """Yield a list of tensor names for each file."""
     names: list[str] = []
     num_bytes = 0
     for name, tensor in tensors.items():

@@ -1,9 +1,9 @@
-"""`send_saved`: publishes the checkpoints that a trainer saves into a directory, once finished.
+"""`send_saved`: publishes each checkpoint that a trainer saves into a directory.
 
-A checkpoint is finished when its files have not changed for a while, and are of one save. Files of
-two saves have the same names and sizes, so only their times tell them apart: trainers write the
-index of several files last, and write all files again. That the files have the sizes in their
-headers is checked when they are read.
+A checkpoint is published when it is finished: its files have not changed for a while, and all come
+from the same save. Files of different saves have the same names and sizes, so only their times
+distinguish them. Each save rewrites all files. If there are several, the trainer writes their index
+last. `read_checkpoint` later checks that each file has the size that its header describes.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ SAVED_AT = "saved_at"
 """Metadata of a version: time of the last write to its checkpoint, in seconds since the epoch."""
 
 Order: TypeAlias = tuple[float, int]
-"""Time of the last write to a checkpoint, and its step."""
+"""Time of the last write to a checkpoint, and the checkpoint's step."""
 
 _STEP = re.compile(r"(?:checkpoint|(?:global_)?step)[-_](\d{1,18})")
-"""Name of a checkpoint's directory among others."""
+"""Name of a checkpoint's directory, such as ``checkpoint-80``."""
 _PART = re.compile(r"-of-\d+\.safetensors")
-"""End of the name of one file of several."""
+"""End of a file's name if the checkpoint has several files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint, and the state of its files at one moment."""
+    """A checkpoint, with the state of its files when the directory was scanned."""
 
     path: Path
     step: int | None
-    """Step in the name of its directory."""
+    """Step in the name of the checkpoint's directory."""
     files: Mapping[Path, FileState]
-    """Its weights, and their index if there is one."""
+    """Weights files, and their index if there is one."""
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Metadata of its version."""
+        """Metadata to publish the checkpoint with."""
         saved_at = max(state.modified_at for state in self.files.values())
         return {SAVED_AT: saved_at} | ({} if self.step is None else {"step": self.step})
 
@@ -62,49 +62,54 @@ class Checkpoint:
         return order_of(self.metadata)
 
     def require_one_save(self, last: Order) -> None:
-        """Check that its files are there, and of one save.
+        """Check that all files of the checkpoint exist and come from the same save.
 
-        ``last``: place in the order of the checkpoint that was published last.
+        Args:
+            last: order of the last published checkpoint.
 
         Raises:
-            InvalidWeightsError: the checkpoint is not finished, or is a mix of two.
+            InvalidWeightsError: the checkpoint is not finished, or is a mix of two saves.
         """
         names = list(checkpoint_files(self.path))
         if missing := [file.name for file in names if file not in self.files]:
-            raise InvalidWeightsError(f"{INDEX} names files that are not there: {listed(missing)}")
+            raise InvalidWeightsError(f"{INDEX} names files that do not exist: {listed(missing)}")
         index = self.files.get(self.path / INDEX)
         if index is None and (len(names) > 1 or _PART.search(names[0].name)):
-            raise InvalidWeightsError(f"it is in several files, and there is no {INDEX}")
+            raise InvalidWeightsError(f"the checkpoint has several files, but no {INDEX}")
         for file in names:
             modified_at = self.files[file].modified_at
             if index is not None and modified_at > index.modified_at:
                 raise InvalidWeightsError(
-                    f"{file.name} was written after {INDEX}, and may be of another save (if the "
-                    f"files belong together: touch {self.path / INDEX})"
+                    f"{file.name} was written after {INDEX}, so it may be from another save (if "
+                    f"the files belong together: touch {self.path / INDEX})"
                 )
-            if self.step is None and modified_at <= last[0]:  # in a directory that is written over
+            if self.step is None and modified_at <= last[0]:  # every save uses the same directory
                 raise InvalidWeightsError(
-                    f"{file.name} is older than the checkpoint that was published last, and may be "
-                    "of another save"
+                    f"{file.name} is older than the checkpoint that was published last, so it may "
+                    "be from another save"
                 )
 
 
 class CheckpointDirectory:
-    """Checkpoints in a directory, saved after the checkpoint that was published last.
+    """Directory into which a trainer saves checkpoints.
 
-    The directory is a checkpoint that is written over, or has checkpoints in directories such as
-    ``checkpoint-80`` and ``step_80``.
+    The directory is itself a checkpoint, which each save overwrites, or it contains a directory for
+    each checkpoint, such as ``checkpoint-80`` or ``step_80``.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._settling: dict[Path, tuple[Checkpoint, float]] = {}
-        """Checkpoints, and since when each is as it is, by `time.monotonic`; infinite: settled."""
+        """Checkpoints, each with the `time.monotonic` of its last change, or infinity if it was
+        returned as settled."""
 
     def settled(self, last: Order) -> list[Checkpoint]:
-        """Return checkpoints once they have settled, in order; after a change, again.
+        """Return the checkpoints whose files have stopped changing, in the order of their saves.
 
-        ``last``: place in the order of the checkpoint that was published last.
+        A checkpoint is returned once, and again after each later change.
+
+        Args:
+            last: order of the last published checkpoint; older checkpoints are not returned.
         """
         before, self._settling = self._settling, {}
         settled, now = [], time.monotonic()
@@ -128,15 +133,15 @@ def send_saved(
     *,
     count: int | None = None,
 ) -> None:
-    """Let a function publish each checkpoint that is saved into a directory.
+    """Call ``send`` for each checkpoint that is saved into a directory.
 
     Args:
-        directory: the directory, which may come later.
-        store: the store, whose versions say which checkpoint was published last.
-        send: publishes a checkpoint with this metadata. Its `InvalidWeightsError` is logged, once
-            while it is the same.
-        stop: ends it.
-        count: number of checkpoints that end it.
+        directory: the directory, which need not exist yet.
+        store: the store, whose versions show which checkpoint was published last.
+        send: function that publishes a checkpoint with the given metadata. If it raises an
+            `InvalidWeightsError`, the error is logged, and repeats of the same error are not.
+        stop: if set, the function returns.
+        count: number of published checkpoints after which the function returns.
     """
     checkpoints, num_sent = CheckpointDirectory(directory), 0
     published = [manifest.metadata for _, manifest in Contents(store).published()]
@@ -164,9 +169,10 @@ def send_saved(
 
 
 def order_of(metadata: Mapping[str, Any]) -> Order:
-    """Return the place of a version's checkpoint in the order of saves; the first, if it has none.
+    """Return the order of a version's checkpoint among all saves, from the version's metadata.
 
-    Two small checkpoints may be saved at one time.
+    Without a time of its save, the version comes first. Two small checkpoints can have equal times,
+    so the step is compared too.
     """
     saved_at, step = metadata.get(SAVED_AT), metadata.get("step")
     if not isinstance(saved_at, float):
@@ -176,12 +182,12 @@ def order_of(metadata: Mapping[str, Any]) -> Order:
 
 def _checkpoints_in(directory: Path) -> Iterator[Checkpoint]:
     steps: dict[Path, int | None] = {directory: None}
-    with contextlib.suppress(OSError):  # not there yet
+    with contextlib.suppress(OSError):  # the directory does not exist yet
         for path in directory.iterdir():
             if match := _STEP.fullmatch(path.name):
                 steps[path] = int(match[1])
     for path, step in steps.items():
-        with contextlib.suppress(OSError):  # removed since it was listed
+        with contextlib.suppress(OSError):  # the checkpoint was removed meanwhile
             weights = list(path.glob("*.safetensors"))
             states = {file: state_of(file) for file in (*weights, path / INDEX)}
             if files := {file: state for file, state in states.items() if state is not None}:

@@ -1,4 +1,4 @@
-"""Comparison of a store's tensors with a model's, before anything is loaded, and advice on it."""
+"""Comparison of a store's tensors with a model's before a load, and advice on mismatches."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from dbuffer.weights.names import NameMap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Mismatches, by the model's names."""
+    """Differences between a published version and a model, under the model's names."""
 
     missing: list[TensorSpec]
     """Tensors of the model that the store lacks."""
     left_over: list[TensorSpec]
     """Tensors of the store, renamed, that the model lacks."""
     differing: list[tuple[TensorSpec, TensorSpec]]
-    """Same name and another shape: as published, as needed."""
+    """Published and needed spec of each tensor whose shapes differ."""
     recast: list[tuple[TensorSpec, TensorSpec]]
-    """Same name and shape, and another dtype: as published, as needed."""
+    """Published and needed spec of each tensor whose dtypes differ and whose shapes are equal."""
     sources: dict[str, int]
-    """Index of the published tensor that fills each name of the model."""
+    """Index of the published tensor to load, by the name of the model's tensor."""
 
     @property
     def fits(self) -> bool:
-        """Whether a load that is strict about names and shapes would succeed."""
+        """Whether all names and shapes match; dtypes can differ."""
         return not (self.missing or self.left_over or self.differing)
 
 
 def compare(
     published: Layout, needed: Iterable[TensorSpec], rename: NameMap | None = None
 ) -> Comparison:
-    """Compare a version, with names as ``rename`` makes them, with a model's tensors.
+    """Compare a version, renamed by ``rename``, with a model's tensors.
 
-    A tied tensor was published once, under several names: any of them will do.
+    A tied tensor was published once, under several names. The model needs only one of these names.
     """
     index_of = {spec.name: index for index, spec in enumerate(published.specs)}
     index_of |= {alias: index_of[name] for alias, name in published.aliases.items()}
@@ -47,7 +47,7 @@ def compare(
     origins = dict(zip(offered, index_of.values(), strict=True))
     of_model = {spec.name: spec for spec in needed}
     differing, recast = [], []
-    # Equal tensors get no pair: 18,000 pairs would start the garbage collector.
+    # Equal tensors are not collected in pairs: 18,000 pairs would start the garbage collector.
     for name, have in offered.items():
         if (need := of_model.get(name)) is None:
             continue
@@ -55,7 +55,7 @@ def compare(
             differing.append((have, need))
         elif have.dtype != need.dtype:
             recast.append((have, need))
-    # Of a tied tensor no name is left over if another is needed.
+    # A tied tensor is left over only if the model needs none of its names.
     used = {origins[name] for name in offered if name in of_model}
     return Comparison(
         missing=[spec for name, spec in of_model.items() if name not in offered],
@@ -76,7 +76,7 @@ def _renamed_specs(specs: dict[str, TensorSpec], rename: NameMap | None) -> dict
         new = name if rename is None else rename(name)
         if new in offered:
             raise InvalidWeightsError(
-                f"rename gives two tensors the name {new!r:.200}; one of them is {name!r}"
+                f"rename gives two tensors the same name {new!r:.200}; one of the two is {name!r}"
             )
         offered[new] = spec if spec.name == new else spec._replace(name=new)
     return offered
@@ -92,7 +92,7 @@ def suggest(
     *,
     partial: bool = False,
 ) -> str:
-    """Return the end of a message about weights that do not fit: advice, if there is any."""
+    """Return advice to append to a message about weights that do not fit; empty without advice."""
 
     def fits(names: NameMap) -> bool:
         renamed = compare(published, needed, names)
@@ -103,24 +103,30 @@ def suggest(
 
 
 def advice(unknown: Sequence[str], missing: Iterable[str], fits: Callable[[NameMap], bool]) -> str:
-    """Return advice on published names that are ``unknown``, and names of a model that are missing.
+    """Return advice on names that do not match; empty without advice.
 
-    ``fits`` tells whether a map of the names makes them fit.
+    Args:
+        unknown: published names that the model does not have.
+        missing: the model's names that were not published.
+        fits: function that returns whether the weights fit if a map renames them.
     """
-    # An error: several tensors would get one name, for instance.
+    # `fits` raises an error if the map gives several tensors the same name, for instance.
     with contextlib.suppress(DBufferError):
         if (prefix := _changed_prefix(unknown, missing)) and fits(NameMap().prefix(*prefix)):
-            return f"; with rename=dbuffer.NameMap().prefix{prefix} of the sender, they would fit"
+            return (
+                f"; if you make the sender with rename=dbuffer.NameMap().prefix{prefix}, the "
+                "weights fit"
+            )
     if any(map(_FUSED.fullmatch, unknown)):
         return (
             "; the published experts are fused, as in a module of transformers 5: send the module "
-            "itself, with as_checkpoint=True, and not its state_dict()"
+            "itself, with as_checkpoint=True, instead of its state_dict()"
         )
     return ""
 
 
 def _changed_prefix(unknown: Iterable[str], missing: Iterable[str]) -> tuple[str, str] | None:
-    """Return the prefixes of the two names that have the longest end in common, or None."""
+    """Return the differing prefixes of the two names with the longest common end, or None."""
     name_with = {
         end: name for name in sorted(missing, key=len, reverse=True) for end in _ends(name)
     }
@@ -132,7 +138,7 @@ def _changed_prefix(unknown: Iterable[str], missing: Iterable[str]) -> tuple[str
 
 
 def _ends(name: str) -> Iterator[str]:
-    """Yield the name, and it without its first parts between dots."""
+    """Yield the name, then the name without its first part, without its first two parts, etc."""
     yield name
     while "." in name:
         name = name.partition(".")[2]

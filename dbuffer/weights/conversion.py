@@ -1,8 +1,8 @@
-"""`Conversion`: tensors made of others by cutting, joining and renaming, mostly as views.
+"""`Conversion`: tensors made from other tensors by cutting, joining and renaming.
 
-A function that converts tensors runs once, on tensors without data, and is traced. What turns out
-to be a view of a single tensor is made as one from then on: nothing is copied, and a delta sees
-what changed. The rest is lazy: the function makes it when its turn comes.
+The converting function is traced once, on tensors without data. If the trace shows that an output
+is a view of a single source, each publish makes that view: nothing is copied, and a delta contains
+only what changed. All other outputs are lazy: the function computes them when they are published.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dbuffer.weights.lazy_tensor import LazyTensor, Tensors, View
 Shapes: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 Convert: TypeAlias = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""Function that makes all tensors of some."""
+"""Function that converts tensors. It also runs on a part of them, to compute a single output."""
 
 
 def shapes_of(tensors: Mapping[str, Any]) -> Shapes:
@@ -37,30 +37,30 @@ class Output:
     dtype: torch.dtype
     shape: tuple[int, ...]
     sources: tuple[str, ...]
-    """Names of the tensors that it is made of."""
+    """Names of the tensors that the output is made from."""
     view: View | None
-    """Place in its only source, or None if the tensor is computed."""
+    """Place of the output in its only source, or None if the output is computed."""
     stride: tuple[int, ...]
     offset: int
-    """Stride and storage offset of the view, where its source is contiguous and has no offset."""
+    """Stride and storage offset of the view if its source is contiguous and has no offset."""
 
     def is_unchanged(self, name: str) -> bool:
-        """Whether it is the tensor that had this name before, whole."""
+        """Whether the output is the complete source tensor of the given name."""
         return self.sources == (name,) and self.view is not None and self.view.is_whole
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Tensors that a function makes of others."""
+    """Traced conversion, which `apply` repeats on other tensors of the same shapes."""
 
     shapes: Shapes
-    """Tensors that are converted."""
+    """Dtypes and shapes of the tensors to convert."""
     outputs: dict[str, Output]
-    """In the order of their sources."""
+    """Outputs by name, in the order of their sources."""
 
     @classmethod
     def trace(cls, convert: Convert, shapes: Shapes) -> Self:
-        """Run a function on tensors without data, and see what became of them."""
+        """Run a function on tensors without data, and record the sources of each output."""
         wholes = {
             name: torch.empty(shape, dtype=dtype, device="meta")
             for name, (dtype, shape) in shapes.items()
@@ -114,26 +114,27 @@ class Conversion:
 def _views_of(
     tensor: torch.Tensor | LazyTensor,
 ) -> Callable[[Output], torch.Tensor | LazyTensor]:
-    """Return a function that makes the views of a tensor; nothing is copied."""
+    """Return a function that makes views of a tensor, without a copy."""
     if isinstance(tensor, LazyTensor):
         return _SharedFetch(tensor).part
     source = tensor.detach()
     if not source.is_contiguous():
         return lambda output: _view(output).of(source)
     start = source.storage_offset()
-    # Takes a third of the time of an index: 18,000 experts are that many views of each version.
+    # Takes a third of the time of indexing, which matters for the 18,000 experts of a version.
     return lambda output: source.as_strided(output.shape, output.stride, start + output.offset)
 
 
 def _view(output: Output) -> View:
-    assert output.view is not None  # noqa: S101 - else it is computed
+    assert output.view is not None  # noqa: S101 - outputs without a view are computed
     return output.view
 
 
 class _SharedFetch:
-    """A lazy tensor that is made once, while several views of it are published one by one.
+    """Lazy tensor that is fetched once per publish, while its views are published one by one.
 
-    It is dropped with the last view. If a view is fetched again, another publish has begun.
+    The fetched tensor is dropped after its last view. If a view is fetched a second time, a new
+    publish has begun, and the tensor is fetched again.
     """
 
     def __init__(self, tensor: LazyTensor) -> None:
@@ -146,7 +147,7 @@ class _SharedFetch:
         tensor, view, number = self._tensor, _view(output), self._num_views
         self._num_views += 1
         fetch = functools.partial(self._fetch, number, view)
-        # A view of a view has no place in the sharded tensor.
+        # If the tensor is itself a view, this view's place in the sharded tensor is unknown.
         is_part = tensor.sharded is not None and tensor.view is None
         return LazyTensor(
             tensor.dtype,
@@ -167,11 +168,11 @@ class _SharedFetch:
 
 
 def _computed(name: str, output: Output, convert: Convert, parts: Tensors) -> LazyTensor:
-    """Return a tensor that the function makes when its turn comes."""
+    """Return a lazy tensor that ``convert`` computes when the tensor is published."""
     for source, tensor in parts.items():
         if isinstance(tensor, LazyTensor) and tensor.sharded is not None:
             raise UnsupportedError(
-                f"{name!r} must be computed from {listed(list(parts))}, and each rank holds only a "
+                f"{name!r} must be computed from {listed(list(parts))}, but each rank holds only a "
                 f"part of {source!r}: publish the trainer's own names and tensors "
                 "(as_checkpoint=False, or without this rename), or gather the weights and publish "
                 "them with a WeightSender"
@@ -189,10 +190,10 @@ def _computed(name: str, output: Output, convert: Convert, parts: Tensors) -> La
 
 
 class _Tracer(TorchFunctionMode):
-    """Records the sources of each new tensor, and makes ``contiguous()`` copy nothing.
+    """Mode that records the sources of each new tensor. ``contiguous()`` copies nothing in it.
 
     Args:
-        wholes: tensors by name, without data.
+        wholes: the tensors to convert by name, without data.
     """
 
     def __init__(self, wholes: Mapping[str, torch.Tensor]) -> None:
@@ -200,7 +201,7 @@ class _Tracer(TorchFunctionMode):
         self._sources = {_storage_of(tensor): {name} for name, tensor in wholes.items()}
         self._wholes = frozenset(self._sources)
         self._kept: list[torch.Tensor] = []
-        """Tensors that were made: another one's storage must not get the same address."""
+        """New tensors, kept alive so that no later storage gets the same address."""
 
     def __torch_function__(
         self,
@@ -236,6 +237,6 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    """Return a number for a tensor's storage; without data it has no address."""
-    with torch._C.DisableTorchFunction():  # noqa: SLF001 - the tracer's own calls
+    """Return a number that identifies a tensor's storage. Storage without data has no address."""
+    with torch._C.DisableTorchFunction():  # noqa: SLF001 - so that the tracer does not trace itself
         return int(tensor.untyped_storage()._cdata)  # noqa: SLF001

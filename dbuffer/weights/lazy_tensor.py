@@ -1,4 +1,4 @@
-"""`LazyTensor`: a tensor made when it is published; `HeldRows`: the rows that a rank holds."""
+"""`LazyTensor`: tensor that is made when it is published. `HeldRows`: a rank's rows of a tensor."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Place of a tensor in a larger one: a box of it, with dimensions reordered or left out."""
+    """Place of a tensor in a larger tensor: a box, with its dimensions reordered or left out."""
 
     index: tuple[int | slice, ...]
-    """Index of the box in the whole; of a dimension that is left out, a number."""
+    """Index of the box: a slice per dimension, or a number if the dimension is left out."""
     order: tuple[int, ...]
     """Dimensions of the box, in the view's order."""
     shape: tuple[int, ...]
-    """Shape of the view, which may have more dimensions of size 1."""
+    """Shape of the view, which can have additional dimensions of size 1."""
     is_whole: bool = False
-    """Whether the view is the whole tensor, unchanged."""
+    """Whether the view is the complete larger tensor, unchanged."""
 
     @classmethod
     def of_all(cls, shape: tuple[int, ...]) -> Self:
@@ -29,9 +29,9 @@ class View:
 
     @classmethod
     def find(cls, part: torch.Tensor, source: torch.Tensor) -> Self | None:
-        """Return the place of ``part``, a view, in its contiguous tensor.
+        """Return the place of the view ``part`` in the contiguous tensor ``source``.
 
-        Return None if it is no box of the tensor, for instance because dimensions were joined.
+        Return None if ``part`` is not a box of ``source``, for instance if dimensions were joined.
         """
         shape, offset = tuple(part.shape), int(part.storage_offset())
         if shape == source.shape and part.stride() == source.stride():
@@ -57,7 +57,7 @@ class View:
         return cls(tuple(index), tuple(map(ascending.index, dimensions)), shape)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the view of a tensor; nothing is copied."""
+        """Return this view of a tensor, without a copy."""
         part = tensor[self.index]
         if self.order != tuple(range(part.ndim)):
             part = part.permute(self.order)
@@ -66,33 +66,35 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor that is fetched when its turn comes to be published, and dropped after.
+    """A tensor that is made when it is published, and dropped after that.
 
-    A mapping, or a list of pairs, may hold some: weights that are made as they are written.
+    The mapping or list of pairs that you publish can contain lazy tensors, so that not all weights
+    are in memory at the same time.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     fetch: Callable[[], torch.Tensor]
-    """Makes it, of just this dtype and shape. Called once a publish, maybe in another thread."""
+    """Returns the tensor, with exactly this dtype and shape. Called once per publish, possibly in
+    another thread."""
     identity: int = 0
-    """A negative number shared by all names of one tensor; 0 if unknown."""
+    """A negative number that all names of a tied tensor share, or 0 if ties are unknown."""
     sharded: Any = None
-    """The tensor itself, where each rank of a trainer holds a part of it and `fetch` gathers it, or
-    this rank's rows of it."""
+    """The sharded tensor that `fetch` gathers, or this rank's rows of it (`HeldRows`). None if the
+    tensor is not sharded."""
     view: View | None = None
     """Place of the tensor in ``sharded``, or None if it is all of ``sharded``."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """Rows of a tensor that this rank holds, if no DTensor could describe the ranks' shares."""
+    """Rows of a tensor that this rank holds, if a DTensor cannot describe the ranks' parts."""
 
     local: torch.Tensor
     first: int
-    """Number of the first row in the tensor."""
+    """Index in the tensor of this rank's first row."""
     ranks: tuple[int, ...]
-    """Ranks of the job that hold rows of the tensor; together, all of them."""
+    """Ranks of the job that together hold all rows of the tensor."""
 
     def to_local(self) -> torch.Tensor:
         return self.local

@@ -1,6 +1,6 @@
-"""Tensors of modules, state dicts and TensorDicts by clean name, and checks of a tensor.
+"""Tensors of modules, state dicts and TensorDicts by clean name, and checks of tensors.
 
-Sources and targets share this.
+Both sources and targets use this module.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def clean_names(names: Iterable[str]) -> list[str]:
 
 
 def is_module(weights: object) -> TypeGuard[nn.Module]:
-    """Whether weights are a module; a TensorDictParams is a TensorDict first."""
+    """Whether weights are a module. A TensorDictParams counts as a TensorDict, not as a module."""
     return isinstance(weights, nn.Module) and not is_tensordict(weights)
 
 
 def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:
-    """Whether a value is a TensorDict: none is before tensordict is imported."""
+    """Whether a value is a TensorDict. If tensordict was not imported, no value is one."""
     if "tensordict" not in sys.modules:
         return False
     from tensordict import TensorDictBase
@@ -71,51 +71,51 @@ def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:
 
 
 def may_have_model(module: object) -> bool:
-    """Whether a module may be a transformers model, or have one in it: none is before its import.
+    """Whether a module may be or contain a transformers model.
 
-    What brings such a module into the form of its checkpoint is imported for no other.
+    False if transformers was not imported, so that `transformers_modules` is not imported either.
     """
     return "transformers.modeling_utils" in sys.modules and is_module(module)
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return all that the module would save, by clean name, non-tensors included."""
+    """Return a module's state dict with clean names. Values need not be tensors."""
     state = module.state_dict(keep_vars=True)
-    # A module that has no extra state just now returns None.
+    # A module without extra state at this moment returns None.
     kept = {n: v for n, v in state.items() if not (v is None and is_extra_state(n))}
     return by_name(clean_names(kept), kept.values())
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a module's ``get_extra_state`` made the entry of this name in a state dict."""
+    """Whether a state dict's entry of this name is a module's extra state."""
     return name.rpartition(".")[2] == TORCH_EXTRA_STATE
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers, tied ones under each of their clean names."""
+    """Return parameters and persistent buffers by clean name; a tied tensor has several names."""
     return only_tensors(module_state(module))
 
 
 def only_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return a module's state, or raise an error if a part of it cannot be published."""
+    """Return a module's state, or raise an error if some of its values are not tensors."""
     lost = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if lost:
         extra = listed([f"{name!r} ({type(state[name]).__name__})" for name in lost])
         raise InvalidWeightsError(
-            f"the module's state has more than tensors, which would be lost: {extra}; give a "
-            "dictionary of the tensors to publish, and the rest as metadata"
+            f"the module's state has values that are not tensors and would be lost: {extra}; pass "
+            "a dictionary of the tensors to publish, and the other values as metadata"
         )
     return dict(state)
 
 
 def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors that the module computes with: parameters and buffers, each once."""
+    """Yield a module's parameters and buffers, each tensor once."""
     yield from module.parameters()
     yield from module.buffers()
 
 
 def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
-    """Return the leaves of a TensorDict, nested keys joined by dots."""
+    """Return the leaves of a TensorDict. Nested keys are joined by dots."""
     from tensordict import is_non_tensor
 
     _refuse_lazy_stack(weights, "the TensorDict")
@@ -123,7 +123,7 @@ def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
     for key, value in weights.items(include_nested=True):
         name = key if isinstance(key, str) else ".".join(key)
         if is_non_tensor(value):
-            raise InvalidWeightsError(f"{name!r} is not a tensor; put it into the metadata")
+            raise InvalidWeightsError(f"{name!r} is not a tensor; pass it as metadata")
         if isinstance(value, torch.Tensor):
             names.append(name)
             tensors.append(value)
@@ -133,36 +133,36 @@ def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
 
 
 def _refuse_lazy_stack(value: Any, where: str) -> None:
-    """Refuse a stack that makes its tensors at each access, and hides tensors that differ."""
+    """Refuse a lazy stack: it makes new tensors at each access, and hides tensors that differ."""
     from tensordict import LazyStackedTensorDict
 
     if isinstance(value, LazyStackedTensorDict):
         raise InvalidWeightsError(
-            f"{where} is a lazy stack: publish its members, each under a name of its own, or "
+            f"{where} is a lazy stack: publish its members under different names, or publish "
             "its contiguous()"
         )
 
 
 def by_name(names: Collection[str], tensors: Iterable[_Value]) -> dict[str, _Value]:
-    """Return tensors by name; refuse names as `check_names` does."""
+    """Return tensors by name, after `check_names`."""
     check_names(names)
     return dict(zip(names, tensors, strict=True))
 
 
 def check_names(names: Collection[str]) -> None:
-    """Refuse a name that occurs twice, or that no file can have."""
+    """Refuse a name that occurs twice, or that JSON cannot hold."""
     if len(set(names)) != len(names):
         twice = sorted(name for name, count in Counter(names).items() if count > 1)[:5]
         raise InvalidWeightsError(f"several tensors have the same name after cleaning: {twice}")
     for name in names:
         if not name.isascii() and json.loads(json.dumps(name)) != name:
-            raise InvalidWeightsError(f"the name {name!r:.80} has an invalid character in it")
+            raise InvalidWeightsError(f"the name {name!r:.80} contains an invalid character")
 
 
 def spec_of(
     name: str, tensor: torch.Tensor | LazyTensor, dtype: torch.dtype | None = None
 ) -> TensorSpec:
-    """Return a tensor's spec as it is published, with floating-point tensors in ``dtype``."""
+    """Return the spec to publish a tensor with. If it can be cast, ``dtype`` is its dtype."""
     if dtype is None or not can_cast_to(tensor.dtype):
         dtype = tensor.dtype
     try:
@@ -172,7 +172,7 @@ def spec_of(
 
 
 def problem_of_memory(tensor: torch.Tensor) -> str:
-    """Return why a tensor has no plain memory, for a message; empty if it has."""
+    """Return why a tensor's bytes cannot be read, as part of a message; empty if they can."""
     if has_no_shape(tensor):
         return "is in a lazy module and has no shape yet: run the module once first"
     if tensor.is_meta:
@@ -189,8 +189,8 @@ def problem_of_memory(tensor: torch.Tensor) -> str:
 
 
 def lies_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor has memory with its values, which empty tensors need not have."""
-    if hasattr(tensor, "fake_mode"):  # torch warns of a look at a fake tensor's address
+    """Whether a plain tensor has memory, or is empty and needs none."""
+    if hasattr(tensor, "fake_mode"):  # torch warns if a fake tensor's address is read
         return False
     try:
         return tensor.data_ptr() != 0 or not tensor.numel()
@@ -199,14 +199,14 @@ def lies_in_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_made_of_others(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is composed of others, as torchao's quantised ones are."""
+    """Whether a tensor is composed of other tensors, as torchao's quantized tensors are."""
     return type(tensor) not in (torch.Tensor, nn.Parameter) and is_traceable_wrapper_subclass(
         tensor
     )
 
 
 def is_same_memory(a: Any, b: Any) -> bool:
-    """Whether two tensors are the same elements in memory, in the same order."""
+    """Whether two tensors consist of the same elements in memory, in the same order."""
     return bool(
         a.data_ptr() == b.data_ptr()
         and a.shape == b.shape
@@ -220,17 +220,17 @@ def is_same_memory(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WeightsSpec:
-    """Weights without their values: enough to see that the next ones are like them.
+    """Names, shapes and dtypes of weights, to recognize later weights that have the same ones.
 
-    Checking 18,000 names one by one takes as long as copying 18,000 tensors. It is done for the
-    first version, and again only if names, shapes or dtypes change.
+    Checking 18,000 names takes as long as copying 18,000 tensors. So they are checked for the first
+    version, and again only if names, shapes or dtypes change.
     """
 
     names: list[str]
-    """As they were given, with wrappers' prefixes."""
+    """Original names, with wrappers' prefixes."""
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]
-    """Before they were cast."""
+    """Dtypes before any cast."""
 
     @classmethod
     def of(cls, named: Mapping[str, torch.Tensor]) -> WeightsSpec:
@@ -241,11 +241,14 @@ class WeightsSpec:
         )
 
     def addresses_of(self, named: Mapping[str, torch.Tensor]) -> list[int] | None:
-        """Return the addresses of plain tensors of just this outline, in this order, or None."""
+        """Return the addresses of tensors, or None if they are not plain or do not match this spec.
+
+        Tensors match if they have these names, shapes and dtypes in the same order.
+        """
         tensors = named.values()
-        with contextlib.suppress(RuntimeError):  # of a tensor without shape or address
-            # Shapes are compared as they are made: a list of 18,000 of them sets the garbage
-            # collector going, which takes longer than all the rest.
+        with contextlib.suppress(RuntimeError):  # raised by tensors without shape or address
+            # Shapes are compared one by one: a list of 18,000 shapes would start the garbage
+            # collector, which takes longer than everything else here.
             if (
                 list(named) == self.names
                 and {type(tensor) for tensor in tensors} <= {torch.Tensor, nn.Parameter}

@@ -1,4 +1,4 @@
-"""`NameMap`: rules that rename tensors, from a trainer's names to an engine's."""
+"""`NameMap`: rules that change a trainer's tensor names to an engine's names."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ if TYPE_CHECKING:
     import torch
 
 _Step: TypeAlias = tuple[Rule, Change | None]
-"""First rule of a step, and the change of names, or None if the rule changes tensors."""
+"""A step's first rule, and its function for names, or None if the rule changes tensors."""
 
 
 class NameMap:
-    r"""Rules that rename tensors, and cut, join or transpose them; names that none fits stay.
+    r"""Rules that rename tensors, or cut, join or transpose them.
 
-    Each rule applies to the result of the rules before it. Rules for whole names in a row are one
-    table. Start with an empty map and add rules in their order::
+    A tensor that no rule matches keeps its name. Each rule applies to the result of the rules
+    before it, except that consecutive rules for complete names (:meth:`exact`) form a single table.
+    Start with an empty map and add rules in order::
 
         NameMap().prefix("actor.", "").pattern(r"(.*)\.gamma", r"\1.weight")
 
@@ -45,15 +46,15 @@ class NameMap:
         self.rules = tuple(rules)
 
     def __reduce__(self) -> tuple[type[Self], tuple[tuple[Rule, ...]]]:
-        return type(self), (self.rules,)  # without functions, which do not pickle
+        return type(self), (self.rules,)  # without `_steps`, whose functions cannot be pickled
 
     @cached_property
     def _steps(self) -> list[_Step]:
-        """Rules in their order; those for whole names that follow each other are a table."""
+        """Steps in the rules' order. Consecutive rules for complete names form a single table."""
         steps: list[_Step] = []
         for is_table, group in itertools.groupby(self.rules, lambda rule: rule.kind == "name"):
             rules = list(group)
-            if is_table:  # there may be 100,000; of two for one name, the first applies
+            if is_table:  # up to 100,000 rules; if two have the same name, the first applies
                 table = {str(rule.text): str(rule.to) for rule in reversed(rules)}
                 steps.append((rules[0], table.get))
             else:
@@ -62,61 +63,66 @@ class NameMap:
         return steps
 
     def exact(self, name: str, to: str) -> Self:
-        """Return a map with one more rule: this name becomes ``to``."""
+        """Return a map with another rule, which changes the complete name ``name`` to ``to``."""
         return self._with(Rule("name", name, to))
 
     def prefix(self, prefix: str, to: str) -> Self:
-        """Return a map with one more rule: names that begin so begin with ``to``.
+        """Return a map with another rule, which replaces the prefix ``prefix`` by ``to``.
 
         ``prefix("", "model.")`` puts ``model.`` before all names.
         """
         return self._with(Rule("prefix", prefix, to))
 
     def part(self, part: str, to: str = "") -> Self:
-        """Return a map with one more rule: this part between dots becomes ``to``, or is left out.
+        """Return a map with another rule, which replaces a part between dots by ``to``.
 
-        ``part("_orig_mod")`` makes ``layers.0.weight`` of ``layers.0._orig_mod.weight``.
+        If ``to`` is empty, the rule removes the part: ``part("_orig_mod")`` changes
+        ``layers.0._orig_mod.weight`` to ``layers.0.weight``.
         """
         return self._with(Rule("part", part, to))
 
     def pattern(self, pattern: str, to: str) -> Self:
-        r"""Return a map with one more rule: names that match as a whole become ``to``.
+        r"""Return a map with another rule, which replaces names that match a pattern by ``to``.
 
-        ``pattern`` is a regular expression; in ``to``, ``\1`` stands for its first group.
+        The complete name must match.
+
+        Args:
+            pattern: a regular expression.
+            to: the new name; ``\1`` is replaced by the pattern's first group.
 
         Raises:
-            OptionError: (a ``ValueError``) not a regular expression, or ``to`` names a group that
-                it does not have.
+            OptionError: (a ``ValueError``) ``pattern`` is not a regular expression, or ``to``
+                refers to a group that the pattern does not have.
         """
         return self._with(Rule("pattern", pattern, to))
 
     def split(self, name: str, to: str | Iterable[str], dim: int = 0) -> Self:
-        """Return a map with one more rule: tensors of this name are cut along a dimension.
+        """Return a map with another rule, which cuts tensors along a dimension.
 
-        ``split("*.qkv.weight", ["*.q.weight", "*.k.weight", "*.v.weight"])`` cuts into equal parts;
-        ``split("*.experts.up", "*.experts.#.up.weight")`` into one tensor for each index. The parts
-        are views.
+        ``split("*.qkv.weight", ["*.q.weight", "*.k.weight", "*.v.weight"])`` cuts a tensor into
+        three equal parts. ``split("*.experts.up", "*.experts.#.up.weight")`` cuts it into a tensor
+        per index. The parts are views.
 
         Args:
-            name: ``*`` stands for any part of a name between dots.
-            to: the names of the parts, or one name with ``#`` for their index.
-            dim: the dimension.
+            name: name of the tensors to cut; ``*`` matches any part of a name between dots.
+            to: names of the parts, or a single name; its ``#`` is replaced by the part's index.
+            dim: dimension to cut along.
 
         Raises:
-            OptionError: (a ``ValueError``) the names do not fit each other.
+            OptionError: (a ``ValueError``) ``name`` and ``to`` do not fit each other.
         """
         return self._with(Rule("split", name, to if isinstance(to, str) else tuple(to), (dim,)))
 
     def stack(self, names: str | Iterable[str], to: str, dim: int = 0) -> Self:
-        """Return a map with one more rule, the reverse of :meth:`split`: tensors are joined.
+        """Return a map with another rule, which joins tensors: the reverse of :meth:`split`.
 
-        The result is computed when it is published.
+        The joined tensor is computed when it is published.
         """
         text = names if isinstance(names, str) else tuple(names)
         return self._with(Rule("stack", text, to, (dim,)))
 
     def transpose(self, name: str, dims: tuple[int, int] = (0, 1)) -> Self:
-        """Return a map with one more rule: two dimensions of these tensors are exchanged."""
+        """Return a map with another rule, which exchanges two dimensions of tensors."""
         return self._with(Rule("transpose", name, dims=tuple(dims)))
 
     def preset(self, name: str) -> Self:
@@ -128,27 +134,30 @@ class NameMap:
 
     @property
     def changes_tensors(self) -> bool:
-        """Whether rules cut, join or transpose, so that the map applies to whole sets alone."""
+        """Whether any rule cuts, joins or transposes tensors; if so, only `convert` works."""
         return any(rule.kind in TENSOR_KINDS for rule in self.rules)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
         """Read a mapping file, which is JSON.
 
-        ``{"rules": [...]}`` has rules in their order, each with its method's name (``"name"`` for
-        :meth:`exact`): ``{"prefix": "model.", "to": ""}``, ``{"stack": ["*.q", "*.k"], "to":
-        "*.qk", "dim": 0}``, ``{"transpose": "*.weight", "dims": [0, 1]}``.
-        ``{"param_mappings": {"a": {"vllm_name": "b"}}}`` is Atropos' form; other fields of a tensor
-        are ignored.
+        The file has one of these forms:
+
+        * ``{"rules": [...]}``, with the rules in order. Each rule has the name of its method
+          (``"name"`` for :meth:`exact`): ``{"prefix": "model.", "to": ""}``,
+          ``{"stack": ["*.q", "*.k"], "to": "*.qk", "dim": 0}``,
+          ``{"transpose": "*.weight", "dims": [0, 1]}``.
+        * ``{"param_mappings": {"a": {"vllm_name": "b"}}}``, Atropos' form. Other fields of a tensor
+          are ignored.
 
         Raises:
-            OptionError: (a ``ValueError``) there is no such file, or it has another form.
+            OptionError: (a ``ValueError``) the file does not exist, or has another form.
         """
         return cls.parse(read_mapping_file(path), os.fspath(path))
 
     @classmethod
     def parse(cls, content: Any, source: str) -> Self:
-        """Make a map from a mapping file's content; ``source`` names the file in errors.
+        """Make a map from a mapping file's content. Errors name the file as ``source``.
 
         Raises:
             OptionError: (a ``ValueError``) the content has another form.
@@ -171,22 +180,22 @@ class NameMap:
         """Return a tensor's new name.
 
         Raises:
-            UnsupportedError: (a ``NotImplementedError``) rules change tensors, not names alone.
+            UnsupportedError: (a ``NotImplementedError``) some rule changes tensors.
         """
         for rule, change in self._steps:
             if change is None:
                 raise UnsupportedError(
-                    f"the rule {rule} changes tensors, and names alone are mapped here: use it "
-                    "as rename= of a sender, for weights that are no iterator"
+                    f"the rule {rule} changes tensors, but only names are mapped here: use it "
+                    "as rename= of a sender, for weights that are not an iterator"
                 )
             name = _changed(name, change)
         return name
 
     def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors under their new names, cut, joined and transposed by the rules.
+        """Apply all rules to tensors; return the new tensors by their new names.
 
         Raises:
-            InvalidWeightsError: two tensors get one name, or a rule does not fit a shape.
+            InvalidWeightsError: two tensors get the same name, or a rule does not fit a shape.
         """
         converted = dict(tensors)
         for rule, change in self._steps:
@@ -198,7 +207,9 @@ class NameMap:
             if len(converted) < len(pairs):
                 counts = Counter(name for name, _ in pairs)
                 twice = [name for name, count in counts.items() if count > 1]
-                raise InvalidWeightsError(f"rename gives several tensors one name: {twice[:5]}")
+                raise InvalidWeightsError(
+                    f"rename gives several tensors the same name: {twice[:5]}"
+                )
         return converted
 
     def __repr__(self) -> str:

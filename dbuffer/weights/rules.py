@@ -1,4 +1,4 @@
-"""`Rule`: one step from a trainer's tensors to an engine's."""
+"""`Rule`: a step in the conversion of a trainer's names and tensors to an engine's."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 Kind: TypeAlias = Literal["name", "prefix", "part", "pattern", "split", "stack", "transpose"]
 
 NAME_KINDS = frozenset({"name", "prefix", "part", "pattern"})
-"""Kinds of rules that change names alone."""
+"""Kinds of rules that change names only."""
 TENSOR_KINDS = frozenset({"split", "stack", "transpose"})
-"""Kinds of rules that change tensors, and not names alone."""
+"""Kinds of rules that change tensors."""
 
 Names: TypeAlias = str | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Rule that gives some tensors a new name, or cuts, joins or transposes them.
+    """Rule that renames, cuts, joins or transposes tensors.
 
     Args:
-        kind: as the method of `NameMap` that adds such rules, which documents them; ``"name"``:
+        kind: name of the `NameMap` method that adds and documents this kind of rule. ``"name"`` is
             `NameMap.exact`.
-        text: one text; for tensors that are joined, all of their names.
-        to: the new name; for a tensor that is cut, all names. Nothing for ``"transpose"``.
-        dims: the dimension of a split or stack; the two of a transpose.
+        text: name, prefix, part or pattern to match. ``"stack"``: the parts' names.
+        to: new name. ``"split"``: the parts' names. ``"transpose"``: empty.
+        dims: dimension of a split or stack, or both dimensions of a transpose.
 
     Raises:
-        OptionError: (a ``ValueError``) ``text`` is not a regular expression, ``to`` does not fit
-            it, or there are other dimensions than the kind has.
+        OptionError: (a ``ValueError``) ``text`` is not a valid regular expression, ``to`` does not
+            fit ``text``, or the number of dimensions does not fit the kind.
     """
 
     kind: Kind
@@ -47,7 +47,7 @@ class Rule:
     dims: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check a rule now, rather than in the middle of a publish."""
+        """Check the rule now, not in the middle of a publish."""
         problem = ""
         if self.kind == "pattern":
             try:
@@ -55,11 +55,12 @@ class Rule:
             except (re.error, IndexError) as error:
                 problem = str(error)
         elif self.kind == "transpose" and (len(self.dims) != 2 or self.to):
-            problem = "a transpose has two dims, and no new name"
+            problem = "a transpose needs two dims, and takes no new name"
         elif self.kind in ("split", "stack") and not self._is_cut():
             problem = (
-                "it has one dimension, a whole tensor, and either a list of names of its parts or "
-                "one name with '#' for their index; all names have as many '*' as the whole"
+                "it needs a single dim, the name of the uncut tensor, and either a list of names "
+                "of the parts or a single name with '#' for the part's index; all names must have "
+                "the same number of '*'"
             )
         if problem:
             raise OptionError(f"invalid rule {self}: {problem}")
@@ -97,19 +98,20 @@ PRESETS: dict[str, tuple[Rule, ...]] = {
     "base_model.model.": (Rule("prefix", "base_model.model.", ""), Rule("part", "base_layer")),
     "model.language_model.": (Rule("prefix", "model.language_model.", "model."),),
 }
-"""Rules for what trainers put into names, by that text: torch.compile, FSDP1, DDP, an actor beside
-a critic, peft, and a vision-language model whose language model alone is served."""
+"""Rules that remove what trainers add to names, by the added text. In order, it comes from:
+torch.compile, FSDP1, DDP, a module with an actor and a critic, peft, and a vision-language model of
+which an engine serves only the language model."""
 
 
 def preset_rules(name: str, source: str = "preset") -> tuple[Rule, ...]:
-    """Return the rules of a preset; ``source`` says in errors where its name is from."""
+    """Return the rules of a preset. Errors name ``source`` as the place of the preset's name."""
     if name not in PRESETS:
         raise OptionError(f"{source}: no preset {name!r}: use one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
 def parse_rule(fields: Any, source: str) -> tuple[Rule, ...]:
-    """Return the rules of an entry of a mapping file; ``source`` names the file in errors."""
+    """Return the rules of an entry of a mapping file. Errors name the file as ``source``."""
     problem = "unknown fields"
     try:
         match fields:
@@ -130,18 +132,18 @@ def parse_rule(fields: Any, source: str) -> tuple[Rule, ...]:
     except (ValidationError, UnicodeEncodeError) as error:
         problem = str(error)
     raise OptionError(
-        f"{source}: invalid rule {fields!r:.200} ({problem:.100}): use 'to' and one of name, "
-        "prefix, part, pattern (strings), or split, stack ('to' or they are lists, and 'dim' a "
-        "number), or transpose (and 'dims'), or preset"
+        f"{source}: invalid rule {fields!r:.200} ({problem:.100}): a rule has one of the fields "
+        "name, prefix, part or pattern, with 'to'; or split or stack, with 'to' and 'dim'; or "
+        "transpose, with 'dims'; or preset. In 'split', 'to' can be a list; 'stack' can be a list"
     )
 
 
 Change: TypeAlias = Callable[[str], str | None]
-"""Function that returns a new name, or None if its rule does not fit."""
+"""Function that returns a new name, or None if its rule does not match the name."""
 
 
 def change_of(rule: Rule) -> Change:
-    """Return the function of a rule that changes names."""
+    """Return the function that applies a rule of a kind in `NAME_KINDS`."""
     text, to = str(rule.text), str(rule.to)
     if rule.kind == "prefix":
         return lambda name: to + name[len(text) :] if name.startswith(text) else None
@@ -162,7 +164,7 @@ Pairs: TypeAlias = list[tuple[str, "torch.Tensor"]]
 
 
 def change_tensors(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
-    """Return tensors with a rule for tensors applied."""
+    """Apply a rule of a kind in `TENSOR_KINDS`."""
     if rule.kind == "stack":
         return _stacked(rule, tensors)
     match_of, pairs = _matcher(str(rule.text)), Pairs()
@@ -182,7 +184,10 @@ def change_tensors(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
 
 
 def _matcher(text: str) -> Callable[[str], tuple[list[str], int] | None]:
-    """Return a function that returns the parts of a name for a text's ``*``, and its ``#``."""
+    """Return a function that matches names with a text.
+
+    For a name that matches, it returns the parts at the text's ``*``, and the number at its ``#``.
+    """
     escaped = re.escape(text).replace(r"\*", r"([^.]+)").replace(r"\#", r"(\d+)")
     pattern, place = re.compile(escaped), text.partition("#")[0].count("*")
 
@@ -196,7 +201,7 @@ def _matcher(text: str) -> Callable[[str], tuple[list[str], int] | None]:
 
 
 def _fill(text: str, stars: Iterable[str], index: int = 0) -> str:
-    """Return a text with parts of a name for its ``*``, and an index for its ``#``."""
+    """Replace each ``*`` of a text by a part of a name, and ``#`` by an index."""
     parts = iter(stars)
     return re.sub(r"[*#]", lambda sign: next(parts) if sign[0] == "*" else str(index), text)
 
@@ -209,8 +214,8 @@ def _split(rule: Rule, name: str, tensor: torch.Tensor, stars: list[str]) -> Pai
     extent, remainder = divmod(tensor.shape[dim], len(rule.to))
     if remainder:
         raise InvalidWeightsError(
-            f"the rule {rule} does not fit {name!r}: {tensor.shape[dim]} in dimension {dim} do not "
-            f"divide into {len(rule.to)}"
+            f"the rule {rule} does not fit {name!r}: its size {tensor.shape[dim]} in dimension "
+            f"{dim} is not divisible by {len(rule.to)}"
         )
     return [
         (_fill(to, stars), tensor.narrow(dim, index * extent, extent))
@@ -219,7 +224,7 @@ def _split(rule: Rule, name: str, tensor: torch.Tensor, stars: list[str]) -> Pai
 
 
 def _stacked(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
-    """Return the tensors after joining; a joined tensor has the place of its first part."""
+    """Join tensors. A joined tensor takes the position of its first part."""
     texts = (rule.text,) if isinstance(rule.text, str) else rule.text
     matchers = list(map(_matcher, texts))
     parts_of: dict[str, dict[int, torch.Tensor]] = {}
@@ -236,8 +241,8 @@ def _stacked(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
         index = match[1] if isinstance(rule.text, str) else place
         if index in parts_of.setdefault(joined, {}):
             raise InvalidWeightsError(
-                f"the rule {rule} makes {joined!r} of several tensors, and {name!r} is part "
-                f"{index} as another one is"
+                f"the rule {rule} joins several tensors to {joined!r}, but {name!r} and another "
+                f"tensor are both part {index}"
             )
         parts_of[joined][index] = tensor
     joined_parts = {name: _join(rule, name, parts) for name, parts in parts_of.items()}
@@ -245,13 +250,13 @@ def _stacked(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
 
 
 def _join(rule: Rule, name: str, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    import torch  # rules are also read where nothing is converted
+    import torch  # not at the top: some processes read rules, but convert no tensor
 
     is_stack, [dim] = isinstance(rule.text, str), rule.dims
     indices = range(max(parts) + 1 if is_stack else len(rule.text))
     if missing := [index for index in indices if index not in parts]:
         raise InvalidWeightsError(
-            f"the rule {rule} makes {name!r} of {len(indices)} tensors, and part {missing[0]} is "
+            f"the rule {rule} joins {len(indices)} tensors to {name!r}, but part {missing[0]} is "
             "not among the weights"
         )
     try:

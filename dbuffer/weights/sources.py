@@ -1,9 +1,9 @@
-"""Weights of any kind in one form: names, specs, and tensors or functions that make them.
+"""Sources of weights: a `Describer` turns weights of any kind into a `Source`.
 
-A module, a state dict, a TensorDict, a list or iterator of ``(name, tensor)``, a HuggingFace
-checkpoint directory, or a weight source of vLLM's; some of a mapping's or list's tensors may be
-lazy ones. Everything is checked before a byte is written, except tensors that an iterator or a lazy
-tensor has not yet produced.
+Weights can be a module, a state dict, a TensorDict, a list or iterator of ``(name, tensor)``, a
+HuggingFace checkpoint directory, or one of vLLM's weight sources. Mappings and lists can contain
+lazy tensors. All weights are checked before a byte is written, except tensors that an iterator or a
+lazy tensor makes later.
 """
 
 from __future__ import annotations
@@ -59,29 +59,30 @@ def _check_nothing() -> None: ...
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Weights to publish. The layout is known before any of them is fetched, but for a stream."""
+    """Weights to publish. Specs are known before any tensor is fetched, except for a stream."""
 
     specs: tuple[TensorSpec, ...]
     tensors: list[torch.Tensor] | list[torch.Tensor | LazyTensor]
     aliases: dict[str, str]
-    """Other names of tied tensors."""
+    """Further names of tied tensors, each with the tensor's first name."""
     is_lazy: bool = False
-    """Whether there are lazy ones among the tensors."""
+    """Whether `tensors` contains lazy tensors."""
     stream: Iterator[tuple[TensorSpec, torch.Tensor]] | None = None
-    """Tensors that come one by one, in place of all others, under their given names."""
+    """Iterator of tensors under their original names. If it is set, `tensors` is empty."""
     new_names: Callable[[list[str]], list[str]] = list
-    """Function that returns the names to publish, for the given names of all of a stream."""
+    """Function that returns the names to publish, for the original names of all of a stream."""
     reader: SourceReader | None = None
-    """Reader that the lazy tensors come from, each in its turn."""
+    """Reader that the lazy tensors come from, in their order."""
     check: Callable[[], None] = _check_nothing
-    """Called when all tensors were copied, and before the commit, which an error prevents."""
+    """Called after all tensors were copied, before the commit. If it raises an error, nothing is
+    committed."""
     is_cast: bool = False
     """Whether tensors are cast to the dtypes of their specs."""
     must_be_finite: bool = False
     """Whether a NaN or an infinity prevents the commit."""
 
     def refuse_values(self, specs: Iterable[TensorSpec], tensors: Collection[torch.Tensor]) -> None:
-        """Refuse tensors that overflow in their cast, or are not finite and must be."""
+        """Refuse tensors that overflow in their cast, or that must be finite and are not."""
         if self.is_cast or self.must_be_finite:
             from dbuffer.weights.values import refuse_not_finite, refuse_overflow
 
@@ -90,44 +91,45 @@ class Source:
                 refuse_not_finite(specs, tensors)
 
     def finish(self) -> None:
-        """Finish a pass over lazy tensors, even if some were not fetched."""
+        """Finish reading of lazy tensors, even if some were not fetched, and call `check`."""
         if self.reader is not None:
             self.reader.finish()
         self.check()
 
     @property
     def eager(self) -> list[torch.Tensor]:
-        """Tensors that are all in memory; none, where the weights are lazy or a stream."""
+        """All tensors if they are in memory. Empty if some are lazy, or for a stream."""
         return [] if self.is_lazy else cast("list[torch.Tensor]", self.tensors)
 
 
 @dataclass(kw_only=True)
 class Describer:
-    """Brings weights of a known layout into one form."""
+    """Describes weights of any kind, with a sender's options, as a `Source`."""
 
     dtype: torch.dtype | None = None
-    """Floating-point tensors are published in this dtype."""
+    """Dtype of published floating-point tensors; None keeps each tensor's dtype."""
     rename: Rename | None = None
-    """Mapping of whole names, or function of a name; wrappers' prefixes are stripped before."""
+    """Mapping of complete names, or function of a name. Applied after wrappers' prefixes are
+    removed."""
     sharded: bool = False
-    """Accept sharded tensors. All ranks must take part in a gather: a sender of one rank would wait
-    forever."""
+    """Whether to accept sharded tensors. All ranks must take part in a gather, so a sender on a
+    single rank would wait forever."""
     as_checkpoint: bool = True
-    """Take a transformers module for what its checkpoint would be."""
+    """Whether to publish a transformers module under the names of its checkpoint."""
     require_finite: bool = False
-    """Refuse weights with a NaN or an infinity."""
+    """Whether to refuse weights with a NaN or an infinity."""
     _conversion: Conversion | None = field(default=None, init=False)
-    """Conversion of the last weights by a map that changes tensors."""
+    """Conversion of the last weights, if ``rename`` changes tensors."""
     _last: tuple[WeightsSpec, tuple[TensorSpec, ...]] | None = field(default=None, init=False)
-    """Spec of the last version's weights, to check the next version's faster."""
+    """Specs of the last version's weights, to check the next version's weights faster."""
 
     @property
     def _changes_tensors(self) -> bool:
-        """Whether ``rename`` is a `NameMap` that changes tensors, and not names alone."""
+        """Whether ``rename`` is a `NameMap` that changes tensors, not only names."""
         return getattr(self.rename, "changes_tensors", False)
 
     def describe(self, weights: Weights) -> Source:
-        """Return specs and tensors of weights of any kind; an iterator is not begun yet."""
+        """Return the `Source` for weights of any kind. An iterator is not started yet."""
         source = self._describe(weights)
         is_cast = self.dtype is not None
         return replace(source, is_cast=is_cast, must_be_finite=self.require_finite)
@@ -153,14 +155,14 @@ class Describer:
         check: Callable[[], None] = _check_nothing,
     ) -> Source:
         tensors, aliases = _without_ties(self._published(checked))
-        if not tensors and not self.sharded:  # other ranks may hold some
+        if not tensors and not self.sharded:  # if sharded, other ranks may have tensors
             raise InvalidWeightsError("the weights hold no tensor to publish")
         specs = tuple(spec_of(name, tensor, self.dtype) for name, tensor in tensors.items())
         is_lazy = any(isinstance(tensor, LazyTensor) for tensor in tensors.values())
         return Source(specs, list(tensors.values()), aliases, is_lazy, reader=reader, check=check)
 
     def _named_in(self, weights: Any) -> Mapping[str, Any] | None:
-        """Return the tensors of a module, a TensorDict or a mapping by name; else None."""
+        """Return the tensors of a module, TensorDict or mapping, or None for other weights."""
         if is_tensordict(weights):
             return tensordict_tensors(weights)
         if not isinstance(weights, nn.Module):
@@ -174,7 +176,7 @@ class Describer:
         return named
 
     def _open(self, weights: Any) -> tuple[Tensors, SourceReader | None, Callable[[], None]]:
-        """Return the tensors of other weights, a weight source's reader, and a `Source`'s check."""
+        """Return the tensors, ``reader`` and ``check`` of a `Source` for weights of other kinds."""
         if isinstance(weights, str | os.PathLike):
             from dbuffer.weights.checkpoint import read_checkpoint
 
@@ -193,25 +195,28 @@ class Describer:
         if isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor | bytes):
             return self._checked(weights), None, _check_nothing
         raise InvalidWeightsError(
-            f"cannot publish a {type(weights).__name__}: give a module, a state dict, a "
+            f"cannot publish a {type(weights).__name__}: pass a module, a state dict, a "
             "TensorDict, (name, tensor) pairs, the path of a checkpoint directory or one of "
             "vLLM's weight sources"
         )
 
     def _like_before(self, named: Mapping[str, Any]) -> Source | None:
-        """Return plain tensors with the last version's specs, or None if they differ from these."""
+        """Return the source for weights like the last version's, or None if they differ.
+
+        Weights are alike if they are plain tensors with equal names, shapes and dtypes.
+        """
         if self._last is None or not (addresses := self._last[0].addresses_of(named)):
             return None
-        if 0 in addresses or len(set(addresses)) < len(named):  # some are empty, or tied
+        if 0 in addresses or len(set(addresses)) < len(named):  # some tensors are empty or tied
             return None
         return Source(self._last[1], list(named.values()), {})
 
     def _stream(
         self, weights: Iterator[tuple[str, torch.Tensor | LazyTensor]]
     ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        """Yield the tensors of an iterator one at a time, checked, with their specs.
+        """Check the tensors of an iterator, and yield each with its spec.
 
-        Ties are not detected: an earlier tensor, since freed, may have had the same address.
+        Tied tensors are not detected: an earlier, freed tensor may have had the same address.
         """
         names = set()
         for position, pair in enumerate(weights):
@@ -233,10 +238,10 @@ class Describer:
         return by_name(names, tensors)
 
     def _published(self, tensors: Tensors) -> Tensors:
-        """Return tensors under the names to publish, and cut and joined by ``rename``."""
+        """Return tensors under the names to publish, changed by the rules of ``rename``."""
         if not self._changes_tensors:
             return dict(zip(self._new_names(list(tensors)), tensors.values(), strict=True))
-        from dbuffer.weights.conversion import Conversion, shapes_of  # for this rename alone
+        from dbuffer.weights.conversion import Conversion, shapes_of  # only this rename needs it
 
         names: Any = self.rename
         named = by_name(clean_names(tensors), tensors.values())
@@ -247,7 +252,7 @@ class Describer:
         return by_name(converted, converted.values())
 
     def _new_names(self, names: list[str]) -> list[str]:
-        """Return the names to publish: without wrappers' prefixes, and renamed."""
+        """Return the names to publish: wrappers' prefixes are removed, ``rename`` is applied."""
         names = clean_names(names)
         if self.rename is not None:
             names = [_renamed(name, self.rename) for name in names]
@@ -257,13 +262,14 @@ class Describer:
     def _require_whole_tensors(self, weights: str) -> None:
         if self._changes_tensors:
             raise UnsupportedError(
-                f"the tensors of {weights} come one by one, and this rename cuts, joins or "
-                "transposes tensors: do that before, and rename whole tensors"
+                f"the tensors of {weights} come one by one, but this rename cuts, joins or "
+                "transposes tensors: change the tensors yourself, and use a rename that only "
+                "changes names"
             )
 
 
 def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
-    """Return the tensor itself, gathered, read from its file or made if need be."""
+    """Return a tensor; a lazy tensor is gathered, read from its file or computed."""
     if not isinstance(tensor, LazyTensor):
         return tensor
     fetched = tensor.fetch()
@@ -294,13 +300,13 @@ def _checked_pair(pair: Any, position: int) -> tuple[str, torch.Tensor | LazyTen
 def _gatherable(
     name: str, tensor: torch.Tensor | LazyTensor, *, sharded: bool
 ) -> torch.Tensor | LazyTensor:
-    """Return the tensor, or a promise to gather it if each rank holds a part of it."""
+    """Check a tensor; return it, or a lazy tensor that gathers it if it is sharded."""
     if isinstance(tensor, LazyTensor):
         return tensor
-    if hasattr(type(tensor), "local_shards"):  # which refuses nearly every access
+    if hasattr(type(tensor), "local_shards"):  # checked first: it raises at nearly every access
         raise UnsupportedError(
-            f"tensor {name!r} is a ShardedTensor, as state dicts of FSDP1 have them: shard with "
-            "fully_shard (FSDP2), give FSDP a device_mesh, which makes DTensors of them, or set "
+            f"tensor {name!r} is a ShardedTensor, from a state dict of FSDP1: shard with "
+            "fully_shard (FSDP2), pass a device_mesh to FSDP, which then makes DTensors, or set "
             "StateDictType.FULL_STATE_DICT"
         )
     shard: Any = tensor
@@ -310,14 +316,14 @@ def _gatherable(
         if not sharded:
             if is_zero3 or not _is_whole(shard):
                 raise InvalidWeightsError(
-                    f"each rank holds only a part of tensor {name!r}: let all of them publish "
+                    f"each rank holds only a part of tensor {name!r}: publish on all ranks "
                     "together, with dbuffer.ShardedWeightSender"
                 )
             return _gatherable(name, shard.detach().to_local(), sharded=sharded)
         shape = tuple(shard.ds_shape if is_zero3 else shard.shape)
         gather = _fetch_zero3 if is_zero3 else shard.detach().full_tensor
-        # Ties are recognized by the object, on all ranks alike: a rank's own part may be empty. A
-        # negative number is no address.
+        # Tied tensors have the same id, on all ranks alike. Addresses would not do: a rank's part
+        # can be empty. The number is negative, so that it differs from every address.
         return LazyTensor(tensor.dtype, shape, gather, -id(tensor), sharded=tensor)
     if problem := problem_of_memory(tensor):
         raise InvalidWeightsError(f"tensor {name!r} {problem}")
@@ -325,7 +331,7 @@ def _gatherable(
 
 
 def _fetch_zero3() -> torch.Tensor:
-    raise NotImplementedError("a parameter of ZeRO-3 is whole inside a block only: see `shards`")
+    raise NotImplementedError("ZeRO-3 gathers a parameter only inside a block: see `shards`")
 
 
 def _is_whole(tensor: Any) -> bool:
@@ -334,13 +340,13 @@ def _is_whole(tensor: Any) -> bool:
 
 
 def _without_ties(named: Tensors) -> tuple[Tensors, dict[str, str]]:
-    """Keep the first of several names of one tensor; the others become aliases of it."""
+    """Return tensors under their first names, and aliases for the other names of tied tensors."""
     names_at: dict[int, list[str]] = {}
     aliases: dict[str, str] = {}
     for name, tensor in named.items():
         is_lazy = isinstance(tensor, LazyTensor)
         address = tensor.identity if isinstance(tensor, LazyTensor) else tensor.data_ptr()
-        if not address:  # empty, or read from a file: nothing to share
+        if not address:  # an empty tensor or one from a file, which cannot be tied
             continue
         names = names_at.setdefault(address, [])
         ties = (first for first in names if is_lazy or is_same_memory(named[first], tensor))

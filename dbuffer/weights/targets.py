@@ -1,8 +1,8 @@
-"""Targets of a load: their tensors are matched with a layout's, all or nothing.
+"""Targets of a load: all of a target's tensors are matched with a layout's, or the load is refused.
 
-With ``partial=True`` a layout may hold a part of a target's tensors. To prevent a mix of two
-versions, a receiver remembers which tensors versions contained, and refuses a later version that
-lacks some of them.
+With ``partial=True``, a layout can have fewer tensors than the target. A receiver then remembers
+the names of the tensors that it loaded, and refuses a version that lacks one of them. Otherwise the
+target would have a mix of two versions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dbuffer.weights.named_tensors import (
 )
 
 ADAPTER_KEY = "adapter_config"
-"""Metadata entry of a version that holds an adapter: its configuration, as peft saves it."""
+"""Metadata key of an adapter's configuration, as peft saves it. Only adapters' versions have it."""
 
 
 NamedIndex: TypeAlias = tuple[str, int]
@@ -51,15 +51,16 @@ class Match:
 
     targets: list[torch.Tensor]
     aliases: list[tuple[torch.Tensor, int]]
-    """Further tensors that the source had tied, and the index of the tensor each is filled from."""
+    """Tensors of the target whose names are aliases in the layout, each with the index of its
+    published tensor."""
     ties: list[tuple[NamedIndex, NamedIndex]] = field(default_factory=list)
-    """Pairs that the target has tied, and the source has not: names, each with the index of the
-    tensor it is filled from."""
+    """Pairs of names that are a single tensor in the target, but two tensors in the layout. Each
+    name comes with the index of its published tensor."""
 
     def require_ties(self, published: Callable[[int], torch.Tensor]) -> None:
-        """Refuse values that differ where the target has room for one of them only.
+        """Raise an error if two published tensors for the same target tensor have different values.
 
-        ``published`` gives a tensor by its index in the layout.
+        ``published`` returns a published tensor, by its index in the layout.
         """
         problems = [
             f"{name!r} and {tied!r} are one tensor in the target, but two in the store, with "
@@ -73,7 +74,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class _LastMatch:
-    """A match, and the facts that identify the same target at the next load."""
+    """Match of the last load, with facts that identify the same target at the next load."""
 
     layout: Layout
     outline: WeightsSpec
@@ -83,7 +84,7 @@ class _LastMatch:
 
 
 def refuse_adapter(metadata: Mapping[str, Any]) -> None:
-    """Refuse a version that holds no model, by its metadata."""
+    """Refuse a version that holds an adapter instead of a model, by its metadata."""
     if ADAPTER_KEY in metadata:
         raise WeightsMismatchError(
             "the store holds an adapter, not a model: use save_adapter of "
@@ -98,15 +99,20 @@ class Matcher:
         self._last: _LastMatch | None = None
 
     def match(self, target: Any, layout: Layout, *, partial: bool = False) -> Match:
-        """Match all of a target's tensors with all of a layout's; ``partial``: or with some.
+        """Match a target's tensors with a layout's tensors, by name.
 
-        The caller copies into them after :meth:`Match.require_ties`.
+        The caller calls :meth:`Match.require_ties` before it copies into the target's tensors.
+
+        Args:
+            target: a module, a TensorDict or a mapping.
+            layout: the layout of the version to load.
+            partial: whether the layout can have fewer tensors than the target.
 
         Raises:
-            OptionError: the target holds no named tensors.
+            OptionError: the target has no named tensors.
             WeightsMismatchError: a name is missing or left over, a shape or dtype differs, or a
-                tensor of the target cannot be written, or shares memory with another one. All
-                differences are listed.
+                tensor of the target cannot be written or overlaps another tensor in memory. The
+                message lists all differences.
         """
         named = dict(_named_in(target))
         if may_have_model(target):
@@ -134,10 +140,10 @@ class Matcher:
             return None
         if not all(map(torch.Tensor.is_contiguous, tensors)):
             return None
-        # A lazily conjugated view has its tensor's address, and cannot be filled.
+        # A lazily conjugated view cannot be filled, although its address equals its tensor's.
         if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
             return None
-        # The checks below hold at the same addresses if they held at the last load.
+        # At unchanged addresses, the checks below would give the same results as at the last load.
         if addresses != last.addresses:
             if (
                 not all(map(lies_in_memory, tensors))
@@ -152,21 +158,23 @@ class Matcher:
 def require_names(loaded: Mapping[str, int], names: Set[str], version: int) -> None:
     """Refuse a partial version that would leave a target with a mix of versions.
 
-    ``loaded`` has the names of all tensors that earlier versions contained, and the first version
-    of each.
+    Args:
+        loaded: names of all tensors that were loaded, each with the first version that had it.
+        names: names of the tensors in this version.
+        version: the version's number.
     """
     if lacking := sorted(loaded.keys() - names):
         lost = listed([f"{name!r} of version {loaded[name]}" for name in lacking], "; ")
         raise WeightsMismatchError(
-            f"version {version} lacks tensors that earlier versions contained, and would leave a "
-            f"mix of versions: {lost}; publish at least the tensors of earlier versions"
+            f"version {version} lacks tensors that earlier versions contained, so the target would "
+            f"have a mix of versions: {lost}; publish at least the tensors of earlier versions"
         )
 
 
 def _match_each(
     target: Any, named: Mapping[str, Any], layout: Layout, *, partial: bool
 ) -> tuple[Match, list[int]]:
-    """Return the match, and the index in the target of each of its tensors."""
+    """Return the match, and the index in ``named`` of each tensor in ``Match.targets``."""
     tensors = dict(zip(clean_names(named), named.values(), strict=True))
     unfit = _unfit(target, tensors)
     specs = [spec_of(name, tensor) for name, tensor in tensors.items() if name not in unfit]
@@ -203,7 +211,10 @@ def _differences(comparison: Comparison, layout: Layout, unfit: Mapping[str, str
 
 
 def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator[str]:
-    """Yield problems with tensors of the target that the store has under no name."""
+    """Yield a problem for each tensor of the target that the store does not have.
+
+    A tensor that is tied to a loaded one needs no published tensor.
+    """
     filled = [tensors[name] for name in comparison.sources]
     for spec in comparison.missing:
         tensor = tensors[spec.name]
@@ -214,7 +225,7 @@ def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator
 def _overlaps(
     tensors: Mapping[str, torch.Tensor], comparison: Comparison
 ) -> tuple[list[tuple[NamedIndex, NamedIndex]], list[str]]:
-    """Return targets that are the same memory, and problems with targets that overlap in part."""
+    """Return pairs of target tensors with the same memory, and problems with partial overlaps."""
     ties: list[tuple[NamedIndex, NamedIndex]] = []
     problems: list[str] = []
     for first, *group in _overlap_groups(tensors):
@@ -222,8 +233,7 @@ def _overlaps(
             index, other_index = comparison.sources[first], comparison.sources[name]
             if not is_same_memory(tensors[first], tensors[name]):
                 problems.append(
-                    f"{first!r} and {name!r} of the target overlap in memory, or lie between each "
-                    "other's elements"
+                    f"{first!r} and {name!r} of the target overlap or are interleaved in memory"
                 )
             elif index != other_index:
                 ties.append(((first, index), (name, other_index)))
@@ -231,11 +241,11 @@ def _overlaps(
 
 
 def _overlap_groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Yield names of tensors whose ranges of addresses overlap."""
+    """Yield groups of names of tensors whose address ranges overlap."""
     ranges = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor), name)
         for name, tensor in tensors.items()
-        if tensor.numel() and tensor.data_ptr()  # 0: on a device without addresses
+        if tensor.numel() and tensor.data_ptr()  # devices without addresses report 0
     )
     group: list[str] = []
     group_device, group_end = "", 0
@@ -252,7 +262,10 @@ def _overlap_groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
 
 
 def _may_overlap(addresses: list[int], tensors: list[torch.Tensor]) -> bool:
-    """Whether contiguous tensors may overlap; addresses of two devices may be equal by chance."""
+    """Whether contiguous tensors may overlap.
+
+    Devices are not compared, so equal addresses on two devices count as an overlap.
+    """
     ends = (address + tensor.nbytes for address, tensor in zip(addresses, tensors, strict=True))
     ranges = sorted(zip(addresses, ends, strict=True))
     return any(start < end for (_, end), (start, _) in itertools.pairwise(ranges))
@@ -277,7 +290,7 @@ def _describe_problems(problems: list[str]) -> str:
 def _as_published(
     target: nn.Module, named: dict[str, torch.Tensor], layout: Layout
 ) -> dict[str, torch.Tensor]:
-    """Return a module's tensors by its own names or its checkpoint's, whichever fit better."""
+    """Return a module's tensors under its names or its checkpoint's names, whichever fit better."""
     from dbuffer.weights.transformers_modules import as_checkpoint, has_model
 
     if layout.all_names <= named.keys() or not has_model(target):
@@ -299,7 +312,7 @@ def _named_in(target: Any) -> Mapping[str, Any]:
     if isinstance(target, Mapping):
         return target
     raise OptionError(
-        f"cannot load into a {type(target).__name__}: give a module, a dictionary of tensors or "
+        f"cannot load into a {type(target).__name__}: pass a module, a dictionary of tensors or "
         "a function that takes (name, tensor) pairs"
     )
 
@@ -314,7 +327,10 @@ def _unfit(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _not_kept(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tensors that the target makes at each access and does not keep, and why."""
+    """Return the names of tensors that the target recomputes at each access, each with a reason.
+
+    Values that are loaded into such tensors would be lost.
+    """
     if is_module(target):
         kept = [tensor for tensor in own_tensors(target) if not has_no_shape(tensor)]
         ids, places = set(map(id, kept)), {_storage_address(tensor) for tensor in kept} - {0}
@@ -337,7 +353,7 @@ def _not_kept(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
 def _why_not_kept(target: Any, name: str) -> str:
     if isinstance(target, nn.Module) and is_extra_state(name):
         return (
-            f"{name!r} of the target is extra state, which only set_extra_state of its module can "
+            f"{name!r} of the target is extra state, which only its module's set_extra_state can "
             "load: publish it as metadata, or load with a function"
         )
     return (
@@ -352,7 +368,7 @@ def _has_elements(tensor: Any) -> bool:
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of the memory that a tensor is a view of, or 0 if it is unknown."""
+    """Return the address of a tensor's storage, or 0 if it is unknown."""
     is_plain = tensor.layout is torch.strided and not is_made_of_others(tensor)
     return tensor.untyped_storage().data_ptr() if is_plain else 0
 
@@ -360,8 +376,8 @@ def _storage_address(tensor: torch.Tensor) -> int:
 def _reason_not_to_fill(name: str, tensor: Any) -> str:
     if isinstance(tensor, LazyTensor):
         return (
-            f"{name!r} is computed from tensors of the target, and cannot be loaded into them: "
-            "publish the trainer's own tensors (as_checkpoint=False)"
+            f"{name!r} is computed from tensors of the target, so it cannot be loaded: publish the "
+            "trainer's own tensors (as_checkpoint=False)"
         )
     if not isinstance(tensor, torch.Tensor):
         return f"{name!r} of the target is a {type(tensor).__name__}"
@@ -381,7 +397,7 @@ def _reason_not_to_fill(name: str, tensor: Any) -> str:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether several elements may share memory, so that a copy into it has no meaning."""
+    """Whether elements of a tensor may share memory, so that it cannot be filled."""
     reach = 0
     steps = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted(step for step in steps if step[1] > 1):

@@ -1,7 +1,7 @@
-"""`as_checkpoint`: a transformers module's tensors in the form of its checkpoint.
+"""`as_checkpoint`: the tensors of a transformers module's checkpoint, made from the module.
 
-transformers fuses experts and renames layers when it loads, and ``save_pretrained`` undoes that.
-The same code of transformers is used here.
+transformers fuses experts and renames layers when it loads a checkpoint. ``save_pretrained``
+reverses these changes, with a function of transformers that this module calls too.
 """
 
 from __future__ import annotations
@@ -20,23 +20,26 @@ from dbuffer.weights.conversion import Conversion, Shapes, shapes_of
 from dbuffer.weights.named_tensors import WRAPPER_PREFIX, without_wrappers
 
 _conversions: weakref.WeakKeyDictionary[nn.Module, Conversion] = weakref.WeakKeyDictionary()
-"""Last conversion of each module: transformers takes long to convert thousands of experts."""
+"""Last conversion of each module, kept because tracing thousands of experts takes long."""
 
 
 def has_model(module: nn.Module) -> bool:
-    """Whether a module is a transformers model, or has one in it."""
+    """Whether a module is or contains a transformers model."""
     return any(True for _ in _models_in(module))
 
 
 def as_checkpoint(module: nn.Module, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the tensors that ``save_pretrained`` would write, in the module's order.
 
-    Most are views of the module's tensors, which are given by clean name; computed tensors are
-    lazy. The module may be a model in wrappers, or have several in it.
+    Most of them are views of the module's tensors. Tensors that must be computed are lazy.
+
+    Args:
+        module: a transformers model, a wrapped one, or a module that contains several.
+        tensors: the module's tensors by clean name.
 
     Raises:
-        UnsupportedError: what must be computed is sharded, or transformers cannot convert the
-            module.
+        UnsupportedError: a tensor must be computed from sharded tensors, or transformers cannot
+            convert the module.
     """
     models = {_prefix_in(tensors, path): model for path, model in _models_in(module)}
     if not models:
@@ -55,7 +58,7 @@ def as_checkpoint(module: nn.Module, tensors: Mapping[str, Any]) -> Mapping[str,
 def _trace(module: nn.Module, models: Mapping[str, Any], shapes: Shapes) -> Conversion:
     try:
         return Conversion.trace(lambda parts: _saved(models, parts), shapes)
-    # Each of its operations has its own way to say that it cannot.
+    # Operations of transformers raise different errors.
     except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
         raise UnsupportedError(
             f"transformers cannot say how it would save this {type(module).__name__}: "
@@ -64,7 +67,10 @@ def _trace(module: nn.Module, models: Mapping[str, Any], shapes: Shapes) -> Conv
 
 
 def _saved(models: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors as transformers saves them; ``models`` are by the prefix of their names."""
+    """Return tensors as transformers saves them.
+
+    ``models`` are the transformers models, by the prefix of their tensors' names.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     saved: dict[str, torch.Tensor] = {}
@@ -81,7 +87,7 @@ def _saved(models: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[
 
 
 def _models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the outermost transformers models in a module, with their paths."""
+    """Yield paths and outermost transformers models in a module."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None or not hasattr(library, "revert_weight_conversion"):  # before version 5
         return
@@ -89,7 +95,7 @@ def _models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, part in module.named_modules():
         if isinstance(part, library.PreTrainedModel) and not path.startswith(tuple(inside)):
             inside.append(f"{path}." if path else "")
-            # With adapters in it, it is saved as it is.
+            # transformers saves a model with adapters without converting it.
             if not getattr(part, "_hf_peft_config_loaded", False):
                 yield path, part
         if inside == [""]:
@@ -97,7 +103,7 @@ def _models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _prefix_in(names: Mapping[str, Any], path: str) -> str:
-    """Return the prefix that a model's tensors have among clean names."""
+    """Return the prefix of the clean names of a model's tensors."""
     prefix = without_wrappers(f"{path}.") if path else ""
     while not any(name.startswith(prefix) for name in names):
         if not prefix.startswith(WRAPPER_PREFIX):
@@ -107,9 +113,10 @@ def _prefix_in(names: Mapping[str, Any], path: str) -> str:
 
 
 def _in_own_class(model: Any) -> Any:
-    """Return a model as one of its own class, where torch has put another in its place.
+    """Return a model whose modules have the classes that they had before ``fully_shard``.
 
-    ``fully_shard`` does, and transformers goes by a class's name and module.
+    ``fully_shard`` replaces the class of each module, but transformers needs the original class's
+    name and Python module.
     """
     if not any(_is_replaced(type(module)) for module in model.modules()):
         return model
@@ -117,7 +124,7 @@ def _in_own_class(model: Any) -> Any:
     def twin_of(module: nn.Module) -> nn.Module:
         original = next(kind for kind in type(module).__mro__ if not _is_replaced(kind))
         twin: nn.Module = object.__new__(original)
-        # A compiled layer has no truth value: it is a module with a length that it cannot tell.
+        # Compared with None: bool() of a compiled layer calls its len(), which fails.
         children = {
             name: None if child is None else twin_of(child)
             for name, child in module._modules.items()  # noqa: SLF001

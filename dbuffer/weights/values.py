@@ -1,4 +1,4 @@
-"""Checks of values before they are published, for senders that cast or want finite numbers."""
+"""Checks of values before a publish, for senders with ``dtype`` or ``require_finite``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from dbuffer.io.tensors import DTYPES
 
 
 def refuse_overflow(specs: Iterable[TensorSpec], tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse values that the dtype of their spec cannot hold: torch casts them without an error.
+    """Refuse tensors with values that the dtype of their spec cannot represent.
 
-    They become infinite, NaN or the dtype's largest value, depending on the dtype and the device.
-    NaNs are published as NaNs, infinities only in a dtype that has infinities.
+    torch casts such values without an error. They become infinite, NaN or the dtype's largest
+    value, depending on the dtype and the device. NaNs remain NaNs in every dtype. Infinities are
+    accepted only if the dtype has infinities.
 
-    Reads each tensor once that is cast to a smaller range, which takes as long as its cast.
+    Each tensor that is cast to a smaller range is read once, which takes as long as its cast.
     """
     pairs = []
     for spec, tensor in zip(specs, tensors, strict=True):
@@ -34,7 +35,7 @@ def refuse_overflow(specs: Iterable[TensorSpec], tensors: Iterable[torch.Tensor]
 
 
 def refuse_not_finite(specs: Iterable[TensorSpec], tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse NaN and infinity. Reads each floating-point tensor once."""
+    """Refuse tensors with a NaN or an infinity. Reads each floating-point tensor once."""
     pairs = []
     for spec, tensor in zip(specs, tensors, strict=True):
         if tensor.numel() and _may_be_infinite(tensor):
@@ -46,20 +47,20 @@ def refuse_not_finite(specs: Iterable[TensorSpec], tensors: Iterable[torch.Tenso
             count = int((~wide.isfinite()).sum())
             raise InvalidWeightsError(
                 f"{spec.name!r} has {count} values that are NaN or infinite, of {tensor.numel()}; "
-                "nothing was published. require_finite=False publishes them"
+                "nothing was published. To publish such values, set require_finite=False"
             )
 
 
 def _with_extremes(
     pairs: Iterable[tuple[TensorSpec, torch.Tensor]],
 ) -> Iterator[tuple[TensorSpec, torch.Tensor, float, float]]:
-    """Yield tensors with their least and largest values, both NaN if one is."""
+    """Yield tensors with their smallest and largest values. If a tensor has a NaN, both are NaN."""
     by_device: dict[torch.device, list[tuple[TensorSpec, torch.Tensor]]] = {}
     for spec, tensor in pairs:
         by_device.setdefault(tensor.device, []).append((spec, tensor))
     for on_device in by_device.values():
         with torch.inference_mode():
-            # Of all tensors at once: each read of a result waits for the device.
+            # For all tensors together, because each read of a result waits for the device.
             extremes = torch.stack([_extremes_of(tensor) for _, tensor in on_device]).tolist()
         for (spec, tensor), (low, high) in zip(on_device, extremes, strict=True):
             yield spec, tensor, low, high
@@ -72,26 +73,26 @@ def _may_be_infinite(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _largest_cast_to(dtype: torch.dtype) -> float:
-    """Return a bound below which values are rounded to the dtype's largest, or less."""
+    """Return the largest number that a cast rounds to a finite value of the dtype."""
     limits = torch.finfo(dtype)
     return limits.max * (1 + limits.eps / 4)
 
 
 def _extremes_of(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.itemsize == 1:  # torch has no aminmax of eight bits
+    if tensor.itemsize == 1:  # torch has no aminmax for 8-bit dtypes
         tensor = tensor.float()
     return torch.stack(torch.aminmax(tensor)).double()
 
 
 def _refuse_values_beyond(limit: float, spec: TensorSpec, tensor: torch.Tensor) -> None:
     dtype = DTYPES[spec.dtype]
-    wide = tensor if tensor.itemsize > 2 else tensor.float()  # which holds the limit exactly
+    wide = tensor if tensor.itemsize > 2 else tensor.float()  # can represent the limit exactly
     beyond = wide[wide.abs() > limit]
     if bool(torch.tensor(math.inf).to(dtype).float().isinf()):
         beyond = beyond[beyond.isfinite()]
     if len(beyond):
         raise InvalidWeightsError(
             f"{spec.name!r} cannot be cast to {spec.dtype}: {len(beyond)} of {tensor.numel()} "
-            f"values are beyond its largest, {torch.finfo(dtype).max:g}, for instance "
-            f"{float(beyond[0]):g}. Publish in another dtype, or scale or clamp the weights before"
+            f"values are beyond the dtype's largest, {torch.finfo(dtype).max:g}, for instance "
+            f"{float(beyond[0]):g}. Publish in another dtype, or scale or clamp the weights first"
         )

@@ -1,8 +1,8 @@
-"""`WeightSource`: vLLM's protocol of a trainer's weights, read without importing vLLM.
+"""`WeightSource`: vLLM's protocol for a trainer's weights. Reading a source does not import vLLM.
 
-A source has the names, dtypes and shapes of all tensors in ``metadata``, and each pass over it
-makes them whole, one at a time. On several ranks a pass is collective: all ranks make it together,
-to the end.
+A source's ``metadata`` has the names, dtypes and shapes of all tensors. Each pass over the source
+yields the unsharded tensors, one at a time. On several ranks a pass is collective: all ranks must
+make the pass together, to its end.
 
 | | vLLM 0.28 to 0.32 | since 0.33 |
 | --- | --- | --- |
@@ -11,7 +11,7 @@ to the end.
 | a rank's part | ``held_names()`` | ``owners`` in the metadata |
 | other tensors | None in a pass | not in a pass |
 
-If all ranks have all tensors, rank 0's are published, and other ranks may get anything.
+If all ranks have all tensors, rank 0 publishes them, and dbuffer ignores the other ranks' tensors.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dbuffer.weights.lazy_tensor import LazyTensor
 
 
 class WeightSource(Protocol):
-    """Weights as vLLM's trainers give them; iterable, or since vLLM 0.33 with ``iter_full()``."""
+    """A trainer's weights in vLLM: an iterable, or since vLLM 0.33 a class with ``iter_full()``."""
 
     @property
     def metadata(self) -> Any:
-        """Name, dtype and shape of each tensor, in the order of a pass; or a method for them."""
+        """Name, dtype and shape of each tensor in a pass, or a method that returns this list."""
 
 
 def is_weight_source(weights: object) -> TypeGuard[WeightSource]:
@@ -45,9 +45,9 @@ def is_weight_source(weights: object) -> TypeGuard[WeightSource]:
 
 
 def parameters_of(source: object, *, may_be_sharded: bool) -> dict[str, torch.Tensor] | None:
-    """Return the parameters that a ``ModuleSource`` of vLLM's gathers one by one.
+    """Return the parameters of the module in vLLM's ``ModuleSource``, or None for other sources.
 
-    Return None for any other source: a class derived from it may yield something else.
+    None is also returned for derived classes, which may yield other tensors.
     """
     library = sys.modules.get("vllm.distributed.weight_transfer.base")
     if type(source) is not getattr(library, "ModuleSource", None):
@@ -61,14 +61,16 @@ def parameters_of(source: object, *, may_be_sharded: bool) -> dict[str, torch.Te
 
 
 class SourceReader:
-    """Reader of a weight source: its lazy tensors come out of one pass, in their order.
+    """Reader of a weight source, with a lazy tensor for each of its tensors.
+
+    The lazy tensors must be fetched in order, because they are all read in a single pass.
 
     Args:
-        source: the source; its ``metadata`` is read here, on all ranks.
+        source: the source. The constructor reads its ``metadata``, on all ranks.
 
     Raises:
-        InvalidWeightsError: ``metadata`` has another form than vLLM's sources give it.
-        UnsupportedError: the source yields pieces of tensors, and no whole ones.
+        InvalidWeightsError: ``metadata`` does not have the form that vLLM defines.
+        UnsupportedError: the source yields only parts of tensors.
     """
 
     def __init__(self, source: WeightSource) -> None:
@@ -76,7 +78,7 @@ class SourceReader:
         self._pass: Iterator[Any] | None = None
         if not getattr(source, "implements_iter_full", lambda: True)():
             raise UnsupportedError(
-                f"this {type(source).__name__} has no iter_full(), and dbuffer reads no "
+                f"this {type(source).__name__} has no iter_full(), and dbuffer does not read "
                 "iter_local(): add iter_full(), or send the sharded module itself"
             )
         self.tensors: dict[str, LazyTensor] = {}
@@ -97,29 +99,29 @@ class SourceReader:
         self._held = _held_names(source, metadata)
 
     def held_on(self, rank: int) -> list[int]:
-        """Return the indices of the tensors that a pass gives on this rank."""
+        """Return the indices of the tensors to publish that a pass yields on this rank."""
         if self._held is None:
             return [] if rank else list(self._place.values())
         return [place for name, place in self._place.items() if name in self._held]
 
     def require_all(self) -> None:
-        """Refuse a source if this rank has only a part of it.
+        """Check that this rank has all tensors of the source.
 
         Raises:
-            UnsupportedError: other ranks have the rest.
+            UnsupportedError: only other ranks have some of the tensors.
         """
         if self._held is not None and (missing := self._place.keys() - self._held):
             raise UnsupportedError(
                 f"this rank does not have {listed(sorted(missing))} of the "
-                f"{type(self._source).__name__}, which is split between ranks: send it with a "
-                "ShardedWeightSender, on all ranks"
+                f"{type(self._source).__name__}, which is split between ranks: send the source "
+                "with a ShardedWeightSender, on all ranks"
             )
 
     def finish(self) -> None:
-        """Make the rest of a pass, or all of it where no tensor was read: others wait for that.
+        """Finish the pass, or make a complete pass if none was begun: other ranks wait for that.
 
         Raises:
-            InvalidWeightsError: the pass that was read gives more than ``metadata`` says.
+            InvalidWeightsError: the pass yields a tensor that ``metadata`` does not have.
         """
         unfinished, self._pass = self._pass, None
         surplus = []
@@ -128,11 +130,14 @@ class SourceReader:
                 surplus.append(name)
         if surplus:
             raise InvalidWeightsError(
-                f"the source gives {listed(surplus)}, which its metadata does not have"
+                f"the source yields {listed(surplus)}, which its metadata does not have"
             )
 
     def _read(self, name: str) -> torch.Tensor:
-        """Return the next tensor to read of the pass; those before it are not written here."""
+        """Return the tensor of this name from the pass.
+
+        Tensors before it are skipped, because other ranks publish them.
+        """
         if self._pass is None:
             self._pass = pass_over(self._source)
         for pair in self._pass:
@@ -142,21 +147,21 @@ class SourceReader:
             if self._place.get(next_name, len(self._place)) >= self._place[name]:
                 item = f"no tensor for {name!r}" if next_name == name else repr(next_name)
                 raise InvalidWeightsError(
-                    f"the source gives {item} where its metadata has {name!r}: both must be in "
-                    "the same order, and have the same tensors"
+                    f"the source yields {item} where its metadata has {name!r}: the source and "
+                    "its metadata must have the same tensors in the same order"
                 )
-        raise InvalidWeightsError(f"the source ends before {name!r}, which its metadata has")
+        raise InvalidWeightsError(f"the source ended without {name!r}, which its metadata has")
 
 
 def metadata_of(source: Any) -> Iterator[Any]:
-    """Return the metadata of a weight source."""
+    """Return the metadata of a source in either of the two forms that vLLM defines."""
     metadata: Any = source.metadata
     metadata = metadata() if callable(metadata) else metadata
     return iter(metadata)
 
 
 def is_split(source: Any) -> bool:
-    """Whether rank 0 does not have all tensors of a source; the same on all ranks."""
+    """Whether rank 0 lacks some tensors of a source. The result is the same on all ranks."""
     if not hasattr(source, "iter_full"):
         return getattr(source, "held_names", lambda: None)() is not None
     owners = [getattr(entry, "owners", None) for entry in metadata_of(source)]
@@ -164,13 +169,13 @@ def is_split(source: Any) -> bool:
 
 
 def _held_names(source: Any, metadata: Iterable[Any]) -> frozenset[str] | None:
-    """Return the names of the tensors on this rank, or None if all ranks have all tensors."""
+    """Return the names of this rank's tensors, or None if all ranks have all tensors."""
     if (held_names := getattr(source, "held_names", None)) is not None:
         return None if (names := held_names()) is None else frozenset(names)
     owners = {entry.name: getattr(entry, "owners", None) for entry in metadata}
     if all(ranks is None for ranks in owners.values()):
         return None
-    # vLLM's owners are ranks of the trainer: torch's, as a sharded module's are.
+    # vLLM's ``owners`` are ranks of torch.distributed in the trainer.
     has_ranks = distributed.is_available() and distributed.is_initialized()
     rank = distributed.get_rank() if has_ranks else 0
     return frozenset(name for name, ranks in owners.items() if ranks is None or rank in ranks)
@@ -185,4 +190,4 @@ def _checked(pair: Any) -> tuple[str, torch.Tensor | None]:
     match pair:
         case (str(name), torch.Tensor() | None as tensor):
             return name, tensor
-    raise InvalidWeightsError(f"the source gives {pair!r:.80}, not a name and a tensor")
+    raise InvalidWeightsError(f"the source yields {pair!r:.80}, not a name and a tensor")

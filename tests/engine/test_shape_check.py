@@ -127,7 +127,7 @@ def test_computed_buffers_and_drafts_need_no_place(spec, *, is_known):
 )
 def test_a_refusal_says_which_rule_would_mend_the_names(before, advice):
     check = check_of(Model())
-    with pytest.raises(WeightsMismatchError, match=re.escape(f"with rename=dbuffer.{advice} of")):
+    with pytest.raises(WeightsMismatchError, match=re.escape(f"with rename=dbuffer.{advice}, the")):
         check([spec._replace(name=before + spec.name) for spec in UNTIED])
     assert not check(UNTIED).unused
 

@@ -169,7 +169,8 @@ def test_a_save_over_another_one_whose_writer_was_killed_is_refused_and_told(
     save(out, 1)
     assert watch.version_of(0) == (1, None)
     kill_writer(out, number)
-    assert f"{FILES[0]} was written after {INDEX}, and may be of another save" in watch.refusal()
+    problem = f"{FILES[0]} was written after {INDEX}, so it may be from another save"
+    assert problem in watch.refusal()
     write_index(out)  # as by `touch`
     said = "is older than the checkpoint" if number == 2 else f"cannot read {out / FILES[1]}"
     assert said in watch.refusal(2)
@@ -182,7 +183,7 @@ def test_a_mix_is_refused_by_a_command_that_was_started_after_it(out, store):
     kill_writer(out, 2)
     watch = Watch(out, store)
     with watch.command:
-        assert "may be of another save" in watch.refusal()
+        assert "may be from another save" in watch.refusal()
         save(out, 3)
         assert watch.version_of(0) == (3, None)
 
@@ -190,7 +191,7 @@ def test_a_mix_is_refused_by_a_command_that_was_started_after_it(out, store):
 def test_files_that_the_index_names_and_that_are_missing_are_told(watch, out):
     save(out, 1)
     (out / FILES[1]).rename(out / "aside")
-    assert f"names files that are not there: {FILES[1]}" in watch.refusal()
+    assert f"names files that do not exist: {FILES[1]}" in watch.refusal()
     (out / "aside").rename(out / FILES[1])
     assert watch.version_of(0) == (1, None)
 

@@ -198,12 +198,12 @@ def test_an_iterator_is_not_cut(tmp_path):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (NameMap().split("rest", ["a", "b"]), "1 in dimension 0 do not divide into 2"),
+        (NameMap().split("rest", ["a", "b"]), "its size 1 in dimension 0 is not divisible by 2"),
         (NameMap().split("rest", ["a", "b"], dim=1), r"whose shape is \[1\]"),
         (NameMap().transpose("rest"), r"whose shape is \[1\]"),
         (NameMap().stack(["rest", "more"], "all"), "part 1 is not among the weights"),
         (NameMap().stack(["rest", "conv.weight"], "all"), "cannot make 'all'"),
-        (CUT.exact("rest", "conv.weight"), r"several tensors one name: \['conv\.weight'\]"),
+        (CUT.exact("rest", "conv.weight"), r"several tensors the same name: \['conv\.weight'\]"),
         (NameMap().prefix("h.0.", "").exact("up", "rest"), "same name after cleaning: .*rest"),
     ],
 )

@@ -38,7 +38,7 @@ def test_the_rule_that_is_named_mends_the_names(tmp_path, before, after, rule):
     published = weights(*(before + name for name in NAMES))
     target = {after + name: torch.zeros(3, 2) for name in NAMES}
     message = refusal(tmp_path / "store", published, target)
-    [advice] = re.findall(r"with rename=(.*) of the sender, they would fit", message)
+    [advice] = re.findall(r"with rename=(.*), the weights fit", message)
     assert advice == f"dbuffer.NameMap(){rule}"
     rename = eval(advice, {"dbuffer": dbuffer})
     with (
@@ -53,7 +53,7 @@ def test_the_rule_that_is_named_mends_the_names(tmp_path, before, after, rule):
 def test_a_part_of_the_weights_is_enough_where_a_part_is_loaded(tmp_path):
     target = weights(*NAMES)
     message = refusal(tmp_path / "store", weights("actor.layers.1.weight"), target, partial=True)
-    assert "with rename=dbuffer.NameMap().prefix('actor.', '') of the sender" in message
+    assert "with rename=dbuffer.NameMap().prefix('actor.', ''), the weights fit" in message
     message = refusal(tmp_path / "whole", weights("actor.layers.1.weight"), target)
     assert "rename" not in message
 
@@ -78,5 +78,5 @@ def test_fused_experts_are_named(tmp_path):
     alone = {f"layers.0.experts.{number}.up_proj.weight": torch.zeros(2, 3) for number in range(2)}
     message = refusal(tmp_path / "one", fused, alone)
     assert message.endswith(
-        "send the module itself, with as_checkpoint=True, and not its state_dict()"
+        "send the module itself, with as_checkpoint=True, instead of its state_dict()"
     )
