@@ -1,6 +1,6 @@
-"""LightRFT's weights through a store: :class:`BroadcastManager`, in the place of LightRFT's own.
+"""LightRFT: :class:`BroadcastManager` sends weights through a store and replaces LightRFT's class.
 
-The trainer calls ``manager``; ``configuration`` reads its strategy.
+The trainer calls :mod:`.manager`, and :mod:`.configuration` reads the trainer's strategy.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ SGLANG_NAMES = (
     .pattern(r"(?:model\.)?language_model\.(lm_head.*)", r"\1")
     .pattern(r"(?:model\.)?language_model\.(?:model\.)?(.*)", r"model.\1")
 )
-"""From a vision-language model of transformers to SGLang's, whatever its other parts are called."""
+"""Names of a vision-language model, from transformers to SGLang. Other parts may have any names."""
 
 DEFAULTS: dict[str, Any] = {"fsdp": False, "zero_stage": 2, "bf16": True, "text_only": False}
 """LightRFT's defaults, for settings that a strategy does not have."""
@@ -40,9 +40,10 @@ def engine_type_of(strategy: Any) -> str:
 
 
 def dtype_of(strategy: Any) -> torch.dtype | None:
-    """Return the dtype of published floating-point tensors, or None to keep each tensor's own.
+    """Return the dtype of published floating-point tensors, or None to keep each tensor's dtype.
 
-    It is LightRFT's: without ``bf16``, float16 for FSDP2, and unchanged for DeepSpeed.
+    As in LightRFT, the dtype is bfloat16 with ``bf16``. Without ``bf16``, it is float16 for FSDP2,
+    and None for DeepSpeed.
     """
     if _setting(strategy, "bf16"):
         return torch.bfloat16
@@ -50,7 +51,7 @@ def dtype_of(strategy: Any) -> torch.dtype | None:
 
 
 def names_of(strategy: Any, actor: Any) -> NameMap | None:
-    """Return the map to an engine's names, or None if the actor's own are right."""
+    """Return the map from the actor's names to the engine's, or None if the names are the same."""
     if engine_type_of(strategy) != "sglang" or _setting(strategy, "text_only"):
         return None
     names = (name for name, _ in _module(strategy, actor).named_parameters())
@@ -65,8 +66,8 @@ def weights_of(strategy: Any, actor: Any) -> Weights:
         return module
     if _setting(strategy, "fsdp") or _setting(strategy, "zero_stage") == _SHARDED_STAGE:
         raise UnsupportedError(
-            "the actor has adapters (peft), which can be merged only where each rank holds "
-            "whole weights: use a ZeRO stage below 3"
+            "the actor has adapters (peft), which can be merged only if each rank has all "
+            "weights: use a ZeRO stage below 3"
         )
     from dbuffer.integrations.peft import merged_weights
 
@@ -99,7 +100,7 @@ def _module(strategy: Any, actor: Any) -> nn.Module:
 
 
 def _has_adapters(module: nn.Module) -> bool:
-    """Whether a module has adapters of peft, of any method."""
+    """Whether a module has peft adapters of any method."""
     if "peft" not in sys.modules:
         return False
     from peft import PeftModel
@@ -109,7 +110,7 @@ def _has_adapters(module: nn.Module) -> bool:
 
 
 def _setting(strategy: Any, name: str) -> Any:
-    """Find a setting as LightRFT does: ``args`` may lack it, or be None."""
+    """Return a setting from ``args``, ``config`` or LightRFT's defaults, in this order."""
     for holder in (getattr(strategy, "args", None), getattr(strategy, "config", None)):
         if hasattr(holder, name):
             return getattr(holder, name)

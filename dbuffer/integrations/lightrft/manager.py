@@ -1,4 +1,4 @@
-"""`BroadcastManager`: LightRFT's class of this name, over a store instead of tensor by tensor."""
+"""`BroadcastManager`: replaces LightRFT's class of the same name, and sends through a store."""
 
 from __future__ import annotations
 
@@ -33,37 +33,39 @@ EngineFollower: TypeAlias = "Follower | LaunchedFollower"
 logger = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 600.0
-"""Seconds that ranks wait for an engine to load a version that is ready: a server's time-out."""
+"""Seconds that ranks wait for an engine to load a staged version."""
 
 
 class BroadcastManager(Closing):
-    """Brings an actor's weights to its inference engines. Every rank makes one, and every call.
+    """Brings an actor's weights to its inference engines through a store.
 
-    All ranks publish a version together, each rank its part of it; only ZeRO-3 gathers, tensor by
-    tensor. After that every engine switches to the version, all its ranks or none.
+    Every rank makes a manager, and all ranks make each call together. Each rank writes its part of
+    a version; only ZeRO-3 gathers, tensor by tensor. Then every engine switches to the version. In
+    each engine, either all ranks switch or none.
 
     Args:
-        actor: LightRFT's: its ``model`` is a module sharded by FSDP2's ``fully_shard``, or an
-            engine of DeepSpeed's.
-        strategy: LightRFT's; ``engine_type`` and ``args`` (``fsdp``, ``zero_stage``, ``bf16``,
-            ``text_only``) are read. What ``args`` lacks is as in ``config``, or LightRFT's default.
-        inference_engine: this rank's ``vllm.LLM``, or LightRFT's wrapper of an ``sglang.Engine``;
-            or None if it has none.
-        store: the store's directory, the same on all ranks, and as the engines see it. Default: one
-            in this machine's shared memory, by user, SLURM job and ``MASTER_PORT``, which outlives
-            the job. A second manager in a job needs a store of its own.
-        timeout_s: how long an engine may take to have a version ready, while it serves.
-        rank_timeout_s: how long ranks wait for a rank that hangs; a death is detected at once.
-        unused_tensors: treatment of tensors that an engine's model has no place for: ``"refuse"``
-            the version, or ``"warn"`` once, and leave them out.
-        **sender: fields of :class:`dbuffer.SenderOptions`. ``dtype`` and ``rename`` are LightRFT's
-            by default: its map of names is for SGLang without ``args.text_only``.
+        actor: LightRFT's actor. Its ``model`` is a module sharded by FSDP2's ``fully_shard``, or a
+            DeepSpeed engine.
+        strategy: LightRFT's strategy, whose ``engine_type`` and ``args`` (``fsdp``, ``zero_stage``,
+            ``bf16``, ``text_only``) are read. A setting that ``args`` lacks comes from ``config``,
+            or else from LightRFT's defaults.
+        inference_engine: this rank's ``vllm.LLM``, LightRFT's wrapper of an ``sglang.Engine``, or
+            None if this rank has no engine.
+        store: the store's directory, the same on all ranks and engines. Default: a directory in
+            this machine's shared memory, named by user, SLURM job and ``MASTER_PORT``. It outlives
+            the job. A second manager in the same job needs another store.
+        timeout_s: how long an engine can take to stage a version, while it serves.
+        rank_timeout_s: how long ranks wait for a rank that hangs. A rank's death is detected at
+            once.
+        unused_tensors: treatment of tensors that an engine's model has no place for:
+            ``"refuse"`` the version, or ``"warn"`` once and ignore these tensors.
+        **sender: fields of :class:`dbuffer.SenderOptions`. By default ``dtype`` and ``rename`` are
+            the same as in LightRFT, which renames only for SGLang without ``args.text_only``.
 
     Raises:
-        UnsupportedError: (a ``NotImplementedError``) this engine, or this trainer, is not
-            supported.
+        UnsupportedError: (a ``NotImplementedError``) the engine or the trainer is not supported.
         OptionError: (a ``ValueError``) an option is invalid, no rank has an engine, or
-            torch.distributed is not initialised.
+            torch.distributed is not initialized.
         RankFailedError: a rank was lost.
     """
 
@@ -98,7 +100,7 @@ class BroadcastManager(Closing):
             engine = engine_of_rank(inference_engine)
             if not any(self._agreement.share("look for its engine", engine is not None)):
                 raise OptionError("no rank has an inference engine")
-            self._weights_on_all_ranks()  # to refuse now what could not be published later
+            self._weights_on_all_ranks()  # raises now if these weights cannot be published
             with self._agreement.step("choose a store") as step:
                 if self._agreement.rank == 0:
                     port = os.environ.get("MASTER_PORT", 0)
@@ -125,9 +127,9 @@ class BroadcastManager(Closing):
     def broadcast_to_engine(self) -> None:
         """Publish the actor's weights, and return when every engine has switched to them.
 
-        If publishing fails, all engines serve on with their weights. If one engine cannot switch,
-        so does it, and the others have the new version. It raises what
-        :meth:`dbuffer.ShardedWeightSender.send` and :meth:`.Follower.sync` raise, on all ranks.
+        If publishing fails, all engines continue with their weights. If an engine cannot switch, it
+        continues with its weights, but the other engines have the new version. All ranks raise the
+        errors of :meth:`dbuffer.ShardedWeightSender.send` and :meth:`.Follower.sync`.
         """
         weights = self._weights_on_all_ranks()
         version = self._sender.send(weights).version
@@ -142,19 +144,22 @@ class BroadcastManager(Closing):
         self._opened.close()
 
     def _weights_on_all_ranks(self) -> Weights:
-        """Return this rank's weights, after every rank has checked that it can publish its own."""
+        """Return this rank's weights, after all ranks have checked that theirs can be published."""
         with self._agreement.step("read its configuration"):
             return weights_of(self.strategy, self.actor)
 
 
 def _stop(follower: EngineFollower) -> None:
-    with contextlib.suppress(DBufferError):  # an engine that has ended follows no more
+    with contextlib.suppress(DBufferError):  # raised if the engine has ended
         follower.stop_workers()
     follower.close()
 
 
 def engine_of_rank(inference_engine: Any) -> Any:
-    """Return this rank's engine, or None; SGLang's is in LightRFT's wrapper, on one rank of it."""
+    """Return this rank's engine, or None.
+
+    LightRFT wraps an SGLang engine on several ranks; only the first of these ranks has the engine.
+    """
     if not hasattr(inference_engine, "tp_group_cpu"):
         return inference_engine
     is_first = inference_engine._tp_rank == 0  # noqa: SLF001 - no other way to it
@@ -162,13 +167,13 @@ def engine_of_rank(inference_engine: Any) -> Any:
 
 
 def start_follower(engine_type: str, engine: Any, options: EngineOptions) -> EngineFollower:
-    """Let an engine follow a store; it switches on demand, by ``sync``."""
+    """Return a started follower of an engine. The engine switches only when ``sync`` is called."""
     if isinstance(engine, str):
         raise UnsupportedError(
-            f"{engine!r} is no engine of this rank: let a server follow the store by itself, with "
-            "the middleware dbuffer.integrations.vllm.FollowStore"
+            f"{engine!r} is not an engine in this process: a server follows the store by itself, "
+            "with the middleware dbuffer.integrations.vllm.FollowStore"
         )
-    # Not by the integrations' `follow`: that lets an engine switch in the background, at any time.
+    # Not with the integrations' `follow`, which switches some engines in the background.
     follower: EngineFollower
     if engine_type == "sglang":
         from dbuffer.integrations.sglang.sglang_engine import sglang_engine_of

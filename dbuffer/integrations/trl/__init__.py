@@ -1,6 +1,6 @@
-"""TRL's weights through a store, with no process group between trainer and servers.
+"""TRL: a trainer's weights go to vLLM servers through a store, without a process group.
 
-* :func:`over_store`, for `GRPOTrainer` and every other trainer that generates with vLLM servers
+* :func:`over_store`, for `GRPOTrainer` and all other trainers that generate with vLLM servers
   (:mod:`.syncing`);
 * :class:`StoreWeightTransfer`, for ``AsyncGRPOTrainer(weight_transfer=...)``
   (:mod:`.asynchronous`).

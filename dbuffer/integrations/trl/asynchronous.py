@@ -1,4 +1,4 @@
-"""`StoreWeightTransfer`: for TRL's `AsyncGRPOTrainer`, whose servers follow a store."""
+"""`StoreWeightTransfer`: weights for the servers of TRL's `AsyncGRPOTrainer`, through a store."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from dbuffer.runtime import options
 class StoreWeightTransfer:
     """TRL's ``WeightTransferProtocol`` over a store: ``AsyncGRPOTrainer(weight_transfer=...)``.
 
-    Nothing is paused while weights are published: servers that follow the store generate on, stage
-    the version meanwhile, and each pauses only for its own switch. Servers can start late or
-    restart; there is no process group.
+    The servers follow the store. They keep generating while weights are published and staged, and
+    each server pauses only for its switch. Servers can start late or restart, because there is no
+    process group.
 
     Args:
         store: the store's directory, as the servers see it.
-        receivers: how many engines must have a version before TRL takes rollouts for that
-            version's; or their ids (``engine_id``), so that an engine which cannot apply it raises
-            an error at once. 0: none; rollouts may then be of the version before.
-        timeout_s: for how long they are waited for.
+        receivers: number of engines that must have applied a version before TRL attributes rollouts
+            to it. With the engines' ids (``engine_id``) instead of a number, an engine that cannot
+            apply the version raises an error at once. With 0, TRL does not wait, so rollouts can
+            still come from the previous version.
+        timeout_s: how long TRL waits for these engines.
         **sender: fields of :class:`dbuffer.SenderOptions`.
 
     Raises:
@@ -53,29 +54,30 @@ class StoreWeightTransfer:
         """Newest version published."""
 
     def init_weight_transfer(self) -> None:
-        """Open the store, on TRL's main process, which makes every call here."""
-        # Not sooner: ranks that publish nothing make one of these too.
+        """Open the store. TRL calls this object's methods only in its main process."""
+        # Not in the constructor, which also runs in ranks that publish nothing.
         if self._sender is None:
             self._sender = WeightSender(self.store, **self._options)
 
     def pause(self) -> None:
-        """Do nothing: each server pauses by itself, when it has the version ready."""
+        """Do nothing: each server pauses by itself after it has staged the version."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish ``(name, tensor)`` pairs, tensor by tensor, while the servers generate.
 
-        After an error nothing was published, unless the message says so, and the servers serve on.
+        If this raises an error, nothing was published, unless the message says otherwise. The
+        servers continue with their weights.
         """
         self.version = self._opened().send(iterator).version
 
     def resume(self) -> None:
-        """Return when the servers generate with the version; they never waited for it."""
+        """Wait until ``receivers`` engines have applied the version that was sent."""
         sender = self._opened()
         if self.version is not None:
             sender.wait_applied(self.version, receivers=self._receivers, timeout_s=self._timeout_s)
 
     def destroy(self) -> None:
-        """Give the store up. The last version stays published; servers go on with it."""
+        """Close the store. The last version stays published, and the servers keep using it."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()

@@ -1,6 +1,6 @@
-"""`over_store`: make a trainer of TRL's, with its weights going to vLLM servers through a store.
+"""`over_store`: makes a TRL trainer whose weights go to vLLM servers through a store.
 
-It leaves a `WeightSync` in the trainer, whose generation calls that.
+TRL's generation then calls the trainer's `WeightSync` where it would send weights itself.
 """
 
 from __future__ import annotations
@@ -30,27 +30,29 @@ def over_store(
     timeout_s: float = 600.0,
     **sender: Unpack[SenderKeywords],
 ) -> Callable[P, TrainerT]:
-    """Let a trainer's weights go to vLLM servers through a store, which they follow.
+    """Return a function that makes a trainer whose weights go to vLLM servers through a store.
 
-    Call the result as you call the class: it returns the class's trainer. Whenever TRL is about to
-    generate with newer weights, they are published, and TRL waits until servers have them. The
-    trainer has one more attribute, ``weight_sync``: a :class:`WeightSync`.
+    Call the function with the arguments of ``trainer_class``; it returns the trainer. Before TRL
+    generates with newer weights, the weights are published, and TRL waits until the servers, which
+    follow the store, have applied them. The trainer gets an additional attribute, ``weight_sync``:
+    a :class:`WeightSync`.
 
     Args:
-        trainer_class: ``trl.GRPOTrainer``, or another that makes TRL's ``VLLMGeneration``:
+        trainer_class: ``trl.GRPOTrainer``, or another class that uses TRL's ``VLLMGeneration``. Its
             ``args`` must have ``use_vllm=True, vllm_mode="server"``.
-        store: the store's directory, the same on all ranks, and as the servers see it.
-        receivers: how many engines must have a version before TRL generates with it; or their ids
-            (``engine_id``), so that an engine which cannot apply it raises an error at once.
-        timeout_s: for how long they are waited for.
-        **sender: fields of :class:`dbuffer.SenderOptions`. Mirrors into a
-            bucket need ``checksum=True`` to copy no more than what changed.
+        store: the store's directory, the same on all ranks and servers.
+        receivers: number of engines that must have applied a version before TRL generates. With the
+            engines' ids (``engine_id``) instead of a number, an engine that cannot apply the
+            version raises an error at once.
+        timeout_s: how long TRL waits for these engines.
+        **sender: fields of :class:`dbuffer.SenderOptions`. A mirror into a bucket needs
+            ``checksum=True`` to copy only changed bytes.
 
     Raises:
-        OptionError: (a ``ValueError``) an option is invalid. From the result's call: the trainer
-            does not generate with a vLLM server.
-        StoreBusyError: from the result's call: another sender has the store.
-        StoreAccessError: from the result's call: the store cannot be used.
+        OptionError: (a ``ValueError``) an option is invalid. The returned function raises it if the
+            trainer does not generate with a vLLM server.
+        StoreBusyError: (returned function) another sender has the store open.
+        StoreAccessError: (returned function) the store cannot be used.
     """
     place = options.directory("store", store)
     options.names("receivers", receivers)
@@ -63,13 +65,13 @@ def over_store(
         generation = getattr(trainer, "vllm_generation", None)
         if generation is None or generation.mode != "server":
             raise OptionError(
-                f"this {type(trainer).__name__} does not generate with a vLLM server, so there is "
-                'nothing to bring its weights to: set use_vllm=True, vllm_mode="server" in its args'
+                f"this {type(trainer).__name__} does not generate with a vLLM server, which would "
+                'receive its weights: set use_vllm=True, vllm_mode="server" in its args'
             )
         trainer.weight_sync = WeightSync(
             trainer, place, receivers=receivers, timeout_s=timeout_s, **sender
         )
-        # TRL has no seam for this: all its trainers call this method of their own generation.
+        # TRL has no hook for this. All its trainers call this method of their generation object.
         generation.sync_weights = trainer.weight_sync.sync_weights
         return trainer  # type: ignore[no-any-return]
 
@@ -78,10 +80,10 @@ def over_store(
 
 @contextlib.contextmanager
 def _without_group() -> Iterator[None]:
-    """Let TRL's clients of servers join no process group, which TRL sends weights in.
+    """Prevent TRL's server clients from joining a process group for weights.
 
-    There is no seam for that: a trainer makes a client in its constructor, and lets it join at
-    once, over NCCL, which refuses every device but CUDA.
+    TRL has no hook for this: a trainer's constructor makes a client, which at once joins a process
+    group over NCCL. NCCL requires CUDA.
     """
     from trl.generation.vllm_client import VLLMClient
 
@@ -94,11 +96,11 @@ def _without_group() -> Iterator[None]:
 
 
 class WeightSync:
-    """Publishes a trainer's weights, and waits until servers have them. Made by `over_store`.
+    """Publishes a trainer's weights and waits until the servers have applied them.
 
-    Every rank has one, and makes every call. Each rank writes its part of a sharded model, and
-    nothing is gathered, except by ZeRO-3, one tensor at a time. A peft model is published as the
-    model that it acts as, and is not changed.
+    `over_store` makes a ``WeightSync`` on every rank, and all ranks must make each call. Each rank
+    writes its part of a sharded model. Nothing is gathered, except with ZeRO-3, which gathers a
+    tensor at a time. A peft model is published as its merged model, and is not changed.
     """
 
     def __init__(
@@ -116,30 +118,31 @@ class WeightSync:
         self._generation = trainer.vllm_generation
         self._receivers, self._timeout_s = receivers, timeout_s
         self.version: int | None = None
-        """Newest version that the servers have."""
+        """Newest version that the servers have applied."""
         self.sender: WeightSender | ShardedWeightSender
         """Sender that publishes the weights, for instance for `dbuffer.integrations.metrics`."""
         if self._generation.accelerator.distributed_type == DistributedType.NO:
             self.sender = WeightSender(store, **sender)
         else:
-            # Ranks wait for a rank that waits for engines.
+            # The other ranks wait for rank 0, which waits for the engines.
             rank_timeout_s = DEFAULT_RANK_TIMEOUT_S + timeout_s
             self.sender = ShardedWeightSender(store, rank_timeout_s=rank_timeout_s, **sender)
 
     def sync_weights(self) -> None:
-        """Publish the trainer's weights, and return when servers generate with them.
+        """Publish the trainer's weights, and wait until the servers generate with them.
 
-        TRL calls it before it generates, if it has trained since. Call it yourself after the last
-        step, for servers to get the final weights.
+        TRL calls this before it generates, if it has trained since the last call. Call it yourself
+        after the last step, so that the servers get the final weights.
 
         Raises:
-            InvalidWeightsError, UnsupportedError: the weights cannot be published: adapters
-                of a sharded model, or a way to shard that is not known here.
+            InvalidWeightsError, UnsupportedError: the weights cannot be published, for instance
+                adapters of a sharded model, or an unsupported kind of sharding.
             StoreFullError: there is no room for the version.
             StoreAccessError: the store cannot be written.
-            WriterSupersededError: another sender has taken the store over.
-            WaitTimeoutError: too few engines have the version in time.
-            ReceiverFailedError: one of those named cannot apply it, or has ended.
+            WriterSupersededError: another sender took over the store.
+            WaitTimeoutError: too few engines applied the version in time.
+            ReceiverFailedError: an engine named in ``receivers`` cannot apply the version, or has
+                ended.
             RankFailedError: a rank was lost.
         """
         metadata = {"step": self._trainer.state.global_step}
@@ -148,20 +151,20 @@ class WeightSync:
             self.sender.wait_applied(version, receivers=self._receivers, timeout_s=self._timeout_s)
         except WaitTimeoutError as error:
             raise WaitTimeoutError(
-                f"{error}; TRL does not generate with older weights: let its server follow this "
+                f"{error}; TRL does not generate with older weights: make its server follow this "
                 "directory (--middleware dbuffer.integrations.vllm.FollowStore), and look at the "
                 "server's log"
             ) from error
         self.version = version
 
     def close(self) -> None:
-        """Give the store up. The last version stays published, and servers keep their weights."""
+        """Close the store. The last version stays published, and servers keep their weights."""
         self.sender.close()
 
     def _weights(self) -> Weights:
         from accelerate.utils import is_peft_model
 
-        # Not the trainer's own, which may be wrapped since training began.
+        # Not `trainer.model`, which may have been wrapped when training began.
         accelerator = self._generation.accelerator
         model = accelerator.unwrap_model(self._generation.model, keep_torch_compile=False)
         if not is_peft_model(model):

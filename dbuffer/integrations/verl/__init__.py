@@ -1,9 +1,9 @@
-"""verl's weights through a store, with no process group between actor and rollout.
+"""verl: weights go from the actor to rollout workers through a store, without a process group.
 
 * :class:`CheckpointManager`, for ``rollout.checkpoint_manager_class``;
-* :class:`StoreCheckpointEngine`, which verl knows as the backend ``dbuffer`` when
-  :mod:`.checkpoint_engine` is imported: ``checkpoint_engine.custom_backend_module``;
-* :mod:`.syncing` has its methods, which need no verl.
+* :class:`StoreCheckpointEngine`, verl's backend ``dbuffer``, for
+  ``checkpoint_engine.custom_backend_module``. Importing :mod:`.checkpoint_engine` registers it;
+* :mod:`.syncing`: the backend's methods, which do not import verl.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`StoreCheckpointEngine` and `CheckpointManager`, of verl's backend ``dbuffer``.
+"""`StoreCheckpointEngine` and `CheckpointManager`: verl's backend ``dbuffer``.
 
-verl knows the backend once this is imported.
+Importing this module registers the backend with verl.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _WORKER_CLASS = ray.remote(CheckpointEngineWorker)
 
 @CheckpointEngineRegistry.register(VERL_BACKEND)
 class StoreCheckpointEngine(StoreSync, CheckpointEngine):  # type: ignore[misc]  # verl is not typed
-    """Brings weights from verl's actor to its rollout workers through a store.
+    """Engine that brings weights from verl's actor to its rollout workers through a store.
 
-    verl makes one in each actor rank and in each rollout worker, and calls it as its documentation
-    says. Each sync is one version, with an id that the actor's first rank generates and verl
-    hands to all workers. A rollout worker takes the version of that id and nothing else.
+    verl makes an engine in each actor rank and in each rollout worker, and makes all calls. A sync
+    publishes a single version. The actor's first rank generates the sync's id, and verl passes it
+    to all workers. A rollout worker loads only the version with this id.
 
     Args:
-        bucket_size: unused; verl's, for the way from a rollout worker into its engine.
+        bucket_size: unused. verl passes it to every engine.
         is_master: whether this is the actor's first rank, which publishes.
         store: the store's directory, as actor and rollout workers see it.
-        local_store: a directory in the shared memory of the rollout workers' nodes, for a store on
-            a network mount; one process of each node copies every version there.
-        delta: publish only the bytes that changed since the last sync, if they are few. The weights
-            are then collected first, in the memory of the first rank's host.
-        dtype: dtype of published floating-point tensors, as text. Default: each tensor's own.
+        local_store: a directory in the shared memory of the rollout workers' nodes, if the store is
+            on a network mount. A process on each node copies every version into it.
+        delta: whether to publish only the bytes that changed since the last sync, if they are few.
+            The weights are then first collected in the memory of the first rank's host.
+        dtype: dtype of published floating-point tensors, as text. Default: each tensor's dtype.
         timeout_s: how long a rollout worker waits for the version of a sync.
 
     Raises:
@@ -52,19 +52,19 @@ class StoreCheckpointEngine(StoreSync, CheckpointEngine):  # type: ignore[misc] 
 class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not typed
     """Manager of verl's backend ``dbuffer``, for ``rollout.checkpoint_manager_class``.
 
-    verl's own pauses the rollout engines, and then lets the actor send. Here the actor publishes,
-    and every rollout worker has the version in memory, while the engines generate on; they are
-    paused for loading it. If anything goes wrong before, they were never touched.
+    verl's own manager pauses the rollout engines while the actor sends. With this manager, the
+    engines keep generating while the actor publishes and every rollout worker stages the version.
+    The engines are paused only to load the version. If an earlier step fails, no engine is paused.
 
     Args:
-        config: verl's, of the checkpoint engine; its backend is ``dbuffer``, or ``naive`` for an
-            actor that shares its process with the rollout, which is left to verl.
+        config: verl's configuration of the checkpoint engine. Its backend must be ``dbuffer``, or
+            ``naive`` if the actor and the rollout share a process; verl then does the sync.
         actor_wg: verl's group of the actor's workers.
         replicas: verl's rollout replicas.
 
     Raises:
-        OptionError: (a ``ValueError``) it is another backend, which cannot send before a receiver
-            is waiting.
+        OptionError: (a ``ValueError``) ``config`` has another backend. Other backends cannot send
+            before a receiver is waiting.
     """
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
@@ -76,13 +76,14 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
         """Publish the actor's weights, and return when every rollout engine generates with them.
 
         Returns:
-            For verl's log: the version, its bytes, and the seconds that publishing took.
+            Metrics for verl's log: the version, its bytes, and the duration of the publish.
 
         Raises:
-            DBufferError: as Ray brings it here from the worker that it happened in. Until every
-                worker has the version in memory, the engines generate on with the one before.
-                If loading fails, they stay paused: some may have other weights than others. Whether
-                that is raised is verl's: its adapter for vLLM waits on for an engine that failed.
+            DBufferError: a worker failed; Ray raises the worker's error here. If it failed before
+                every worker had staged the version, the engines keep generating with the previous
+                version. If loading fails, the engines stay paused, because their weights can
+                differ. verl's adapter for vLLM may not raise this error, and keep waiting for the
+                failed engine.
         """
         if self.backend != VERL_BACKEND:
             metrics: dict[str, Any] = await super().update_weights(global_steps)
@@ -91,14 +92,14 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
         described = RayClassWithInitArgs(cls=_WORKER_CLASS)
         rollout = RayWorkerGroup(worker_handles=workers, ray_cls_with_init=described)
         self.build_process_group(rollout)
-        # All ranks of the actor take part in publishing, and the first one has metrics.
+        # All ranks of the actor take part in publishing. Only the first rank returns metrics.
         sending = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
         metrics = next((metrics for metrics in ray.get(sending) if metrics), {})
         _call(rollout, "stage")
         await self.abort_replicas()
         await self.release_kv_cache_replicas()
         ray.get(rollout.update_weights(global_steps=global_steps))
-        # Only theirs: the actor has nothing to finish, and engines that are paused do not need it.
+        # Only for the rollout workers: the actor has nothing to finalize.
         _call(rollout, "finalize")
         await self.resume_kv_cache_replicas()
         await self.resume_generation_replicas()
@@ -106,5 +107,5 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
 
 
 def _call(group: Any, method: str) -> None:
-    """Call a method of the engine in each worker of a group; return when all have."""
+    """Call a method of the checkpoint engine in each worker of a group, and wait for all calls."""
     ray.get(group.execute_checkpoint_engine([method] * group.world_size))

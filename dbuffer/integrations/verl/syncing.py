@@ -1,6 +1,6 @@
-"""`StoreSync`: verl's syncs through a store, on the actor's ranks and beside the rollout engines.
+"""`StoreSync`: verl's syncs through a store, in the actor's ranks and in the rollout workers.
 
-Its arguments come from YAML, and may be of any type. None of it needs verl.
+Its arguments come from YAML and can have any type, so they are checked. verl is not imported.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from dbuffer.runtime import options
 logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.02
-"""Interval between two looks at a store for a version that is being published."""
+"""Interval at which a worker checks the store for the version of a sync."""
 _SYNC = "sync"
-"""Metadata key of a version's sync id. Global steps repeat, and may be None."""
+"""Metadata key of a version's sync id. Global steps do not identify a sync: they can repeat or be
+None."""
 _WHERE = "engine_kwargs.dbuffer"
 """Place of the options in ``checkpoint_engine``, for messages."""
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
 class StoreSync:
-    """The methods of verl's ``CheckpointEngine``; `StoreCheckpointEngine` describes the options.
+    """Methods of verl's ``CheckpointEngine``. `StoreCheckpointEngine` documents the options.
 
     The actor's first rank opens the store at its first sync. A rollout worker holds the version of
-    one sync until its engine has loaded it.
+    a sync until the worker's engine has loaded it.
     """
 
     def __init__(
         self,
-        bucket_size: int,  # noqa: ARG002 - verl gives it
+        bucket_size: int,  # noqa: ARG002 - verl passes it to every engine
         is_master: bool = False,
         *,
         store: Any = None,
@@ -71,18 +72,18 @@ class StoreSync:
         self._dtype = None if dtype is None else DTYPES[dtype]
         self._timeout_s = options.positive_seconds(f"{_WHERE}.timeout_s", timeout_s)
         self._sync: str | None = None
-        """Id of the sync that has begun."""
+        """Id of the current sync, or None between syncs."""
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
         self._mirror: Mirror | None = None
         self._newest: int | None = None
-        """Newest version that this worker has looked at."""
+        """Newest version whose metadata this worker has read."""
         self._holding = contextlib.ExitStack()
         self._snapshot: Snapshot | None = None
-        """Version of the sync, once it is held."""
+        """Version of the current sync, or None until this worker holds it."""
 
     def prepare(self) -> str | None:
-        """Begin a sync: in the actor's first rank, open the store and generate the sync's id."""
+        """Begin a sync: the actor's first rank opens the store and returns the sync's id."""
         if not self._is_master:
             return None
         if self._sender is None:
@@ -98,21 +99,21 @@ class StoreSync:
         syncs = [sync for sync in metadata if sync is not None]
         if len(syncs) != 1:
             raise NotReadyError(
-                f"{len(syncs)} of the actor's ranks would publish, where the first one must: verl "
-                "makes its engine with is_master=True"
+                f"{len(syncs)} of the actor's ranks would publish, but only the first rank must: "
+                "verl must make its engine with is_master=True"
             )
         return {"sync": [None] * actor_wg_world_size}, {"sync": syncs * rollout_world_size}
 
     def init_process_group(self, sync: str | None) -> None:
-        """Let a rollout worker take the version of ``sync``; there is no group to join."""
+        """Make a rollout worker wait for the version of ``sync``. It joins no process group."""
         if sync is None:
             return
         self._snapshot = self._sync = None
         try:
             self._holding.close()
         except DBufferError as error:
-            # The version is not used any more; the next look meets a problem of the store too.
-            logger.info("a version that was not finished: %s", str(error))
+            # The version is not needed any more. The next read meets a problem of the store again.
+            logger.info("closing the version of an unfinished sync: %s", str(error))
         if self._receiver is None:
             self._mirror = start_mirror(self._store, self._local_store)
             self._receiver = WeightReceiver(self._local_store)
@@ -121,10 +122,10 @@ class StoreSync:
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Publish, in the actor's first rank; in the others, take part in gathering the weights.
+        """Publish on the actor's first rank; on the other ranks, help to gather the weights.
 
-        The iterator is exhausted in any case: all ranks gather each tensor together, and would hang
-        in a collective without this one.
+        The iterator is always exhausted, even after an error: the ranks gather each tensor
+        together, and the other ranks would hang in a collective without this rank.
         """
         pairs = iter(weights)
         with torch.no_grad():
@@ -136,13 +137,11 @@ class StoreSync:
     def _publish(
         self, pairs: Iterator[tuple[str, torch.Tensor]], global_steps: int | None
     ) -> dict[str, float]:
-        """Publish the version of the sync, and return metrics of it."""
+        """Publish the current sync's version, and return metrics of the publish."""
         if self._sender is None or self._sync is None:
-            raise NotReadyError(
-                "no sync has begun: prepare() comes before send_weights(), each time"
-            )
+            raise NotReadyError("no sync has begun: call prepare() before each send_weights()")
         metadata, self._sync = {_SYNC: self._sync, "global_steps": global_steps}, None
-        # In memory of their own, since the iterator may reuse its memory.
+        # Copied, since the iterator may reuse its memory.
         source = {n: t.detach().to("cpu", copy=True) for n, t in pairs} if self._delta else pairs
         published = self._sender.send(source, metadata=metadata)
         return {
@@ -152,7 +151,7 @@ class StoreSync:
         }
 
     def stage(self) -> None:
-        """Wait for the sync's version, and bring it into this worker's memory.
+        """Wait for the current sync's version, and read it into this worker's memory.
 
         `CheckpointManager` calls this while the rollout engines generate.
         """
@@ -161,9 +160,9 @@ class StoreSync:
 
     async def receive_weights(
         self,
-        global_steps: int | None = None,  # noqa: ARG002 - the sync's id is exact
+        global_steps: int | None = None,  # noqa: ARG002 - the sync's id identifies the version
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield names and tensors of the sync's version, once :meth:`stage` would return.
+        """Wait for the current sync's version as :meth:`stage` does, and yield names and tensors.
 
         The tensors are on the CPU, and valid until :meth:`finalize`.
         """
@@ -174,7 +173,7 @@ class StoreSync:
             yield name, tensor
 
     def finalize(self) -> None:
-        """Acknowledge the version: verl calls this when every engine has loaded it."""
+        """Acknowledge the version. verl calls this after every engine has loaded the version."""
         snapshot, self._snapshot, self._sync = self._snapshot, None, None
         if snapshot is None or self._receiver is None:
             return
@@ -182,23 +181,23 @@ class StoreSync:
         self._receiver.acknowledge(snapshot.version)
 
     def waiting(self) -> Iterator[None]:
-        """Hold the sync's version, and no other one; yield each time it is not there yet."""
+        """Wait for the current sync's version and hold it; yield while it is not published yet."""
         sync, timeout_s = self._sync, self._timeout_s
         if sync is None:
-            raise NotReadyError("no sync has begun: init_process_group() comes before, each time")
+            raise NotReadyError("no sync has begun: call init_process_group() before each sync")
         deadline = time.monotonic() + timeout_s
         while self._snapshot is None and not self._is_newest_of(sync):
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(
-                    f"the version of this sync did not come into {self._store} "
-                    f"within {timeout_s:g} s, the newest there is {self._newest}: see whether "
-                    "the actor could publish it, and whether this host sees the same directory"
+                    f"the version of this sync was not published in {self._store} "
+                    f"within {timeout_s:g} s; the newest version there is {self._newest}: check "
+                    "that the actor published, and that this host sees the same directory"
                 )
             yield
             if self._sync != sync:
                 raise WaitTimeoutError(
-                    "another sync has begun before the version of this one came; the actor could "
-                    "not publish it, and the rollout engine keeps its weights"
+                    "another sync began before the version of this sync was published; the "
+                    "rollout engine keeps its weights"
                 )
         if self._snapshot is None:
             assert self._receiver is not None  # noqa: S101 - a sync has begun
@@ -207,10 +206,10 @@ class StoreSync:
             self._snapshot.read_ahead()
 
     def _is_newest_of(self, sync: str) -> bool:
-        """Look at a version newer than the last one; only its manifest is read.
+        """Whether a new version has the id of ``sync``; only the version's manifest is read.
 
-        A store that was removed, emptied or replaced is followed: the sync's id is enough to tell
-        its version.
+        If the store was removed, emptied or replaced, follow the new store: the sync's id still
+        identifies the version.
         """
         assert self._receiver is not None  # noqa: S101 - a sync has begun
         try:
