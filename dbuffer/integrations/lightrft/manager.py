@@ -40,8 +40,8 @@ class BroadcastManager(Closing):
     """Brings an actor's weights to its inference engines through a store.
 
     Every rank makes a manager, and all ranks make each call together. Each rank writes its part of
-    a version; only ZeRO-3 gathers, tensor by tensor. Then every engine switches to the version. In
-    each engine, either all ranks switch or none.
+    a version; only ZeRO-3 gathers, tensor by tensor. After the publish, every engine switches to
+    the version. In each engine, either all ranks switch or none.
 
     Args:
         actor: LightRFT's actor. Its ``model`` is a module sharded by FSDP2's ``fully_shard``, or a
@@ -173,7 +173,7 @@ def start_follower(engine_type: str, engine: Any, options: EngineOptions) -> Eng
             f"{engine!r} is not an engine in this process: a server follows the store by itself, "
             "with the middleware dbuffer.integrations.vllm.FollowStore"
         )
-    # Not with the integrations' `follow`, which switches some engines in the background.
+    # The integrations' `follow` would switch some engines in the background, at any time.
     follower: EngineFollower
     if engine_type == "sglang":
         from dbuffer.integrations.sglang.sglang_engine import sglang_engine_of

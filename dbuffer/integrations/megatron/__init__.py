@@ -1,4 +1,4 @@
-"""Megatron-Core's models and a store: :class:`MegatronWeights` of a model that mbridge exports."""
+"""Megatron-Core: :class:`MegatronWeights`, the weights of a model that mbridge can export."""
 
 from __future__ import annotations
 

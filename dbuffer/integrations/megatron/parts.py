@@ -1,7 +1,7 @@
-"""`Part`: part of an exported tensor that is in a parameter of this rank.
+"""`Part`: part of an exported tensor whose elements are in a parameter of this rank.
 
-Exported tensors are cut into boxes, one per rank, along one dimension. The elements of a box are a
-strided view of a parameter: rows of q in a fused projection, one half of a gated layer.
+Exported tensors are cut along a dimension into boxes, one per rank. The elements of a box are a
+strided view of a parameter, for instance q's rows in a fused projection, or half of a gated layer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dbuffer.io.tensors import flat_view
 from dbuffer.weights.lazy_tensor import HeldRows, LazyTensor
 
 OWNERS_PER_RANK = 1 << 16
-"""Numbers of owners for each rank: an owner is a parameter of a rank. 31 bits are enough for 32768
-ranks."""
+"""Maximum number of owners per rank. An owner is a parameter of a rank. 31 bits are enough for the
+owners of 32768 ranks."""
 
 
 Strided: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -28,7 +28,7 @@ Strided: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Cut(NamedTuple):
-    """This rank's part of a tensor that is cut along one dimension, into one part per rank."""
+    """Place of this rank's part in a tensor that is cut along a dimension into a part per rank."""
 
     parameter: str
     """Name of the parameter that has the part."""
@@ -46,12 +46,14 @@ class Cut(NamedTuple):
         parameters: Mapping[int, str],
         groups: Collection[tuple[int, ...]],
     ) -> Self | None:
-        """Return the cut of a tensor, or None if ranks cannot publish it: by rows, or evenly.
+        """Return the cut of a tensor, or None if the ranks cannot publish their parts of it.
+
+        Ranks can publish a tensor that is cut by rows, or evenly along another dimension.
 
         Args:
-            owners: the owner of each element.
-            parameters: names of this rank's parameters, by their numbers as owners.
-            groups: ranks that a tensor may be cut over evenly.
+            owners: the owner's number of each element.
+            parameters: names of this rank's parameters, by their owner numbers.
+            groups: groups of ranks over which a tensor can be cut evenly.
         """
         if not owners.ndim:
             return None
@@ -77,9 +79,9 @@ class Cut(NamedTuple):
 
 
 def strides_of(positions: torch.Tensor, num_elements: int) -> Strided | None:
-    """Return the view of ``num_elements`` whose elements are at ``positions``, or None.
+    """Return the strided view whose elements are at ``positions``, in this order.
 
-    There is none if the positions are not the view's, in its order.
+    Return None if no strided view of a tensor with ``num_elements`` has these positions.
     """
     sizes: list[int] = []
     strides: list[int] = []
@@ -104,25 +106,25 @@ def strides_of(positions: torch.Tensor, num_elements: int) -> Strided | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part of an exported tensor that is in one of this rank's parameters."""
+    """Part of an exported tensor, with the place of its elements in a parameter of this rank."""
 
     name: str
     """Exported name of the tensor."""
     shape: tuple[int, ...]
     """Shape of the part."""
     whole_shape: tuple[int, ...]
-    """Shape of the tensor."""
+    """Shape of the exported tensor."""
     cut: Cut
     elements: Strided
-    """Elements of the parameter that are in the part."""
+    """Place of the part's elements in the parameter."""
 
     def is_in(self, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-        """Whether an exported tensor has the parameter's elements in this part, bit for bit."""
+        """Whether this part of an exported tensor equals the parameter's elements, bit for bit."""
         exported, local = self.cut.part_of(tensor), self.of(parameter)
         return exported.dtype == local.dtype and torch.equal(_bytes_of(exported), _bytes_of(local))
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the part: a view, or a copy where rows of several key-value heads are joined."""
+        """Return the part: a view, or a copy if it joins rows of several key-value heads."""
         flat = parameter.detach().view(-1)
         sizes, strides, first = self.elements
         return flat.as_strided(sizes, strides, flat.storage_offset() + first).reshape(self.shape)
@@ -130,7 +132,10 @@ class Part:
     def in_whole(
         self, parameter: torch.Tensor, meshes: Mapping[tuple[int, ...], DeviceMesh]
     ) -> torch.Tensor | LazyTensor:
-        """Return the tensor whose parts the ranks have; ``meshes`` are by their ranks."""
+        """Return the exported tensor as a sharded tensor: each rank has its part.
+
+        If this rank has the complete tensor, return it. ``meshes`` has a mesh per group of ranks.
+        """
         local, ranks = self.of(parameter), self.cut.ranks
         if len(ranks) == 1:
             return local
@@ -142,13 +147,13 @@ class Part:
 
 def _refuse_gather() -> torch.Tensor:
     raise UnsupportedError(
-        "on a network mount, rename cannot cut or transpose tensors whose rows are on several of "
-        "Megatron's ranks: rename whole tensors"
+        "on a network mount, rename cannot cut or transpose tensors whose rows are on several "
+        "Megatron ranks: use a rename that only changes names"
     )
 
 
 def _first_line(tensor: torch.Tensor, dimension: int) -> torch.Tensor:
-    """Return the elements along a dimension, at the first index of all others."""
+    """Return the elements along a dimension, at index 0 of all other dimensions."""
     return tensor[tuple(slice(None) if d == dimension else 0 for d in range(tensor.ndim))]
 
 

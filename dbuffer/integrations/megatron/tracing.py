@@ -1,8 +1,9 @@
 """`Tracer`: finds the parts of exported tensors that are in a rank's parameters.
 
-mbridge exports models that have numbers in place of weights: first the number of each parameter,
-then the positions of its elements. Last, it exports the weights, and each rank compares its parts
-with them. Two exports of four bytes per element need less memory than one of eight.
+mbridge exports the model three times. In the first export, each weight is replaced by the number of
+its parameter; in the second, by its position in the parameter. Two such exports with four bytes per
+element need less memory than one with eight. The third export has the weights, and each rank
+compares its parts with them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ Numbers: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Function that returns numbers in place of a parameter's elements."""
 
 Exported: TypeAlias = Iterator[tuple[str, torch.Tensor]]
-"""Names and values that a bridge exports, one after the other."""
+"""Iterator of the names and tensors that a bridge exports."""
 
 
 def tensors_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a rank's models, by virtual stage and name."""
+    """Return the parameters and buffers of a rank's models, under names with the virtual stage."""
     return {
         f"{stage}.{name}": tensor
         for stage, model in enumerate(models)
@@ -33,12 +34,12 @@ def tensors_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
 
 
 class Tracer:
-    """Search for this rank's parts. Collective: no rank leaves an export before its end.
+    """Search for this rank's parts. It is collective: all ranks make each export, to its end.
 
     Args:
         bridge: mbridge's bridge of the models.
-        models: this rank's, without wrappers.
-        groups: ranks that a parameter may be cut over.
+        models: this rank's models, without wrappers.
+        groups: groups of ranks over which a parameter can be cut.
     """
 
     def __init__(
@@ -50,21 +51,21 @@ class Tracer:
         self._tensors = tensors_of(models)
         if len(self._tensors) >= OWNERS_PER_RANK:
             raise UnsupportedError(
-                f"this rank has {len(self._tensors)} parameters and buffers, and may have at most "
-                f"{OWNERS_PER_RANK - 1}: publish mbridge's export, as a weight source"
+                f"this rank has {len(self._tensors)} parameters and buffers, but at most "
+                f"{OWNERS_PER_RANK - 1} are supported: publish mbridge's export, as a weight source"
             )
         self._first = distributed.get_rank() * OWNERS_PER_RANK + 1  # 0 is no owner
         self._names = dict(enumerate(self._tensors, self._first))
-        """Names of this rank's parameters by their numbers as owners."""
+        """Names of this rank's parameters, by their owner numbers."""
         self._device = next(models[0].parameters()).device
         self._error: Exception | None = None
         """Error that ended this rank's search."""
         self.refused: dict[str, None] = {}
-        """Exported tensors that are not made of one part per rank."""
+        """Names of exported tensors that do not consist of one part per rank."""
 
     @torch.no_grad()
     def find_parts(self) -> dict[str, Part]:
-        """Return this rank's parts by exported name; raise if any rank could not find its own."""
+        """Return this rank's parts by exported name; raise an error if any rank failed."""
         at_place = self._find_parts(self._find_cuts())
         parts = {part.name: part for part in at_place.values()}
         names: dict[str, None] = {}
@@ -80,34 +81,35 @@ class Tracer:
                 yield name, tensor
 
         self._for_each(noted(), compare)
-        # Every rank may take a tensor that a bridge computes for another rank's.
+        # If a bridge computes a tensor, every rank may assume that other ranks have its parts.
         flags = [*(name in parts for name in names), self._error is not None]
         counts = torch.tensor(flags, dtype=torch.int32, device=self._device)
         distributed.all_reduce(counts)
         *num_ranks, num_failed = counts.tolist()
         if self._error is not None:
             raise self._error
-        if num_failed:  # or this rank would not trace again with the failed ones
+        if num_failed:  # raise here too, so that all ranks trace again at the next publish
             raise RankFailedError("another rank could not trace the export")
         self.refused |= {name: None for name, n in zip(names, num_ranks, strict=True) if not n}
         return parts
 
     def _for_each(self, export: Exported, work: Callable[[int, str, torch.Tensor], None]) -> None:
-        """Do ``work`` with the place, name and value of each exported tensor, until it fails.
+        """Call ``work`` with the index, name and value of each exported tensor, until it fails.
 
-        Then the export goes on without, as the other ranks wait in the next gather.
+        After a failure the export continues without ``work``, because other ranks wait in the next
+        gather.
         """
         for place, (name, tensor) in enumerate(export):
             if self._error is None:
                 try:
                     work(place, name, tensor)
-                except Exception as error:  # noqa: BLE001 - raised when all are through
+                except Exception as error:  # noqa: BLE001 - raised when the export has ended
                     self._error = error
 
     def _find_cuts(self) -> dict[int, Cut]:
-        """Return the cuts of tensors that this rank has parts of, by their places in an export.
+        """Return the cuts of tensors that this rank has parts of, by their indices in an export.
 
-        A tied embedding has two places, one from each end of the pipeline.
+        A tied embedding is exported twice, from both ends of the pipeline.
         """
         owner_of = {id(self._tensors[name]): owner for owner, name in self._names.items()}
         end, cuts = self._first + len(self._names), dict[int, Cut]()
@@ -128,7 +130,7 @@ class Tracer:
         return cuts
 
     def _find_parts(self, cuts: Mapping[int, Cut]) -> dict[int, Part]:
-        """Return this rank's parts of the tensors that are cut, by their places in an export."""
+        """Return this rank's parts of the cut tensors, by their indices in an export."""
         parts: dict[int, Part] = {}
 
         def find(place: int, name: str, positions: torch.Tensor) -> None:
@@ -152,7 +154,7 @@ class Tracer:
 
 
 class _NumberedModel:
-    """Model with numbers in place of parameters and buffers, made as mbridge reads them."""
+    """Model that returns numbers instead of its parameters and buffers, when mbridge reads them."""
 
     def __init__(self, model: nn.Module, numbers: Numbers) -> None:
         self._model = model
@@ -174,7 +176,7 @@ class _NumberedModel:
 
     def _numbered(self, tensor: torch.Tensor) -> torch.Tensor:
         numbered = self._numbers(tensor)
-        vars(numbered).update(vars(tensor))  # Megatron's own, as `partition_dim`
+        vars(numbered).update(vars(tensor))  # Megatron's attributes, such as `partition_dim`
         return numbered
 
 

@@ -1,8 +1,8 @@
-"""`MegatronWeights`: a Megatron model as HuggingFace's tensors, each rank's part of them.
+"""`MegatronWeights`: a Megatron model's weights as HuggingFace tensors, in parts on each rank.
 
 mbridge exports a model under HuggingFace's names: it gathers, joins and cuts parameters, tensor by
-tensor. The first publish traces that (`tracing`). After it, each rank gives its parts (`parts`) as
-views of its own parameters, and nothing is gathered.
+tensor. The first publish traces the export (`tracing`). All publishes then use each rank's parts
+(`parts`), which are views of the rank's parameters, so that nothing is gathered.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dbuffer.weights.lazy_tensor import LazyTensor
 class MegatronWeights:
     """Weights of a Megatron model under the names of mbridge's export, published without a gather.
 
-    Give it to `ShardedWeightSender.send` on all ranks. The first time, the ranks export three
-    times: twice to trace the export, with four bytes per element, and once to compare their parts
+    Pass it to `ShardedWeightSender.send` on all ranks. The first time, the ranks export three
+    times: twice with four bytes per element, to trace the export, and then to compare their parts
     with the weights. On a network mount, tensors that are cut by columns are gathered.
 
     Args:
@@ -34,27 +34,27 @@ class MegatronWeights:
         models: this rank's part of the model, as ``bridge.export_weights`` takes it.
 
     Raises:
-        InvalidWeightsError: while it is sent: parameters have other names, shapes or dtypes than
-            the first time.
-        RankFailedError: while it is sent: a rank failed while the export was traced.
-        UnsupportedError: while it is sent: the bridge computes a tensor, or a rank has several
-            boxes of it.
+        InvalidWeightsError: (raised by ``send``) parameters have other names, shapes or dtypes than
+            at the first publish.
+        RankFailedError: (raised by ``send``) a rank failed while it traced the export.
+        UnsupportedError: (raised by ``send``) the bridge computes a tensor from parameters, or a
+            rank has several boxes of a tensor.
     """
 
     def __init__(self, bridge: Any, models: Sequence[nn.Module]) -> None:
         self._bridge = bridge
         self._models = [_unwrapped(model) for model in models]
         self._parts: dict[str, Part] | None = None
-        """Parts by exported name; None before the first publish."""
+        """Parts by exported name, or None before the first publish."""
         self._refused: list[str] = []
-        """Exported tensors that cannot be published."""
+        """Names of exported tensors that cannot be published in parts."""
         self._shapes: Shapes = {}
-        """Parameters that have parts, at the first publish."""
+        """Dtypes and shapes at the first publish of the parameters that have parts."""
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
         tensors = tensors_of(self._models)
-        # It is collective: done on all ranks, even if in vain, or, after an error, on none.
+        # Tracing is collective. After an error on any rank, no rank has parts, so all trace again.
         if self._parts is None:
             self._parts = self._trace()
             self._shapes = shapes_of(
@@ -62,8 +62,8 @@ class MegatronWeights:
             )
         if self._refused:
             raise UnsupportedError(
-                f"mbridge does not make {listed(self._refused)} of one box per rank, copied out "
-                "of a parameter: publish the export itself, as a weight source"
+                f"mbridge does not make {listed(self._refused)} from one box per rank, copied from "
+                "a parameter: publish the export itself, as a weight source"
             )
         if not self._shapes.items() <= shapes_of(tensors).items():
             raise InvalidWeightsError(
@@ -89,7 +89,7 @@ class MegatronWeights:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return a model without wrappers, as ``DistributedDataParallel`` and ``Float16Module``."""
+    """Return a model without wrappers such as ``DistributedDataParallel`` or ``Float16Module``."""
     while isinstance(inner := getattr(model, "module", None), nn.Module):
         model = inner
     return model

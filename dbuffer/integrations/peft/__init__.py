@@ -1,9 +1,9 @@
-"""peft's adapters and a store: merged models, and adapters by themselves.
+"""peft: merged models and adapters in a store.
 
-* :func:`merged_weights` publishes a peft model as the model that it acts as (:mod:`.merged`);
-* :func:`send_adapter` publishes an adapter alone (:mod:`.adapter`);
+* :func:`merged_weights` returns a peft model's merged weights, to publish them (:mod:`.merged`);
+* :func:`send_adapter` publishes an adapter without its base model (:mod:`.adapter`);
 * :func:`save_adapter` saves a published adapter as a directory that engines and peft read
-  (:mod:`.saved`); it needs no peft.
+  (:mod:`.saved`). It does not import peft.
 """
 
 from __future__ import annotations

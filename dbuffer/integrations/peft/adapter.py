@@ -1,4 +1,4 @@
-"""An adapter by itself, published from a peft model."""
+"""`send_adapter`: publishes an adapter of a peft model without the base model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dbuffer.publish.sender import WeightSender
 from dbuffer.weights.targets import ADAPTER_KEY
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-"""Beginnings of ``init_lora_weights`` that take something out of the base model's weights."""
+"""Prefixes of the ``init_lora_weights`` values that change the base model's weights."""
 
 
 def send_adapter(
@@ -25,18 +25,19 @@ def send_adapter(
     version: int | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Publication:
-    """Publish an adapter instead of a model. A store holds the one or the other.
+    """Publish an adapter instead of a model. Use a store either for adapters or for models.
 
     Args:
-        sender: a `WeightSender`.
-        peft_model: the model that has the adapter; it is not changed.
-        adapter: its name in the peft model.
-        version: as of :meth:`WeightSender.send`.
-        metadata: as of :meth:`WeightSender.send`, without the adapter's own key.
+        sender: the store's sender.
+        peft_model: the model that has the adapter. It is not changed.
+        adapter: name of the adapter in the peft model.
+        version: see :meth:`WeightSender.send`.
+        metadata: see :meth:`WeightSender.send`. The key ``adapter_config`` is reserved.
 
     Raises:
-        InvalidWeightsError: there is no such adapter, or it means nothing without its base.
-        DBufferError: as :meth:`WeightSender.send`.
+        InvalidWeightsError: the model does not have the adapter, or the adapter's initialization
+            changed the base model's weights.
+        DBufferError: see :meth:`WeightSender.send`.
     """
     values = _config(peft_model, adapter).to_dict() | {"inference_mode": True}
     if ADAPTER_KEY in (metadata or {}):
@@ -44,7 +45,7 @@ def send_adapter(
             f"the metadata key {ADAPTER_KEY!r} is reserved for the adapter's configuration"
         )
     config = json.loads(json.dumps(values, default=_as_json, sort_keys=True))
-    # With "auto" peft asks the hub. The base model's own embeddings are no part of an adapter.
+    # The default "auto" makes peft send requests to the hub. Embeddings belong to the base model.
     state = get_peft_model_state_dict(peft_model, adapter_name=adapter, save_embedding_layers=False)
     weights = {name: tensor.detach() for name, tensor in state.items()}
     return sender.send(weights, version=version, metadata={**(metadata or {}), ADAPTER_KEY: config})

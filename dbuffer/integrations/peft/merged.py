@@ -1,8 +1,8 @@
-"""A peft model as the model that it acts as, merged layer by layer while it is published.
+"""`merged_weights`: a peft model's merged weights, computed layer by layer during a publish.
 
-peft merges in place, so it merges copies. One copy of the whole model has no data: peft merges that
-first, which tells the merged model's names, and whether peft can merge it, before anything is
-written. When a tensor's turn comes, its layer is copied, with data, merged by peft, and dropped.
+peft merges in place, so dbuffer lets it merge copies. First, peft merges a copy of the model
+without data. This shows the merged model's names, and whether peft can merge it, before anything is
+written. Later, to publish a tensor, its layer is copied with data, merged by peft, and dropped.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from dbuffer.weights.named_tensors import only_tensors, own_tensors
 def merged_weights(
     peft_model: PeftModel, *, as_checkpoint: bool = True
 ) -> dict[str, torch.Tensor | LazyTensor]:
-    """Return the weights that ``merge_and_unload()`` would give, for `WeightSender.send`.
+    """Return the weights of ``merge_and_unload()``, for `WeightSender.send`.
 
-    The active adapters are merged: ``set_adapter()`` chooses them.
+    The active adapters, which ``set_adapter()`` selects, are merged.
 
-    Names and values equal ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``; for a
-    transformers model, the files that ``save_pretrained`` writes. The peft model is not changed,
-    and no more of it is copied at a time than one layer (tied layers count as one).
+    Names and values equal ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``, or for a
+    transformers model the merged model's checkpoint as ``save_pretrained`` writes it. The peft
+    model is not changed. Only one layer is copied at a time; tied layers are copied together.
 
-    The tensors are merged again whenever they are sent, so the same dictionary may be sent after
-    each step of training. Nothing may train meanwhile.
+    Each publish merges again, so you can send the same dictionary after every training step. Do not
+    train while it is being sent.
 
     Args:
-        peft_model: in main memory or on a device, whole.
-        as_checkpoint: False: names and tensors of a transformers model's own ``state_dict()``.
+        peft_model: an unsharded model, in main memory or on a device.
+        as_checkpoint: if False, a transformers model has the names and tensors of its
+            ``state_dict()`` instead of its checkpoint's.
 
     Raises:
-        InvalidWeightsError: peft cannot merge them, the base model is quantised, sharded or has
-            more than tensors in its state, adapters are disabled or others are merged already.
+        InvalidWeightsError: peft cannot merge the adapters, the base model is quantized or sharded
+            or has non-tensors in its state, adapters are disabled, or inactive adapters are merged.
     """
     _check(peft_model)
     stand_ins = {id(tensor): _without_data(tensor) for tensor in own_tensors(peft_model)}
@@ -60,23 +61,23 @@ def merged_weights(
 
 
 def _check(peft_model: Any) -> None:
-    """Refuse a model that peft cannot merge, or whose merged model would act differently."""
+    """Refuse a model that peft cannot merge, or that would compute other outputs when merged."""
     tuner = peft_model.base_model if isinstance(peft_model, PeftModel) else None
     if not isinstance(tuner, BaseTuner):
         raise InvalidWeightsError(
             f"a {type(peft_model).__name__} has no adapters that can be merged: pass a PeftModel "
-            "(without wrappers around it) whose method changes weights, as LoRA does"
+            "(without wrappers around it) with a method that changes weights, such as LoRA"
         )
     if getattr(tuner.model, "quantization_method", None) is not None:
         raise InvalidWeightsError(
-            "the base model is quantised, and adapters cannot be merged into quantised "
-            "weights: publish the adapter (send_adapter), or train on a base that is not quantised"
+            "the base model is quantized, and adapters cannot be merged into quantized "
+            "weights: publish the adapter (send_adapter), or train on a base that is not quantized"
         )
     for name, tensor in (*peft_model.named_parameters(), *peft_model.named_buffers()):
         if type(tensor) not in (torch.Tensor, nn.Parameter) or hasattr(tensor, "ds_shape"):
             raise InvalidWeightsError(
-                f"tensor {name!r} is a {type(tensor).__name__}, quantised or sharded: adapters are "
-                "merged into plain and whole tensors only; publish the adapter (send_adapter)"
+                f"tensor {name!r} is a {type(tensor).__name__}, quantized or sharded: adapters can "
+                "be merged only into plain, unsharded tensors; publish the adapter (send_adapter)"
             )
         if tensor.is_meta:
             raise InvalidWeightsError(f"tensor {name!r} is on the meta device and has no values")
@@ -93,8 +94,8 @@ def _check_layer(name: str, layer: Any) -> None:
         )
     if idle := [name for name in layer.merged_adapters if name not in layer.active_adapters]:
         raise InvalidWeightsError(
-            f"{name} has {', '.join(map(repr, idle))} merged into it, which are not active: "
-            "unmerge_adapter() first, or set_adapter() all of them"
+            f"{name} has inactive adapters merged into it, {', '.join(map(repr, idle))}: "
+            "call unmerge_adapter() first, or activate all merged adapters with set_adapter()"
         )
 
 
@@ -104,10 +105,10 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _merge_whole(peft_model: PeftModel) -> nn.Module:
-    """Let peft merge a copy without data, just as it would merge the model."""
+    """Merge a copy without data in the way that peft would merge the model."""
     try:
         merged: nn.Module = peft_model.merge_and_unload()
-    # Each of its methods has its own way to say that it cannot.
+    # peft's methods raise different errors.
     except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
         raise InvalidWeightsError(
             f"peft cannot merge these adapters: {described(error)}"
@@ -115,7 +116,7 @@ def _merge_whole(peft_model: PeftModel) -> nn.Module:
     for name, module in merged.named_modules():
         if isinstance(module, BaseTunerLayer):
             raise InvalidWeightsError(
-                f"{name} is shared, and peft merges only one of its occurrences"
+                f"{name} occurs several times in the model, but peft merges only one occurrence"
             )
     return merged
 
@@ -126,7 +127,7 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 class _Layers:
-    """The layers that merging changes. Layers that share published memory are merged together."""
+    """Layers that merging changes. Layers that share published tensors are merged together."""
 
     def __init__(self, model: nn.Module, published: list[torch.Tensor]) -> None:
         self._layers = dict(_layers_of(model))
@@ -136,22 +137,23 @@ class _Layers:
                 self._keys_at.setdefault(place, []).append(key)
         shared = (self._keys_at.get(_place(tensor), []) for tensor in published)
         tied = {key for keys in shared if len(keys) > 1 for key in keys}
-        # In the model's order, as peft merges them.
+        # In the model's order, as in peft.
         together = [key for key in self._layers if key in tied]
         self._merged_with = {key: together if key in tied else [key] for key in self._layers}
 
     def weight(
         self, name: str, to_be: torch.Tensor, tensor: torch.Tensor | None
     ) -> torch.Tensor | LazyTensor:
-        """Return the tensor to publish under a name: the existing one, or a merged one.
+        """Return the tensor to publish under a name.
 
-        A merged one is of a layer, or tied to one, and is made when its turn comes.
+        If merging changes the tensor, because it is part of a layer or tied to a layer's tensor,
+        return a lazy tensor. Otherwise return the existing tensor.
         """
         parts = name.split(".")
         modules = (".".join(parts[:end]) for end in range(1, len(parts)))
         key = owner = next((module for module in modules if module in self._layers), None)
         if owner is None:
-            assert tensor is not None  # noqa: S101 - peft makes new ones in its own layers only
+            assert tensor is not None  # noqa: S101 - peft makes new tensors only in its layers
             owner = next(iter(self._keys_at.get(_place(tensor), ())), None)
             if owner is None:
                 return tensor.detach()
@@ -165,7 +167,7 @@ class _Layers:
                     "adapters were switched, merged or disabled since merged_weights() was called: "
                     "call it again"
                 )
-            # In one copy: a tensor that is tied to the layers changes with them.
+            # A single deepcopy keeps ties: a tensor that is tied to the layers changes with them.
             layers, tied_copy = copy.deepcopy(({key: self._layers[key] for key in keys}, tensor))
             merged = {key: _merge_layer(layer) for key, layer in layers.items()}
             if key is None:
@@ -177,7 +179,7 @@ class _Layers:
         return LazyTensor(to_be.dtype, tuple(to_be.shape), fetch, identity)
 
     def _state_of(self, keys: list[str]) -> list[tuple[Any, ...]]:
-        """Return all that determines the result of merging, except for values."""
+        """Return everything that determines the result of merging, except the tensors' values."""
         return [
             (list(module.active_adapters), list(module.merged_adapters), module.disable_adapters)
             for key in keys
@@ -194,18 +196,18 @@ def _merge_layer(layer: Any) -> nn.Module:
     else:
         layer.merge()
         merged = layer.get_base_layer()
-    assert isinstance(merged, nn.Module)  # noqa: S101 - what peft puts in the layer's place
+    assert isinstance(merged, nn.Module)  # noqa: S101 - peft's replacement for the layer
     return merged
 
 
 def _layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield peft's outermost layers that change weights when they are merged."""
+    """Yield names and outermost peft layers that change weights when they are merged."""
     inside: str | None = None
     for key, module in model.named_modules():
         if inside is not None and key.startswith(inside):
             continue
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             inside = f"{key}."
-            # A module that is trained whole takes the place of the other; nothing is computed.
+            # A fully trained module simply replaces the base module, so nothing is computed.
             if any(isinstance(part, BaseTunerLayer) for part in module.modules()):
                 yield key, module

@@ -1,8 +1,8 @@
-"""An adapter out of a store, saved as a directory that engines and peft read.
+"""`save_adapter`: saves a published adapter as a directory that engines and peft read.
 
-vLLM's ``LoRARequest(lora_path=...)``, SGLang's ``lora_paths`` and peft's ``from_pretrained`` take a
-directory with ``adapter_config.json`` and ``adapter_model.safetensors``. Each version gets one of
-its own, which appears whole or not at all, and is never written again.
+vLLM's ``LoRARequest(lora_path=...)``, SGLang's ``lora_paths`` and peft's ``from_pretrained`` read a
+directory with ``adapter_config.json`` and ``adapter_model.safetensors``. Each version is saved in a
+new directory, which appears atomically and is never changed.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _CONFIG = "adapter_config.json"
 _NAME = re.compile(r"v[0-9]{1,19}-[0-9a-f]{16}")
 _SCRATCH = ".saving-"
 _ABANDONED_NS = 3600 * 10**9
-"""Age at which an unfinished directory counts as a killed process's."""
+"""Age at which an unfinished directory is assumed to be left by a killed process."""
 
 _holds: weakref.WeakValueDictionary[Path, filesystem.Descriptor] = weakref.WeakValueDictionary()
-"""Open configurations of the versions that :func:`hold` keeps, by their directories."""
+"""Open and locked configuration files of the versions in :func:`hold`, by directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedAdapter:
-    """A version of an adapter in a directory."""
+    """Version of an adapter, saved in a directory."""
 
     version: int
     path: Path
@@ -52,7 +52,7 @@ class SavedAdapter:
 
     @property
     def number(self) -> int:
-        """A number unique to this version, from 1 to 2**62, for engines that number adapters."""
+        """Unique number of this version, from 1 to 2**62, for engines that need a number."""
         return (int(digest(self.path.name.encode()), 16) >> 2) + 1
 
 
@@ -63,22 +63,23 @@ def save_adapter(
     newer_than: int | None = None,
     timeout_s: float = 60.0,
 ) -> SavedAdapter:
-    """Save the newest version of an adapter below ``directory``, and acknowledge it.
+    """Save the newest version of an adapter in a subdirectory, and acknowledge the version.
 
-    A version that was saved before is not written again. The newest two versions are kept, and an
-    older one while a request that `adapter_request` made names it.
+    A version that was saved before is not written again. The newest two saved versions are kept.
+    Older ones are removed, unless a request from `adapter_request` still uses them.
 
     Args:
-        receiver: of a store that `send_adapter` publishes into.
-        directory: made, if it is not there. For this store alone.
-        newer_than: wait for a version above this one. Default: save any version.
-        timeout_s: how long to wait for it.
+        receiver: receiver of a store with adapters from `send_adapter`.
+        directory: parent of the versions' directories. It is created if it does not exist. Do not
+            use it for other stores.
+        newer_than: wait for a version above this number. Default: save any version.
+        timeout_s: how long to wait for a version.
 
     Raises:
-        WeightsMismatchError: the store holds no adapter.
-        WaitTimeoutError: no such version came in time.
+        WeightsMismatchError: the store holds a model, not an adapter.
+        WaitTimeoutError: no such version was published in time.
         SnapshotEvictedError: saving took longer than the sender waits; nothing was saved.
-        StoreFullError, StoreAccessError: the filesystem refused.
+        StoreFullError, StoreAccessError: the filesystem refused to write.
     """
     directory = options.directory("directory", directory)
     filesystem.make_directory(directory, parents=True)
@@ -91,13 +92,13 @@ def save_adapter(
             config = snapshot.metadata.get(ADAPTER_KEY)
             if not isinstance(config, dict):
                 raise WeightsMismatchError(
-                    "the store holds a model, not an adapter: publish one with send_adapter of "
-                    "dbuffer.integrations.peft, or load the model with load_into"
+                    "the store holds a model, not an adapter: publish an adapter with send_adapter "
+                    "of dbuffer.integrations.peft, or load the model with load_into"
                 )
             path = directory / f"v{snapshot.version}-{snapshot.id.run}"
             if not path.is_dir():
                 _write(snapshot, config, made)
-        # After the snapshot was left: only then is it known that no writer took its buffer.
+        # After the `with` block, which raises an error if the sender reused the snapshot's buffer.
         if made.is_dir():
             filesystem.rename_directory(made, path)
     saved = SavedAdapter(version=snapshot.version, path=path)
@@ -120,14 +121,14 @@ def _write(snapshot: Snapshot, config: dict[str, Any], path: Path) -> None:
 
 
 def hold(path: Path) -> filesystem.Descriptor | None:
-    """Keep a saved version's files while the result is in use; return None if they are gone."""
+    """Return a descriptor that keeps a saved version while open, or None if it was removed."""
     file = _holds.get(path)
     if file is None or not file.is_open:
         try:
             file = filesystem.open_regular(path / _CONFIG, os.O_RDONLY, owner_only=False)
         except FileNotFoundError:
             return None
-        if not _lock(file, exclusive=False):  # just being removed
+        if not _lock(file, exclusive=False):  # another process is removing the version
             return None
         _holds[path] = file
     return file
@@ -144,7 +145,7 @@ def _lock(file: filesystem.Descriptor, *, exclusive: bool) -> bool:
 
 
 def _remove_old(newest: Path) -> None:
-    """Remove versions but the newest two and those in use, and files of killed processes."""
+    """Remove unused versions except the newest two, and directories left by killed processes."""
     saved = [path for path in newest.parent.iterdir() if _NAME.fullmatch(path.name)]
     older = sorted((path for path in saved if path != newest), key=_made_at)
     for path in older[:-1]:
@@ -168,5 +169,5 @@ def _remove_if_free(path: Path) -> None:
 def _made_at(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
-    except FileNotFoundError:  # another process was faster
+    except FileNotFoundError:  # another process removed it
         return 0
