@@ -96,7 +96,7 @@ def require_forms() -> None:
             require_as_loaded(copy, serving)
             continue
         change(serving)
-        words = r"weight was loaded as torch\.bfloat16 \(4, 4\) and has been made something"
+        words = r"weight was loaded as torch\.bfloat16 \(4, 4\), and SGLang then changed its form"
         with pytest.raises(dbuffer.UnsupportedError, match=words):
             require_as_loaded(copy, serving)
 

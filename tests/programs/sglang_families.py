@@ -58,12 +58,12 @@ CASES = {
     "experts in bfloat16": Case(
         "qwen3-moe", {"dtype": "bfloat16"}, models=("qwen3_moe", "qwen2_moe")
     ),
-    "two replicas": Case("qwen3", {"dp_size": 2}, refused="dp_size above 1 cannot be followed"),
+    "two replicas": Case("qwen3", {"dp_size": 2}, refused="dp_size above 1 cannot follow"),
     # On a CPU it lacks the kernel to answer with, but is made and loaded as on a GPU.
     "quantised as it loads": Case(
         "qwen3",
         {"quantization": "w8a8_fp8", "dtype": "bfloat16"},
-        refused="something else of since (W8A8Fp8LinearMethod), into which SGLang cannot load",
+        refused="changed its form (W8A8Fp8LinearMethod) and cannot load",
     ),
 }
 

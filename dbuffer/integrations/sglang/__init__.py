@@ -1,14 +1,15 @@
-"""A dbuffer store as SGLang's source of weights: offline and as a server, any TP size.
+"""SGLang: engines and servers that follow a store, with any TP size.
 
-* :func:`follow`, for an ``sglang.Engine`` or a server's URL (:mod:`.follow_sglang`);
-* :func:`versions_of`: the version of each token of an output;
-* :func:`load_from_store`, the ``custom_weight_loader`` through which the engine's own processes
-  receive (:mod:`.loader`).
+* :func:`follow` keeps an ``sglang.Engine`` or a server on the newest version
+  (:mod:`.follow_sglang`);
+* :func:`versions_of` returns the versions that generated the tokens of an output;
+* :func:`load_from_store` is the ``custom_weight_loader`` that receives weights in the engine's
+  processes (:mod:`.loader`).
 
-In SGLang's schedulers, `rank` is below the loader, and `weight_calls` notices SGLang's own calls
-that write weights; `sglang_engine` drives an engine.
+:mod:`.sglang_engine` drives an engine. In SGLang's scheduler processes, the loader uses
+:mod:`.rank`, and :mod:`.weight_calls` detects weights that SGLang writes without dbuffer.
 
-Names are imported when they are used, and SGLang with them.
+A name is imported when it is first used, and SGLang with it.
 """
 
 from __future__ import annotations

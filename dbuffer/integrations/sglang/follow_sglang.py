@@ -11,8 +11,8 @@ from dbuffer.engine.follower import Follower
 from dbuffer.integrations.sglang.sglang_engine import OfflineSglang, sglang_engine_of
 
 SglangPause = Literal["keep", "abort"]
-"""Treatment of requests in flight: they are kept and go on with the new weights, their caches
-recomputed; or aborted."""
+"""Treatment of requests in flight. ``"keep"``: they continue with the new weights, after SGLang has
+recomputed their caches. ``"abort"``: they are aborted."""
 
 
 @overload
@@ -48,21 +48,22 @@ def follow(
     """Keep an engine on a store's newest version.
 
     Args:
-        engine: an ``sglang.Engine``, whose follower's ``sync()`` you call between generations; or
-            the URL of a server, which is followed in the background, until ``close()``. Either was
-            started with ``custom_weight_loader=["dbuffer.integrations.sglang.load_from_store"]``.
-        store: the store's directory, as the engine's processes and this one see it.
+        engine: an ``sglang.Engine`` or the URL of a server, which must have been started with
+            ``custom_weight_loader=["dbuffer.integrations.sglang.load_from_store"]``. For an
+            ``Engine``, call the follower's ``sync()`` between generations. A server is switched in
+            the background, until ``close()``.
+        store: the store's directory, as this process and the engine's processes see it.
         pause: treatment of requests in flight during a switch: ``"keep"`` (SGLang's
-            ``retract``) or ``"abort"``. An ``Engine`` has none.
-        api_key: for a server.
-        **options: more of :class:`EngineOptions`; with ``version``, the engine serves that version
-            and stays on it.
+            ``retract``) or ``"abort"``. Unused for an ``Engine``, which has no requests in flight.
+        api_key: API key of a server.
+        **options: fields of :class:`EngineOptions`. With ``version``, the engine switches to this
+            version and stays on it.
 
     Raises:
         OptionError: (a ``ValueError``) an option is invalid.
         VersionError: ``version`` is no longer in the store.
-        UnsupportedError: the engine was not started in a way that lets it follow.
-            A server that does not answer (yet) is waited for, in the background.
+        UnsupportedError: the engine was started with options that do not let it follow a store. If
+            a server does not answer yet, this is not an error: the follower waits for it.
     """
     chosen = EngineOptions.parse({"store": store, **options})
     driven = sglang_engine_of(engine, api_key=api_key)

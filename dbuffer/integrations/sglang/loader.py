@@ -1,8 +1,8 @@
-"""`load_from_store`: the ``custom_weight_loader`` that receives in each of an engine's processes.
+"""`load_from_store`: the ``custom_weight_loader`` that receives weights in an engine's processes.
 
-SGLang calls it on all ranks, between two steps. It must not raise: that would end the process, and
-with it the engine. A problem is written into the engine's record in the store, where the follower
-reads it.
+SGLang calls it on all ranks, between two steps. It must not raise an error, which would end the
+process and the engine. Instead, it writes problems into the engine's record in the store, which the
+follower reads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Serve a follower's request: begin to follow a store, switch to a version, or stop."""
+    """Execute a follower's request: start to follow a store, switch to a version, or stop."""
     try:
         request = from_tensors(named_tensors)
     except OptionError:
@@ -43,14 +43,14 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
 
     answer = capture_answer(answer_request)
     if isinstance(answer, ReceiverRecord):
-        endpoint.following().acknowledge()  # the store is where the follower reads the outcome
+        endpoint.following().acknowledge()  # the follower reads the outcome from the store
     if not isinstance(answer, DBufferError):
         return
     logger.error("%s: %s", request.call, answer)
     if endpoint.receiver is not None:
         endpoint.receiver.record_problem(str(answer))
     elif (options := request.options) and get_parallel().tp_group.rank_in_group == 0:
-        # Into the record that a receiver would have kept.
+        # There is no receiver, so write the record that a receiver would write.
         record = RecordFile(Path(options.read_store), options.engine_id or "")
         record.write(token=options.record_token, problem=str(answer))
         record.close()

@@ -1,4 +1,4 @@
-"""`SchedulerRank`: the SGLang scheduler process that a receiver runs in, and its model."""
+"""`SchedulerRank`: a rank of an SGLang engine, for the receiver in its scheduler process."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ class SchedulerRank(EngineRank):
         self._forms = self._forms_now()
 
     def engine_id(self, options: EngineOptions) -> str:
-        return options.engine_id or ""  # its follower has chosen it
+        return options.engine_id or ""  # chosen by the follower
 
     def make_check(self) -> ShapeCheck:
-        """Make a check with a copy of the model, on the scheduler's own thread.
+        """Return a check that uses a copy of the model without data.
+
+        Call this in the scheduler's thread.
 
         Raises:
-            UnsupportedError: there can be no copy, or SGLang could not load the model again.
+            UnsupportedError: the model cannot be copied, or SGLang could not load it again.
         """
         model = self.module
 
@@ -65,13 +67,13 @@ class SchedulerRank(EngineRank):
         self,
         tensors: Iterable[tuple[str, torch.Tensor]],
         *,
-        partial: bool = False,  # noqa: ARG002 - SGLang leaves out what does not come
+        partial: bool = False,  # noqa: ARG002 - SGLang accepts loads with missing tensors
     ) -> None:
         with set_default_torch_dtype(dtype_of(self.module)):
-            # As SGLang loads a checkpoint into an engine that runs; quantized layers need both.
+            # SGLang makes these two calls to reload a checkpoint. Quantized layers need both.
             DefaultModelLoader.restore_weights_before_loading(self.module, self.device)
             DefaultModelLoader.load_weights_and_postprocess(self.module, tensors, self.device)
-        # The next step reads the copies, and staging may overwrite their sources.
+        # Wait for the copies: the next step reads them, and staging may overwrite their sources.
         if self.on_device:
             torch.accelerator.synchronize(self.device)
 
@@ -86,7 +88,10 @@ class SchedulerRank(EngineRank):
     def load_checkpoint(self) -> None:
         path = Path(get_model().model_path)
         if not path.is_dir():
-            raise UnsupportedError(f"the weights of {path} cannot be read again from here")
+            raise UnsupportedError(
+                f"the engine's checkpoint {path} is not a directory on this host, so its weights "
+                "cannot be loaded again"
+            )
         tensors, _ = read_checkpoint(path)
         self.load((name, fetch(tensor)) for name, tensor in tensors.items())
 
@@ -94,8 +99,8 @@ class SchedulerRank(EngineRank):
         def refuse(*_: Any, **__: Any) -> NoReturn:
             raise EngineBrokenError(reason)
 
-        # A captured graph is replayed without it; but caches were flushed, so every request that
-        # is left must compute its prompt first.
+        # A captured graph runs without calling forward(). But the caches were flushed, so every
+        # remaining request must first compute its prompt, which calls forward().
         self.module.forward = refuse
 
     def serve_again(self) -> None:
@@ -103,15 +108,16 @@ class SchedulerRank(EngineRank):
 
 
 def dtype_of(model: torch.nn.Module) -> torch.dtype:
-    """Return the dtype that a model was built with."""
+    """Return the dtype of a model's first floating-point parameter."""
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
 def require_as_loaded(copy: torch.nn.Module, serving: torch.nn.Module) -> None:
-    """Refuse a model that serves in another form than it is loaded in.
+    """Refuse a model that SGLang could not load again, because its parameters changed form.
 
-    SGLang quantizes, transposes or packs layers once they are loaded, and undoes that for very few.
-    It would load into the others as they are: that fails halfway, or gives other weights.
+    SGLang quantizes, transposes or packs some layers after it has loaded them, and restores only a
+    few kinds of layers before another load. A load into layers of other kinds would fail halfway or
+    produce wrong weights.
     """
     served = dict(serving.named_parameters())
     for path, layer in copy.named_modules():
@@ -121,14 +127,17 @@ def require_as_loaded(copy: torch.nn.Module, serving: torch.nn.Module) -> None:
         for name, loaded in layer.named_parameters(path, recurse=False):
             if name not in served or form_and_loader(served[name]) != form_and_loader(loaded):
                 raise UnsupportedError(
-                    f"{name} was loaded as {loaded.dtype} {tuple(loaded.shape)} and has been made "
-                    f"something else of since ({type(method).__name__}), into which SGLang cannot "
-                    "load another version: this engine, quantized or packed so, cannot be followed"
+                    f"{name} was loaded as {loaded.dtype} {tuple(loaded.shape)}, and SGLang then "
+                    f"changed its form ({type(method).__name__}) and cannot load another version "
+                    "into it: an engine with this quantization or packing cannot follow a store"
                 )
 
 
 def form_and_loader(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """Return a parameter's form; without its loader, it takes no part of a fused tensor."""
+    """Return a parameter's shape, dtype, and whether it has a loader.
+
+    A parameter without a loader cannot be loaded as a part of a fused tensor.
+    """
     return parameter.shape, parameter.dtype, hasattr(parameter, "weight_loader")
 
 

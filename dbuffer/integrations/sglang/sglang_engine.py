@@ -1,10 +1,10 @@
-"""`Engine` for SGLang: an ``sglang.Engine``, a server.
+"""`Engine` implementations for SGLang: an ``sglang.Engine`` in this process, and a server.
 
-An update is bracketed as SGLang asks for it: pause, flush the caches, ``begin_weight_update``, one
-``update_weights_from_tensor``, ``end_weight_update``, the new version's label, continue.
+An update makes the calls that SGLang requires: pause, flush the caches, ``begin_weight_update``, a
+single ``update_weights_from_tensor``, ``end_weight_update``, set the new version's label, continue.
 
-SGLang hands its ``custom_weight_loader`` the tensors of an update, and nothing else. So an update
-is one tensor without elements, whose name is the request; each rank then maps the weights itself.
+SGLang passes only tensors to its ``custom_weight_loader``. So dbuffer sends an empty tensor whose
+name is the request, and each rank then reads the weights from the store.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from dbuffer.format.manifest import host_in_id
 from dbuffer.store.buffer import DoubleBuffer
 
 LOADER = "dbuffer.integrations.sglang.load_from_store"
-"""Value of ``custom_weight_loader`` that an engine must be started with."""
+"""Required entry of ``custom_weight_loader`` when an engine is started."""
 
 _PAUSES = {"keep": "retract", "abort": "abort"}
-"""SGLang's names of the modes. It has no pause that waits for requests."""
+"""SGLang's names of the pause modes. SGLang has no mode that waits for requests to finish."""
 
-# A session that restores no weights when it opens, and packs none when it closes: a rank does both
-# in one call, once all ranks have agreed to load.
+# With this selector, SGLang restores no weights when the session opens, and packs none when it
+# closes. Each rank does both in a single call, after all ranks have agreed to load.
 _SESSION = "draft"
 
 
 def to_tensors(request: RankRequest | None) -> list[tuple[str, torch.Tensor]]:
-    """Encode a request, or None to do nothing."""
+    """Encode a request as tensors. None is a request to do nothing."""
     command = {"request": None if request is None else request.as_json()}
     return [(json.dumps(command), torch.empty(0, dtype=torch.uint8))]
 
@@ -47,38 +47,39 @@ def from_tensors(tensors: list[tuple[str, torch.Tensor]]) -> RankRequest | None:
     """Decode the tensors of :func:`to_tensors`.
 
     Raises:
-        OptionError: these are other tensors, or another version of dbuffer made the request.
+        OptionError: the tensors are not a request, or another version of dbuffer made it.
     """
     try:
         [(text, _)] = tensors
         request = json.loads(text)["request"]
     except (ValueError, TypeError, KeyError) as error:
         raise OptionError(
-            f"{len(tensors)} tensors that are not a command of dbuffer ({error}): this loader is "
-            "for dbuffer.integrations.sglang.follow"
+            f"{len(tensors)} tensors are not a command of dbuffer ({error}): this loader only "
+            "works with dbuffer.integrations.sglang.follow"
         ) from None
     return None if request is None else RankRequest.parse(request)
 
 
 def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
-    """Read the facts about an engine's start from its server information."""
+    """Return the facts about an engine from its server information."""
     if LOADER not in (info.get("custom_weight_loader") or []):
         raise UnsupportedError(
-            f"this engine was not started for dbuffer: start it with custom_weight_loader="
-            f"[{LOADER!r}]; a server: --custom-weight-loader {LOADER}"
+            f"this engine was not started for dbuffer: start an Engine with custom_weight_loader="
+            f"[{LOADER!r}], or a server with --custom-weight-loader {LOADER}"
         )
     for option in ("dp_size", "pp_size"):
         if info[option] > 1:
             raise UnsupportedError(
-                f"an engine with {option} above 1 cannot be followed as one: use tp_size, and "
-                "one engine for each replica"
+                f"an engine with {option} above 1 cannot follow a store: use tp_size, and a "
+                "separate engine for each replica"
             )
     if info.get("speculative_algorithm") is not None:
         raise UnsupportedError(
-            "an engine with a draft model cannot be followed: a store holds no weights for it"
+            "an engine with a draft model cannot follow a store, which holds no weights for the "
+            "draft model"
         )
     return EngineFacts(
-        # Two starts never take equally long, and a seed that was not given is a random one.
+        # These differ between two starts: the start-up time always, and usually the random seed.
         instance_id=json.dumps([info.get("random_seed"), info.get("startup_time")]),
         name=name,
         num_ranks=info["tp_size"],
@@ -86,47 +87,50 @@ def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
 
 
 class _Sglang(Engine):
-    """Calls an engine's ranks by commands. SGLang passes no answer of a rank on."""
+    """Engine whose ranks execute requests. SGLang does not return the ranks' answers."""
 
     pauses = tuple(_PAUSES)
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
         if request.call == "check":
             raise UnsupportedError("SGLang's ranks cannot check whether tensors fit")
-        # An update acknowledges; and no rank could answer that it has nothing ready.
+        # An update already acknowledges. To reserve, ranks would have to answer, which they cannot.
         if request.call in ("acknowledge", "reserve"):
             return [None]
         self._send(request)
-        # The outcome of an update is read from the engine's record in any case, by the follower.
+        # The follower reads the outcome of an update from the engine's record.
         return [None if request.options is None else _refusal(request.options)]
 
     def _send(self, request: RankRequest | None, *, flush_cache: bool = False) -> None:
-        """Send a request to all ranks, or None for an update that does nothing."""
+        """Send a request to all ranks. None is a request to do nothing."""
         raise NotImplementedError
 
     def _flush_caches(self) -> None:
-        """Update nothing, for what SGLang does after an update: flush its caches.
+        """Make an update that does nothing, after which SGLang flushes its caches.
 
-        Its route that only flushes collects garbage too, for 0.3 s, or gives memory of a GPU back
-        that the next step asks for again.
+        SGLang's route for flushing only would also collect garbage, which takes 0.3 s, or release
+        GPU memory that the next step allocates again.
         """
         self._send(None, flush_cache=True)
 
 
 def _refusal(options: EngineOptions) -> RankAnswer:
-    """Read from an engine's record why it cannot follow; the ranks must not raise it."""
+    """Return the problem in the engine's record as an error, or None if the engine can follow.
+
+    The ranks write the problem into the record because they must not raise errors.
+    """
     store = DoubleBuffer(options.read_store, allow_shared_store=options.allow_shared_store)
     if not store.exists():
         return None
     record = store.record(options.engine_id or "", options.record_token)
-    # An update repairs weights that were half loaded before following began.
+    # Half-loaded weights (is_broken) do not prevent following: the next update repairs them.
     if record is None or record.problem is None or record.is_broken:
         return None
     return UnsupportedError(record.problem)
 
 
 class OfflineSglang(_Sglang):
-    """An ``sglang.Engine``: nothing runs between two calls of it, so there is nothing to pause."""
+    """An ``sglang.Engine``. Nothing runs between two calls of it, so there is nothing to pause."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -151,7 +155,9 @@ class OfflineSglang(_Sglang):
         try:
             self._flush_caches()
         except EngineUpdateError as error:
-            raise EngineBusyError(f"wait for the engine's requests, then sync: {error}") from error
+            raise EngineBusyError(
+                f"wait until the engine's requests have finished, then sync: {error}"
+            ) from error
 
     def weight_version(self) -> str:
         return str(self._engine.get_model_info()["weight_version"])
@@ -166,8 +172,8 @@ class OfflineSglang(_Sglang):
     def _require_idle(self) -> None:
         if self._engine.loop.is_running():
             raise EngineBusyError(
-                "the engine's event loop is running: sync between generations, outside of it, or "
-                "run the engine as a server"
+                "the engine's event loop is running: call sync() between generations and outside "
+                "of the event loop, or run the engine as a server"
             )
 
 
@@ -175,7 +181,7 @@ class SglangServer(_Sglang, EngineServer):
     """An SGLang server; see :class:`~dbuffer.engine.server.EngineServer`."""
 
     IS_WHAT = "SGLang"
-    WITHOUT_ROUTE = "it is no SGLang server, or an old one; dbuffer is tested with 0.5.23"
+    WITHOUT_ROUTE = "it is not an SGLang server, or an old one; dbuffer is tested with 0.5.23"
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         EngineServer.__init__(self, url, api_key=api_key)
@@ -189,7 +195,7 @@ class SglangServer(_Sglang, EngineServer):
         return facts
 
     def _send(self, request: RankRequest | None, *, flush_cache: bool = False) -> None:
-        # Without a pause, SGLang would wait for all requests first. This one ends no request.
+        # Without a pause, SGLang would first wait for all requests. An in-place pause ends none.
         is_ours = not self._has_paused
         try:
             if is_ours:
@@ -200,7 +206,7 @@ class SglangServer(_Sglang, EngineServer):
                 self.resume()
 
     def _update_in_session(self, request: RankRequest | None, *, flush_cache: bool) -> None:
-        # Not torch's pickles for other processes: those pass memory on, through a connection.
+        # Plain pickle: torch's pickling for other processes would send shared memory, not data.
         payload = base64.b64encode(pickle.dumps(to_tensors(request))).decode()
         body = {
             "serialized_named_tensors": [payload] * self._num_ranks,
@@ -219,14 +225,15 @@ class SglangServer(_Sglang, EngineServer):
         try:
             self.request("POST", "/begin_weight_update", json=begin)
         except EngineUpdateError:
-            # A killed follower has left a session open.
+            # A killed follower left its session open: close that session, and begin a new one.
             self.request("POST", "/end_weight_update", json={})
             self.request("POST", "/begin_weight_update", json=begin)
 
     def is_paused(self) -> None:
-        """Return None: no route tells. ``/ready`` answers alike for a server that still starts.
+        """Return None: SGLang has no route that tells whether the server is paused.
 
-        So a pause that another process began ends with the next switch.
+        ``/ready`` gives the same answer for a paused server as for a server that is starting. So
+        the next switch ends a pause that another process began.
         """
 
     def pause(self, mode: PauseMode) -> None:
@@ -248,7 +255,7 @@ class SglangServer(_Sglang, EngineServer):
 
 
 def sglang_engine_of(target: Any, *, api_key: str | None = None) -> OfflineSglang | SglangServer:
-    """Return the engine behind an ``sglang.Engine``, or a server's URL."""
+    """Return the `Engine` for an ``sglang.Engine`` or a server's URL."""
     if isinstance(target, str):
         return SglangServer(target, api_key=api_key)
     if hasattr(target, "tokenizer_manager") and hasattr(target, "update_weights_from_tensor"):

@@ -1,8 +1,8 @@
-"""Notice where SGLang writes or discards weights without dbuffer, in its scheduler processes.
+"""Detection of weights that SGLang writes or discards without dbuffer, in its scheduler processes.
 
-SGLang's dispatch table cannot be watched any more once the engine serves; so these are the
-functions that its calls look up. The weight version is kept in another process: a follower drops
-it at its next look.
+The functions in SGLang's dispatch table can no longer be replaced when the engine serves. So this
+module replaces functions that they look up at each call. SGLang keeps the engine's weight version
+in another process, where a follower removes it the next time it checks the engine.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _LOADS = (
 
 
 def watch_scheduler() -> None:
-    """Watch the engine of this process; again does nothing."""
+    """Watch the engine of this process. A second call does nothing."""
     functions: list[tuple[Any, str, Callable[..., AbstractContextManager[None]]]] = [
         *((WeightUpdater, name, functools.partial(_loading, name)) for name in _LOADS),
-        # Called with the model just before its weights' memory is released, and after it is back.
+        # Called with the model before its weights' memory is released, and after it is restored.
         (scheduler, "_export_static_state", _releasing),
         (scheduler, "_import_static_state", _resuming),
     ]
     for owner, name, around in functions:
         if not watch(owner, name, around):
-            message = "this SGLang has no %s: loads through its successor are not noticed"
+            message = "this SGLang has no %s: loads through its successor are not detected"
             log_once(logger, message, name)
 
 

@@ -195,14 +195,14 @@ def test_a_source_is_neither_changed_nor_sent_in_the_background(store):
 
 
 PROBLEMS: dict[str, dict[str, Any]] = {
-    "gives 'layers.0' where its metadata.* has 'embedding'": {
+    "yields 'layers.0' where its metadata.* has 'embedding'": {
         "names": ["layers.0", "embedding", "layers.1", "none"]
     },
-    "gives 'other' where its metadata.* has 'layers.0'": {
+    "yields 'other' where its metadata.* has 'layers.0'": {
         "names": ["embedding", "other", "layers.1", "none"]
     },
-    "ends before 'layers.1'": {"names": ["embedding", "layers.0"]},
-    "gives more, and more, which its metadata": {"names": [*SHAPES, "more", "and more"]},
+    "ended without 'layers.1'": {"names": ["embedding", "layers.0"]},
+    "yields more, and more, which its metadata": {"names": [*SHAPES, "more", "and more"]},
     "declared as .*float32.* but is .*float64": {"dtype": "layers.1"},
 }
 """Sources that differ from their metadata, by what is said of each."""

@@ -156,7 +156,7 @@ def kill_writer(directory: Path, number: int) -> None:
 def test_a_save_whose_writer_was_killed_is_refused_and_told(watch, out, store, number):
     kill_writer(out / "checkpoint-1", number)
     assert f"{out / 'checkpoint-1'} is not published" in watch.refusal()
-    assert f"in several files, and there is no {INDEX}" in watch.refusal()
+    assert f"has several files, but no {INDEX}" in watch.refusal()
     save(out / "checkpoint-1", 3)
     assert watch.version_of(0) == (3, 1)
 
@@ -253,7 +253,7 @@ def test_a_problem_that_stays_is_told_once(caplog, monkeypatch, out, store):
         stop.set()
         watching.result()
     [told] = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert f"in several files, and there is no {INDEX}" in told
+    assert f"has several files, but no {INDEX}" in told
 
 
 def test_options_that_have_no_effect_are_refused(capsys, out, store):

@@ -289,7 +289,7 @@ class TestSharedMemory:
     def test_columns_of_one_matrix_are_refused(self, load):
         """Their ranges of addresses overlap."""
         memory = torch.zeros(4, 4)
-        with pytest.raises(WeightsMismatchError, match="between each other's elements"):
+        with pytest.raises(WeightsMismatchError, match="interleaved in memory"):
             load({"a": torch.ones(4), "b": torch.ones(4)}, {"a": memory[:, 0], "b": memory[:, 1]})
         assert not memory.any()
 

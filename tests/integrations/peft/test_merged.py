@@ -253,7 +253,7 @@ class TestRefused:
     def test_quantised(self):
         model = make("qwen3", METHODS["lora"]())
         model.get_base_model().quantization_method = "bitsandbytes"
-        self.refuse(model, "the base model is quantised")
+        self.refuse(model, "the base model is quantized")
 
     def test_tensors_that_are_more_than_tensors(self):
         class Packed(torch.nn.Parameter):
