@@ -1,7 +1,7 @@
-"""Requests to an engine's ranks, and their answers; both travel as JSON.
+"""Requests to an engine's ranks, and the ranks' answers. Both are sent as JSON.
 
-An answer is None, or an error, whose class tells the engine's state. After an update, the engine's
-first rank answers with the engine's record, which tells the outcome.
+An answer is None, the engine's record, or an error, whose class tells the engine's state. After an
+update, the first rank answers with the engine's record, which tells whether the update succeeded.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from dbuffer.runtime.messages import described
 class RankRequest:
     """Request to all ranks of an engine.
 
-    * ``begin``: follow a store instead of any other, unless all ranks follow it already, with these
-      options;
-    * ``reserve``: keep the version that is ready for an update to come, or answer an error;
-    * ``update``: switch to a version, and answer the engine's record;
-    * ``acknowledge``: answer that record, and let a thread write it into the store;
-    * ``attest``: collect the ranks' comparisons of their weights, and answer that record;
-    * ``check``: answer whether the model has places for these tensors;
+    * ``begin``: follow a store with these options, and stop following any other store;
+    * ``reserve``: keep the version that is ready for the next update, or answer an error;
+    * ``update``: switch to a version, and answer with the engine's record;
+    * ``acknowledge``: let a thread write the engine's record into the store, and answer with it;
+    * ``attest``: collect all ranks' comparisons of their weights, and answer with the engine's
+      record;
+    * ``check``: answer an error if the model has no place for some of these tensors;
     * ``forget``: treat the model's weights as unknown, so that the next update reloads all of them;
-    * ``awake``: answer whether the weights are awake;
+    * ``awake``: answer an error if the weights are asleep;
     * ``end``: stop following; the model keeps its weights.
     """
 
@@ -41,14 +41,15 @@ class RankRequest:
     ]
     _: KW_ONLY
     options: EngineOptions | None = None
-    """Options to begin with."""
+    """Options of ``begin``."""
     takes_over: bool = True
-    """Whether to begin also if a rank follows another store, or with other options."""
+    """Whether to ``begin`` even if a rank follows another store, or with other options."""
     update: UpdateRequest | None = None
+    """Version of ``reserve`` or ``update``."""
     tensors: tuple[TensorSpec, ...] = ()
-    """Tensors to check."""
+    """Tensors of ``check``."""
     allows_unused: bool = False
-    """Whether the model may lack a place for some of them."""
+    """Whether ``check`` accepts tensors that the model has no place for."""
 
     def as_json(self) -> dict[str, Any]:
         values = asdict(self)
@@ -59,7 +60,7 @@ class RankRequest:
         """Decode a request.
 
         Raises:
-            OptionError: (a ``ValueError``) it is none, or has a value that it cannot have.
+            OptionError: (a ``ValueError``) ``values`` is not a request, or a value is invalid.
         """
         try:
             parsers = _ARGUMENTS[values["call"]]
@@ -75,7 +76,7 @@ class RankRequest:
 
 
 def specs_of(tensors: Iterable[tuple[str, str, list[int]]]) -> tuple[TensorSpec, ...]:
-    """Make specs of the name, dtype (``"bfloat16"``) and shape of each tensor, as JSON has them."""
+    """Make specs from the name, dtype (``"bfloat16"``) and shape of each tensor."""
     return tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
 
 
@@ -96,7 +97,7 @@ _ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
 """Arguments of each call, with the functions that parse them."""
 
 RankAnswer = errors.DBufferError | ReceiverRecord | None
-"""Answer of one rank: its error; or else the engine's record, or None."""
+"""Answer of a rank: an error, the engine's record, or None."""
 
 _SEVERITIES: tuple[type[errors.DBufferError], ...] = (
     errors.WeightsMismatchError,
@@ -107,11 +108,11 @@ _SEVERITIES: tuple[type[errors.DBufferError], ...] = (
     errors.DBufferError,  # any other: the engine does not answer, or has ended
     errors.EngineBrokenError,
 )
-"""Kinds of errors, from least to worst."""
+"""Classes of errors, from least to most severe."""
 
 _ANSWERS = tuple(kind for kind in _SEVERITIES if kind is not errors.DBufferError)
-"""Kinds of errors that a rank answers with. After any but the last one the weights are as they
-were."""
+"""Classes of errors that a rank answers with. After all but `EngineBrokenError`, the last one, the
+weights are unchanged."""
 
 
 def as_answer(error: Exception) -> errors.DBufferError:
@@ -123,10 +124,12 @@ def as_answer(error: Exception) -> errors.DBufferError:
 
 
 def worst_of(answers: Sequence[RankAnswer]) -> errors.DBufferError | None:
-    """Return the worst answer; the first of several that are as bad.
+    """Return the most severe error among the answers, or None if no answer is an error.
+
+    Of equally severe errors, return the first.
 
     Raises:
-        EngineUpdateError: no rank has answered, so that nothing is known to be done.
+        EngineUpdateError: there are no answers, so the request may not have been served.
     """
     if not answers:
         raise errors.EngineUpdateError("no rank of the engine has answered")
@@ -135,7 +138,7 @@ def worst_of(answers: Sequence[RankAnswer]) -> errors.DBufferError | None:
 
 
 def raise_worst(failures: Sequence[errors.DBufferError]) -> None:
-    """Raise the worst of several engines' errors, if any, with the messages of all."""
+    """Raise the most severe of several engines' errors, with all messages, or do nothing."""
     if len(failures) == 1:
         raise failures[0]
     if failures:
@@ -155,7 +158,11 @@ def encode_answer(answer: RankAnswer) -> dict[str, Any]:
 
 
 def decode_answer(values: Any) -> RankAnswer:
-    """Read an answer; a value that is none is an :class:`EngineUpdateError`."""
+    """Decode an answer.
+
+    Raises:
+        EngineUpdateError: ``values`` is not an answer.
+    """
     kinds = {kind.__name__: kind for kind in _ANSWERS}
     with contextlib.suppress(errors.StoreCorruptError):  # of a record with other fields
         match values:

@@ -1,9 +1,10 @@
 """`MetaModel`: a copy of an engine's model without data, whose loaders are watched.
 
-Weights are loaded into it without data, while the engine serves. The elements that its loaders
-write are counted, since engines fuse parameters (q, k and v are one): a set of loaded names cannot
-tell that a part is missing. Loaders skip names that they do not know, so the tensors that they read
-are noted.
+A version is loaded into the copy, without data, while the engine serves. The copy records:
+
+* the number of elements that loaders write into each parameter. Engines fuse parameters (q, k and v
+  become one), so the names of the loaded parameters would not show that a part is missing;
+* the tensors that loaders read. Loaders skip names that they do not know.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ Loader = Callable[..., Any]
 
 
 class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A model on the meta device, and counts of what its loaders write into each of its tensors.
+    """A model on the meta device that counts the elements which loaders write into its tensors.
 
-    A load is complete if each parameter is; a subclass may know better.
+    A load is complete if all elements of all parameters were written. A subclass can ask for less.
 
     Args:
-        model: the copy, made on the meta device. Layers that name a device of their own are
-            moved there.
-        embedding: the class of embeddings and heads, which are padded to a round number of rows;
-            no checkpoint has the last ones, and the loaders check the rows they get.
-        default_loader: of tensors without a ``weight_loader``.
-        tp_size: number of ranks that a tensor may be spread over, if nothing else is known of it.
-        serving: the model that serves. Its loaders may have registered parameters that the copy
-            does not have yet, and parameters that are tied there are tied in the copy too. None:
-            neither.
+        model: the copy, made on the meta device. Parameters that a layer has put on another device
+            are moved to the meta device.
+        embedding: class of embeddings and heads, which are padded to a round number of rows. No
+            checkpoint has the padding, and the loaders check the number of rows.
+        default_loader: loader for tensors without a ``weight_loader``.
+        tp_size: number of ranks that may share a tensor, unless a subclass says otherwise.
+        serving: the model that serves, if there is one. Parameters that are tied in it are tied in
+            the copy too. Parameters that the serving model's loaders have registered must be
+            registered by the copy's loaders, too.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._of_thread = threading.local()
         self.recorder = LoadRecorder(dict(model.named_parameters()) | dict(model.named_buffers()))
         self.names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        """All names of its parameters, also of tied ones."""
+        """All names of the copy's parameters. A tied parameter has several."""
         self._loaded: dict[int, int] = {}
         self._padded = {
             id(parameter): module
@@ -81,7 +82,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watch_late_parameters(serving)
 
     def reset(self) -> None:
-        """Forget all loads, for one by this thread."""
+        """Forget earlier loads, before a load by this thread."""
         for module, name in self._late.values():
             tables_of(module)[0][name] = None
         self._late.clear()
@@ -90,24 +91,27 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recorder.begin()
 
     def require_complete(self) -> None:
-        """Raise :class:`WeightsMismatchError` if something is missing."""
+        """Raise :class:`WeightsMismatchError` if a parameter was not loaded completely."""
         self.require_late_parameters()
         for name, parameter in self.model.named_parameters():
             self.require_whole(name, parameter, parameter.numel())
 
     def note_loaded(self, tensor: Any, count: int, *, is_part: bool) -> None:
-        """Note that a loader has written so many elements of this, as a whole or as a part."""
+        """Let a subclass note that a loader has written ``count`` elements of a tensor.
+
+        ``is_part``: whether the loader was called for a part of the tensor, such as q of q, k, v.
+        """
 
     def num_shares(self, tensor: Any) -> int:  # noqa: ARG002
-        """Return the number of ranks that a tensor may be spread over."""
+        """Return the number of ranks that may share a tensor."""
         return self._tp_size
 
     def count_of(self, tensor: Any) -> int:
-        """Return the number of elements of this that were written."""
+        """Return the number of elements of a tensor that were written."""
         return self._loaded.get(id(tensor), 0)
 
     def end(self) -> LoadTrace:
-        """Return the trace since :meth:`reset`."""
+        """Return the trace of all loads since :meth:`reset`."""
         return self.recorder.end(
             (tensor, self.count_of(tensor))
             for tensor in (*self.model.parameters(), *self.model.buffers())
@@ -115,7 +119,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def with_data(self, name: str) -> Iterator[torch.Tensor]:
-        """Give a parameter or buffer memory, of zeros, for a while."""
+        """Give a parameter or buffer memory, filled with zeros, during the block."""
         path, _, attribute = name.rpartition(".")
         tables = tables_of(self.model.get_submodule(path))
         without = next(table[attribute] for table in tables if attribute in table)
@@ -128,7 +132,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _put_in_place(self.model, made, without)
 
     def require_whole(self, name: str, tensor: Any, num_elements: int) -> None:
-        """Raise :class:`WeightsMismatchError` if fewer elements of this were written."""
+        """Raise :class:`WeightsMismatchError` if fewer elements of a tensor were written."""
         loaded = self.count_of(tensor)
         if loaded < (1 if id(tensor) in self._padded else num_elements):
             raise WeightsMismatchError(
@@ -136,14 +140,14 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def require_late_parameters(self) -> None:
-        """Refuse other parameters than loaders registered when the engine was started."""
+        """Refuse a version whose loaders register other parameters than at the engine's start."""
         for path, (module, name) in self._late.items():
             served = self._served_late.get(path)
             shape = tables_of(module)[0][name].shape
             if served is None:
                 raise WeightsMismatchError(
-                    f"{path} was published, and the engine was started from a checkpoint without: "
-                    "leave it out, or start the engine from a checkpoint that has it"
+                    f"{path} was published, but the engine's checkpoint did not have it: publish "
+                    "without it, or start the engine from a checkpoint that has it"
                 )
             if shape != served:
                 raise WeightsMismatchError(
@@ -155,13 +159,13 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def _watch_late_parameters(self, serving: torch.nn.Module | None) -> None:
-        """Watch for parameters that the model's loaders register themselves: some biases."""
+        """Watch for parameters that loaders register, as they do with some biases."""
         served = dict(serving.named_parameters()) if serving is not None else {}
         shapes = {unwrapped(name): tensor.shape for name, tensor in served.items()}
         for prefix, module in self.model.named_modules():
             lacking = [name for name, tensor in tables_of(module)[0].items() if tensor is None]
             paths = {f"{prefix}.{name}".lstrip("."): name for name in lacking}
-            # Other parameters that the serving model has alone are derived from loaded ones.
+            # Other parameters that only the serving model has are derived from loaded ones.
             late = [path for path, name in paths.items() if name == "bias" and path in shapes]
             self._served_late |= {path: shapes[path] for path in late}
             if paths:
@@ -169,7 +173,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 module.register_parameter = register
 
     def _register(self, prefix: str, module: torch.nn.Module, name: str, parameter: Any) -> None:
-        """Register a parameter of the copy, and treat it as loaded: its loader is not wrapped."""
+        """Register a parameter of the copy. It counts as loaded, as its loader is not wrapped."""
         is_late = tables_of(module)[0].get(name) is None and parameter is not None
         torch.nn.Module.register_parameter(module, name, parameter)
         if not is_late or self._thread is None:
@@ -183,7 +187,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # A view reads nothing: a model that keeps one would compute with a later version's bytes.
+        # Making a view does not count as reading the tensor: a model that only keeps the view would
+        # compute with a later version's bytes.
         if not func.is_view:
             for value in tree_leaves(args):
                 if isinstance(value, torch.Tensor):
@@ -204,31 +209,32 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         signature = inspect.signature(loader)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            # All take the parameter and the loaded tensor first, some by name.
+            # The first two arguments are the parameter and the loaded tensor, for some by name.
             param, loaded, *which_part = signature.bind(*args, **kwargs).arguments.values()
             if not param.is_meta:  # in `with_data`, where nothing is counted
                 return loader(*args, **kwargs)
             self.recorder.note_read(loaded)
-            # A trainer's float32 into an engine's bfloat16 is the usual case; bits are not numbers.
+            # Numbers convert, such as a trainer's float32 to an engine's bfloat16. Integers may be
+            # codes of numbers, and do not.
             if loaded.is_floating_point() != param.is_floating_point():
                 raise WeightsMismatchError(f"{loaded.dtype} does not convert to {param.dtype}")
             self._require_rows(param, loaded)
             before = self._num_copied
-            # Some models load in threads of their own, which have modes of their own too.
+            # Some models load in other threads, where this mode must be entered again.
             is_here = threading.get_ident() == self._thread
             with contextlib.nullcontext() if is_here else self:
                 result = loader(*args, **kwargs)
             self._count(param, loaded, self._num_copied - before, is_part=bool(which_part))
             return result
 
-        # Parameters of some quantizations have a property of that name, without a setter.
+        # Some quantized parameters have a property ``weight_loader`` without a setter.
         declared = getattr(type(tensor), "weight_loader", None)
         is_fixed = isinstance(declared, property) and declared.fset is None
         setattr(tensor, "_weight_loader" if is_fixed else "weight_loader", watched)
 
     def _count(self, parameter: Any, loaded: torch.Tensor, count: int, *, is_part: bool) -> None:
-        """Add the elements that a loader has written; refuse a tensor that it took a bit of."""
-        # Each rank takes its share, or all of it, or nothing (another rank's expert).
+        """Count the elements that a loader wrote; refuse a tensor if it wrote too few of them."""
+        # A rank loads all of a tensor, or its share, or nothing (another rank's expert).
         is_padded = id(parameter) in self._padded
         if not is_padded and 0 < count * self.num_shares(parameter) < loaded.numel():
             raise WeightsMismatchError(f"only {count} of {loaded.numel()} elements fit")
@@ -238,7 +244,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._loaded[id(parameter)] = self.count_of(parameter) + count
 
     def _require_rows(self, parameter: Any, loaded: torch.Tensor) -> None:
-        """Refuse a vocabulary of another size with its sizes, which loaders do not name."""
+        """Refuse a vocabulary of another size, with both sizes. Loaders' errors name no sizes."""
         num_rows = getattr(self._padded.get(id(parameter)), "org_vocab_size", None)
         if num_rows is None or not loaded.ndim or loaded.shape[0] == num_rows:
             return
@@ -254,24 +260,29 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def built_without_data(make: Callable[[], Any], kind: str, keep: Collection[str] = ()) -> Any:
     """Build a model on the meta device.
 
-    Some constructors read values that they compute (slopes of ALiBi, a threshold): where that
-    fails, tensors made of plain numbers have data. ``keep``: names of buffers that keep theirs.
+    Some constructors read values that they compute (slopes of ALiBi, a threshold), which fails on
+    the meta device. They are called again with data in tensors made of plain numbers.
+
+    Args:
+        make: builds the model.
+        kind: name of the model, for errors.
+        keep: names of the buffers that keep their data.
 
     Raises:
-        UnsupportedError: the constructor fails anyway.
+        UnsupportedError: the second call fails, too.
     """
     try:
         with torch.device("meta"):
             return make()
-    # A constructor may raise anything; if that is not for want of data, it raises again.
+    # A constructor may raise any error. If missing data is not the cause, it raises again.
     except Exception:  # noqa: BLE001
         try:
             with torch.device("meta"), _NumbersWithData():
                 model = make()
         except Exception as error:
             raise UnsupportedError(
-                f"a {kind} cannot be built without data, so nothing could be checked before it is "
-                f"loaded: {described(error)}"
+                f"a {kind} cannot be built without data, so versions cannot be checked before they "
+                f"are loaded: {described(error)}"
             ) from error
     for module in model.modules():
         for name, buffer in tables_of(module)[1].items():
@@ -282,7 +293,7 @@ def built_without_data(make: Callable[[], Any], kind: str, keep: Collection[str]
 
 
 class _NumbersWithData(TorchFunctionMode):
-    """Mode that makes tensors of plain numbers in main memory, whatever the default device is."""
+    """Mode that makes tensors of plain numbers in main memory, not on the default device."""
 
     _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.arange, torch.linspace)
 

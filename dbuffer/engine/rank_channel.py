@@ -1,8 +1,8 @@
-"""`RankChannel`: agreement among the ranks of one engine.
+"""`RankChannel`: exchange of answers among the ranks of one engine.
 
-Ranks exchange answers through the store of torch.distributed that they once met in. In the engine's
-own collectives a rank that is stopped, and not dead, would hang all others for half an hour, and no
-error would name it.
+Ranks exchange answers through the engine's store of torch.distributed, and not by its collectives.
+In a collective, a rank that is stopped, but not dead, makes all others hang for half an hour, and
+no error names the stopped rank.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from dbuffer.store.liveness import Process
 AnswerT = TypeVar("AnswerT")
 
 RANK_TIMEOUT_S = 600.0
-"""Longest wait for a rank that does not come. A load of a large model must fit; the end of a rank
-on the same host is noticed at once."""
+"""Longest wait for a rank, enough to load a large model. If a rank's process on the same host ends,
+this is noticed at once."""
 
 _GIVEN_UP = "given up {}"
-"""Key of the last step that a rank did not wait for any longer."""
+"""Key for the last step that a rank gave up; the rank's number goes into the braces."""
 
 _STORE_S = 1.0
-"""Time for the store to answer, beyond the time for the ranks to come."""
+"""Time for the store to answer, added to the time for the ranks to answer."""
 _LOOK_MIN_S = 1e-4
 """Shortest pause between two looks for the answers of other ranks."""
 
 
 class RankChannel:
-    """All ranks of an engine, as one of them sees them. All of them take part in each gather.
+    """Connection of one rank to all ranks of its engine. All ranks must take part in each gather.
 
-    They meet in the first one.
+    The first gather sets up the connection.
 
     Args:
         group: a ``GroupCoordinator`` of vLLM or SGLang.
@@ -52,20 +52,21 @@ class RankChannel:
         self.rank: int = group.rank_in_group
         self.size: int = group.world_size
         self.process_group: Any = group.cpu_group
-        """Group of torch.distributed with these ranks, for tensors in main memory."""
+        """Group of torch.distributed that has these ranks, for tensors in main memory."""
         self.timeout_s = RANK_TIMEOUT_S
         """Longest wait for another rank."""
         self._step = (0, 0)
-        """Number of the current gather: gathers that begin something, and those since the last."""
+        """Current step: the number of gathers with ``begins``, and of gathers since the last one.
+        """
         self._store: PrefixStore | None = None
-        """Store of the ranks' answers, once they have met."""
+        """Store of the ranks' answers, or None before the first gather."""
         self._readable: list[str] = []
         """Keys of this rank's answers that other ranks may not have read yet."""
         self._processes: list[Process] = []
 
     @classmethod
     def of(cls, group: Any) -> RankChannel:
-        """Return the channel of a group: the same one for as long as its process group lives."""
+        """Return the channel of a group, which stays the same while its process group lives."""
         if group.world_size == 1:
             return cls(group)
         store = _get_default_store()
@@ -82,13 +83,13 @@ class RankChannel:
 
         Args:
             answer: a JSON value; a tuple is a list on arrival.
-            begins: whether this is the first of several gathers that belong together. A rank that
-                comes late to one of them, after others have given it up, fails in it, and is in
-                step again with the next that begins.
+            begins: whether this is the first of several gathers that belong together. If a rank
+                comes so late that others have given up waiting, its gather fails. The next gather
+                with ``begins`` brings the rank back in step.
 
         Raises:
-            RankFailedError: a rank did not come within ``timeout_s``, or was lost; the message says
-                which.
+            RankFailedError: a rank did not answer within ``timeout_s``, or its process has ended.
+                The message names the rank.
         """
         if self.size == 1:
             return [answer]
@@ -101,7 +102,7 @@ class RankChannel:
             except Exception as error:  # noqa: BLE001 - raised in the caller's thread
                 result.put(error)
 
-        # A call to the store takes as long as the process that has it is stopped.
+        # A call to the store hangs while the process that runs the store is stopped.
         threading.Thread(target=exchange, name="dbuffer-ranks", daemon=True).start()
         try:
             answers = result.get(timeout=self.timeout_s + _STORE_S)
@@ -149,7 +150,7 @@ class RankChannel:
         if is_given_up.is_set():
             raise self._give_up(store, step, ())
         answers = [json.loads(text) for text in store.multi_get(keys)]
-        # All ranks have answered here, and so have read this rank's answers before.
+        # All ranks have answered in this step, so they have read this rank's earlier answers.
         for key in self._readable[:-1]:
             store.delete_key(key)
         del self._readable[:-1]
@@ -158,7 +159,7 @@ class RankChannel:
     def _require_coming(
         self, store: PrefixStore, step: tuple[int, int], keys: list[str], *, is_over: bool
     ) -> None:
-        """Raise :class:`RankFailedError` if a rank that has not answered will not, or is late."""
+        """Raise :class:`RankFailedError` if a rank without an answer is dead, ahead, or late."""
         problems = []
         for rank, key in enumerate(keys):
             given_up = _GIVEN_UP.format(rank)
@@ -180,8 +181,8 @@ class RankChannel:
         return RankFailedError("; ".join(problems))
 
     def _store_failure(self, error: Exception) -> RankFailedError:
-        """Make the error if the process that has the store ended, or is stopped."""
-        # The kernel closes a dead process's connections before it counts as dead.
+        """Make the error for a store whose process has ended, or is stopped."""
+        # The kernel closes a dead process's connections before the process counts as dead.
         deadline = time.monotonic() + TIMING.ranks_end_within_s
         problems: list[str] = []
         while not problems and time.monotonic() < deadline:
@@ -205,4 +206,4 @@ class RankChannel:
 
 
 _channels: dict[tuple[Any, ...], RankChannel] = {}
-"""Channels of this process, by torch's store and the global ranks."""
+"""This process's channels, by torch's store and the global ranks of their group."""

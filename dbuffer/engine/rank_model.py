@@ -1,12 +1,13 @@
 """`RankModel`: the model of one rank, into which versions are loaded.
 
 A version is checked and prepared in the stager's thread, while the engine serves. It is loaded in
-the worker's main thread, between two steps: by copies if they are verified, else by a reload.
+the worker's main thread, between two steps of the engine: by direct copies if they are verified,
+otherwise by the engine's reload.
 
-The first switch of a layout goes through the engine's own reload, and is compared with its copies
-(`verification`). Verified copies are used from then on. If a reload does more to a layer, the next
-plan has an image of that layer, or reloads it alone, provided that this leaves the same as a reload
-of everything. Otherwise the whole model stays with the reload.
+The first version of a layout is loaded by a reload. The result is compared with the planned copies
+(`verification`); if they are equal, later versions are copied. If a reload does more to a layer
+than copy, the next plan has an image of the layer, or reloads just this layer. A plan is used only
+if its result equals a reload of the model. Without such a plan, every version is reloaded.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _KEPT_TRACES = 4
-"""Number of layouts whose traces are kept: the version before may be loaded again."""
+"""Number of layouts whose traces are kept. The previous version may have to be loaded again."""
 
 _MAX_VERIFICATIONS = 4
-"""Verifications of a layout before it is set aside; each takes two reloads."""
+"""Verifications of a layout before it is set aside. Each takes two reloads."""
 
 _NUM_SKIPPED = 16
-"""Versions that are reloaded before a layout that was set aside is planned again."""
+"""Number of versions to reload while a layout is set aside; then it is planned again."""
 
 _NEVER = float("inf")
 
@@ -61,9 +62,10 @@ _NEVER = float("inf")
 class RankModel:
     """Checks versions against the model, prepares switches to them, and loads them.
 
-    A layout is *unplanned*, *planned*, *verified*, or *set aside*: reloaded for some versions, or
-    for ever. The next version plans it. A reload verifies the plan; a mismatch, a failure or a
-    replaced layer makes the layout unplanned again.
+    A layout is *unplanned*, *planned*, *verified*, or *set aside*. The next version of an unplanned
+    layout makes a plan, and its reload verifies the plan. A mismatch, a failure or a replaced layer
+    makes the layout unplanned again. A layout that is set aside is reloaded, for some versions or
+    for all.
     """
 
     def __init__(self, rank: EngineRank, options: EngineOptions, state: ModelState) -> None:
@@ -71,7 +73,7 @@ class RankModel:
         self._model = rank.module
         self._state = state
         self.reading = threading.Lock()
-        """Held while the stager's thread may read the model's weights."""
+        """Lock that the stager's thread holds while it reads the model's weights."""
         self._check = rank.make_check()
         self._traces: list[tuple[Layout, LoadTrace]] = []
         self.unused = UnusedTensors(
@@ -84,7 +86,7 @@ class RankModel:
         self._plans = options.plan
         self._may_patch = rank.on_device and options.attests(on_device=True)
         self._packing = rank.packing if options.images else None
-        # The engine's generators are seeded, and sample tokens.
+        # Do not draw from the engine's generators: they are seeded, and sample tokens.
         self._random = np.random.default_rng()
         self._verifier = Verifier(
             rank.module,
@@ -97,21 +99,21 @@ class RankModel:
         self._trace: LoadTrace | None = None
         """Trace of the current layout."""
         self._rewritten: Collection[str] = ()
-        """Published tensors of the last reload that loaders write into: each load gets copies."""
+        """Published tensors that loaders write into. Loaders get copies of these."""
         self._plan: CopyPlan | None = None
-        """Plan of this trace, or None if it is unplanned or set aside."""
+        """Plan of the current layout, or None if it is unplanned or set aside."""
         self._derived: set[str] = set()
-        """Layers of this layout that a reload does more to than copy."""
+        """Layers of this layout that a reload changes further after copying."""
         self._reloaded: Mapping[str, str] = {}
-        """Layers of this layout that stay with the reload, and why."""
+        """Reasons why layers of this layout stay with the reload, by the layer's name."""
         self._num_verifications = 0
         """Verifications of this layout since it was last set aside."""
         self._num_skipped: float = 0
-        """Versions to reload before this layout, which was set aside, is planned again."""
+        """Versions to reload until this layout, which was set aside, is planned again."""
         self._loaded: VersionId | None = None
-        """Version that was loaded last, as far as that is known."""
+        """Version that the weights are, or None if a reload or other code wrote them since."""
         self._digest: int | None = None
-        """Digest of its parameters, as they were seen to be that version's while they served."""
+        """Digest of the weights when they were seen to equal `_loaded`, or None before."""
         self._comes_as_deltas = False
         self._rechecks_loaders = True
 
@@ -130,20 +132,20 @@ class RankModel:
 
     @torch.no_grad()
     def prepare(self, snapshot: Snapshot) -> PreparedSwitch | None:
-        """Return a switch to a version that was checked, or None if a reload is needed."""
+        """Return a switch to a checked version, or None if the version needs a reload."""
         layout = snapshot.layout
         self.unused.compare(self._trace_of(layout), snapshot)
         tensors = self._as_offered(snapshot.tensors, layout)
         with self.reading:
-            # A load that is not dbuffer's may be under way, and have layers on the meta device
-            # meanwhile: they are not planned, and the reload that follows verifies no plan.
+            # Another program's load may be in progress, with layers on the meta device. These must
+            # not be planned, so the next version is loaded by a reload that verifies no plan.
             if self._state.is_asleep or self._state.must_reload:
                 return None
             switch = self._bind(tensors, snapshot)
             if switch is not None and switch.plan.verified_for is not None:
                 try:
                     self._add_patches(switch, snapshot)
-                # Memory that is short for a moment, say. The copies are there.
+                # Memory may be short for a moment, for instance. The copies do without patches.
                 except Exception as error:  # noqa: BLE001
                     log_copied_whole(error)
             return switch
@@ -171,7 +173,7 @@ class RankModel:
         )
 
     def _plan_of(self, trace: LoadTrace) -> CopyPlan | None:
-        """Return the plan of a trace, made now if that is due."""
+        """Return the plan of a trace, or None. Make the plan if there is none yet."""
         if not self._plans:
             return None
         if trace is not self._trace:
@@ -186,7 +188,7 @@ class RankModel:
         return self._plan
 
     def _make_plan(self) -> None:
-        """Plan the trace, without the layers that stay with the reload."""
+        """Plan copies by the current trace, except for the layers that stay with the reload."""
         assert self._trace is not None  # noqa: S101 - it was prepared
         try:
             self._plan = plan_copies(
@@ -201,7 +203,7 @@ class RankModel:
             self._give_up(str(error))
 
     def _images_of(self, plan: CopyPlan, tensors: Tensors) -> list[Image]:
-        """Return the images of a plan; plan again if a layer cannot be processed beside itself."""
+        """Make the images of a plan. If one fails, plan again with its layer reloaded."""
         images: list[Image] = []
         failed: dict[str, str] = {}
         with fork_streams(plan.written)():
@@ -212,9 +214,9 @@ class RankModel:
                     self._give_up(str(error))
                     return []
                 except (MemoryError, torch.OutOfMemoryError) as error:
-                    self._set_aside(f"there is no image of {packed.name}: {described(error)}")
+                    self._set_aside(f"no memory for an image of {packed.name}: {described(error)}")
                     return []
-                # Each method fails in its own way, on a layer that a reload would load.
+                # A quantization may raise any error for a layer that a reload would load.
                 except Exception as error:  # noqa: BLE001
                     failed[packed.name] = f"no image of it can be made: {described(error)}"
         if failed:
@@ -224,7 +226,7 @@ class RankModel:
         return images
 
     def _changed_loader(self, plan: CopyPlan, tensors: Tensors) -> str | None:
-        """Load one parameter, a random one, and return its name if that is not as it was traced."""
+        """Load a random parameter; return its name if the result is not as traced, or None."""
         if not self._rechecks_loaders or not plan.traced:
             return None
         name = str(self._random.choice(list(plan.traced)))
@@ -232,11 +234,11 @@ class RankModel:
         try:
             part = {n: t for n, t in tensors.items() if n in sources}
             loaded = self._check.loaded(name, self._for_loaders(part))
-        # Some models' loaders want all tensors, or none.
+        # Some models' loaders do not load a few tensors alone.
         except Exception as error:  # noqa: BLE001
             self._rechecks_loaders = False
             logger.info(
-                "the plan is not verified again: loaders refuse what %s is made of, alone: %s",
+                "loaders are not compared with the plan again: they cannot load %s alone: %s",
                 name,
                 described(error),
             )
@@ -245,7 +247,7 @@ class RankModel:
         return None if all(same_bytes(*copy) for copy in copies) else name
 
     def _add_patches(self, switch: PreparedSwitch, snapshot: Snapshot) -> None:
-        """Give a switch patches, if the model was seen to hold a version that they lead from."""
+        """Add patches to a switch, if the model was seen to hold the version to be patched."""
         if not self._may_patch or self._loaded is None:
             return
         changed = snapshot.changed_since(self._loaded)
@@ -256,19 +258,19 @@ class RankModel:
             switch.patches = switch.patches_from(self._loaded, changed, self._copier)
 
     def attest(self, staged: Staged, is_wanted: Callable[[], bool]) -> Sequence[str] | None:
-        """Compare the model with the version that was loaded last, whose memory still exists.
+        """Compare the model with ``staged``, the version that was loaded last.
 
         Layers that stay with the reload are not compared.
 
         Returns:
-            Parameters and layers that differ, or were replaced; None if a reload loaded the
-            version, and no copies do the same, if weights may not be read, or once ``is_wanted``
+            Names of parameters and layers that differ or were replaced. None if the version has no
+            verified copies to compare with, if the weights must not be read, or once ``is_wanted``
             returns False.
         """
         switch = self._switch_of(staged)
         try:
             return None if switch is None else self._differing(switch, is_wanted)
-        # A device without room, say. That the version is not attested is told.
+        # The device may have no room, for instance. The record says that nothing was attested.
         except Exception as error:  # noqa: BLE001
             message = "the engine's weights could not be compared with the published ones: %s"
             log_once(logger, message, described(error))
@@ -291,7 +293,7 @@ class RankModel:
                 return digest_of_all(plan.parameters.values()) if may_read() else None
 
         with fork_streams(plan.written)():
-            # Before and after: something may write while parameters are compared.
+            # Take the digest before and after: something may write during the comparison.
             before = digest() if self._comes_as_deltas else None
             for name, copies in switch.compared():
                 with self.reading:
@@ -315,7 +317,7 @@ class RankModel:
         """Whether the staged part of a version is enough to load the version now.
 
         Raises:
-            UnsupportedError: a reload is due, and cannot fill all that computes.
+            UnsupportedError: the version needs a reload, which cannot fill every tensor in use.
         """
         switch = self._switch_of(staged)
         if switch is not None and switch.replaces_tensors:
@@ -328,7 +330,7 @@ class RankModel:
         return staged.tensors is not None
 
     def load(self, staged: Staged) -> None:
-        """Load a version. A failure leaves a mix, to be repaired at once."""
+        """Load a version. If this fails, the model has a mix, which the caller must repair."""
         switch = self._switch_of(staged)
         if switch is not None and switch.replaces_tensors:
             self._apply(switch)
@@ -347,7 +349,7 @@ class RankModel:
             increment_version(switch.plan.written)
             self._reload_part(switch)
         except BaseException:
-            # The repair must not fail for the same reason: a reload, and a new verification.
+            # The repair must not fail for the same reason, so make it reload and verify again.
             self._drop_plan()
             raise
         self._loaded = switch.version
@@ -356,7 +358,7 @@ class RankModel:
     def _reload_and_verify(
         self, tensors: Tensors, trace: LoadTrace, switch: PreparedSwitch | None
     ) -> None:
-        """Load by a reload, and verify the switch that was prepared for the version, if any."""
+        """Load a version by a reload. If a switch was prepared for the version, verify it."""
         self._forget()
         self._rewritten = trace.rewritten
         plan = self._plan
@@ -365,8 +367,8 @@ class RankModel:
             return
         if self._num_verifications == _MAX_VERIFICATIONS:
             self._set_aside(
-                f"they were verified {_MAX_VERIFICATIONS} times, as integers change, parameters "
-                "move, or layers change more than they load"
+                f"after {_MAX_VERIFICATIONS} verifications there is no lasting plan: integers "
+                "change, parameters move, or reloads do more than copy"
             )
             self._load(tensors, partial=False)
             return
@@ -386,7 +388,7 @@ class RankModel:
             self._plan_more(mismatch, plan)
 
     def _plan_more(self, mismatch: Mapping[str, str], plan: CopyPlan) -> None:
-        """Let the next plan have images of layers that a reload does more to, or reload them."""
+        """Make the next plan use images of the mismatched layers, or leave them to the reload."""
         self._drop_plan()
         if self._packing is not None and self._trace is not None:
             derived = self._derived | mismatch.keys()
@@ -403,7 +405,7 @@ class RankModel:
         increment_version(self._model.parameters())
 
     def refuse_to_serve(self, reason: str) -> None:
-        """Let every step of the model fail, until :meth:`serve_again`."""
+        """Make every step of the model fail, until :meth:`serve_again`."""
         self._state.broken = reason
         self._rank.refuse_to_serve(reason)
 
@@ -412,15 +414,15 @@ class RankModel:
         self._rank.serve_again()
 
     def note_foreign_load(self) -> None:
-        """Reload all weights with the next version: something else wrote them."""
+        """Make the next version reload all weights, after other code wrote them."""
         self._state.note_foreign_load()
         self._forget()
 
     def _forget(self) -> None:
-        """Treat the weights as unknown: the next version is not patched onto them."""
+        """Treat the weights as unknown, so that the next version is not patched onto them."""
         self._loaded = self._digest = None
         self._drop_plan_of_replaced()
-        # A value derived from one of these may have become another one.
+        # Values that derive from tensors in ``verified_for`` may have changed, so verify again.
         if self._plan is not None and self._plan.verified_for:
             self._plan.verified_for = None
 
@@ -430,41 +432,41 @@ class RankModel:
 
     def _load(self, tensors: Tensors, *, partial: bool) -> None:
         self._rank.load(self._for_loaders(tensors), partial=partial)
-        # Some heads keep a float32 copy of their weight, which is stale if this counter went up.
-        # vLLM's reload, which writes to `param.data`, does not count it up; nor do direct copies.
+        # Some heads keep a float32 copy of their weight, and renew it if this counter went up.
+        # vLLM's reload writes to `param.data`, which does not count; direct copies do not, either.
         increment_version(self._model.parameters())
 
     def _for_loaders(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors for loaders, and copies in place of tensors that loaders write into."""
-        # Tensors are loaded again, and copied from, and must be as they were published.
+        """Yield tensors for loaders. A tensor that loaders write into is copied first."""
+        # Later loads and copies use these tensors again, so they must stay as published.
         for name, tensor in tensors.items():
             yield name, tensor.clone() if name in self._rewritten else tensor
 
     def _drop_plan(self) -> None:
-        """Plan the trace again with the next version; switches of this plan are not enough."""
+        """Make the next version plan the trace again. Switches of this plan now need a reload."""
         if self._plan is not None:
             self._plan.verified_for = None
         self._plan = None
 
     def _drop_plan_of_replaced(self) -> None:
-        """Plan again, and reload once, if the model has other modules or tensors than planned."""
+        """Plan again, after a reload, if modules or tensors of the plan were replaced or moved."""
         if self._plan is not None and (name := self._plan.replaced()):
             logger.warning(
-                "%s was replaced, or has moved in memory, since switches were planned: a reload "
-                "fills the model that serves, and they are planned again",
+                "%s was replaced, or has moved in memory, since switches were planned: the next "
+                "switch is a reload, and switches are planned again",
                 name,
             )
             self._derived, self._reloaded = set(), {}
             self._drop_plan()
 
     def _give_up(self, reason: str, level: int = logging.INFO) -> None:
-        """Reload all versions of this layout."""
+        """Reload all later versions of this layout."""
         self._drop_plan()
         self._num_skipped = _NEVER
         logger.log(level, "no fast path: switches go through the engine's reload: %s", reason)
 
     def _set_aside(self, reason: str) -> None:
-        """Reload some versions, and plan again then: memory may have been short for a moment."""
+        """Reload some versions, then plan again: memory may have been short for a moment."""
         self._drop_plan()
         self._num_verifications, self._num_skipped = 0, _NUM_SKIPPED
         logger.warning(
@@ -473,10 +475,10 @@ class RankModel:
             reason,
         )
 
-    # Of a version
+    # Parts of a staged version
 
     def unread(self, staged: Staged) -> Unread:
-        """Return what this rank does not read of a version."""
+        """Return the tensors of a version that this rank does not read."""
         return self.unused.unread(staged.layout, staged.id, self._trace_of(staged.layout))
 
     def _switch_of(self, staged: Staged) -> PreparedSwitch | None:
@@ -489,7 +491,7 @@ class RankModel:
         return next(trace for of, trace in self._traces if of is layout or of == layout)
 
     def _as_offered(self, stored: Mapping[str, T], layout: Layout) -> dict[str, T]:
-        """Return a version's contents under the names that the check offered to the model."""
+        """Return a version's tensors under the names that the check offered to the model."""
         offered = self._trace_of(layout).offered
         names = {**{name: name for name in stored}, **layout.aliases}
         return {name: stored[stored_as] for name, stored_as in names.items() if name in offered}
