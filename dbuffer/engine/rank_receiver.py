@@ -1,10 +1,12 @@
-"""`RankReceiver`: the receiver of one rank, which switches together with all others.
+"""`RankReceiver`: the receiver of one rank, which switches in step with all other ranks.
 
-A switch has two halves. *Prepare*: every rank takes the version from its stager, where it was
-checked against the model (and verified, on a network mount by default) while the engine served;
-then all ranks tell each other. If one cannot, none goes on, and the engine serves on as it was.
-*Commit*: every rank loads; then all tell each other again. If one failed there, all go back to the
-version before; if that fails too, all refuse to serve.
+A switch has two phases, and after each the ranks exchange their results:
+
+* *Prepare*: every rank takes the version from its stager, which has checked it against the model
+  (and on a network mount verified its checksums, by default) while the engine served. If a rank
+  fails, no rank continues, and the engine serves its old version.
+* *Commit*: every rank loads the version. If a rank fails, all go back to the version before; if
+  that fails too, they load the new version once more. If that also fails, all refuse to serve.
 """
 
 from __future__ import annotations
@@ -43,36 +45,37 @@ logger = logging.getLogger(__name__)
 
 
 _MAX_ROUNDS = 5
-"""Most attempts of ranks that took different versions to agree on the newest of them."""
+"""Most attempts of the ranks to take the same version."""
 _NETWORK_LAG_S = 5.0
-"""On a network mount, a host may miss the newest version for this long."""
+"""Time for which a host may not see the newest version on a network mount."""
 _NETWORK_LOOK_S = 0.05
-"""Interval at which such a host looks for the newest version."""
+"""Pause between two looks for the newest version during that time."""
 
 
 class _Offer(NamedTuple):
-    """Outcome of taking a version on one rank, as the others learn it before any of them loads."""
+    """Result of *prepare* on one rank, which it sends to all ranks before any rank loads."""
 
     version: int | None
-    """Number of the version that it has taken, or else of its model's."""
+    """Number of the version that the rank has taken. If it has taken none: of its model's."""
     id: str = ""
-    """Id of the version that it has taken, or an empty text."""
+    """Id of the version that the rank has taken, or an empty text."""
     problem: str | None = None
+    """Reason why the rank could not take a version, or None."""
     unread: Unread = Unread({}, {})
 
 
 class RankReceiver:
     """Follows a store for one rank of an engine.
 
-    Its methods are called on all ranks, from the worker's main thread; but :meth:`acknowledge` from
-    any thread, and `_show_engine` from the stager's.
+    Call its methods on all ranks, in the worker's main thread. Two are exceptions:
+    :meth:`acknowledge` may be called in any thread, and the stager's thread calls `_show_engine`.
     """
 
     def __init__(self, rank: EngineRank, options: EngineOptions, state: ModelState) -> None:
         self.ranks = rank.ranks
         self.ranks.timeout_s = RANK_TIMEOUT_S + options.timeout_s
         self.options = options
-        """Options, with the engine's name and the id of this start."""
+        """Options, completed with the engine's name and the id of its start."""
         engine_id, instance_id = options.engine_id, options.instance_id
         assert engine_id is not None  # noqa: S101 - set by the endpoint
         assert instance_id is not None  # noqa: S101
@@ -80,7 +83,7 @@ class RankReceiver:
         self._model = RankModel(rank, options, state)
         self._attempt: str | None = None
         self._attests = options.attests(on_device=rank.on_device)
-        # Before anything is read: it retires an earlier run's versions there.
+        # Start the mirror before any read: it removes an earlier run's versions from local_store.
         self._mirror = options.start_mirror()
         receiver = WeightReceiver(
             options.read_store,
@@ -93,7 +96,7 @@ class RankReceiver:
         token = options.record_token
         receiver.record.set(part_of=engine_id, token=token, is_ephemeral=True)
         self._rank_record = receiver.record
-        # The engine's record. Its first rank writes it.
+        # The engine's record, which only its first rank writes.
         self._record = RecordFile(receiver.store, engine_id)
         self._record.set(
             token=token,
@@ -113,7 +116,7 @@ class RankReceiver:
             forked=options.forked,
             version=options.version,
             every=options.every,
-            # A version to stay on need not be staged again, and would keep the sender waiting.
+            # The version to stay on must not be staged again: the sender would wait for it.
             applied=self._id if options.every > 1 or self._version == options.version else None,
             on_found=self._show_engine,
             attest=self._model.attest if self._attests else None,
@@ -127,11 +130,11 @@ class RankReceiver:
         if self._mirror is not None:
             self._mirror.close()
 
-    # What this rank has
+    # Weights of this rank
 
     @property
     def _applied(self) -> Lineage | None:
-        """Version of this store that the model has."""
+        """Version of this store that the model has, or None."""
         return self._state.version_of(self.options.store)
 
     @property
@@ -149,14 +152,19 @@ class RankReceiver:
     # Before a switch
 
     def catch_up(self) -> None:
-        """Switch a starting engine to the newest version, or to the version to stay on, if any."""
-        # All ranks gather, also a rank that found no store to mirror when it began.
+        """Switch a starting engine to the newest version, or to the version to stay on.
+
+        If the store does not have the version yet, do nothing.
+        """
+        # Every rank must take part in the gather, even if it has no mirror.
         if self.options.local_store is not None:
             mirror, timeout_s = self._mirror, self.options.timeout_s
             wait = partial(mirror.wait_until_current, timeout_s) if mirror else lambda: None
             problems = self._on_all_ranks(wait)
             if any(problems):
-                raise EngineUpdateError(f"the newest weights did not come: {by_rank(problems)}")
+                raise EngineUpdateError(
+                    f"the newest version did not arrive in the local store: {by_rank(problems)}"
+                )
         newest = 0
         with contextlib.suppress(DBufferError, OSError):
             pointer = self._stager.newest()
@@ -168,7 +176,7 @@ class RankReceiver:
             self._stager.leave_device()  # the engine is about to allocate its caches there
 
     def reserve(self, request: UpdateRequest) -> None:
-        """Keep the version that is ready until the update, which is made in a pause.
+        """Keep the version that is ready until the update, which follows in a pause.
 
         Raises:
             EngineUpdateError: this rank is staging a newer version in its place.
@@ -180,21 +188,21 @@ class RankReceiver:
     # A switch
 
     def update(self, request: UpdateRequest | OptionError) -> None:
-        """Switch the engine to a version, unless it has it. Nothing may be generating.
+        """Switch the engine to a version, unless the engine has it. It must not be generating.
 
-        A follower, which names its attempt, calls :meth:`acknowledge` once the engine generates
-        under the label.
+        The engine's record is written at once if the request names no attempt. Otherwise the
+        follower calls :meth:`acknowledge`, once the engine generates under the new label.
 
         Args:
-            request: the version; or the error of an invalid request: all ranks wait for this one,
-                and then refuse.
+            request: the version. An invalid request is passed as its error, so that this rank takes
+                part in the exchange and all ranks refuse.
 
         Raises:
-            OptionError: (a ``ValueError``) the request was invalid, or the engine stays on another
-                version, on all ranks.
-            EngineBusyError: its weights are asleep.
-            EngineUpdateError: the engine serves on with the weights that it had.
-            EngineBrokenError: it refuses to serve, until an update succeeds.
+            OptionError: (a ``ValueError``) on all ranks, the request was invalid, or the engine
+                stays on another version.
+            EngineBusyError: the weights are asleep.
+            EngineUpdateError: the switch failed, and the engine serves its old weights.
+            EngineBrokenError: the engine refuses to serve until an update succeeds.
         """
         self._attempt = request.attempt if isinstance(request, UpdateRequest) else None
         self._state.is_updating = True
@@ -205,11 +213,11 @@ class RankReceiver:
             if self._attempt is None:
                 self.acknowledge()
         except RankFailedError as error:
-            # That rank may have learned of the version, and load it once it goes on.
+            # The failed rank may have agreed to the version, and load it once it continues.
             raise EngineBrokenError(self._refuse(str(error))) from None
         except (EngineUpdateError, EngineBrokenError, EngineBusyError, OptionError):
-            # All ranks have agreed on that. After any other error the weights of other ranks are
-            # unknown, and a record that does not name the attempt says so.
+            # All ranks raise this error, so the record can name the attempt. After any other error
+            # the weights of other ranks are unknown, and the record must not name it.
             self._write_record()
             raise
         finally:
@@ -217,9 +225,9 @@ class RankReceiver:
             self._stager.release(applied=self._id)
 
     def _take_on_all_ranks(self, request: UpdateRequest | OptionError) -> Staged | None:
-        """Take the same version on all ranks, or raise on all.
+        """Take the same version on all ranks, or raise on all ranks.
 
-        Return None if the engine has it already.
+        Return None if the engine has the version already.
         """
         must_load = False
         for round_ in range(_MAX_ROUNDS):
@@ -232,12 +240,12 @@ class RankReceiver:
                 named = [offer.id for offer in offers if offer.version == highest and offer.id]
                 run = VersionId.parse(named[0]).run if named else None
                 request = UpdateRequest(version=highest, run=run)
-                # Some rank holds the highest, so it stays in the store until all do.
+                # A rank holds the highest version, so it stays in the store until all ranks do.
                 if staged is None or staged.version != highest:
                     self._stager.release()
             elif len(ids) > 1:
-                # Two runs have versions of this number. Or some ranks have it already, and a rank
-                # that was half loaded takes it again: then all of them must.
+                # Two runs have versions with this number: take the version again. Or some ranks
+                # have loaded it already and others have not: then all ranks must load it.
                 must_load = "" in ids
                 self._stager.release()
             else:
@@ -245,7 +253,7 @@ class RankReceiver:
                     self._check_pipeline(staged, offers)
                 return staged
         raise EngineUpdateError(
-            f"ranks took different weights {_MAX_ROUNDS} times, versions {versions}; "
+            f"the ranks took different versions {_MAX_ROUNDS} times (at last {versions}); "
             f"{self._serves_on}"
         )
 
@@ -257,7 +265,7 @@ class RankReceiver:
                 raise request
             request = self.options.admit(request)
             self._state.require_awake()
-            # No follower may have asked for this yet.
+            # A follower may not have collected this result yet.
             if (attestation := self._attestation) is not None and attestation.differing:
                 self._note_other_weights(listed(attestation.differing))
             if is_first and request.version is not None:
@@ -272,21 +280,24 @@ class RankReceiver:
             )
             if not self._model.is_loadable(staged):
                 logger.warning(
-                    "rank %d reads version %d again, whole and while the engine is paused: its "
-                    "parameters have moved, or were lost, since its part was staged",
+                    "rank %d reads all of version %d while the engine is paused: its parameters "
+                    "have moved, or were lost, since its part of the version was staged",
                     self.ranks.rank,
                     staged.version,
                 )
                 version = staged.id
                 del staged  # never two versions in memory at once
                 staged = self._take_whole(version)
-        # All ranks must learn of it, whatever it is; else they would wait for this one.
+        # All ranks must learn of any error: they wait for this rank's offer.
         except Exception as error:  # noqa: BLE001
             return None, error
         return staged, None
 
     def _require_published(self, version: int) -> None:
-        """Raise :class:`VersionError` for a version above the newest: waiting blocks the engine."""
+        """Raise :class:`VersionError` for a version above the newest.
+
+        The engine is paused, so the version is not waited for.
+        """
         origin = DoubleBuffer(
             self.options.store, allow_shared_store=self.options.allow_shared_store
         )
@@ -320,21 +331,21 @@ class RankReceiver:
         if has.id.number < number:
             return False
         if has.id.number > number and self.options.version is not None:
-            return False  # it goes back to the version to stay on
+            return False  # go back to the version to stay on
         if has.id.number > number and request.version is not None:
             raise VersionError(
-                f"version {number} of {self.options.store} is below version {has.id.number}, which "
-                "the engine has; versions never go back"
+                f"version {number} of {self.options.store} is older than version {has.id.number}, "
+                "which the engine has; versions never go back"
             )
         return self._state.broken is None
 
     def _gather_offers(
         self, staged: Staged | None, error: Exception | None, *, begins: bool
     ) -> list[_Offer]:
-        """Offer to all ranks the version that this one has taken; raise if a rank could not.
+        """Exchange offers with all ranks; return the offers, or raise if a rank has a problem.
 
-        An error of the same kind on all ranks is raised as it is: vLLM's contract has a
-        ``ValueError`` for an invalid request.
+        If all ranks have a problem, and this rank's is an invalid request or a busy engine, raise
+        it unchanged: vLLM's contract requires a ``ValueError`` for an invalid request.
         """
         offer = _Offer(self._version)
         if staged is not None:
@@ -364,7 +375,7 @@ class RankReceiver:
             ) from None
 
     def _load_on_all_ranks(self, staged: Staged) -> dict[str, float]:
-        """Load a version on all ranks; return the stats of that."""
+        """Load a version on all ranks; return the duration and the bytes, for the record."""
         started = time.monotonic()
         try:
             failures = self._on_all_ranks(lambda: self._model.load(staged))
@@ -385,13 +396,14 @@ class RankReceiver:
         }
 
     def _recover(self, failure: str, staged: Staged) -> Staged:
-        """Load the version before again, after a failed load; if it is gone, load this one again.
+        """After a failed load, load the previous version again, on all ranks.
 
-        An engine that had no version of this store loads the weights of its start.
+        If the engine had no version of this store, load the weights of its start instead. If this
+        fails, or the previous weights are unknown, load ``staged`` once more and return it.
 
         Raises:
-            EngineUpdateError: all ranks have the version before.
-            EngineBrokenError: some rank has neither.
+            EngineUpdateError: all ranks went back to the previous version.
+            EngineBrokenError: a rank could load neither version.
         """
         attempts = [failure, "the weights before were not of this store"]
         if not self._state.must_reload:
@@ -432,7 +444,7 @@ class RankReceiver:
         return broken
 
     def _on_all_ranks(self, action: Callable[[], None]) -> list[str | None]:
-        """Do something on every rank; return the problem on each."""
+        """Run an action, as all other ranks do; return the problem of each rank, or None."""
         problem = None
         try:
             action()
@@ -447,9 +459,9 @@ class RankReceiver:
     # After a switch
 
     def attest(self) -> bool:
-        """Collect the comparisons of all ranks; return whether they are in the record now.
+        """Collect the attestations of all ranks; return whether the record has the result now.
 
-        If a rank has other weights than its version, the next update reloads all ranks.
+        If the weights of a rank differ from the version, the next update reloads all ranks.
         """
         attestation = self._attestation
         result = None if attestation is None else [attestation.differing]
@@ -460,26 +472,26 @@ class RankReceiver:
         if any(results):
             by_ranks = by_rank([listed(names) if names else None for names in results])
             self._note_other_weights(by_ranks)
-            return False  # which has written the record
+            return False  # the record is written already
         attested_at = None if None in results else time.time()
         self._set_record(is_attestable=False, attested_at=attested_at)
         return True
 
     @property
     def _attestation(self) -> Attestation | None:
-        """Result of comparing this rank's weights with its version, or None before."""
+        """Attestation of this rank's version, or None while the weights are not compared."""
         last = self._stager.attestation
         return None if last is None or last.version != self._id else last
 
     def _note_unattested(self) -> None:
-        """Forget the comparison of earlier weights: others were loaded now."""
+        """Forget the attestation of earlier weights, as new ones were loaded."""
         self._stager.attestation = None
         self._record.set(attested_at=None, is_attestable=self._attests)
 
     def _note_other_weights(self, differing: str) -> None:
         logger.error(
-            "%s served other weights than version %s of %s, under its label: %s; all of them are "
-            "loaded again",
+            "%s served other weights than version %s of %s under the version's label: %s; the "
+            "version is loaded again",
             self.options.engine_id,
             self._version,
             self.options.store,
@@ -488,9 +500,9 @@ class RankReceiver:
         self.note_foreign_load("they were compared with it")
 
     def note_foreign_load(self, cause: str) -> None:
-        """Stage the newest version for a reload, after a cause wrote or discarded the weights.
+        """Treat the weights as unknown, after ``cause`` wrote or discarded them.
 
-        Called in the worker's main thread; the engine's record then names no version.
+        The engine's record then names no version, and the newest version is staged for a reload.
         """
         if self._version is not None:
             logger.warning(
@@ -507,13 +519,13 @@ class RankReceiver:
         self._write_record()
 
     def note_asleep(self) -> None:
-        """Leave the device to others, before the weights fall asleep; wait until none are read."""
+        """Free the device's memory before the weights fall asleep, once no thread reads them."""
         with self._model.reading:
             pass
         self._stager.leave_device()
 
     def note_awake(self) -> None:
-        """Stage anew: what came while the weights slept could not be compared with them."""
+        """Stage again: a version that was staged during the sleep could not be prepared."""
         self._stager.use_device()
         self._stager.stage_again(applied=self._id)
 
@@ -521,26 +533,29 @@ class RankReceiver:
 
     @property
     def engine_record(self) -> ReceiverRecord | None:
-        """The engine's record, written or not, or None if another rank keeps it."""
+        """The engine's record, written or not. None on all ranks but the first."""
         return self._record.current if self.ranks.rank == 0 else None
 
     def acknowledge(self) -> None:
-        """Write the engine's record, which senders wait for; from any thread."""
+        """Write the engine's record, which senders wait for. Any thread may call this."""
         if self.ranks.rank == 0:
             self._record.write()
 
     def record_problem(self, problem: str) -> None:
-        """Record why an update failed, where the engine passes no answer on."""
+        """Record why an update failed, in an engine that does not pass answers on."""
         if self.ranks.rank == 0:
             self._record.write(problem=problem)
 
     def write_records(self) -> None:
-        """Write the records once more: their store may be a copy by now."""
+        """Write the records again: the store may have been replaced by a copy."""
         self._rank_record.write()
         self.acknowledge()
 
     def _show_engine(self) -> None:
-        """Write the engine's record into a store that came after it: the version may not fit."""
+        """Write the engine's record into a store that was made after it.
+
+        Do not wait for an update to write it: a version that does not fit causes no update.
+        """
         if not self._record.is_open:
             self.acknowledge()
 
@@ -549,7 +564,7 @@ class RankReceiver:
         self.acknowledge()
 
     def _set_record(self, **changes: Any) -> None:
-        """Set the fields of the engine's record that tell of the model, and further ones."""
+        """Update the engine's record from the model's state, and set further fields."""
         applied = self._applied
         self._record.set(
             applied=applied and applied.id,

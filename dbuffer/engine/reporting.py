@@ -1,7 +1,7 @@
 """`FollowerReport`: a follower's Prometheus metrics and log.
 
-For an engine in this process, and for a server that follows by itself, the metrics are in the
-registry that vLLM's own ``/metrics`` shows.
+The metrics are in prometheus-client's default registry. vLLM's ``/metrics`` shows them if the
+engine is in this process, or is a server that follows by itself.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 GAUGES = {
     "following": "1 while the engine is kept on the newest version, 0 while that fails.",
     "version_applied": "Version that the engine serves; 0 on its first weights.",
-    "version_attested": "Version that the weights were seen to be, while the engine served.",
+    "version_attested": "Version that the weights were seen to equal while the engine served.",
     "version_available": "Newest version in the store.",
     "lag_versions": "Versions published and not yet applied.",
     "lag_steps": "Trainer's steps from the version applied to the newest.",
     "lag_seconds": "Age of the newest version, while it is not applied.",
 }
-"""Gauges by name. A gauge whose value is unknown is absent."""
+"""Gauges and their descriptions, by name. A gauge whose value is unknown is removed."""
 
 RUN = "run"
 """Gauge with the label ``run``: 1 for the run of the version that the engine serves."""
@@ -47,39 +47,40 @@ class Switch:
 
     version: int
     stage_s: float
-    """Seconds to make it ready on the engine's first rank, while the engine served."""
+    """Seconds to stage the version on the engine's first rank, while the engine served."""
     wait_s: float
-    """Seconds from seeing it in the store to its being ready on all ranks."""
+    """Seconds from seeing the version in the store until it was ready on all ranks."""
     pause_s: float
-    """Seconds from the call to pause to the end of the call to resume; draining included."""
+    """Seconds from the call to pause to the end of the call to resume, with waits for requests."""
     load_s: float
-    """Part of ``pause_s`` while ranks agree and load."""
+    """Part of ``pause_s`` in the ranks' update: they agree on the version and load it."""
     num_bytes: int
+    """Bytes that the first rank loaded."""
 
 
 class FollowerReport:
-    """Metrics and log of one engine's follower; without prometheus-client, the log alone."""
+    """Metrics and log of one engine's follower. Without prometheus-client: only the log."""
 
     def __init__(self) -> None:
         self._engine_id = ""
         self._families: dict[str, Any] = {}
-        """Metrics by name; none before :meth:`begin`."""
+        """Metrics by name; empty before :meth:`begin`."""
         self._run: str | None = None
-        """Run of the version that the engine has, as it was reported last."""
+        """Run that was reported last, or None."""
 
     def begin(self, engine_id: str) -> None:
-        """Report on an engine of this name from now on; before that, nothing is reported."""
+        """Report on an engine of this name from now on. Earlier calls report nothing."""
         self._engine_id = engine_id
         self._families = _registered()
         for name in self._families.keys() - GAUGES.keys() - {RUN}:
-            self._metric(name)  # is there from now on; gauges are added with their first value
+            self._metric(name)  # counters start at 0; gauges are added with their first value
 
     def following(self) -> None:
-        """Report an attempt that succeeded, or found nothing to do."""
+        """Report an attempt that switched the engine, or had nothing to do."""
         self._set("following", 1)
 
     def failed(self, version: int | None, *, is_engine_known: bool) -> None:
-        """Report a failed attempt, at a version if it got that far."""
+        """Report a failed attempt to switch to ``version``. None: it failed before it had one."""
         self._add("failures")
         self._set("following", 0)
         if version is None:
@@ -109,7 +110,7 @@ class FollowerReport:
         self._add("bytes", switch.num_bytes)
 
     def attested(self, record: ReceiverRecord) -> None:
-        """Report the version that the engine's record says was attested, if any."""
+        """Report the version that the engine's record says is attested, if it names one."""
         if record.attested_at is not None and record.applied is not None:
             self._set("version_attested", record.applied.number)
 
@@ -125,8 +126,8 @@ class FollowerReport:
         Args:
             applied: the engine's version.
             metadata: metadata of that version.
-            goal: the newest version, or its number; None if the engine has it.
-            goal_manifest: its manifest, if the store has it.
+            goal: id or number of the version to switch to, or None if the engine has it.
+            goal_manifest: manifest of that version, or None if the store does not have it.
         """
         version = 0 if applied is None else applied.id.number
         newest = version if goal is None else number_of(goal)
@@ -164,7 +165,7 @@ class FollowerReport:
         for name in names:
             if name not in self._families:
                 continue
-            if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # whose files cannot take a gauge back
+            if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # a gauge in its files cannot be removed
                 self._set(name, math.nan)
             else:
                 self._families[name].remove(self._engine_id)
@@ -180,7 +181,7 @@ class FollowerReport:
 
 @functools.cache
 def _registered() -> dict[str, Any]:
-    """Register all metrics, once in a process."""
+    """Register all metrics, once per process."""
     try:
         with needed_for("/metrics"):
             from prometheus_client import Counter, Gauge, Histogram
@@ -189,7 +190,7 @@ def _registered() -> dict[str, Any]:
         return {}
 
     def gauge(name: str, text: str, *labels: str) -> Any:
-        # If several processes write files for one /metrics, the last one knows.
+        # If several processes write files for the same /metrics, use the newest value.
         all_labels = ["engine", *labels]
         return Gauge(f"dbuffer_{name}", text, all_labels, multiprocess_mode="mostrecent")
 
@@ -201,9 +202,9 @@ def _registered() -> dict[str, Any]:
 
     return {
         **{name: gauge(name, text) for name, text in GAUGES.items()},
-        RUN: gauge(RUN, "1 for the run of the version that the engine serves.", RUN),
+        RUN: gauge(RUN, "1 for the run of the version that the engine serves, 0 for others.", RUN),
         "bytes": counter("bytes", "Bytes of weights applied, per rank."),
         "stage_seconds": seconds("stage_seconds", "Making a version ready on the first rank."),
         "pause_seconds": seconds("pause_seconds", "Engine paused for a switch."),
-        "failures": counter("failures", "Attempts to keep it on the newest version that failed."),
+        "failures": counter("failures", "Failed attempts to switch to the newest version."),
     }

@@ -1,6 +1,6 @@
-"""`ask_server`: whether a server serves a version of a store, and has compared its weights with it.
+"""`ask_server`: whether a server serves a version of a store, and has attested its weights.
 
-The server answers `GET /ready` as :class:`~dbuffer.integrations.vllm.FollowStore` does.
+The server must answer `GET /ready` as :class:`~dbuffer.integrations.vllm.FollowStore` does.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _ANSWER_S = 30.0
 
 
 def ask_server(store: DoubleBuffer, url: str, version: int | VersionId | None) -> dict[str, Any]:
-    """Return the weights of a server's replicas, as `dbuffer verify --engine --json` prints them.
+    """Describe the weights of a server's replicas, as `dbuffer verify --engine --json` prints it.
 
     Args:
-        store: the store that it should follow.
+        store: the store that the server should follow.
         url: the server's address.
-        version: the version that it should serve. Default: the newest, before the question or
-            after the answer.
+        version: the version that the server should serve. Default: the newest, either before the
+            request or after the answer.
 
     Raises:
         EngineUnreachableError: the server does not answer, or its engine has ended.
-        UnsupportedError: it does not follow a store by itself.
+        UnsupportedError: the server does not follow a store by itself.
         VersionError: the store has no such version.
         WaitTimeoutError: nothing was published yet.
     """
@@ -76,14 +76,14 @@ def _ask(url: str) -> list[dict[str, Any]]:
 
 
 def _compare(answer: dict[str, Any], expected: list[VersionId], newest: Lineage) -> dict[str, Any]:
-    """Compare the label of a replica's weights with the versions that it may serve."""
+    """Compare the label of a replica's weights with the expected versions."""
     number, run = str(answer.get("version")), answer.get("run")
     served = VersionId(str(run), int(number)) if number.isdecimal() else None
     is_of_store = served is not None and newest.reaches(served)
     is_attested = answer.get("attested") is True
     problem = None
     if not is_of_store:
-        problem = "its weights are of no version that leads to the store's newest"
+        problem = "its weights are not a version that leads to the store's newest"
     elif served not in expected:
         problem = f"it does not serve version {expected[0].number}"
     elif not is_attested:

@@ -1,4 +1,4 @@
-"""`EngineServer`: an inference server's address, and calls to it that raise errors of dbuffer."""
+"""`EngineServer`: calls to an inference server over HTTP, which raise dbuffer's errors."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from dbuffer.runtime import options as checks
 from dbuffer.runtime.extras import needed_for
 
 _UNAVAILABLE = (502, 503, 504)
-"""Status codes of a proxy whose server is away, and of a server that starts."""
+"""Status codes of a proxy that cannot reach its server, and of a server that is starting."""
 
 _CONNECT_S = 5.0
 _CALL_S = 30.0
 _LONG_S = 600.0
-"""Time-out of calls that may have to wait for requests, or load."""
+"""Time-out of calls that may wait for unfinished requests, or load weights."""
 _RESUME_TRIES = 5
 _RESUME_RETRY_S = 0.2
-"""Pause before a follower asks a server again to resume."""
+"""Pause between two attempts to resume a server."""
 
 
 class EngineServer(Engine):
-    """A server that is driven over HTTP.
+    """A server that is driven over HTTP. Each of its methods can raise the errors below.
 
     Args:
-        url: as ``http://host:8000``.
-        api_key: sent as a bearer token.
+        url: address, such as ``http://host:8000``.
+        api_key: key to send as a bearer token.
 
     Raises:
-        OptionError: ``url`` is no address of a server; from any call: it refuses the API key.
-        EngineUnreachableError: (a ``ConnectionError``) from any call: it does not answer, or is
-            not available (502, 503, 504).
-        UnsupportedError: from any call: it has no such route, and was started without it.
-        EngineUpdateError: from any call: the server answered with an error.
+        OptionError: ``url`` is not a server's address, or the server refuses the API key.
+        EngineUnreachableError: (a ``ConnectionError``) the server does not answer, or is not
+            available (502, 503, 504).
+        UnsupportedError: the server was started without the route.
+        EngineUpdateError: the server answered with an error.
     """
 
     is_server = True
     IS_WHAT: str
     """Name of the server's software, for messages."""
     WITHOUT_ROUTE: str
-    """Advice about a missing route, for messages."""
+    """Advice if a route is missing, for messages."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         with needed_for("following a server (`follow` with a URL)"):
@@ -69,9 +69,9 @@ class EngineServer(Engine):
         self._client.close()
 
     def _name(self) -> str:
-        """Make a name of the address, so that it is the same after a restart."""
+        """Make the engine's name from its address, so that it is the same after a restart."""
         url = self._httpx.URL(self.url)
-        # "localhost" is another host for each of the engines of one store.
+        # Engines on several hosts may follow the same store, each at "localhost".
         host = socket.gethostname() if _is_loopback(url.host) else url.host
         return f"{re.sub('[^A-Za-z0-9.-]', '-', host):.64}-{url.port or url.scheme}"
 
@@ -82,7 +82,7 @@ class EngineServer(Engine):
         return body[key]
 
     def _response(self, method: str, path: str, **options: Any) -> Any:
-        """Send a request; return the response of any status."""
+        """Send a request; return its response, whatever the status."""
         try:
             return self._client.request(method, path, **options)
         except self._httpx.HTTPError as error:
@@ -91,7 +91,7 @@ class EngineServer(Engine):
             ) from error
 
     def request(self, method: str, path: str, **options: Any) -> Any:
-        """Send a request with options of ``httpx``; return its response."""
+        """Send a request, with options for ``httpx``; return its response, or raise."""
         response = self._response(method, path, **options)
         if response.status_code in _UNAVAILABLE:
             raise EngineUnreachableError(
@@ -100,7 +100,7 @@ class EngineServer(Engine):
         if response.status_code in (401, 403):
             raise OptionError(
                 f"{self.url} refuses {path} with this API key ({response.status_code}): give the "
-                f"key that it was started with{self._advice_on_url}"
+                f"key that the server was started with{self._advice_on_url}"
             )
         if response.status_code in (404, 405):
             raise UnsupportedError(
@@ -116,7 +116,7 @@ class EngineServer(Engine):
         return "; give its address without /v1" if self.url.endswith("/v1") else ""
 
     def _request_resume(self, path: str, **options: Any) -> None:
-        """Resume it; a network that loses one answer must not leave it paused."""
+        """Resume the server, with retries: a lost answer must not leave it paused."""
         for _ in range(_RESUME_TRIES - 1):
             try:
                 self.request("POST", path, **options)
