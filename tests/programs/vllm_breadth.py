@@ -143,7 +143,7 @@ BFLOAT16 = {
 }
 BFLOAT16["mamba 2, bfloat16"] = replace(
     BFLOAT16["mamba 2, bfloat16"],
-    refused="conv_weights was a view of backbone.layers.0.mixer.conv1d.weight until that was",
+    refused="conv_weights was a view of backbone.layers.0.mixer.conv1d.weight until vLLM packed",
 )
 # On a CPU vLLM fails to keep states of Mamba in its prefix cache, with or without dbuffer.
 HYBRID = {
@@ -154,7 +154,7 @@ HYBRID = {
     )
     for dtype, refused in {
         "float32": "",
-        "bfloat16": "conv_weights was a view of model.layers.0.mamba.conv1d.weight until that was",
+        "bfloat16": "conv_weights was a view of model.layers.0.mamba.conv1d.weight until",
     }.items()
 }
 TWO_RANKS = {

@@ -78,8 +78,8 @@ class CallbackEngine:
     def __init__(self, config: Any, parallel_config: Any, model: Any) -> None:
         if parallel_config.world_size != 1:
             raise UnsupportedError(
-                f"this engine has {parallel_config.world_size} ranks, and is made as vLLM before "
-                "0.25 makes it: nothing would let them load the same version"
+                f"this engine has {parallel_config.world_size} ranks, and was made with the "
+                "arguments of vLLM before 0.25, which works with one rank only"
             )
         self.config, self.parallel_config, self.model = config, parallel_config, model
         self._options: EngineOptions | None = None
@@ -90,8 +90,8 @@ class CallbackEngine:
     def init_transfer_engine(self, init_info: EngineOptions) -> None:
         if init_info.local_store is not None:
             raise UnsupportedError(
-                "this engine is made as vLLM before 0.25 makes it, and takes no local_store: give "
-                "the store alone, or `dbuffer mirror` it and give the copy as the store"
+                "this engine was made with the arguments of vLLM before 0.25, and cannot keep a "
+                "local_store: run `dbuffer mirror`, and give the copy as the store"
             )
         self.shutdown()
         self._options = init_info
@@ -117,7 +117,7 @@ class CallbackEngine:
             SnapshotEvictedError: the sender overwrote the version meanwhile. Discard its tensors.
         """
         if load_weights is None:
-            raise OptionError("there is nothing to load the weights with: pass load_weights")
+            raise OptionError("receive_weights needs the function load_weights as an argument")
         with self._opened(update_info) as tensors:
             for name, tensor in tensors:
                 load_weights([(name, tensor.clone())])
@@ -135,8 +135,8 @@ class CallbackEngine:
             for name, tensor in tensors:
                 if tensor.numel() > _MAX_INDEX:
                     raise EngineUpdateError(
-                        f"{name} has {tensor.numel()} elements, and patches of vLLM's reach "
-                        f"{_MAX_INDEX}: update it as dense"
+                        f"{name} has {tensor.numel()} elements, and patches of vLLM reach only "
+                        f"{_MAX_INDEX}: send a dense update"
                     )
                 indices = torch.arange(tensor.numel(), dtype=torch.int32)
                 values, shape = tensor.flatten().clone(), tuple(tensor.shape)
@@ -158,8 +158,8 @@ class CallbackEngine:
                 raise VersionError(f"version {goal} is not in {receiver.store}")
             if version.id.number < self._loaded:
                 raise VersionError(
-                    f"version {self._loaded} is loaded, and versions never go back: version "
-                    f"{version.id.number} is not loaded"
+                    f"version {version.id.number} is not loaded, because the engine has version "
+                    f"{self._loaded}, and versions never go back"
                 )
             tensors = snapshot.tensors
             aliases = ((alias, tensors[name]) for alias, name in snapshot.aliases.items())

@@ -107,8 +107,8 @@ def _num_in_step(parallel: Any) -> int:
         return 1
     if _num_local(parallel) not in (None, size):
         raise UnsupportedError(
-            f"{size} replicas step together, and this front end has only some of them: it cannot "
-            "switch the others. Use one front end for all, without "
+            f"{size} replicas step together, but this front end drives only some of them, and "
+            "cannot switch the others. Use one front end for all replicas, without "
             "--data-parallel-hybrid-lb and --data-parallel-external-lb"
         )
     return size
@@ -147,8 +147,8 @@ def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
     load_general_plugins()
     if CALL not in vars(WorkerWrapperBase):
         raise UnsupportedError(
-            "vLLM has not loaded dbuffer's plugin: install dbuffer in vLLM's environment, and name "
-            "it in VLLM_PLUGINS if you set that"
+            "vLLM has not loaded dbuffer's plugin: install dbuffer in vLLM's environment. If you "
+            "set VLLM_PLUGINS, add dbuffer to it"
         )
     return facts_of(config, replica)
 

@@ -106,7 +106,7 @@ def _drop_caches(core: Any) -> None:
 
 
 def _pause(core: Any, mode: str) -> Any:
-    """Pause a core. If it is paused already, return when that pause is complete."""
+    """Pause a core; return a future of the complete pause, or None if it is complete already."""
     if not _steps_with_others(core) or not core.is_scheduler_paused():
         return core.pause_scheduler(mode, False)
     # Pausing a paused core again makes it step once more, and wait for the other cores in this

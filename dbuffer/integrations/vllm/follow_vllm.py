@@ -93,7 +93,7 @@ def follow(
     if store is not None:
         chosen = EngineOptions.parse({"store": store, **options})
     elif options:
-        raise OptionError(f"{', '.join(options)} given without a store")
+        raise OptionError(f"{', '.join(options)}: these options need a store as an argument")
     if is_one_of_several(engine):
         from dbuffer.integrations.vllm.launched import LaunchedFollower
 

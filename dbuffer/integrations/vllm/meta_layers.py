@@ -39,8 +39,8 @@ def vllm_shape_check(vllm_config: Any, serving: torch.nn.Module) -> ShapeCheck:
     """
     if vllm_config.parallel_config.enable_eplb:
         raise UnsupportedError(
-            "vLLM moves the experts of this engine between ranks (enable_eplb), and would load new "
-            "ones to where they were at its start: start it without"
+            "vLLM moves the experts of this engine between ranks, and would load new weights to "
+            "the ranks where experts were at the start: start the engine without enable_eplb"
         )
     _require_latent_weights(serving)
     model = built_without_data(
@@ -91,8 +91,8 @@ def _require_latent_weights(serving: torch.nn.Module) -> None:
     for name, module in serving.named_modules():
         if getattr(module, "is_amx_bmm_enabled", False):
             raise UnsupportedError(
-                f"{name} has packed the weights of its kv_b_proj for AMX, and vLLM's reload has no "
-                "place for new ones: start the engine with attention_backend='CPU_MLA'"
+                f"{name} has packed the weights of its kv_b_proj for AMX, and vLLM's reload cannot "
+                "replace them: start the engine with attention_backend='CPU_MLA'"
             )
 
 
@@ -110,8 +110,8 @@ def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
             continue
         if origin not in served or storage_of(served[name]) != storage_of(served[origin]):
             raise UnsupportedError(
-                f"{name} was a view of {origin} until that was packed, and vLLM's reload would "
-                f"leave it as it is: a {type(model).__name__} cannot be followed in this dtype here"
+                f"{name} was a view of {origin} until vLLM packed {origin}, and vLLM's reload "
+                f"would not update {name}: this {type(model).__name__} cannot follow in its dtype"
             )
 
 

@@ -90,7 +90,7 @@ class FollowStore:
     async def _start(self, engine: Any) -> None:
         """Start to follow, and return once the engine serves the newest version."""
         if engine is None:
-            raise UnsupportedError("FollowStore is for vLLM's API server, and this is another")
+            raise UnsupportedError("FollowStore is for vLLM's API server, not for other servers")
         config = engine.vllm_config
         options = options_of(config.additional_config)
         if options is None:
@@ -126,7 +126,7 @@ class FollowStore:
             try:
                 await follower.aclose()
             except (DBufferError, OSError) as error:
-                logger.warning("this server did not stop following properly: %s", str(error))
+                logger.warning("an error occurred when following was stopped: %s", str(error))
 
 
 async def _wait_for_weights(follower: BackgroundFollower, options: EngineOptions) -> None:

@@ -99,7 +99,7 @@ class WorkerRank(EngineRank):
         if self.on_device:
             torch.accelerator.synchronize(self.device)
         if self._addresses() != places:
-            raise EngineBrokenError("parameters were left at other places in memory")
+            raise EngineBrokenError("vLLM's reload has moved parameters to other addresses")
 
     def _reload(
         self, weights: fixes.Weights, before: list[fixes.LayerTensors], *, partial: bool
@@ -121,7 +121,7 @@ class WorkerRank(EngineRank):
         loader = get_model_loader(config.load_config)
         if not hasattr(loader, "get_all_weights"):
             raise UnsupportedError(
-                f"weights in load format {config.load_config.load_format!r} cannot be read again"
+                f"vLLM cannot read weights of load format {config.load_config.load_format!r} again"
             )
         self.load(loader.get_all_weights(config.model_config, self.module))
 
@@ -183,7 +183,7 @@ def raising_once(vllm_config: Any) -> Iterator[None]:
 def worker_group(parallel: Any) -> Any:
     """Return vLLM's group of all workers of an engine, with all replicas that step together.
 
-    Engines that torchrun started share vLLM's world group, if there are several.
+    If torchrun started several engines, they share vLLM's world group.
     """
     world, tensor_parallel = get_world_group(), get_tp_group()
     if not is_launched(parallel) or world.world_size == parallel.world_size:

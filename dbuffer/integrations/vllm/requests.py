@@ -91,7 +91,7 @@ def requirement_in(
         version = _number(Positive, min_version, values[min_version], "a version's number")
         return version, _number(_Seconds, wait_s, values.get(wait_s, "0"), _SECONDS)
     if wait_s in values:
-        raise OptionError(f"{wait_s} without a version to wait for: add {min_version}")
+        raise OptionError(f"{wait_s} needs a version to wait for: add {min_version}")
     return None, 0.0
 
 

@@ -38,8 +38,8 @@ def publish_patches(
         return None
     if is_behind or not sender.stats["versions"]:
         raise VersionError(
-            f"these patches follow weights that their sender has not published in {sender.store}: "
-            "send all weights once"
+            f"patches apply to the last weights, which this sender has not published in "
+            f"{sender.store}: send all weights once"
         )
     return sender.send_patches(merged).version
 
@@ -70,7 +70,9 @@ def _checked(patch: Any, position: int) -> SparsePatch:
         name, indices, values = patch.name, patch.indices, patch.values
         shape = tuple(patch.full_shape) if hasattr(patch, "full_shape") else None
     except (AttributeError, TypeError) as error:
-        raise InvalidWeightsError(f"patch {position} is none of vLLM's: {error}") from error
+        raise InvalidWeightsError(
+            f"patch {position} is no SparseWeightPatch of vLLM: {error}"
+        ) from error
     require_form(SparsePatch(name, indices, values, shape))
     subject = f"the patch of {name!r:.200}"
     if indices.dtype not in (torch.int32, torch.int64):
@@ -153,7 +155,7 @@ def _sender_in(trainer_args: Any) -> WeightSender:
     sender = trainer_args.get("sender") if is_mapping else getattr(trainer_args, "sender", None)
     if not isinstance(sender, WeightSender):
         raise OptionError(
-            f"trainer_args is {trainer_args!r:.200}: it must be an object with 'sender', a "
-            "WeightSender (of delta=True to send patches)"
+            f"trainer_args is {trainer_args!r:.200}, and must have a WeightSender as 'sender'. To "
+            "send patches, this sender needs delta=True"
         )
     return sender

@@ -107,7 +107,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         rank, sender_options = init_info.rank, dict(init_info.sender)
         if source is not None and is_split(source):
             if init_info.sparse:
-                raise OptionError(f"sparse: {_SPLIT}, and one rank alone sends patches")
+                raise OptionError(f"sparse: {_SPLIT}, but only rank 0 can send patches")
             sender = ShardedWeightSender(init_info.store, **sender_options)
         elif rank == 0:
             if init_info.sparse or source is None:

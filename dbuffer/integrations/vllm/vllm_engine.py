@@ -146,7 +146,7 @@ class AsyncVllm(Engine):
     def require_alive(self) -> None:
         """Raise `EngineEndedError` if its processes or its event loop have ended."""
         if self._loop.is_closed():
-            raise EngineEndedError("its event loop has ended")
+            raise EngineEndedError("the engine's event loop has ended")
         if self._engine.errored:
             raise EngineEndedError("the engine is dead")
 
@@ -164,7 +164,7 @@ class AsyncVllm(Engine):
         if mode == "in_place" and (shared := shared_caches(config)):
             raise UnsupportedError(
                 f'pause="in_place" drops no cache, and this engine has {" and ".join(shared)}: '
-                "requests that come after a switch would go on from what old weights computed"
+                "requests after a switch would use cached results of old weights"
             )
 
     def facts(self) -> EngineFacts:
@@ -207,7 +207,7 @@ class AsyncVllm(Engine):
         while not wait([future], TIMING.alive_check_s).done:
             if self._engine.errored or self._loop.is_closed():
                 future.cancel()
-                raise EngineEndedError("the engine, or its event loop, has ended in mid-call")
+                raise EngineEndedError("the engine, or its event loop, has ended during a call")
             if self.is_idle():  # its program is between two calls of `run_until_complete`
                 future.cancel()
                 raise EngineUnreachableError(
@@ -305,8 +305,8 @@ def vllm_engine_of(target: Any, *, api_key: str | None = None) -> Engine:
         return VllmServer(target, api_key=api_key)
     if is_one_of_several(target):
         raise UnsupportedError(
-            "this LLM is one rank of an engine that torchrun started: let every rank call "
-            "dbuffer.integrations.vllm.follow with its own"
+            "this LLM is one rank of an engine that torchrun started: every rank must call "
+            "dbuffer.integrations.vllm.follow with its LLM"
         )
     if hasattr(target, "llm_engine"):
         return OfflineVllm(target)
