@@ -1,8 +1,8 @@
-"""Atropos' weight bridge over a dbuffer store.
+"""Atropos: a weight bridge that uses a dbuffer store.
 
-``VLLMWeightBridge`` has the methods of the class of that name in Atropos' example trainer, and
-``BridgeConfig`` its fields. After an optimizer step ``notify_update()`` publishes the weights, and
-returns when the server, or with several nodes every server, answers with them.
+``VLLMWeightBridge`` and ``BridgeConfig`` replace the classes of the same names in Atropos' example
+trainer, with the same methods and fields. After an optimizer step, ``notify_update()`` publishes
+the weights, and returns when all servers generate with them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`VLLMWeightBridge`: from a trainer's steps to the weights that inference servers answer with."""
+"""`VLLMWeightBridge`: brings a trainer's weights to inference servers after each update."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ Weights: TypeAlias = nn.Module | Mapping[str, torch.Tensor]
 class VLLMWeightBridge:
     """Brings a trainer's weights to inference servers through a store.
 
-    With a ``world_size`` above 1, every rank makes a bridge, and makes all its calls.
+    If ``world_size`` is above 1, every rank makes a bridge, and all ranks make the same calls.
 
     Args:
         config: see :class:`BridgeConfig`.
-        store: the store's directory. Default: with several nodes, ``dbuffer-atropos`` in
-            ``log_dir`` or ``LOGDIR``; with one server, a directory in shared memory.
-        rank_timeout_s: how long processes wait for a missing or hung one, after the
-            ``timeout_seconds`` that an update may take.
-        **sender: fields of :class:`dbuffer.SenderOptions`. ``rename`` is the parameter mapping by
-            default.
+        store: the store's directory. The default in local mode is a directory in shared memory.
+            With several nodes, the default is ``dbuffer-atropos`` in ``log_dir`` or ``LOGDIR``.
+        rank_timeout_s: how long ranks wait for a missing or hung rank, in addition to the
+            ``timeout_seconds`` of an update.
+        **sender: fields of :class:`dbuffer.SenderOptions`. By default ``rename`` is the parameter
+            mapping.
 
     Raises:
         OptionError: (a ``ValueError``) an option is invalid.
@@ -73,20 +73,20 @@ class VLLMWeightBridge:
         self._sender_options = sender
         self._rank_timeout_s = checks.positive_seconds("rank_timeout_s", rank_timeout_s)
         self.store = _default_store(config) if store is None else checks.directory("store", store)
-        """The store's directory, for servers that follow by themselves."""
+        """The store's directory, which the servers must follow."""
         self.device = torch.device(config.device)
         """Device of the model of :meth:`get_trainable_model`."""
         self.shared_state_dict: Mapping[str, torch.Tensor] = {}
-        """Tensors that were attached."""
+        """Tensors from :meth:`attach_to_vllm_weights`."""
         self.nccl_group: None = None
-        """Always None, as is ``gloo_group``: no process group is joined with engines."""
+        """Always None, like ``gloo_group``: the bridge shares no process group with engines."""
         self.gloo_group: None = None
         self._ranks = World()
         """The trainer's processes."""
         self._owns_group = False
         """Whether this bridge has initialized ``torch.distributed``."""
         self._server: VllmServer | None = None
-        """The server of local mode, on rank 0."""
+        """The server in local mode, on rank 0."""
         self._mapping = ParameterMapping(mapping_path(config.directory))
         self._sender: Sender | None = None
         """Sender while the bridge is open."""
@@ -94,26 +94,28 @@ class VLLMWeightBridge:
         """Model of :meth:`get_trainable_model`."""
         self._update_count = 0
         self._version: int | None = None
-        """Newest version published; in local mode None once the server answers with it."""
+        """Newest version published. In local mode, None after the server has applied it."""
 
     @property
     def param_mappings(self) -> dict[str, Any]:
-        """Servers' entry for each parameter; empty without a mapping."""
+        """The mapping's entry for each of the trainer's parameters; empty without a mapping."""
         return self._mapping.entries
 
     @property
     def name_conversions(self) -> dict[str, list[str]]:
-        """The trainer's names of each of the servers' names; see :func:`get_name_conversions`."""
+        """Trainer's names for each of the servers' names; see :func:`get_name_conversions`."""
         return get_name_conversions(self.param_mappings)
 
     def initialize(self) -> None:
-        """Open the store, and read or wait for the parameter mapping. The servers may be away.
+        """Open the store and read the parameter mapping, or wait until the mapping exists.
+
+        The servers need not run yet.
 
         Raises:
-            NotReadyError: (a ``RuntimeError``) the mapping did not come.
-            OptionError: (a ``ValueError``) the mapping cannot be read, or is not for the attached
-                tensors; or ranks cannot meet at this ``init_method``.
-            RankFailedError: (a ``RuntimeError``) the trainer's ranks did not meet in time.
+            NotReadyError: (a ``RuntimeError``) the mapping was not written in time.
+            OptionError: (a ``ValueError``) the mapping cannot be read or does not fit the attached
+                tensors, or ``init_method`` is invalid.
+            RankFailedError: (a ``RuntimeError``) the trainer's ranks did not connect in time.
             StoreBusyError: another sender has the store.
             StoreAccessError: the store cannot be used.
         """
@@ -142,14 +144,16 @@ class VLLMWeightBridge:
         logger.info("publishing into %s", self.store)
 
     def attach_to_vllm_weights(self, vllm_state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Publish these tensors from now on; for a trainer that has loaded its model itself.
+        """Publish these tensors from now on. Use this if the trainer loads its model itself.
 
-        They are the trainer's own, under its names, as ``dict(model.named_parameters())``. Each
-        update reads them; no memory is shared with an engine.
+        Args:
+            vllm_state_dict: the trainer's tensors under its names, for instance
+                ``dict(model.named_parameters())``. Each update reads them. The bridge does not
+                share memory with an engine.
 
         Raises:
-            InvalidWeightsError: something in them cannot be published.
-            OptionError: (a ``ValueError``) the parameter mapping is not for them.
+            InvalidWeightsError: a tensor cannot be published.
+            OptionError: (a ``ValueError``) the parameter mapping does not fit the tensors.
         """
         if self._model is not None:
             raise OptionError("this bridge publishes the model of get_trainable_model() already")
@@ -158,22 +162,22 @@ class VLLMWeightBridge:
         self.shared_state_dict = vllm_state_dict
 
     def get_trainable_model(self) -> nn.Module:
-        """Return the model ``config.model_name``, to be trained; each update publishes its weights.
+        """Return the model ``config.model_name`` to train. Each update publishes its weights.
 
-        If tensors were attached, its parameters are those, not the checkpoint's: values, dtypes
-        and, on the same device, memory. It is one model, however often this is called.
+        If tensors were attached, the model's parameters are these tensors, with their values and
+        dtypes, and on the same device also their memory. All calls return the same model.
 
         Raises:
-            NotReadyError: (a ``RuntimeError``) the bridge was not initialised.
-            OptionError: (a ``ValueError``) the parameter mapping is not for it, the attached
-                tensors are not just its parameters, or there is no such device.
+            NotReadyError: (a ``RuntimeError``) the bridge was not initialized.
+            OptionError: (a ``ValueError``) the parameter mapping or the attached tensors do not fit
+                the model, or the device does not exist.
         """
         if self._model is None:
             self._require_sender()
             if self.device.type == "cuda" and not torch.cuda.is_available():
                 raise OptionError(
-                    f"invalid device {self.config.device!r}, Atropos' default: there is no GPU "
-                    'here; use BridgeConfig(device="cpu")'
+                    f"invalid device {self.config.device!r} (Atropos' default): this host has no "
+                    'GPU; use BridgeConfig(device="cpu")'
                 )
             from transformers import AutoModelForCausalLM
 
@@ -194,18 +198,17 @@ class VLLMWeightBridge:
         """Publish the weights, without waiting for servers.
 
         Raises:
-            NotReadyError: (a ``RuntimeError``) the bridge was not initialised, or has nothing
-                to publish.
-            InvalidWeightsError: something in them cannot be published.
-            StoreFullError, StoreAccessError: the filesystem refused.
-            WriterSupersededError: another sender has taken the store over.
+            NotReadyError: (a ``RuntimeError``) the bridge was not initialized, or has no weights.
+            InvalidWeightsError: a tensor cannot be published.
+            StoreFullError, StoreAccessError: the filesystem refused to write.
+            WriterSupersededError: another sender took over the store.
             RankFailedError: a rank was lost.
         """
         sender, weights = self._require_sender(), self._weights
         if weights is None:
             raise NotReadyError(
-                "this bridge has nothing to publish: train the model of get_trainable_model(), or "
-                "give your own with attach_to_vllm_weights(dict(model.named_parameters()))"
+                "this bridge has no weights to publish: train the model of get_trainable_model(), "
+                "or pass yours to attach_to_vllm_weights(dict(model.named_parameters()))"
             )
         metadata = {"update_count": self._update_count + 1}
         publication = sender.send(self._permuted(weights), metadata=metadata)
@@ -215,13 +218,13 @@ class VLLMWeightBridge:
     def barrier(self) -> None:
         """Wait until the engines of all inference nodes have applied the newest version.
 
-        In local mode, notify the one server, unless it was, and wait until it answers with it.
+        In local mode, notify the server first. A second call for the same version does nothing.
 
         Raises:
-            WaitTimeoutError: they did not, within ``timeout_seconds``.
+            WaitTimeoutError: some engine did not apply the version within ``timeout_seconds``.
             EngineUnreachableError: (local mode) the server does not answer.
-            EngineUpdateError: (local mode) it answers a notification with an error.
-            NotReadyError: (a ``RuntimeError``) the bridge was not initialised.
+            EngineUpdateError: (local mode) the server answers the notification with an error.
+            NotReadyError: (a ``RuntimeError``) the bridge was not initialized.
         """
         sender, version = self._require_sender(), self._version
         if version is None:
@@ -254,7 +257,7 @@ class VLLMWeightBridge:
             self._version = None
 
     def cleanup(self) -> None:
-        """Close the store and the server. The last version stays; the model keeps its values."""
+        """Close the store and the server's client. The store keeps the last version."""
         for part in (self._server, self._sender, self._ranks):
             if part is not None:
                 part.close()
@@ -279,7 +282,7 @@ class VLLMWeightBridge:
 
     @property
     def _rank_patience_s(self) -> float:
-        """Seconds that ranks wait for a rank that waits for the servers."""
+        """How long ranks wait for each other; rank 0 may be waiting for servers meanwhile."""
         return self.config.timeout_seconds + self._rank_timeout_s
 
     def _join_ranks(self) -> None:
@@ -297,9 +300,9 @@ class VLLMWeightBridge:
                 raise OptionError(f"invalid init_method {where!r}: {first_line(error)}") from error
             except RuntimeError as error:
                 raise RankFailedError(
-                    f"rank {rank} of {size} could not meet the others at {where} within "
-                    f"{self._rank_patience_s:g} s: {first_line(error)}; check that each of them "
-                    "runs, and has the same init_method and world_size"
+                    f"rank {rank} of {size} could not connect to the other ranks at {where} within "
+                    f"{self._rank_patience_s:g} s: {first_line(error)}; check that every rank runs "
+                    "with the same init_method and world_size"
                 ) from error
             self._owns_group = True
         self._ranks = Agreement(None, timeout_s=self._rank_patience_s)
@@ -326,23 +329,24 @@ def _default_store(config: BridgeConfig) -> Path:
         return default_store("atropos", urlsplit(config.vllm_api_url).port or 80)
     if config.directory is None:
         raise OptionError(
-            "several nodes need a directory that all of them see: set log_dir (or LOGDIR), or give "
-            "the bridge a store"
+            "several nodes need a directory that all of them see: set log_dir (or LOGDIR), or pass "
+            "store= to the bridge"
         )
     return checks.directory("log_dir", config.directory) / "dbuffer-atropos"
 
 
 def _named(weights: Weights) -> Mapping[str, torch.Tensor]:
-    """Return the tensors to publish, by the names that the mapping knows."""
+    """Return the tensors to publish, under the names that the mapping uses."""
     if not isinstance(weights, nn.Module):
         return weights
     return as_checkpoint(weights, module_tensors(weights))
 
 
 def _take_over(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Let a model's parameters be these tensors: they are not copied, and keep their dtypes.
+    """Replace a model's parameters by these tensors, without a copy or cast.
 
-    One name of tied tensors is enough. Other buffers keep the model's values.
+    Tied parameters need only one of their names. Buffers that are not among the tensors keep the
+    model's values.
     """
     attached = dict(zip(clean_names(tensors), tensors.values(), strict=True))
     try:
@@ -352,14 +356,14 @@ def _take_over(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     model.tie_weights()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     filled = {id(parameters[name]) for name in attached.keys() & parameters.keys()}
-    problems = [f"{name} is not one of its tensors" for name in unknown]
+    problems = [f"{name} is not one of the model's tensors" for name in unknown]
     problems += [
         f"{name} is missing"
         for name in parameters.keys() & set(missing)
         if id(parameters[name]) not in filled
     ]
     problems += [
-        f"{name} is tied to another tensor of the model, and differs from it"
+        f"{name} is tied to another tensor of the model, but has other values"
         for name, tensor in attached.items()
         if (parameter := parameters.get(name, tensor)) is not tensor
         if not (is_same_memory(parameter, tensor) or parameter.equal(tensor))
@@ -372,7 +376,7 @@ def _take_over(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def create_bridge_from_training_config(config: Any) -> VLLMWeightBridge:
-    """Return an initialized bridge, from Atropos' ``TrainingConfig`` or an object like it."""
+    """Return an initialized bridge for Atropos' ``TrainingConfig`` or an object like it."""
     bridge = VLLMWeightBridge(BridgeConfig.from_training_config(config))
     bridge.initialize()
     return bridge

@@ -1,4 +1,4 @@
-"""`BridgeConfig`: the settings of the bridge, under Atropos' own names and with its defaults."""
+"""`BridgeConfig`: settings of the bridge, with Atropos' names and defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dbuffer.runtime import options as checks
 
 @dataclass
 class BridgeConfig:
-    """Settings of the bridge: the trainer's processes, and the inference servers.
+    """Settings of the trainer's processes and of the inference servers.
 
     Raises:
         UnsupportedError: (a ``NotImplementedError``) ``use_cuda_ipc`` is set.
@@ -24,32 +24,33 @@ class BridgeConfig:
     trainer_rank: int = 0
     """Rank of this process in the trainer."""
     world_size: int = 1
-    """Processes of the trainer. Above 1, all of them make a bridge, and all its calls."""
+    """Number of the trainer's processes. If above 1, each of them makes a bridge and all calls."""
     init_method: str = "env://"
-    """Meeting point of the processes, if the bridge must initialize ``torch.distributed``."""
+    """Used to initialize ``torch.distributed`` if the trainer has not initialized it."""
     num_inference_nodes: int = 0
-    """Nodes of a SLURM job that run engines, one engine a node; 0: one server on this machine."""
+    """Number of nodes with an engine in a SLURM job, or 0 for one server on this machine (local
+    mode)."""
     model_name: str = ""
-    """Hugging Face name or directory; for :meth:`VLLMWeightBridge.get_trainable_model`."""
+    """Hugging Face name or directory of :meth:`VLLMWeightBridge.get_trainable_model`'s model."""
     device: str = "cuda"
-    """Device on which that model is trained."""
+    """Device to train this model on."""
     timeout_seconds: float = 300.0
-    """Seconds that an update may take, until the servers serve it."""
+    """Maximum seconds from an update until the servers generate with it."""
     log_dir: str | None = None
-    """A directory that trainer and servers see. Default: the environment variable ``LOGDIR``."""
+    """Directory that trainer and servers see. Default: the environment variable ``LOGDIR``."""
     vllm_api_url: str = "http://localhost:9001"
-    """The server; local mode only."""
+    """URL of the server in local mode."""
     use_cuda_ipc: bool = False
     """Must stay False: GPU memory is not shared through files."""
     num_gpus_per_node: int = field(default_factory=torch.cuda.device_count)
-    """Accepted because Atropos has it; unused, since there is no process group."""
+    """Unused. Accepted because Atropos has this setting."""
 
     def __post_init__(self) -> None:
         if self.use_cuda_ipc:
             raise UnsupportedError(
-                "use_cuda_ipc: a transport over files shares no GPU memory. Leave it off: "
-                "notify_update() then publishes into a store in shared memory, and the server "
-                "loads from there. To share one copy on one GPU, keep Atropos' own single_copy mode"
+                "use_cuda_ipc is not supported: weights in files share no GPU memory. Leave it "
+                "off: notify_update() then publishes into a store in shared memory, and the server "
+                "loads from there. To share one copy on one GPU, use Atropos' own single_copy mode"
             )
         checks.whole_number("world_size", self.world_size)
         checks.whole_number("trainer_rank", self.trainer_rank, at_least=0)
@@ -65,20 +66,20 @@ class BridgeConfig:
 
     @property
     def is_local_mode(self) -> bool:
-        """Whether there is one server, on this machine, notified of updates over HTTP."""
+        """Whether there is a single server, on this machine, which is notified over HTTP."""
         return self.num_inference_nodes == 0
 
     @property
     def directory(self) -> str | None:
-        """``log_dir`` or ``LOGDIR``: place of the mapping and, with several nodes, of the store."""
+        """``log_dir`` or ``LOGDIR``. It contains the mapping and, with several nodes, the store."""
         return self.log_dir or os.environ.get("LOGDIR") or None
 
     @classmethod
     def from_training_config(cls, config: Any) -> Self:
-        """Read Atropos' ``TrainingConfig``, or anything with its attributes.
+        """Make a configuration from Atropos' ``TrainingConfig``, or an object with its attributes.
 
-        ``log_dir`` comes from the environment variable ``LOGDIR``, and the URL from the
-        ``vllm_port``, as in Atropos. Its ``single_copy`` means ``use_cuda_ipc``.
+        As in Atropos, ``log_dir`` comes from the environment variable ``LOGDIR``, and the server's
+        URL from ``config.vllm_port``. ``config.single_copy`` sets ``use_cuda_ipc``.
         """
         names = ("trainer_rank", "world_size", "init_method", "num_inference_nodes")
         return cls(

@@ -1,8 +1,8 @@
-"""`ParameterMapping`: what Atropos' ``vllm_bridge_config.json`` says of names and layouts.
+"""`ParameterMapping`: names and layouts from Atropos' file ``vllm_bridge_config.json``.
 
-A server writes it for the trainer, or the trainer for a server. Most of its entries map a name to
-itself. Several names that are mapped to one are the parts of a fused projection: those keep their
-names, because the model's own loader fuses them.
+A server writes the file for the trainer, or the trainer for a server. Most entries map a name to
+itself. If several names are mapped to the same name, they are the parts of a fused projection. The
+parts are published under their original names, because the engine's loader fuses them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 MAPPING_FILE = "vllm_bridge_config.json"
 PATH_VARIABLE = "VLLM_BRIDGE_CONFIG_PATH"
-"""Environment variable with the path of the mapping that Atropos' servers write."""
+"""Environment variable with the path of the mapping file that Atropos' servers write."""
 
 _RETRY_S = 0.1
 _QUERY = re.compile(r"(?:^|\.)(?:wq|q_proj)\.")
@@ -42,7 +42,7 @@ _CHANGES_NOTHING: dict[str, Any] = {"param_mappings": {}}
 
 
 def mapping_path(directory: str | None) -> Path:
-    """Return the path of a run's mapping; ``directory`` is the configuration's."""
+    """Return the path of the mapping file; ``directory`` is `BridgeConfig.directory`."""
     named = os.environ.get(PATH_VARIABLE)
     if named:
         return options.path(PATH_VARIABLE, named)
@@ -50,9 +50,9 @@ def mapping_path(directory: str | None) -> Path:
 
 
 def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the trainer's names for each of the servers' names, from a file's ``param_mappings``.
+    """Return the trainer's names for each of the servers' names.
 
-    An entry without ``vllm_name`` keeps its name.
+    ``param_mappings`` comes from a mapping file. A parameter without ``vllm_name`` keeps its name.
     """
     conversions: dict[str, list[str]] = {}
     for name, entry in param_mappings.items():
@@ -63,7 +63,7 @@ def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[st
 class ParameterMapping:
     """Servers' names for the trainer's tensors, and the tensors to permute.
 
-    ``content`` is the mapping file's; by default it changes nothing.
+    ``content`` is the content of the mapping file. The default changes nothing.
     """
 
     def __init__(self, path: Path, content: Any = _CHANGES_NOTHING) -> None:
@@ -73,9 +73,9 @@ class ParameterMapping:
         renamed = [rule for rule in rules if targets[rule.to] > 1 and not _is_part(rule)]
         if renamed:
             raise OptionError(
-                f"{path} gives parts of fused projections other names, too: "
-                f"{listed(renamed)}. An engine fuses them itself, and knows them by its "
-                "checkpoint's names: map each of them to that"
+                f"{path} also gives parts of fused projections other names: {listed(renamed)}. An "
+                "engine fuses the parts itself, and expects them under its checkpoint's names: map "
+                "each part to its name in the checkpoint"
             )
         self.names = NameMap(
             rule
@@ -89,14 +89,14 @@ class ParameterMapping:
         """Trainer's names of the tensors with ``needs_permute``; see `rotary`."""
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse a mapping that is not for these tensors of the trainer's."""
+        """Raise an error if the mapping does not fit the trainer's tensors of these names."""
         names = list(names)
         of_names = {str(rule.text) for rule in self.names.rules if rule.kind == "name"}
         unknown = sorted((of_names | self.permuted).difference(names))
         if unknown:
             raise OptionError(
                 f"{self.path} maps {len(unknown)} names that the trainer's model does not have: "
-                f"{listed(unknown)}; is it another model's?"
+                f"{listed(unknown)}; is the mapping for another model?"
             )
         counts = Counter(map(self.names, names))
         twice = [name for name, count in counts.items() if count > 1]
@@ -106,7 +106,10 @@ class ParameterMapping:
     def permute(
         self, tensors: Mapping[str, torch.Tensor], num_heads: int, num_kv_heads: int
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors, those with ``needs_permute`` in the layout of halves."""
+        """Return the tensors, after converting those with ``needs_permute`` to halves.
+
+        See `rotary` for this layout.
+        """
         heads = {name: _heads_of(name, num_heads, num_kv_heads) for name in self.permuted}
         return {
             name: permute_for_rotary(tensor.detach(), heads[name]) if name in heads else tensor
@@ -115,14 +118,14 @@ class ParameterMapping:
 
 
 def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
-    """Return the content of a run's mapping, once it is there, or an empty one if none is needed.
+    """Wait for the mapping file, and return its content, or an empty mapping if none is needed.
 
-    It is needed if ``config`` or the environment names its place, unless the ``server`` of local
-    mode is a stock one, which writes none.
+    A mapping is needed if ``config`` or the environment gives its directory. The exception is a
+    stock ``server`` in local mode, which writes no mapping.
 
     Raises:
-        NotReadyError: (a ``RuntimeError``) it is needed, and did not come in time.
-        OptionError: (a ``ValueError``) it cannot be read.
+        NotReadyError: (a ``RuntimeError``) the mapping is needed, and was not written in time.
+        OptionError: (a ``ValueError``) the mapping cannot be read.
     """
     path, timeout_s = mapping_path(config.directory), config.timeout_seconds
     is_named = bool(os.environ.get(PATH_VARIABLE))
@@ -146,14 +149,17 @@ def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
     while True:
         try:
             return read_mapping_file(path)
-        except OptionError:  # it may be incomplete
+        except OptionError:  # the server may still be writing the file
             if time.monotonic() > deadline:
                 raise
         time.sleep(_RETRY_S)
 
 
 def _is_part(rule: Rule) -> bool:
-    """Whether a tensor is in the module that has the projection of its new name."""
+    """Whether a tensor and its new name are in the same module, as parts of a projection are.
+
+    The last two parts of a name are the projection and its parameter.
+    """
     module = str(rule.to).split(".")[:-2]
     return str(rule.text).split(".")[: len(module)] == module
 
@@ -164,6 +170,6 @@ def _heads_of(name: str, num_heads: int, num_kv_heads: int) -> int:
     if _KEY.search(name):
         return num_kv_heads
     raise OptionError(
-        f"needs_permute of {name!r}: only projections of queries and keys have rotary layouts "
-        "(q_proj, k_proj, wq, wk)"
+        f"needs_permute is set for {name!r}, but only projections of queries and keys (q_proj, "
+        "k_proj, wq, wk) have rotary layouts"
     )

@@ -1,9 +1,12 @@
 """Conversion between the two layouts of rotary position embeddings.
 
-A rotary embedding turns pairs of a head's elements, pair i by an angle of its own. Models differ in
-the pairs: elements 2i and 2i+1 (interleaved: Meta's checkpoints, GPT-J), or i and i + d/2 (halves:
-Hugging Face, GPT-NeoX). A conversion reorders the rows of query and key projections; attention
-scores stay the same if both are converted.
+A rotary embedding rotates pairs of a head's elements. There are two layouts of the pairs:
+
+* interleaved (Meta's checkpoints, GPT-J): pair i has the elements 2i and 2i+1;
+* halves (Hugging Face, GPT-NeoX): pair i has the elements i and i + d/2.
+
+The conversion reorders the rows of query and key projections. Attention scores stay the same if
+both projections are converted.
 """
 
 from __future__ import annotations
@@ -19,23 +22,24 @@ def permute_for_rotary(w: torch.Tensor, n_heads: int) -> torch.Tensor:
     Args:
         w: weight ``[n_heads * head_dim, in_features]`` or bias ``[n_heads * head_dim]`` of a query
             or key projection.
-        n_heads: heads of just this projection: keys may have fewer.
+        n_heads: number of heads in this projection. Keys can have fewer heads than queries.
 
     Returns:
         A new tensor of the same shape.
 
     Raises:
-        InvalidWeightsError: (a ``ValueError``) its rows are not so many heads of even size.
+        InvalidWeightsError: (a ``ValueError``) ``w`` cannot be split into ``n_heads`` heads with an
+            even number of rows.
     """
     if n_heads < 1 or not w.ndim or not w.shape[0] or w.shape[0] % (2 * n_heads):
         raise InvalidWeightsError(
             f"a tensor of shape {list(w.shape)} cannot be split into {n_heads} heads of an even "
-            "number of rows: give the projection's own number of heads"
+            "number of rows: pass the number of heads of this projection"
         )
     pairs = w.reshape(n_heads, -1, 2, *w.shape[1:])
     return pairs.transpose(1, 2).reshape(w.shape)
 
 
 def permute_for_rotary_1d(w: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Call :func:`permute_for_rotary`: Atropos has this name for biases."""
+    """Call :func:`permute_for_rotary`. Atropos uses this name for biases."""
     return permute_for_rotary(w, n_heads)

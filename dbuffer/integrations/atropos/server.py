@@ -1,7 +1,7 @@
-"""Calls to the inference server of local mode, which follows the store by itself.
+"""Calls to the inference server in local mode, which follows the store by itself.
 
-A server with Atropos' bridge routes is notified of each version. A stock vLLM has the middleware
-``FollowStore``, and is not.
+A server with Atropos' bridge routes is notified of each version. A stock vLLM server is not
+notified: it follows the store with the middleware ``FollowStore``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _RETRY_S = 0.25
 
 
 def notify(server: VllmServer, notification: dict[str, Any], timeout_s: float) -> None:
-    """Call Atropos' route, if the server has it; wait while the server starts."""
+    """Call Atropos' notification route, if the server has it. Wait if the server is starting."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -31,7 +31,7 @@ def notify(server: VllmServer, notification: dict[str, Any], timeout_s: float) -
 
 
 def is_stock(server: VllmServer) -> bool:
-    """Whether a server answers, and is a vLLM without Atropos' routes, which writes no mapping."""
+    """Whether a server answers and is a stock vLLM, which has no Atropos routes or mapping."""
     try:
         has_version = _has_route(server, "GET", "/version", timeout=_PROBE_S)
         return has_version and not _has_route(server, "GET", "/bridge/info", timeout=_PROBE_S)

@@ -1,4 +1,4 @@
-"""Nodes of a SLURM job, and the addresses that Atropos' programs ask for."""
+"""Nodes of a SLURM job, and addresses that Atropos' programs use."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TypeAlias
 from dbuffer.errors import NotReadyError
 
 NODELIST_VARIABLES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
-"""Environment variables with the job's host list. The second is the older name of the first."""
+"""Environment variables with the job's host list: the current name, and an older one."""
 
 NCCL_PORT, GLOO_PORT, INFERENCE_PORT = 26756, 26757, 26758
-"""Atropos' ports. The bridge joins no process group and uses none of them."""
+"""Atropos' ports for process groups. The bridge does not use them."""
 
 Urls: TypeAlias = tuple[str | None, str | None, str | None, list[str] | None]
 
@@ -24,7 +24,7 @@ _SCONTROL_TIMEOUT_S = 60.0
 
 
 def _job_nodes() -> list[str]:
-    """Return the nodes of this SLURM job, as ``scontrol`` lists them; none outside of a job."""
+    """Return the nodes of this SLURM job, as ``scontrol`` lists them, or an empty list."""
     hostlist = next(filter(None, map(os.environ.get, NODELIST_VARIABLES)), None)
     if hostlist is None:
         return []
@@ -48,14 +48,15 @@ def _job_nodes() -> list[str]:
 
 
 def get_inference_urls(num_inference_nodes: int) -> Urls:
-    """Return the meeting points of Atropos' processes, and the nodes that run engines.
+    """Return the addresses of Atropos' process groups, and the nodes that run engines.
 
     Args:
-        num_inference_nodes: 0: this machine; below 0, or outside of a SLURM job: none. Above the
-            job's number of nodes: all of them, as in Atropos.
+        num_inference_nodes: number of nodes that run engines, or 0 for this machine only. If the
+            job has fewer nodes, all its nodes are returned, as in Atropos.
 
     Returns:
-        ``host:port`` of its NCCL, Gloo and inference groups, and the nodes; or None four times.
+        ``host:port`` of the NCCL, Gloo and inference groups, and the list of nodes. All four are
+        None if the number is negative, or outside of a SLURM job.
 
     Raises:
         NotReadyError: (a ``RuntimeError``) ``scontrol`` is missing, or cannot expand the job's
@@ -71,9 +72,10 @@ def get_inference_urls(num_inference_nodes: int) -> Urls:
 
 
 def get_local_hostname() -> list[str]:
-    """Return this host's address and names: its line in ``/etc/hosts``, or its own name.
+    """Return this host's address and names from its line in ``/etc/hosts``.
 
-    Lines of loopback addresses are skipped.
+    Lines with loopback addresses are skipped. Without another line, return the host's resolved
+    address and name.
     """
     name = socket.gethostname()
     address = ""
