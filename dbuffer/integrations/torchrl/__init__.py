@@ -1,11 +1,10 @@
-"""TorchRL: a store as the way that weights take from a trainer to collectors and vLLM engines.
+"""TorchRL: weights go from a trainer to collectors and vLLM engines through a store.
 
-* :class:`DoubleBufferSyncScheme` for collectors (:mod:`.scheme`);
-* ``VLLMDoubleBuffer...`` in the place of TorchRL's classes of these names
-  (:mod:`.vllm_double_buffer`);
-* ``VLLMWeight...`` with the methods of TorchRL's collective ones (:mod:`.vllm_collective`).
+* :class:`DoubleBufferSyncScheme` is a scheme for collectors (:mod:`.scheme`);
+* ``VLLMDoubleBuffer...`` replace TorchRL's classes of the same names (:mod:`.vllm_double_buffer`);
+* ``VLLMWeight...`` replace TorchRL's classes for NCCL (:mod:`.vllm_collective`).
 
-Names are imported when they are used: collectors need no vLLM.
+A name is imported when it is first used, so that collectors do not import vLLM.
 """
 
 from __future__ import annotations

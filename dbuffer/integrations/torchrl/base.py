@@ -1,4 +1,4 @@
-"""`StoreScheme` and `TransportOptions`: the base of the schemes, and their options."""
+"""`StoreScheme`: base class of the schemes. `TransportOptions`: their options."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ _RECEIVER = ("num_threads", "allow_shared_store", "poll_interval_s", "verify")
 class TransportOptions(SenderOptions):
     """Options of the senders and receivers that a scheme makes.
 
-    They are pickled for workers with the scheme, so a ``rename`` that is a function must pickle.
+    The scheme is pickled for workers with its options, so a function as ``rename`` must be
+    picklable.
     """
 
     num_threads: int | None = 1
-    """Threads that copy, on either side."""
+    """Number of copying threads in each sender and each receiver."""
     verify: bool | Literal["auto"] = "auto"
     poll_interval_s: float = 0.5
     unused_tensors: Literal["refuse", "warn"] = "refuse"
     """Option of an engine that follows; see :class:`EngineOptions`."""
 
     def make_sender(self, store: str | os.PathLike[str]) -> WeightSender:
-        """Open a store for writing; missing directories above it are made."""
+        """Open a store for writing. Missing parent directories are created."""
         return WeightSender(store, **self._only(field.name for field in fields(SenderOptions)))
 
     def make_receiver(
         self, store: str | os.PathLike[str], receiver_id: str | None = None
     ) -> WeightReceiver:
-        """Open a store, which need not exist yet, for reading."""
+        """Open a store for reading. It need not exist yet."""
         return WeightReceiver(store, receiver_id=receiver_id, **self._only(_RECEIVER))
 
     def open_reader(
@@ -55,14 +56,14 @@ class TransportOptions(SenderOptions):
         local: str | os.PathLike[str],
         receiver_id: str | None = None,
     ) -> tuple[WeightReceiver, Mirror | None]:
-        """Open ``local`` for reading, and keep it a mirror of ``remote``, unless they are one."""
+        """Open ``local`` for reading, and start a mirror from ``remote`` if it is another store."""
         mirror = self.for_engine(remote, local).start_mirror()
         return self.make_receiver(local, receiver_id), mirror
 
     def for_engine(
         self, remote: str | os.PathLike[str], local: str | os.PathLike[str]
     ) -> EngineOptions:
-        """Return the options of an engine that follows ``remote``, or its mirror ``local``."""
+        """Return the options of an engine that follows ``remote`` through its mirror ``local``."""
         local_store = None if local == remote else os.fspath(local)
         shared = self._only((*_RECEIVER, "unused_tensors"))
         return EngineOptions(store=os.fspath(remote), local_store=local_store, **shared)
@@ -72,9 +73,9 @@ class TransportOptions(SenderOptions):
 
 
 class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typed
-    """Base of our schemes: a ``WeightSyncScheme`` whose two sides meet in a store.
+    """Base of dbuffer's schemes: a TorchRL ``WeightSyncScheme`` that uses a store.
 
-    Errors that our schemes raise are ``DBufferError``, and of the standard types of TorchRL's.
+    All errors are ``DBufferError``, and also have the standard types of TorchRL's errors.
     """
 
     _model_id: str = DEFAULT_MODEL_ID
@@ -92,11 +93,11 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         checks.choice("strategy", strategy, ("tensordict", "state_dict"))
         super().__init__(strategy=strategy)
         self.options = TransportOptions.parse({"num_threads": num_threads} | options)
-        # Absolute: workers may have other working directories.
+        # Absolute paths, since workers may have other working directories.
         self.remote_addr = self.local_addr = str(checks.directory("remote_addr", remote_addr))
         if local_addr is not None:
             self.local_addr = str(checks.directory("local_addr", local_addr))
-        # Refuses options here, before a worker refuses them in its own process.
+        # Raises errors about options here, before a worker would raise them in its process.
         self.options.for_engine(self.remote_addr, self.local_addr)
         self.num_threads = num_threads
 
@@ -109,7 +110,7 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         part = self._sender if side == "sender" else self._receiver
         if part is None:
             raise NotReadyError(
-                f"this scheme is no {side}, or was shut down: call init_on_{side}() first"
+                f"this scheme is not a {side}, or was shut down: call init_on_{side}() first"
             )
         return part
 
@@ -124,15 +125,15 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
 
 
 def find_model(context: Any, model_id: str) -> Any:
-    """Return the model of an id, or of a path, in a collector, or None if there is none."""
+    """Return the model of an id or attribute path in a collector, or None if there is none."""
     if context is None:
         return None
     get_model = getattr(context, "get_model", None)
     try:
         model = get_model(model_id) if callable(get_model) else _resolve_attr(context, model_id)
-    except (AttributeError, LookupError, TypeError, ValueError):  # a path may have an index
+    except (AttributeError, LookupError, TypeError, ValueError):  # a path can contain an index
         model = None
-    # A collector whose policy is made by its workers may keep one to take weights from.
+    # If workers make their policies, the collector may keep a policy as a source of weights.
     if model is None and model_id == DEFAULT_MODEL_ID:
         return getattr(context, "_fallback_policy", None)
     return model

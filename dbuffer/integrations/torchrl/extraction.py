@@ -1,7 +1,7 @@
-"""A model as a store holds it: named tensors, and the bytes of its extra state.
+"""Extraction of a model's weights for a store: named tensors, and the bytes of its extra state.
 
-Extra state is what modules return from ``get_extra_state``: normalisation statistics and the like.
-The extra state of all modules is packed into one tensor of bytes, named ``__extra_state__``.
+Extra state is the result of modules' ``get_extra_state``, for instance normalization statistics.
+The extra state of all modules is packed into a tensor of bytes with the name ``__extra_state__``.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from dbuffer.weights.named_tensors import (
 from dbuffer.weights.transformers_modules import as_checkpoint
 
 EXTRA_STATE = "__extra_state__"
-"""Name of the tensor, and TorchRL's key for extra state in a TensorDict of weights."""
+"""Name of the tensor with the packed extra state. TorchRL uses the same key in a TensorDict of
+weights."""
 
 Extracted: TypeAlias = dict[str, torch.Tensor | LazyTensor]
-"""One model's weights by their names, ready to be published."""
+"""A model's weights by name, ready to be published."""
 
 
 def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
-    """Bring a module, a TensorDict (nested or flat) or a state dict into one form.
+    """Return the weights of a module, a TensorDict (nested or flat) or a state dict.
 
-    ``extract_weights`` is TorchRL's strategy for modules.
+    ``extract_weights`` is TorchRL's function that extracts a module's weights.
     """
     tensors, states = _collect(weights, extract_weights)
     return tensors | ({EXTRA_STATE: _packed(states)} if states else {})
 
 
 def extract_for_vllm(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
-    """Extract the tensors that a checkpoint would have; engines have no place for extra state."""
+    """Return the tensors that the weights' checkpoint would have, without extra state."""
     weights = without_torchrl_wrapper(weights)
     tensors, _ = _collect(weights, extract_weights)
     if not isinstance(weights, nn.Module):
@@ -59,7 +60,7 @@ def extract_for_vllm(weights: Any, extract_weights: Callable[[nn.Module], Any]) 
 def _collect(
     weights: Any, extract_weights: Callable[[nn.Module], Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return tensors by dotted name, and extra states by the paths of their modules."""
+    """Return tensors by dotted name, and extra states by module path."""
     named = _named_values(extract_weights(weights) if is_module(weights) else weights)
     states = {key.rpartition(".")[0]: named.pop(key) for key in list(named) if _is_extra_state(key)}
     if is_module(weights):
@@ -69,16 +70,16 @@ def _collect(
 
 
 def without_torchrl_wrapper(model: Any) -> Any:
-    """Return the model in a ``TransformersWrapper``, whose names an engine knows."""
+    """Return the model inside TorchRL's ``TransformersWrapper``, or another model unchanged."""
     is_wrapper = type(model).__module__.startswith("torchrl.modules.llm.")
     inner = getattr(model, "model", None) if is_wrapper else None
     return inner if isinstance(inner, nn.Module) else model
 
 
 def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return dtype and shape of each tensor that a sender publishes of this model, by its name.
+    """Return the dtype and shape of each tensor that a sender publishes for a model, by name.
 
-    LoRA adapters are merged, as by TorchRL's function of this name.
+    LoRA adapters are merged, as in TorchRL's function of the same name.
     """
     model = without_torchrl_wrapper(model)
     strategy = "state_dict" if hasattr(model, "merge_and_unload") else "tensordict"
@@ -88,12 +89,12 @@ def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.S
 
 
 def clean_path(path: str) -> str:
-    """Return a module's path in the model, without the parts that wrappers insert."""
+    """Return a module path without the parts that wrappers insert."""
     return without_wrappers(f"{path}.").removesuffix(".")
 
 
 def _check_complete(model: nn.Module, named: Mapping[str, Any]) -> None:
-    """Refuse a module whose state has more than parameters and buffers, which were extracted."""
+    """Raise an error if values in a module's state were not extracted and would be lost."""
     tensors = set(map(id, own_tensors(model)))
     lost = [
         f"{name!r} ({type(value).__name__})"
@@ -103,24 +104,24 @@ def _check_complete(model: nn.Module, named: Mapping[str, Any]) -> None:
     ]
     if lost:
         raise InvalidWeightsError(
-            "the module's state has more than parameters and buffers, which would be lost: "
-            f"{listed(lost)}; return it from get_extra_state, or make buffers of it"
+            "the module's state has values besides parameters and buffers, which would be lost: "
+            f"{listed(lost)}; return them from get_extra_state, or register them as buffers"
         )
 
 
 def unpacked(packed: torch.Tensor) -> Any:
-    """Return extra states by the paths of their modules."""
+    """Return the extra states in a packed tensor, by module path."""
     try:
         return json.loads(packed.numpy().tobytes(), object_hook=_from_plain)
-    # Bytes that were not packed here lead to any of these.
+    # Bytes that `_packed` did not make can lead to any of these errors.
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise StoreCorruptError(f"invalid extra state of modules: {error}") from error
 
 
 def _packed(states: Mapping[str, Any]) -> torch.Tensor:
-    """Return the bytes of modules' extra states: JSON, so that reading them executes nothing."""
+    """Return modules' extra states as bytes of JSON, which cannot execute code when it is read."""
     plain = {
-        # TorchRL's own receivers hand it to set_extra_state flat, too.
+        # TorchRL's receivers pass a flat dictionary to set_extra_state, too.
         clean_path(path): state.flatten_keys(".").to_dict()
         if isinstance(state, TensorDictBase)
         else state
@@ -131,14 +132,14 @@ def _packed(states: Mapping[str, Any]) -> torch.Tensor:
     except (InvalidWeightsError, KeyError, ValueError, RecursionError) as error:
         owners = ", ".join(path or "the model" for path in states)
         raise InvalidWeightsError(
-            f"the extra state of {owners} cannot be published, but tensors, numbers, strings, and "
-            f"lists and dictionaries of them: {error}"
+            f"the extra state of {owners} cannot be published: {error}. Only tensors, numbers, "
+            "strings, and lists and dictionaries of these can be"
         ) from error
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON holds it, with a mark for dictionaries and tensors."""
+    """Return a value in a form that JSON can hold, with marks for dictionaries and tensors."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
         data = base64.b64encode(flat.numpy().tobytes()).decode()
@@ -153,7 +154,7 @@ def _plain(value: Any) -> Any:
 
 
 def _from_plain(marked: dict[str, Any]) -> Any:
-    """Return the value that `_plain` marked, once its parts are decoded."""
+    """Reverse `_plain` for a mark whose parts are already decoded."""
     match marked:
         case {"tensor": [str(dtype), list(shape), str(data)], **rest} if not rest:
             flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
@@ -164,7 +165,7 @@ def _from_plain(marked: dict[str, Any]) -> Any:
 
 
 def _named_values(weights: Any) -> dict[str, Any]:
-    """Return tensors by dotted name, and extra state under its own keys."""
+    """Return tensors by dotted name, and extra state under its keys."""
     if isinstance(weights, TensorDictBase):
         extra = weights.get(EXTRA_STATE, None)
         if extra is None:
@@ -197,7 +198,7 @@ def _is_extra_state(key: str) -> bool:
 def _extra_states_of(model: nn.Module) -> dict[str, Any]:
     states = {}
     for path, module in model.named_modules():
-        # The one of nn.Module raises, to say that there is none.
+        # nn.Module's get_extra_state raises an error; only overrides return extra state.
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             state = module.get_extra_state()
             if state is not None and not (isinstance(state, Mapping) and not state):

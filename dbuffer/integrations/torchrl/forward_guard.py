@@ -1,4 +1,4 @@
-"""`ForwardGuard`: no forward call of a model sees weights of two versions."""
+"""`ForwardGuard`: prevents forward calls of a model from using weights of two versions."""
 
 from __future__ import annotations
 
@@ -15,43 +15,47 @@ from torch import nn
 from dbuffer.errors import WeightsMismatchError
 
 _PATIENCE_S = 10.0
-"""Longest time that a call is kept out by a load that waits for others to end."""
+"""Maximum time that a new call waits for a load which itself waits for running calls."""
 _CALL_CHECK_S = 0.5
-"""Interval at which a load that waits looks for calls that ended without a hook."""
+"""Interval at which a waiting load checks for calls that ended without calling their hook."""
 
 
 class ForwardGuard:
-    """Lock between a model's forward calls and a load of its weights. Calls may run together.
+    """Lock between a model's forward calls and loads of its weights. Several calls can run at once.
 
-    A worker loads weights in a thread while another one runs the policy. Between two forward calls
-    of one rollout the weights may change, as with every scheme of TorchRL. Calls that bypass the
-    module are not seen: a replayed CUDA graph, other methods of a transform than ``forward``.
+    In a worker, one thread loads weights while another thread runs the policy. Weights can change
+    between two forward calls of a rollout, as in all TorchRL schemes. The guard does not detect
+    calls that bypass the module: a replayed CUDA graph, or methods other than ``forward``.
 
-    While a load waits for running calls, no other call begins, or calls without a gap would keep it
-    waiting. A running call may itself wait for a call of another thread: that begins after a while.
+    While a load waits for running calls, no new call begins. Otherwise overlapping calls could
+    delay the load forever. But a running call can depend on a new call in another thread, so new
+    calls begin after a time-out.
     """
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._running: dict[int, list[FrameType]] = {}
-        """By thread: frames of torch that run the thread's calls, outermost first."""
+        """Torch's frames that run a thread's calls, outermost first, by thread."""
         self._num_waiting = 0
-        """Loads that wait for calls to end."""
+        """Number of loads that wait for running calls to end."""
         self._num_loading = 0
-        """Loads that run."""
+        """Number of running loads."""
         self._problem: str | None = None
 
     def attach(self, model: Any) -> None:
-        """Guard the forward calls of a module; anything else has none. Again does nothing."""
+        """Guard the forward calls of a module. A second call, or another object, does nothing."""
         if not isinstance(model, nn.Module) or self._is_attached(model):
             return
         model.register_forward_pre_hook(self._before_forward, prepend=True)
-        # Also when forward raises: the count of running calls must go down again.
+        # Also called if forward raises an error, so that the call no longer counts as running.
         model.register_forward_hook(self._after_forward, always_call=True)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Wait for running forward calls to end, and let none begin; not from within one."""
+        """Wait until no forward call runs, and prevent new calls inside the `with` block.
+
+        Do not use this inside a forward call.
+        """
         with self._condition:
             self._num_waiting += 1
             try:
@@ -69,7 +73,7 @@ class ForwardGuard:
                 self._condition.notify_all()
 
     def refuse(self, problem: str) -> None:
-        """Let forward calls raise: the model's weights are not of one version."""
+        """Make forward calls raise an error, because the weights are a mix of versions."""
         self._problem = problem
 
     def accept(self) -> None:
@@ -81,7 +85,7 @@ class ForwardGuard:
         return self
 
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
-        """Pickle as a new guard: in another process, other threads run the model."""
+        """Pickle as a new guard, because other processes have other threads."""
         return type(self), ()
 
     def _has_calls(self) -> bool:
@@ -99,7 +103,7 @@ class ForwardGuard:
         with self._condition:
             calls = self._running.get(thread)
             if calls is not None and not _is_over(calls[0]):
-                calls.append(_calling_frame())  # a model that calls itself must not wait for itself
+                calls.append(_calling_frame())  # a nested call must not wait for the outer call
                 return
             self._condition.wait_for(
                 lambda: not (self._num_waiting or self._num_loading), _PATIENCE_S
@@ -107,7 +111,7 @@ class ForwardGuard:
             self._condition.wait_for(lambda: not self._num_loading)
             if self._problem is not None:
                 raise WeightsMismatchError(
-                    f"this model refuses to run: {self._problem}; it runs again when the "
+                    f"this model refuses to run: {self._problem}; it runs again after the "
                     "next version is loaded"
                 )
             self._running[thread] = [_calling_frame()]
@@ -117,7 +121,7 @@ class ForwardGuard:
         thread = threading.get_ident()
         with self._condition:
             calls = self._running.get(thread)
-            if calls is None:  # it was refused, and has not begun
+            if calls is None:  # `_before_forward` refused the call
                 return
             calls.pop()
             if not calls:
@@ -126,18 +130,18 @@ class ForwardGuard:
 
 
 def _is_over(frame: FrameType) -> bool:
-    """Whether a call has ended. Torch runs no hook after a KeyboardInterrupt or SystemExit."""
+    """Whether a call has ended. After KeyboardInterrupt or SystemExit, torch calls no hook."""
     try:
         frame.clear()
-    except RuntimeError:  # it is executing
+    except RuntimeError:  # the frame is executing
         return False
     return True
 
 
 def _calling_frame() -> FrameType:
-    """Return the frame of torch that calls a hook."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to one
-    # torch.compiler.disable has a frame of its own in between.
+    """Return torch's frame that called the current hook."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to a frame
+    # torch.compiler.disable adds a frame in between.
     while frame is not None and frame.f_globals["__name__"].startswith((__name__, "torch._dynamo")):
         frame = frame.f_back
     return cast("FrameType", frame)

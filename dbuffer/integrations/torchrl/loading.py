@@ -1,4 +1,4 @@
-"""`StagedVersion`: a version that is loaded into a worker's model, all of it or nothing."""
+"""`StagedVersion`: a version in memory, to load into a worker's model completely or not at all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StagedVersion:
-    """A version in this process's own memory, so that the store is not held while it waits."""
+    """A version copied into this process's memory, so that waiting does not hold the store."""
 
     version: int
     layout: Layout
@@ -38,14 +38,14 @@ class StagedVersion:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Self:
-        """Copy a version. The copy is valid once the snapshot was left without an error."""
+        """Copy a version. The copy is valid if the snapshot then closes without an error."""
         return cls(snapshot.version, snapshot.layout, snapshot.copy())
 
     def load(self, model: Any, guard: ForwardGuard, matcher: Matcher) -> None:
-        """Load the version into a model, while none of its forward calls runs.
+        """Load the version into a model while no forward call of the model runs.
 
-        A version that does not fit is a WeightsMismatchError, and the model was not touched. After
-        any other error it refuses to run until a version is loaded.
+        If the version does not fit, raise a WeightsMismatchError without changing the model. After
+        any other error, the model refuses to run until a version is loaded.
         """
         match, to_install, states = self._plan(model, matcher)
         with guard.loading():
@@ -66,14 +66,14 @@ class StagedVersion:
     def _plan(
         self, model: Any, matcher: Matcher
     ) -> tuple[Match, dict[str, torch.Tensor], list[tuple[nn.Module, Any]]]:
-        """Return tensors to fill, tensors for the meta device's places, and extra states."""
+        """Return the match, tensors that replace tensors on the meta device, and extra states."""
         targets = dict(_targets_of(model, self.layout.all_names))
         to_install = {
             name: torch.empty_like(tensor, device="cpu")
             for name, tensor in targets.items()
             if tensor.is_meta and isinstance(model, nn.Module)
         }
-        # Matched as well, so that all published tensors are accounted for.
+        # Extra state is matched with itself, so that it is not reported as left over.
         extra = {name: self.tensors[name] for name in (EXTRA_STATE,) if name in self.tensors}
         match = matcher.match(targets | to_install | extra, self.layout)
         match.require_ties(self._tensor)
@@ -88,8 +88,8 @@ class StagedVersion:
         modules = {clean_path(path): module for path, module in named}
         if missing := states.keys() - modules.keys():
             raise WeightsMismatchError(
-                f"extra state was published for {sorted(missing)}, which the model has no modules "
-                "for"
+                f"extra state was published for {sorted(missing)}, but the model has no such "
+                "modules"
             )
         return [(modules[path], state) for path, state in states.items()]
 
@@ -98,10 +98,10 @@ class StagedVersion:
 
 
 def own_memory(model: Any, guard: ForwardGuard) -> None:
-    """Move a model's tensors out of memory that it shares with other processes.
+    """Replace a model's tensors in shared memory by copies.
 
-    A policy that came to this process through multiprocessing shares its memory with the
-    trainer's: a forward call of either would meet values that the other one writes.
+    A policy that came to this process through multiprocessing shares its memory with the trainer's
+    policy. A forward call in one process would see values that the other process writes.
     """
     shared = _shared_tensors(model)
     with guard.loading():
@@ -112,22 +112,22 @@ def own_memory(model: Any, guard: ForwardGuard) -> None:
 
 
 def unshared(policy: Any) -> Any:
-    """Return a policy to start processes with, so that they share no memory.
+    """Return a policy to pass to new processes without sharing its memory.
 
-    Multiprocessing moves the tensors of its arguments into shared memory.
+    Multiprocessing moves tensors among a process's arguments into shared memory.
     """
     if not isinstance(policy, nn.Module):
         return policy
-    # Not get_start_method(), which would settle the method of a program that has chosen none.
+    # Not get_start_method() alone, which would fix the method if the program has not chosen one.
     by_default, *_ = multiprocessing.get_all_start_methods()
     if (multiprocessing.get_start_method(allow_none=True) or by_default) != "fork":
         return _CopiedOnArrival(policy)
-    # A forked process has a copy of all memory but the shared one.
+    # A forked process gets a copy of all memory except shared memory.
     return copy.deepcopy(policy) if _shared_tensors(policy) else policy
 
 
 class _CopiedOnArrival:
-    """Stand-in for a module: another process receives a copy of the module in its place."""
+    """Stand-in for a module, which another process unpickles as a copy of the module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -137,17 +137,17 @@ class _CopiedOnArrival:
 
 
 def is_on_meta(model: Any) -> bool:
-    """Whether a model has tensors without values, which it cannot run with."""
+    """Whether a model has tensors on the meta device, so that it cannot run yet."""
     return model is not None and any(t.is_meta for t in _targets_of(model, ()).values())
 
 
 def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Tensor]:
-    """Return the tensors to load weights into; unsaved buffers only where they are published."""
+    """Return the tensors to load weights into. Unsaved buffers are included if published."""
     if isinstance(model, nn.Module):
         tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors |= model.named_buffers(remove_duplicate=False)
         saved = model.state_dict(keep_vars=True).keys()
-        # "module.weight" of a TensorDictModule is published as "weight", unless with extra state.
+        # Without extra state, a TensorDictModule's "module.weight" is published as "weight".
         extra = [EXTRA_STATE] if EXTRA_STATE in published else []
         return {
             name: tensors[name]
@@ -160,7 +160,7 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
 
 
 def _shared_tensors(model: Any) -> list[torch.Tensor]:
-    """Return a module's tensors that other processes share; every one on a GPU says that it is."""
+    """Return a module's CPU tensors in shared memory. On a GPU, is_shared() is always true."""
     tensors = own_tensors(model) if isinstance(model, nn.Module) else ()
     return [
         tensor
@@ -170,7 +170,7 @@ def _shared_tensors(model: Any) -> list[torch.Tensor]:
 
 
 def _install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put values where the model has a tensor on the meta device."""
+    """Replace a model's tensor on the meta device by a tensor with values."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
     before = getattr(owner, leaf)

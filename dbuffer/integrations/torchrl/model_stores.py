@@ -1,7 +1,7 @@
-"""Stores of a collector's model below the scheme's address, and a trainer's publishing into them.
+"""Stores of a collector's model, below the scheme's address, and `ModelPublisher`.
 
-``ADDRESS/MODEL`` is the store that all workers of a model follow. ``ADDRESS/MODEL~worker-N`` is
-worker N's own, written when weights are for that worker alone.
+All workers follow the store ``ADDRESS/MODEL``. Worker N also follows ``ADDRESS/MODEL~worker-N``,
+for weights that are sent only to this worker.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from dbuffer.receive.snapshot import Snapshot
 from dbuffer.store.buffer import DoubleBuffer
 
 PublishedVersion: TypeAlias = tuple[WeightSender, int, tuple[int, ...]]
-"""A version's sender, its number, and the workers that must apply it."""
+"""A version's sender, the version's number, and the workers that must apply it."""
 
 _KEY = "torchrl"
-"""Metadata key for the workers: whether a run begins with the version, which then does not count as
-a version of the policy; and, if it is for one worker, the newest version for all before it."""
+"""Metadata key with two values for the workers. ``is_initial``: whether the version is the first of
+a run, which does not count as an update of the policy. ``after_version``: newest earlier version
+that was sent to all workers."""
 
 
 def store_of(address: str | Path, model_id: str, worker: int | None = None) -> Path:
-    """Return the store of a model's weights for one worker, or by default for all of them."""
-    name = quote(model_id, safe="")  # it may be a path of attributes
+    """Return the store of a model's weights for a worker, or for all workers if it is None."""
+    name = quote(model_id, safe="")  # the id can be a path of attributes
     if worker is not None:
         name += f"~{receiver_id(worker)}"
     return Path(address) / name
 
 
 def receiver_id(worker: int) -> str:
-    """Return the name of a worker, counted from 0, among a store's receivers."""
+    """Return a worker's receiver id. Workers count from 0."""
     return f"worker-{worker}"
 
 
@@ -53,7 +54,7 @@ def versions_below(address: str, options: TransportOptions) -> dict[str, int]:
 
 
 def read_metadata(snapshot: Snapshot) -> tuple[bool, int]:
-    """Return ``is_initial`` and ``after_version``; of another sender's version, the defaults."""
+    """Return a version's ``is_initial`` and ``after_version``, or defaults if it lacks them."""
     match snapshot.metadata.get(_KEY):
         case None:
             return False, 0
@@ -61,14 +62,14 @@ def read_metadata(snapshot: Snapshot) -> tuple[bool, int]:
             return is_initial, after_version
         case values:
             raise StoreCorruptError(
-                f"{snapshot.path}: invalid {_KEY!r} in its metadata: {values!r:.200}"
+                f"{snapshot.path}: invalid {_KEY!r} in the version's metadata: {values!r:.200}"
             )
 
 
 class ModelPublisher:
-    """Publishes for all workers of a model, which count from 0, or for some of them.
+    """Publishes a model's weights for all workers or for some of them. Workers count from 0.
 
-    ``earlier_versions``: newest versions of earlier runs, by the store's name.
+    ``earlier_versions`` has the newest version of earlier runs, by the store's name.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class ModelPublisher:
         self._last_version = earlier_versions.get(store_of(address, model_id).name, 0)
         """Newest version for all workers; 0 if there is none."""
         self._senders: dict[int | None, WeightSender] = {}
-        """Senders by worker; the sender for all workers is under None."""
-        self._sender(None)  # it is an error at once if another trainer has the store
+        """Senders by worker. The sender for all workers has the key None."""
+        self._sender(None)  # raises an error now if another trainer has the store open
 
     def publish(
         self, weights: Extracted, workers: Iterable[int] | None, is_initial: bool

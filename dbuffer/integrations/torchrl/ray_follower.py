@@ -1,8 +1,8 @@
-"""`RayFollower`: follow with an engine that a Ray actor has made, whatever the actor's class.
+"""`RayFollower`: keeps an engine in a Ray actor of any class on a store's versions.
 
-Ray runs any function inside an actor, so the engine is followed by a :class:`Follower` that lives
-beside it. A switch is then one task of the actor: no request of another process can come in
-between forgetting the caches and loading, which separate calls from outside could not prevent.
+Ray can run any function inside an actor. So a :class:`Follower` runs in the actor, beside the
+engine, and a switch is a single task of the actor. No request from another process can run between
+flushing the caches and loading, as it could if separate calls from outside did the switch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dbuffer.errors import (
 from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
 
 _ASK_AGAIN_S = 0.02
-"""Seconds between two calls that ask an actor whether its ranks are ready; it serves meanwhile."""
+"""Interval at which an actor is asked whether its ranks are ready. It serves in between."""
 
 _FOLLOWER_IN_ACTOR = "_dbuffer_follower"
 
@@ -36,7 +36,7 @@ P = ParamSpec("P")
 
 
 def is_ray_actor(target: Any) -> bool:
-    """Whether this is a handle of an actor; Ray is not imported for that."""
+    """Whether an object is a Ray actor's handle. Does not import Ray."""
     return any(
         base.__module__ == "ray.actor" and base.__qualname__ == "ActorHandle"
         for base in type(target).__mro__
@@ -46,12 +46,12 @@ def is_ray_actor(target: Any) -> bool:
 class RayFollower:
     """Switches an ``LLM`` or ``AsyncLLM`` in a Ray actor on demand.
 
-    The actor needs no methods for it. An actor that runs one task at a time switches after the
-    task that it runs.
+    The actor's class needs no additional methods. If the actor runs one task at a time, a switch
+    waits until the current task has ended.
 
     Args:
-        actor: a handle. The actor is the engine, or one of its attributes is.
-        options: the store and so on, as the actor sees them.
+        actor: handle of the actor, which is the engine, or has the engine as an attribute.
+        options: options with paths as the actor sees them.
     """
 
     def __init__(self, actor: Any, options: EngineOptions) -> None:
@@ -61,14 +61,14 @@ class RayFollower:
     def sync(
         self, *, at_least: int | None = None, stop_event: threading.Event | None = None
     ) -> Switch | None:
-        """Switch as :meth:`Follower.sync` does; the actor serves on until its ranks are ready."""
+        """Switch as :meth:`Follower.sync` does. The actor serves until its ranks are ready."""
         timeout_s = self._options.timeout_s
         deadline = time.monotonic() + timeout_s
         while not self._call(Follower.is_ready, at_least):
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(
                     f"the newest version of {self._options.store} was not ready on all ranks "
-                    f"within {timeout_s:g} s; the engine serves on"
+                    f"within {timeout_s:g} s; the engine continues with its weights"
                 )
             if stop_event is not None and stop_event.is_set():
                 raise ClosedError("following was stopped")
@@ -85,7 +85,7 @@ class RayFollower:
         self._call(Follower.stop_workers)
 
     def close(self) -> None:
-        """Do nothing: the follower in the actor ends with it, and may be used again."""
+        """Do nothing: the follower in the actor can be used again, and ends with the actor."""
 
     def _call(
         self, call: Callable[Concatenate[Follower, P], T], *args: P.args, **kwargs: P.kwargs
@@ -109,11 +109,11 @@ class RayFollower:
             raise
 
 
-# What follows runs in the actor, with the actor's own object as the first argument.
+# The functions below run in the actor. `instance` is the actor's object.
 
 
 def _follower_in(instance: Any, options: EngineOptions) -> Follower:
-    """Return the follower beside an actor's engine; make one if there is none of these options."""
+    """Return the follower in an actor; make a new one if the last one had other options."""
     made: tuple[EngineOptions, Follower] | None = getattr(instance, _FOLLOWER_IN_ACTOR, None)
     if made is not None and made[0] == options:
         return made[1]
@@ -125,7 +125,7 @@ def _follower_in(instance: Any, options: EngineOptions) -> Follower:
 
 
 def _engine_in(instance: Any) -> Engine:
-    """Return the engine that the actor is, or that one of its attributes is."""
+    """Return the engine that an actor's object is, or has as an attribute."""
     import vllm
     from vllm.v1.engine.async_llm import AsyncLLM
 
