@@ -1,4 +1,4 @@
-"""`DoubleBufferSyncScheme`: a collector's weights go to its workers through a store."""
+"""`DoubleBufferSyncScheme`: brings weights to a collector's workers through a store."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ WorkerIds = int | Iterable[int] | None
 
 
 class DoubleBufferSyncScheme(StoreScheme):
-    """Scheme that brings one model's weights from a collector to its workers through a store.
+    """Scheme that brings a model's weights from a collector to its workers through a store.
 
-    ``weight_sync_schemes={"policy": DoubleBufferSyncScheme(directory)}``. One scheme serves one
-    model of one collector; the schemes of several models may share an address.
+    Use it as ``weight_sync_schemes={"policy": DoubleBufferSyncScheme(directory)}``. Make a scheme
+    for each model of each collector. A collector's schemes can share an address.
 
     Args:
         remote_addr: a directory. The model's store is ``remote_addr/MODEL_ID``.
-        local_addr: where workers read: a directory in shared memory, and one worker of each node
-            copies every version there; or the same directory under another name. Default:
-            ``remote_addr`` itself.
-        num_threads: threads that copy, on either side.
+        local_addr: directory that workers read. If it is in shared memory, a worker on each node
+            copies every version into it. It can also be another path of ``remote_addr``, which is
+            the default.
+        num_threads: number of copying threads, in the trainer and in each worker.
         strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``.
-        sync: let ``send`` return when the workers have applied the weights, else at once.
+        sync: whether ``send`` waits until the workers have applied the weights.
         timeout_s: how long ``send`` waits for workers, and a worker for its first weights.
         **options: fields of :class:`dbuffer.SenderOptions`, and the receivers' ``verify`` and
             ``poll_interval_s``.
@@ -72,22 +72,22 @@ class DoubleBufferSyncScheme(StoreScheme):
         **options: Any,
     ) -> None:
         if "unused_tensors" in options:
-            raise OptionError("unused_tensors is an option of engines; a policy takes all or none")
+            raise OptionError("unused_tensors is for engines only: a policy must use all tensors")
         super().__init__(remote_addr, local_addr, num_threads, strategy, options)
         self.sync = sync
         self.timeout_s = checks.positive_seconds("timeout_s", timeout_s)
-        # These three reach the workers with the pickled scheme: whether first weights come, the
-        # newest versions of earlier runs, and the number that workers count from.
+        # The pickled scheme brings three values to the workers: whether the trainer publishes first
+        # weights, the newest versions of earlier runs, and the index of the first worker.
         self._has_first_weights = True
         self._earlier_versions: dict[str, int] = {}
         self._first_worker_idx = 0
         self._kept_model: Any = None
-        """Model that nothing else may keep alive."""
+        """Model to keep alive, since other objects may have only weak references to it."""
         self._guard = ForwardGuard()
 
     @property
     def model(self) -> Any:
-        """The model that weights are taken from, or loaded into; None if there is none."""
+        """The model whose weights are sent or loaded, or None if there is none."""
         model = self._model_ref() if self._model_ref is not None else None
         model = find_model(self.context, self._model_id) if model is None else model
         return self._kept_model if model is None else model
@@ -96,7 +96,7 @@ class DoubleBufferSyncScheme(StoreScheme):
     def model(self, model: Any) -> None:
         before = self._model_ref() if self._model_ref is not None else None
         WeightSyncScheme.model.fset(self, model)
-        # A worker's collector may run a copy of the policy that the scheme was given at first.
+        # A worker's collector may run a copy of the policy that the scheme had at first.
         if self._receiver is not None and model is not before:
             self._receiver.use(model)
 
@@ -111,7 +111,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         num_workers: int | None = None,
         **kwargs: Any,  # noqa: ARG002 - of other schemes: a multiprocessing context
     ) -> None:
-        """Open the store, and see whether the workers begin with weights."""
+        """Open the store, and determine whether workers must wait for first weights."""
         self.model_id = model_id or DEFAULT_MODEL_ID
         self.context = context
         self.model = self._kept_model = model
@@ -131,26 +131,26 @@ class DoubleBufferSyncScheme(StoreScheme):
             source = self._trained_model()
             self._has_first_weights = source is not None and bool(self._extract(source))
             if isinstance(context, DistributedCollector) and context.launcher == "mp":
-                # A node starts its own workers with the policy before its scheme is initialized,
-                # which would be too late to give them memory that the trainer does not share.
-                # TorchRL has no public name for the policy that it starts nodes with.
+                # A node starts its workers with the policy before the node's scheme is initialized.
+                # Then it would be too late to prevent memory that is shared with the trainer.
+                # TorchRL has no public name for the policy that it passes to nodes.
                 context._policy_to_send = unshared(context._policy_to_send)  # noqa: SLF001
         except BaseException:
             self._close()
             raise
 
     def _trained_model(self) -> Any:
-        """Return the model to take weights from, or None if there is none."""
+        """Return the trained model, whose weights are published, or None if there is none."""
         policy = None
         if self._has_no_workers and self._model_id == DEFAULT_MODEL_ID:
-            # The collector runs a copy if policy_device is not the policy's device. TorchRL has no
-            # public name for the policy that it was given.
+            # If policy_device differs from the policy's device, the collector runs a copy. TorchRL
+            # has no public name for the original policy.
             policy = self.context._orig_policy  # noqa: SLF001
         return self.model if policy is None else policy
 
     @property
     def _has_no_workers(self) -> bool:
-        """Whether this is the sender of a collector that runs the model itself."""
+        """Whether this scheme sends for a collector that runs the model itself."""
         return self._sender is not None and isinstance(self.context, Collector)
 
     def _setup_connection_and_weights_on_sender_impl(
@@ -159,28 +159,29 @@ class DoubleBufferSyncScheme(StoreScheme):
         worker_idx: int | None = None,  # noqa: ARG002 - all workers read one store
         weights: Any | None = None,
     ) -> None:
-        """Publish the first weights, without waiting: workers may only be starting."""
+        """Publish the first weights without waiting for workers, which may still be starting."""
         published: list[PublishedVersion] = []
         if weights is not None or self._has_first_weights:
             published = self._publish(weights, None, is_initial=True)
         if isinstance(self.context, DistributedCollector):
-            # It gives its nodes 10 s for their first answer from here on, whatever state they are
-            # in; TorchRL's own scheme returns from this when they are there.
+            # Wait for the nodes, as TorchRL's scheme does: when this returns, the collector gives
+            # them 10 s for their first answer, even if they are still starting.
             publisher = self._require("sender")
             publisher.wait_present(self.timeout_s)
             publisher.wait(published, self.timeout_s)
 
     def send(self, weights: Any = None, worker_ids: WorkerIds = None) -> None:
-        """Publish weights, and wait until the workers that they are for have applied them.
+        """Publish weights, and wait until the chosen workers have applied them.
 
         Args:
-            weights: a module, a TensorDict, a state dict, or such weights by worker. Default: the
-                scheme's own model.
-            worker_ids: for these workers only. Default: for all.
+            weights: a module, a TensorDict or a state dict, or a dictionary with weights for each
+                worker. Default: the scheme's model.
+            worker_ids: workers to send to. Default: all workers.
 
         Raises:
-            WaitTimeoutError: (a ``TimeoutError``) some worker has not applied them.
-            ReceiverFailedError: a worker cannot apply them, or has ended; the message says why.
+            WaitTimeoutError: (a ``TimeoutError``) a worker did not apply the weights in time.
+            ReceiverFailedError: a worker cannot apply the weights, or has ended. The message says
+                why.
         """
         if not (self.initialized_on_sender and self.synchronized_on_sender):
             raise NotReadyError("call init_on_sender(), then connect(), before sending weights")
@@ -211,7 +212,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         return published
 
     def _load_into_collector(self, weights: Any, sender: WeightSender) -> None:
-        """Load published weights into the model that a collector without workers runs."""
+        """Load published weights into the model of a collector without workers."""
         model = find_model(self.context, self._model_id)
         if model is not None and model is not weights:
             self._guard.attach(model)
@@ -256,15 +257,15 @@ class DoubleBufferSyncScheme(StoreScheme):
         if model is None:
             model = self._kept_model = model_of_factory(context, self._model_id)
             if model is not None:
-                context.policy = model  # for the collector's own workers, and to keep it
+                context.policy = model  # keeps it alive, and the collector's workers can use it
         self.model = model
 
     def _setup_connection_and_weights_on_receiver_impl(
         self,
         *,
-        worker_idx: int | None = None,  # noqa: ARG002 - known since init
+        worker_idx: int | None = None,  # noqa: ARG002 - set in _init_on_receiver_impl
     ) -> None:
-        """Load the first weights, and follow the stores from then on."""
+        """Load the first weights, then follow the stores in the background."""
         receiver = self._require("receiver")
         if self._has_first_weights or is_on_meta(self.model):
             receiver.wait_for_first(self.timeout_s)
@@ -273,10 +274,10 @@ class DoubleBufferSyncScheme(StoreScheme):
         receiver.follow()
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
-        """Return the weights if newer ones came since the last call, or None.
+        """Wait for newer weights; return the weights, or None if none came since the last call.
 
-        They are applied in the background, whether this is called or not. The default ``timeout``
-        is the scheme's ``timeout_s``.
+        New weights are applied in the background, whether or not you call this. The default
+        ``timeout`` is the scheme's ``timeout_s``.
         """
         receiver = self._require("receiver")
         if not self.synchronized_on_receiver:
@@ -286,15 +287,15 @@ class DoubleBufferSyncScheme(StoreScheme):
         return self._current_weights() if receiver.wait_loaded(wait_s) else None
 
     def _note_applied(self, is_initial: bool) -> None:
-        """Hand new weights on to a collector's own workers; count the policy's versions."""
+        """Pass new weights on to the collector's workers, or count the policy's versions."""
         context = self.context
         if context is None:
             return
         inner = (getattr(context, "_weight_sync_schemes", None) or {}).get(self._model_id)
         if inner is not None and not inner.synchronized_on_sender:
-            return  # its workers are only starting, and begin with what this model has
+            return  # the collector's workers are starting, and will begin with this model's weights
         if isinstance(context, Collector) and inner is None:
-            # It runs the model itself, so that nothing is left to do with the weights.
+            # The collector runs the model itself, so the weights are already in use.
             if self._model_id == DEFAULT_MODEL_ID and not is_initial:
                 context.increment_version()
         elif hasattr(context, "update_policy_weights_"):
@@ -309,15 +310,15 @@ class DoubleBufferSyncScheme(StoreScheme):
     # Both sides.
 
     def create_transport(self, **kwargs: Any) -> Any:  # noqa: ARG002 - of other schemes
-        """Refuse: TorchRL's collectors ask for no transport."""
+        """Raise an error: collectors need no transport."""
         raise UnsupportedError("this scheme has no transport: call send(), or follow its store")
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the options and the versions of earlier runs, for a worker."""
         state: dict[str, Any] = super().__getstate__()
         if not self.initialized_on_sender and not self.initialized_on_receiver:
-            # It goes to a worker before there is a sender, as an RPC collector's does. That one
-            # begins to send when all workers have connected: a worker must not wait for it.
+            # An RPC collector pickles its scheme before there is a sender. It sends its first
+            # weights after all workers have connected, so workers must not wait for weights.
             state["_has_first_weights"] = False
             state["_earlier_versions"] = versions_below(self.remote_addr, self.options)
         return state | {"_kept_model": None}
@@ -330,7 +331,7 @@ def _is_by_worker(weights: Any) -> bool:
 
 
 def model_of_factory(context: Any, model_id: str) -> Any:
-    """Make a policy with the factory that all workers of a collector share, or return None."""
+    """Make a policy with a collector's factory. Return None unless all workers share a factory."""
     if model_id != DEFAULT_MODEL_ID:
         return None
     factories = getattr(context, "policy_factory", None)

@@ -1,7 +1,7 @@
-"""Replacements for ``torchrl.weight_update.llm.vllm_nccl``: the same methods, over a store.
+"""Replacements for ``torchrl.weight_update.llm.vllm_nccl``, with the same methods, over a store.
 
-There is no process group, so the two sides need not call anything at the same time, and need no Ray
-to coordinate. Weights are pushed as there: engines have them when ``update_weights`` returns.
+As in TorchRL, engines have the weights when ``update_weights`` returns. But there is no process
+group, so that trainer and engines need neither make calls at the same time, nor Ray to coordinate.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from dbuffer.runtime.trouble import RetryLoop
 logger = logging.getLogger(__name__)
 
 ModelMetadata: TypeAlias = Mapping[str, tuple[torch.dtype, torch.Size]]
-"""Dtype and shape by name, as :func:`get_model_metadata` returns them."""
+"""Tensors' dtypes and shapes by name, as returned by :func:`get_model_metadata`."""
 
 _TURN_S = 0.01
-"""Pause between two looks at the store, for calls of other threads."""
+"""Pause between two polls of the store, in which other threads can call the receiver."""
 
 
 class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
-    """The scheme of :class:`VLLMWeightSender` and :class:`VLLMWeightReceiver`.
+    """Scheme that makes a :class:`VLLMWeightSender` and a :class:`VLLMWeightReceiver`.
 
     Args:
-        master_address, master_port, gpus_per_replica, device: attributes, as in TorchRL's class. A
-            store needs none of them.
+        master_address, master_port, gpus_per_replica, device: unused, but available as attributes,
+            as in TorchRL's class.
         num_replicas: number of engines that ``update_weights`` waits for.
         strategy, remote_addr, local_addr, num_threads: as in :class:`VLLMDoubleBufferSyncScheme`.
         timeout_s: how long ``update_weights`` waits for engines, and an engine for its weights.
-        **options: more of :class:`VLLMDoubleBufferSyncScheme`.
+        **options: more options of :class:`VLLMDoubleBufferSyncScheme`.
 
     Raises:
-        OptionError: (a ``ValueError``) there is no store, or no such option.
+        OptionError: (a ``ValueError``) ``remote_addr`` is missing, or an option is invalid.
     """
 
     def __init__(
@@ -66,7 +66,9 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
         **options: Any,
     ) -> None:
         if remote_addr is None:
-            raise OptionError("no store given: pass remote_addr, a directory that both sides see")
+            raise OptionError(
+                "no store given: pass remote_addr, a directory that trainer and engines see"
+            )
         super().__init__(remote_addr, local_addr, num_threads, strategy, **options)
         self.master_address = "localhost" if master_address is None else master_address
         self.master_port = master_port
@@ -83,32 +85,34 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
 
 
 class VLLMWeightSender(VLLMDoubleBufferWeightSender):
-    """Publishes a model's weights, and waits until engines have them."""
+    """Publishes a model's weights, and waits until engines have applied them."""
 
     def __init__(self, scheme: VLLMWeightSyncScheme) -> None:
         super().__init__(scheme)
         self._timeout_s, self._num_replicas = scheme.timeout_s, scheme.num_replicas
         self._num_awaited = 0
-        """Number of engines that receivers in other places update."""
+        """Number of engines to wait for; they follow the store."""
         self._receiver: VLLMWeightReceiver | None = None
-        """Receiver of the engine that this sender updates."""
+        """Receiver of the engine that this sender updates itself, or None."""
 
     def init_all_workers_group(
         self, model_metadata: ModelMetadata, vllm_engine: Any | None = None
     ) -> None:
-        """Let ``update_weights`` return when engines have the weights, from now on.
+        """Make each later ``update_weights`` call wait until engines have applied the weights.
 
-        It then raises a ``WaitTimeoutError`` if too few of them have these in time, which says what
-        keeps each from them; and an ``EngineUpdateError`` if ``vllm_engine`` cannot be switched.
+        If too few engines apply the weights in time, ``update_weights`` raises a
+        ``WaitTimeoutError``, whose message lists each engine's problem. If ``vllm_engine`` cannot
+        switch, it raises an ``EngineUpdateError``.
 
         Args:
             model_metadata: dtype and shape of each tensor.
-            vllm_engine: an engine that ``update_weights`` switches itself. Default: it waits for
-                ``num_replicas`` engines that follow the store, by themselves or by a
+            vllm_engine: engine that ``update_weights`` switches. Default: ``update_weights`` waits
+                for ``num_replicas`` engines that follow the store, by themselves or with a
                 :class:`VLLMWeightReceiver`.
 
         Raises:
-            WeightsMismatchError: the engine differs from the metadata; the message lists how.
+            WeightsMismatchError: the metadata does not fit the engine. The message lists the
+                differences.
         """
         if vllm_engine is None:
             self._num_awaited = self._num_replicas
@@ -132,10 +136,10 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
 
 
 class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
-    """Keeps an engine on the store's newest weights, in a thread of its own.
+    """Keeps an engine on the store's newest weights, in a background thread, until `shutdown`.
 
-    It follows until :meth:`shutdown`. An ``LLM`` serves one thread, and is switched by
-    ``poll_and_apply`` alone, or by a sender that was given it.
+    An ``LLM`` can be used only in a single thread, so no background thread follows. It is switched
+    by ``poll_and_apply``, or by a sender's ``update_weights``.
     """
 
     def __init__(
@@ -153,7 +157,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
         """Check that weights of these dtypes and shapes fit the engine.
 
         Raises:
-            WeightsMismatchError: they do not; the message lists how.
+            WeightsMismatchError: the weights do not fit. The message lists the differences.
         """
         tensors = [
             (name, DTYPE_NAMES.get(dtype, str(dtype)), list(shape))
@@ -165,7 +169,10 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             raise WeightsMismatchError("; ".join(dict.fromkeys(mismatches)))
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Call :meth:`VLLMDoubleBufferWeightReceiver.poll_and_apply`; an ``LLM`` needs it."""
+        """Apply newer weights; see :meth:`VLLMDoubleBufferWeightReceiver.poll_and_apply`.
+
+        Only an ``LLM`` needs this call: other engines follow in the background.
+        """
         return super().poll_and_apply(timeout)
 
     def shutdown(self) -> None:

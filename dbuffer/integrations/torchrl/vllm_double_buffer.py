@@ -1,6 +1,6 @@
 """Replacements for ``torchrl.weight_update.llm.vllm_double_buffer``, over a store.
 
-Classes, arguments, methods and defaults are TorchRL's: change the import, and nothing else.
+Classes, arguments, methods and defaults are the same as TorchRL's, so change only the import.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
     """Scheme that brings weights from a trainer to vLLM engines through a store.
 
     Args:
-        remote_addr: the store, as the trainer sees it.
-        local_addr: where the engine's workers read: a directory in shared memory, and one of them
-            copies every version there; or the same directory under another name, on a host that
-            does not see ``remote_addr``. Default: ``remote_addr`` itself.
-        num_threads: threads that copy, on either side.
-        strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``; the latter
+        remote_addr: the store's directory, as the trainer sees it.
+        local_addr: directory that the engine's workers read. If it is in shared memory, one of the
+            workers copies every version into it. It can also be the store's path on a host where
+            ``remote_addr`` does not exist. Default: ``remote_addr``.
+        num_threads: number of copying threads, in the trainer and in each worker.
+        strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``. The latter
             merges LoRA adapters.
         **options: fields of :class:`dbuffer.SenderOptions`, the receivers' ``verify`` and
             ``poll_interval_s``, and the engine's ``unused_tensors``.
 
     Raises:
-        OptionError: (a ``ValueError``) there is no such option.
+        OptionError: (a ``ValueError``) an option is unknown or invalid.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         return VLLMDoubleBufferWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
-        """Return the part that updates an engine; see :func:`followers_of` for its kinds."""
+        """Return a receiver for an engine of any kind that :func:`followers_of` lists."""
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
 
     def create_transport(
@@ -95,7 +95,7 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         pipe_or_context: Any = None,  # noqa: ARG002 - of other schemes
         **kwargs: Any,  # noqa: ARG002
     ) -> VLLMDoubleBufferTransport:
-        """Return a transport, which writes and reads the store by hand."""
+        """Return a transport, whose methods write and read a version directly."""
         return VLLMDoubleBufferTransport(self.remote_addr, self.local_addr, options=self.options)
 
     # Names of TorchRL before 0.12.
@@ -109,7 +109,7 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
     def get_receiver(self) -> VLLMDoubleBufferWeightReceiver:
         return cast("VLLMDoubleBufferWeightReceiver", self._require("receiver"))
 
-    # A scheme that is given to both sides, as collectors give theirs, makes one part on each.
+    # Collectors pass a scheme to both sides. On each side, it makes a sender or a receiver.
 
     def _init_on_sender_impl(
         self,
@@ -144,30 +144,33 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         worker_idx: int | None = None,  # noqa: ARG002
         weights: Any = None,
     ) -> None:
-        """Publish weights, if any are given; an engine has the weights of its start."""
+        """Publish weights if they are given. Otherwise engines keep the weights that they have."""
         if weights is not None:
             self.send(weights)
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:  # noqa: ARG002 - all engines
-        """Publish weights, where ``init_on_sender`` was called."""
+        """Publish weights. Requires ``init_on_sender``."""
         self._require("sender").update_weights(weights)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         self._require("receiver").apply_weights(weights, inplace)
 
     def receive(self, timeout: float | None = None) -> Any:
-        """Apply newer weights, where ``init_on_receiver`` was called; return None without any."""
+        """Apply newer weights; return True, or None if there are none.
+
+        Requires ``init_on_receiver``.
+        """
         return self._require("receiver").poll_and_apply(timeout or 0.0) or None
 
 
 class VLLMDoubleBufferTransport:
-    """Publish into a store by hand, and read from it by hand; nothing follows it.
+    """Publishes into a store and reads from it, only when its methods are called.
 
     Args:
-        remote_addr, local_addr: as in :class:`VLLMDoubleBufferSyncScheme`; the receiver reads the
-            latter.
-        num_threads: threads that copy, on either side.
-        options: for both sides, in place of ``num_threads``.
+        remote_addr, local_addr: see :class:`VLLMDoubleBufferSyncScheme`. The receiver reads
+            ``local_addr``.
+        num_threads: number of copying threads, in the sender and in the receiver.
+        options: options of sender and receiver. If given, ``num_threads`` is ignored.
     """
 
     def __init__(
@@ -192,12 +195,12 @@ class VLLMDoubleBufferTransport:
         """Publish the tensors that a checkpoint of these weights would have.
 
         Args:
-            model_id: for the log.
+            model_id: name of the model in the log.
             weights: a module, a TensorDict or a state dict.
 
         Raises:
-            InvalidWeightsError: something in it cannot be published.
-            StoreBusyError: another sender has the store.
+            InvalidWeightsError: a tensor cannot be published.
+            StoreBusyError: another sender has the store open.
         """
         tensors = extract_for_vllm(weights, TensorDict.from_module)
         publication = self.open_sender().send(tensors)
@@ -217,19 +220,18 @@ class VLLMDoubleBufferTransport:
         model: Any = None,  # noqa: ARG002
         strategy: Any = None,  # noqa: ARG002
     ) -> Any | None:
-        """Return a copy of the newest version, or None if there is none or it was received before.
+        """Return a copy of the newest version, or None if there is no newer one than last time.
 
         Args:
-            timeout: seconds to wait for it. Default: return at once.
-            weights: a TensorDict, or a dictionary by dotted name, to copy into and to return.
-                Default: a new TensorDict with flat keys.
+            timeout: seconds to wait for a newer version. Default: return at once.
+            weights: a TensorDict, or a dictionary by dotted name, to copy into and return. Default:
+                a new TensorDict with flat keys.
             model: ignored, as in TorchRL.
             strategy: ignored, as in TorchRL.
 
         Raises:
-            WeightsMismatchError: (a ``ValueError``) ``weights`` does not fit, and was not touched.
-            SnapshotEvictedError: copying took longer than the sender waits; the copy must not be
-                used.
+            WeightsMismatchError: (a ``ValueError``) ``weights`` does not fit, and was not changed.
+            SnapshotEvictedError: copying took longer than the sender waits. Do not use the copy.
         """
         if self._receiver is None:
             opened = self._options.open_reader(self.remote_addr, self.local_addr)
@@ -253,11 +255,11 @@ class VLLMDoubleBufferTransport:
         return received
 
     def check_connection(self) -> bool:
-        """Return True, as TorchRL's does: there is no connection that could be lost."""
+        """Return True, as in TorchRL: there is no connection that could be lost."""
         return True
 
     def close(self) -> None:
-        """Close the store. Its versions stay."""
+        """Close the store. Its versions stay in it."""
         for part in (self._sender, self._receiver, self._mirror):
             if part is not None:
                 part.close()
@@ -274,24 +276,24 @@ class VLLMDoubleBufferWeightSender:
         self._collectors: list[Any] = []
 
     def register_model(self, model: Any) -> None:
-        """Take weights from this model, without keeping it alive."""
+        """Set the model that `update_weights` publishes by default, without keeping it alive."""
         self._model_ref = weakref.ref(model)
 
     def register_collector(self, collector: Any) -> None:
-        """Advance the collector's policy version after each update.
+        """Increment a collector's policy version after each update.
 
-        A collector that cannot is logged, and the update has succeeded, as in TorchRL.
+        As in TorchRL, a collector's error is logged, and the update still succeeds.
         """
         self._collectors.append(collector)
 
     def update_weights(self, weights: Any | None = None) -> None:
-        """Publish weights: those given, a module's, or the registered model's.
+        """Publish weights, by default the registered model's.
 
         Raises:
-            NotReadyError: (a ``RuntimeError``) none are given and no model is registered, or it is
-                gone.
-            InvalidWeightsError: (a ``ValueError``) something in them cannot be published.
-            StoreBusyError: another sender has the store.
+            NotReadyError: (a ``RuntimeError``) no weights are given, and no model is registered, or
+                the registered model no longer exists.
+            InvalidWeightsError: (a ``ValueError``) a tensor cannot be published.
+            StoreBusyError: another sender has the store open.
         """
         if weights is None:
             if self._model_ref is None:
@@ -300,15 +302,15 @@ class VLLMDoubleBufferWeightSender:
                 )
             weights = self._model_ref()
             if weights is None:
-                raise NotReadyError("the registered model is gone: keep a reference to it")
+                raise NotReadyError("the registered model no longer exists: keep a reference to it")
         tensors = extract_for_vllm(weights, self._scheme.strategy.extract_weights)
         self._deliver(self._transport.open_sender().send(tensors).version)
         for collector in self._collectors:
             try:
                 collector.increment_version()
-            # Whatever it raises: the weights are published.
+            # Any error of a collector: the weights are already published.
             except Exception:
-                logger.warning("could not advance a collector's policy version", exc_info=True)
+                logger.warning("could not increment a collector's policy version", exc_info=True)
 
     def shutdown(self) -> None:
         """Close the store. A second call does nothing."""
@@ -316,48 +318,48 @@ class VLLMDoubleBufferWeightSender:
         self._collectors.clear()
 
     def _deliver(self, version: int) -> None:
-        """Do nothing more: receivers look at the store when they are polled."""
+        """Do nothing: receivers read the store when they are polled."""
 
 
 class VLLMDoubleBufferWeightReceiver:
-    """Brings an engine to the store's newest weights at each call.
+    """Switches an engine to the store's newest weights at each call of `poll_and_apply`.
 
-    The engine's workers stage a new version while it generates; the engine pauses only while they
-    load it. All of them switch, or none does. For what may be an engine, see :func:`followers_of`;
-    it needs no option of ours where dbuffer is installed beside its vLLM.
+    The engine's workers stage a new version while the engine generates. It pauses only while its
+    workers load the version. Either all workers switch or none. :func:`followers_of` lists the
+    kinds of engines. If dbuffer is installed in vLLM's environment, the engine needs no options.
     """
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
         self._scheme = scheme
         self._context: Any = None
-        """Object that is searched for an engine that is registered by its path."""
+        """Object in which `register_model` looks up a path."""
         self._receiver: WeightReceiver | None = None
-        """Receiver of the store, which waits for versions."""
+        """Receiver that waits for versions in the store."""
         self._closed = threading.Event()
         self._in_call = threading.RLock()
-        """Held in each call that needs the followers."""
+        """Held during each call that uses the followers."""
         self._vllm_engine = vllm_engine
         self._followers = self._followers_of(vllm_engine)
-        """A follower for each engine."""
+        """Followers, one per engine."""
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Wait for weights that the engine does not have, and apply them.
 
         Args:
-            timeout: seconds to wait for them to be published. 0: look once.
+            timeout: seconds to wait for newer weights. With 0, check the store once.
 
         Returns:
-            True if they were applied, False if there was nothing new.
+            True if newer weights were applied, False if there were none.
 
         Raises:
             OptionError: (a ``ValueError``) ``timeout`` is not a number of seconds.
-            EngineBusyError: it sleeps, or (a ``vllm.LLM``) has unfinished requests; it was not
-                touched.
-            EngineUpdateError: it serves on with the weights that it had; the message says why.
-            EngineBrokenError: its weights are half loaded, and it refuses to serve.
-            UnsupportedError: it cannot take weights from a store.
-            EngineUnreachableError: (a server, or an actor) it does not answer.
-            ClosedError: this receiver was shut down, before or meanwhile.
+            EngineBusyError: the engine sleeps, or a ``vllm.LLM`` has unfinished requests. The
+                engine was not changed.
+            EngineUpdateError: the engine keeps its weights and serves them. The message says why.
+            EngineBrokenError: the engine's weights are half loaded, and it refuses to serve.
+            UnsupportedError: the engine cannot take weights from a store.
+            EngineUnreachableError: a server or an actor does not answer.
+            ClosedError: this receiver was shut down before or during the call.
         """
         timeout_s = checks.seconds("timeout", timeout)
         deadline = time.monotonic() + timeout_s
@@ -370,7 +372,7 @@ class VLLMDoubleBufferWeightReceiver:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     break
-                # No longer than this: weights may come to the other address, or be lost.
+                # Poll in intervals: weights may appear at the other address, or disappear.
                 wait_s = min(left_s, self._scheme.options.poll_interval_s)
                 receiver.wait_or_follow_fork(newest, wait_s, self._closed)
                 self._require_open()
@@ -381,24 +383,24 @@ class VLLMDoubleBufferWeightReceiver:
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights to the engine now.
 
-        Weights that are given are no version of the store: the next poll replaces them by its
-        newest, as in TorchRL.
+        These weights are not a version of the store. As in TorchRL, the next poll replaces them by
+        the store's newest version.
 
         Args:
-            weights: weights of a transport's ``receive_weights``, or any others that fit.
+            weights: result of a transport's ``receive_weights``, or other weights that fit.
             inplace: must be True.
 
         Raises:
             OptionError: (a ``ValueError``) ``inplace`` is False.
-            EngineUpdateError: the engine serves on with the weights that it had.
-            EngineBrokenError: its weights are half loaded, and it refuses to serve.
+            EngineUpdateError: the engine keeps its weights and serves them.
+            EngineBrokenError: the engine's weights are half loaded, and it refuses to serve.
             ClosedError: this receiver was shut down.
         """
         if not inplace:
             raise OptionError("weights are applied to an engine in place only: leave inplace=True")
         tensors = extract_for_vllm(weights, TensorDict.from_module)
         with self._open():
-            # In a store beside the followed one, which workers on other hosts see too.
+            # Through a temporary store beside the followed store, where all workers can read it.
             store = self._find_receiver().store
             store.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=f"{store.name}~", dir=store.parent) as scratch:
@@ -414,18 +416,18 @@ class VLLMDoubleBufferWeightReceiver:
         return self.poll_and_apply(timeout)
 
     def set_context(self, context: Any) -> None:
-        """Set the object, mostly a collector, that :meth:`register_model` searches."""
+        """Set the object, usually a collector, in which :meth:`register_model` looks up paths."""
         self._context = context
 
     def register_model(self, model_ref: Any) -> None:
-        """Update this engine from now on, in the place of the one before.
+        """Update another engine from now on, instead of the current engine.
 
         Args:
             model_ref: an engine, or its path in the context, such as ``"policy"``.
 
         Raises:
-            OptionError: (a ``ValueError``) there is nothing at this path.
-            UnsupportedError: it is no engine; the one before is updated.
+            OptionError: (a ``ValueError``) the context has nothing at this path.
+            UnsupportedError: the object is not an engine. The current engine stays in use.
         """
         is_path = isinstance(model_ref, str) and "://" not in model_ref
         engine = find_model(self._context, model_ref) if is_path else model_ref
@@ -439,15 +441,16 @@ class VLLMDoubleBufferWeightReceiver:
             self._vllm_engine, self._followers = engine, followers
 
     def register_worker_transport(self, pipe: Any) -> None:
-        """Do nothing: a pipe is for other schemes."""
+        """Do nothing: only other schemes use pipes."""
 
     def shutdown(self) -> None:
-        """Stop following, after the switch that is under way. The engine keeps its weights.
+        """Stop following; wait for a running switch to end first. The engine keeps its weights.
 
-        A call in another thread that waits for weights ends. A second call does nothing.
+        If another thread is waiting for weights, its call ends with a ``ClosedError``. A second
+        call of this method does nothing.
 
         Raises:
-            EngineBusyError: called in the event loop of an ``AsyncLLM``.
+            EngineBusyError: this was called in the event loop of an ``AsyncLLM``.
         """
         require_another_thread(engine_in(self._vllm_engine))
         self._closed.set()
@@ -459,7 +462,7 @@ class VLLMDoubleBufferWeightReceiver:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """Make a call that :meth:`shutdown` waits for."""
+        """Run a block that :meth:`shutdown` waits for, if this receiver is open."""
         require_another_thread(engine_in(self._vllm_engine))
         with self._in_call:
             self._require_open()
@@ -474,7 +477,7 @@ class VLLMDoubleBufferWeightReceiver:
         return followers_of(engine, self._scheme.options.for_engine(*addresses))
 
     def _find_receiver(self) -> WeightReceiver:
-        """Return the receiver of the store, which this host may know by either address."""
+        """Return the store's receiver. The store can be at either address on this host."""
         receiver, store = self._receiver, Path(self._scheme.remote_addr)
         if receiver is not None and receiver.last_seen is not None:
             return receiver
@@ -490,18 +493,18 @@ class VLLMDoubleBufferWeightReceiver:
         for follower in self._followers:
             try:
                 follower.stop_workers()
-            # Whatever an engine raises that has ended itself: it follows nothing then.
+            # An engine that has ended can raise any error. It no longer follows the store.
             except Exception:
                 logger.debug("could not tell an engine to stop following", exc_info=True)
             follower.close()
 
     def _sync(self, version: int) -> bool:
-        """Switch all engines; return whether one did not have the version.
+        """Switch all engines; return whether any engine needed to switch.
 
-        An engine that fails does not keep the others from switching; the worst error is raised.
+        If an engine fails, the other engines still switch. Then the worst error is raised.
         """
         if len(self._followers) == 1:
-            # An engine in this process is loaded in the thread that runs it.
+            # In this thread, because an engine in this process must be loaded by its own thread.
             switches = [self._followers[0].sync(at_least=version, stop_event=self._closed)]
         else:
             with ThreadPoolExecutor(len(self._followers)) as pool:
@@ -516,16 +519,16 @@ class VLLMDoubleBufferWeightReceiver:
 
 
 def followers_of(target: Any, options: EngineOptions) -> list[Follower | RayFollower]:
-    """Return the follower of each engine in ``target``.
+    """Return a follower for each engine in ``target``.
 
     Args:
-        target: a ``vllm.LLM``, an ``AsyncLLM``, a server's URL, a Ray actor that has one of the
-            first two; or TorchRL's ``AsyncVLLM``, which has several, ``RayLLMWorker``,
+        target: a ``vllm.LLM``, an ``AsyncLLM``, the URL of a server, a Ray actor with an ``LLM`` or
+            ``AsyncLLM``, or TorchRL's ``AsyncVLLM`` (several engines), ``RayLLMWorker``,
             ``LocalLLMWrapper`` or ``vLLMWrapper``.
-        options: the store and so on.
+        options: options of the followers.
 
     Raises:
-        UnsupportedError: there is no engine in it.
+        UnsupportedError: ``target`` has no engine.
     """
     engine = engine_in(target)
     if is_ray_actor(engine):
@@ -536,7 +539,7 @@ def followers_of(target: Any, options: EngineOptions) -> list[Follower | RayFoll
 
 
 def require_another_thread(engine: Any) -> None:
-    """Refuse to wait for an ``AsyncLLM`` in its own event loop."""
+    """Raise an error in the event loop of an ``AsyncLLM``, where waiting for it would deadlock."""
     try:
         running = asyncio.get_running_loop()
     except RuntimeError:
@@ -546,7 +549,7 @@ def require_another_thread(engine: Any) -> None:
 
 
 def engine_in(target: Any) -> Any:
-    """Return the engine, or the actors of engines, that one of TorchRL's holders has."""
+    """Return the engine in one of TorchRL's wrappers, or an object with engine actors."""
     if is_ray_actor(target) or getattr(target, "actors", None):
         return target
     for name in _HOLDERS:
@@ -557,11 +560,11 @@ def engine_in(target: Any) -> Any:
 
 
 def log_nothing(remote: str, local: str) -> None:
-    """Log once where weights were looked for, if there are none."""
+    """Log once that both addresses have no weights."""
     log_once(
         logger,
-        "no weights so far in %s (remote_addr) and %s (local_addr): has the trainer published, and "
-        "do both sides see one directory?",
+        "no weights so far in %s (remote_addr) and %s (local_addr): check that the trainer has "
+        "published, and that trainer and engines see the same directory",
         remote,
         local,
     )

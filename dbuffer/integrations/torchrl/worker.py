@@ -1,8 +1,9 @@
-"""`WorkerReceiver`: keeps one worker's model on the newest weights that are meant for it.
+"""`WorkerReceiver`: keeps a worker's model on the newest weights for this worker.
 
-Weights for all workers and weights for this one come in two stores. They are put in order by what
-the trainer had published for all when it published for one: version 5 for all, then anything for
-worker 1 after it, then version 6 for all.
+A worker follows two stores: a store for all workers, and a store for this worker only. Each version
+for a single worker records the newest version for all workers at that time, which gives an order
+across both stores: version 5 for all workers, then this worker's versions that were published after
+version 5, then version 6 for all workers.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from dbuffer.weights.targets import Matcher
 logger = logging.getLogger(__name__)
 
 Order = tuple[int, int]
-"""A version for all, and after that one, a version for this worker."""
+"""Number of a version for all workers, and of a later version for this worker, or 0."""
 
 _NOTHING: Order = (0, 0)
 
 
 @dataclass
 class Feed:
-    """Store that a worker follows: the one for all workers, or its own."""
+    """A store that a worker follows: the store for all workers, or the store for this worker."""
 
     receiver: WeightReceiver
     mirror: Mirror | None
     is_for_all: bool
     earlier: int | None
-    """Newest version of earlier runs, which are skipped."""
+    """Newest version of earlier runs, whose versions are skipped."""
     version: int | None
     """Newest version that was loaded or skipped."""
 
@@ -50,11 +51,12 @@ class WorkerReceiver:
     """Follows both stores of a worker in the background, and loads their newest versions.
 
     Args:
-        worker: number of this worker, from 0.
-        earlier_versions: newest versions of earlier runs, by the store's name; they are skipped.
-        get_model: returns the model, which may be another one each time.
-        applied: called after each load of something new, when the model may run again, with whether
-            a run begins with it.
+        worker: index of this worker, from 0.
+        earlier_versions: newest version of earlier runs, by the store's name. Versions of earlier
+            runs are skipped.
+        get_model: returns the model, which can be another object at each call.
+        applied: called after each load of a new version, when forward calls can run again. Its
+            argument is whether the version is the first of a run.
     """
 
     def __init__(
@@ -73,12 +75,12 @@ class WorkerReceiver:
         self._applied = applied
         self._guard = ForwardGuard()
         self._matcher = Matcher()
-        # Loads come from both following threads, `load_newer` and a change of the model.
+        # Loads are made by both following threads, by `load_newer` and by `use`.
         self._lock = threading.RLock()
         self._loaded = _NOTHING
-        """Order of the version that the model has."""
+        """Order of the version in the model."""
         self._announced = _NOTHING
-        """Order of the version that ``applied`` was called for last."""
+        """Order of the last version for which ``applied`` was called."""
         self._has_loaded = threading.Event()
         """Set at each load, and by :meth:`shutdown`."""
         self._stop_event = threading.Event()
@@ -94,8 +96,8 @@ class WorkerReceiver:
         self._feeds = feed_of(None), feed_of(worker)
 
     def wait_for_first(self, timeout_s: float) -> None:
-        """Load the first weights of this run, and wait for them."""
-        self._register()  # before it waits
+        """Wait for the first weights of this run, and load them."""
+        self._register()  # before waiting, so that the sender sees this worker
         self._load(self._feeds[0], timeout_s)
         self.load_newer()
 
@@ -105,7 +107,7 @@ class WorkerReceiver:
             self._load_if_newer(feed)
 
     def wait_loaded(self, timeout_s: float) -> bool:
-        """Wait for a load since the last call, or since :meth:`follow`; return whether one was."""
+        """Wait for a load since the last call or :meth:`follow`; return whether there was one."""
         if not self._has_loaded.wait(timeout_s):
             return False
         if self._stop_event.is_set():
@@ -114,18 +116,18 @@ class WorkerReceiver:
         return True
 
     def follow(self) -> None:
-        """Load new versions from now on, in the background."""
+        """Start to load new versions in the background."""
         self._has_loaded.clear()
         for feed in self._feeds:
             name = f"dbuffer-{feed.receiver.store.name}"
             thread = threading.Thread(target=self._follow, args=(feed,), name=name)
-            thread.daemon = True  # a worker that ends must not wait for its trainer
+            thread.daemon = True  # the thread must not keep an ending worker's process alive
             self._threads.append(thread)
             thread.start()
 
     def use(self, model: Any) -> None:
-        """Replace the model by another object, and load the last weights into it."""
-        with self._lock:  # nothing is loaded into tensors that are being replaced
+        """Use another model from now on, and load the last weights into it."""
+        with self._lock:  # no other load while the model's tensors are replaced
             self._guard.attach(model)
             own_memory(model, self._guard)
             if self._loaded == _NOTHING:
@@ -137,7 +139,7 @@ class WorkerReceiver:
 
     def shutdown(self) -> None:
         self._stop_event.set()
-        self._has_loaded.set()  # no call waits for a load any longer
+        self._has_loaded.set()  # ends `wait_loaded` in other threads
         for feed in self._feeds:
             feed.receiver.wake()
         for thread in self._threads:
@@ -149,12 +151,12 @@ class WorkerReceiver:
                 feed.mirror.close()
 
     def _register(self) -> None:
-        """Write this worker's records, which show it to the sender."""
+        """Write this worker's records, so that the sender sees the worker."""
         for feed in self._feeds:
             feed.receiver.record.write()
 
     def _follow(self, feed: Feed) -> None:
-        # A store that was recreated is for a new scheme to follow: until then it is a problem.
+        # A recreated store is a problem here: only a new scheme can follow it.
         final = (errors.ClosedError,)
         loop = FollowLoop(feed.receiver, "following", logger, final=final, stop=self._stop_event)
         with contextlib.suppress(errors.ClosedError):
@@ -169,7 +171,7 @@ class WorkerReceiver:
             self._load(feed, 0.0)
 
     def _load(self, feed: Feed, timeout_s: float) -> None:
-        """Load a store's newest version, unless something later is loaded already."""
+        """Load a store's newest version, unless the model already has a later one."""
         with self._lock:
             while True:
                 try:
@@ -177,11 +179,11 @@ class WorkerReceiver:
                         version = snapshot.version
                         is_initial, after_version = read_metadata(snapshot)
                         order = (version, 0) if feed.is_for_all else (after_version, version)
-                        # Copied, so that the store is free while forward calls end.
+                        # Copied, so that waiting for forward calls does not hold the store.
                         staged = StagedVersion.of(snapshot) if order > self._loaded else None
                     break
                 except errors.SnapshotEvictedError as error:
-                    logger.warning("%s; reading the newest", str(error))
+                    logger.warning("%s; reading the newest version instead", str(error))
             if staged is not None:
                 staged.load(self._get_model(), self._guard, self._matcher)
                 if order > self._announced:
