@@ -1,1 +1,1 @@
-"""Tools for tests against dbuffer: senders that die, weights that tell their version, engines."""
+"""Tools for tests with dbuffer: senders to kill, weights that show their version, fake engines."""

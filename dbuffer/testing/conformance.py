@@ -1,6 +1,7 @@
-"""Checks of any weight-transfer backend of vLLM 0.26 or later, against a running engine.
+"""Checks for weight-transfer backends of vLLM 0.26 or later, with a running engine.
 
-Each check is a function of a :class:`Bench`, and raises :class:`AssertionError`::
+Each check is a function that takes a :class:`Bench`. If the backend does not conform, the check
+raises an :class:`AssertionError`::
 
     bench = Bench(llm, start_trainer, first, second)
 
@@ -24,13 +25,13 @@ from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatc
 
 Weights = Mapping[str, torch.Tensor]
 State = tuple[dict[str, str], list[list[int]]]
-"""Digest of each parameter of an engine, and the tokens that it answers."""
+"""Digest of each parameter of an engine, and the tokens that it generates."""
 
 PROMPTS = [list(range(1, 6)), list(range(40, 70)), list(range(100, 140))]
 
 
 class Client:
-    """The engine as a trainer drives it: vLLM's protocol, for an ``LLM`` in this process."""
+    """Client of an ``LLM`` in this process, with the methods of vLLM's protocol for trainers."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -50,12 +51,12 @@ class Client:
 
 
 class Source(WeightSource):  # type: ignore[misc]
-    """A trainer's weights, that can be replaced, and whose iteration can fail."""
+    """Source of a trainer's weights. The weights can be replaced, and the iteration can fail."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
         self.num_before_failure: int | None = None
-        """Number of tensors before an iteration fails."""
+        """Number of tensors to yield before the iteration fails, or None not to fail."""
 
     def metadata(self) -> list[ParamMeta]:
         return [
@@ -72,24 +73,25 @@ class Source(WeightSource):  # type: ignore[misc]
 
 @dataclass(repr=False)
 class Bench:
-    """An engine, a trainer of the backend under test, and two versions of all weights."""
+    """Engine and trainer with the backend under test, and two versions of all weights."""
 
     llm: Any
-    """An ``LLM`` in this process with this backend, that was started on ``first``."""
+    """An ``LLM`` in this process with the backend, started with the weights ``first``."""
     start_trainer: Callable[[Client, Source], Any]
-    """Returns a ``TrainerWeightTransferEngine`` of that source, which is shut down at the end."""
+    """Function that returns a ``TrainerWeightTransferEngine`` for a source. The check shuts it
+    down."""
     first: Weights
     """Tensors of a checkpoint."""
     second: Weights
-    """The same, with other values in each tensor."""
+    """Tensors like ``first``, but each with other values."""
     fresh: State = field(init=False)
-    """State of the engine as it was started."""
+    """State of the engine after its start."""
 
     def __post_init__(self) -> None:
         self.fresh = self.state()
 
     def state(self) -> State:
-        """Return all that tells one version of the engine's weights from another."""
+        """Return the engine's state, which differs for different versions of the weights."""
         self.llm.reset_prefix_cache()
         [parameters] = self.llm.apply_model(_digests)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
@@ -99,7 +101,7 @@ class Bench:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[Trainer]:
-        """Start a trainer that has sent ``first``."""
+        """Start a trainer and send ``first``; shut the trainer down at the end of the block."""
         source, client = Source(self.first), Client(self.llm)
         trainer = Trainer(self, self.start_trainer(client, source), source, client)
         try:
@@ -111,7 +113,7 @@ class Bench:
 
 @dataclass(repr=False)
 class Trainer:
-    """A trainer of the backend under test, and the engine that it updates."""
+    """Trainer with the backend under test, and the engine that it updates."""
 
     bench: Bench
     engine: Any
@@ -119,23 +121,28 @@ class Trainer:
     client: Client
 
     def send(self, weights: Weights) -> State:
-        """Send weights; return the engine's state then."""
+        """Send weights, and return the engine's new state."""
         self.source.weights = weights
         self.engine.send_weights()
         return self.bench.state()
 
     def require_refused(self, problem: str, update: Callable[[], object]) -> None:
-        """Require that an update raises, changes nothing, and hinders no later one."""
+        """Require that an update raises an error, changes nothing, and does not block the next one.
+
+        ``problem`` describes the update in messages.
+        """
         before = self.bench.state()
         try:
             update()
         except Exception:
-            with contextlib.suppress(Exception):  # most backends have ended it already
+            with contextlib.suppress(Exception):  # most backends have already ended the update
                 self.client.finish_weight_update()
         else:
-            raise AssertionError(f"an update is not refused: {problem}")
-        assert self.bench.state() == before, f"a refused update changes the engine: {problem}"
-        assert self.send(self.bench.first) == self.bench.fresh, f"no update after: {problem}"
+            raise AssertionError(f"an update was not refused: {problem}")
+        assert self.bench.state() == before, f"a refused update changed the engine: {problem}"
+        assert self.send(self.bench.first) == self.bench.fresh, (
+            f"the next update did not work after a refused update: {problem}"
+        )
 
 
 def check_names(bench: Bench) -> None:
@@ -153,11 +160,11 @@ def check_names(bench: Bench) -> None:
         renamed = {**missing, f"{name}.unknown": tensor}
         trainer.require_refused(f"{name} has another name", lambda: trainer.send(renamed))
         surplus = {**bench.second, f"{name}.unknown": tensor}
-        trainer.require_refused("a tensor too many", lambda: trainer.send(surplus))
+        trainer.require_refused("an additional tensor", lambda: trainer.send(surplus))
 
 
 def check_shapes(bench: Bench) -> None:
-    """Tensors that do not fit are refused, before any other is loaded."""
+    """Check that a tensor of another shape is refused before any other tensor is loaded."""
     name, tensor = [item for item in bench.second.items() if item[1].ndim == 2][-1]
     misfits = {
         "too few rows": tensor[:-1],
@@ -171,7 +178,7 @@ def check_shapes(bench: Bench) -> None:
 
 
 def check_refusals(bench: Bench) -> None:
-    """Fields that the backend does not know are refused."""
+    """Check that unknown fields of ``update_info`` and ``init_info`` are refused."""
     unknown = {"no_such_field": 1}
     with bench.training() as trainer:
 
@@ -187,7 +194,7 @@ def check_refusals(bench: Bench) -> None:
 
 
 def check_half_updates(bench: Bench) -> None:
-    """An update that ends in the middle leaves the engine whole, and ready for the next."""
+    """Check that a failed or abandoned update does not change the engine or block the next one."""
     with bench.training() as trainer:
 
         def fail() -> None:
@@ -204,20 +211,22 @@ def check_half_updates(bench: Bench) -> None:
 
 
 def check_sleep(bench: Bench) -> None:
-    """An engine that sleeps has whole weights when it wakes; an update brings lost ones back."""
+    """Check that sleep causes no mix of weights, and that an update restores lost weights."""
     with bench.training() as trainer:
         second = trainer.send(bench.second)
         bench.llm.sleep(level=1)
-        with contextlib.suppress(Exception):  # it may wait, be refused, or succeed
+        with contextlib.suppress(Exception):  # both an error and success are allowed
             trainer.source.weights = bench.first
             trainer.engine.send_weights()
         bench.llm.wake_up()
-        assert bench.state() in (second, bench.fresh), "a mix of weights after sleep"
+        assert bench.state() in (second, bench.fresh), "the engine has a mix of weights after sleep"
         trainer.send(bench.first)
         bench.llm.sleep(level=2)
         bench.llm.wake_up()
-        bench.llm.apply_model(_lose)  # this level leaves anything
-        assert trainer.send(bench.first) == bench.fresh, "weights lost in sleep stay lost"
+        bench.llm.apply_model(_lose)  # sleep of level 2 discards the weights
+        assert trainer.send(bench.first) == bench.fresh, (
+            "an update did not restore weights that were lost in sleep"
+        )
 
 
 def check_sparse(bench: Bench) -> None:
@@ -245,7 +254,7 @@ def check_sparse(bench: Bench) -> None:
 
 
 CHECKS = (check_names, check_shapes, check_refusals, check_half_updates, check_sleep, check_sparse)
-"""All checks; leave `check_sparse` out for a backend without patches."""
+"""All checks. For a backend without patches, leave out `check_sparse`."""
 
 
 def _digests(model: torch.nn.Module) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Engines that are dictionaries of tensors; their followers and receivers of ranks are real."""
+"""Fake engines whose models are dictionaries of tensors, for real followers and receivers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dbuffer.testing.patterns import SMALL, Pattern
 
 
 class FakeRank(EngineRank):
-    """A rank whose model is a dictionary of a pattern's tensors; loads fail on request."""
+    """Rank whose model is a dictionary with a pattern's tensors. Tests can make its loads fail."""
 
     device = torch.device("cpu")
     module = torch.nn.Module()
@@ -54,7 +54,7 @@ class FakeRank(EngineRank):
 
     @property
     def version(self) -> int | None:
-        """Version of all of its tensors, or None if they are a mix."""
+        """Version of the rank's tensors, or None if they are a mix of versions."""
         return self.pattern.version_of(self.tensors)
 
     def engine_id(self, options: EngineOptions) -> str:
@@ -92,7 +92,7 @@ class FakeRank(EngineRank):
 
 
 class FakeEngine(Engine):
-    """An engine in this process, that can be away, dead, or lose its answers."""
+    """Engine in this process. Tests can make its calls fail, or make it lose an answer."""
 
     def __init__(
         self, pattern: Pattern = SMALL, *, is_server: bool = False, instance_id: str = "one"
@@ -102,9 +102,9 @@ class FakeEngine(Engine):
         self.label = "default"
         self.paused = False
         self.error: Callable[[], Exception] | None = None
-        """Makes the error that every call raises."""
+        """Returns an error that every call raises; None for no errors."""
         self.lost_answer: Exception | None = None
-        """Raised by the next update after it is done."""
+        """Error that the next update raises after it has succeeded."""
         self.failing_resumes = 0
         self.calls = 0
         self.endpoint = RankEndpoint()
@@ -115,7 +115,7 @@ class FakeEngine(Engine):
         return BackgroundFollower(Follower(self, EngineOptions(store=str(store), **options)))
 
     def restart(self) -> None:
-        """Start again on the checkpoint, all at once: a follower may look at any moment."""
+        """Restart with the checkpoint, atomically, since a follower can call at any time."""
         again = FakeEngine(self.rank.pattern, is_server=self.is_server, instance_id="another")
         before = self.endpoint
         self.__dict__.update(again.__dict__)
@@ -141,9 +141,9 @@ class FakeEngine(Engine):
             error, self.lost_answer = self.lost_answer, None
             raise error
         for thread in threading.enumerate():
-            # An engine of another thread may not have started its own yet.
+            # Another engine's thread can exist without having been started; it cannot be joined.
             if thread.name == "dbuffer-acknowledge" and thread.is_alive():
-                thread.join()  # so that tests find the record that it writes
+                thread.join()  # so that tests can read the record that the thread writes
         return [decode_answer(json.loads(json.dumps(encode_answer(answer))))]
 
     @property
@@ -176,10 +176,10 @@ class FakeEngine(Engine):
 
     @property
     def version(self) -> int | None:
-        """Version of its tensors."""
+        """Version of the engine's tensors, or None if they are a mix of versions."""
         return self.rank.version
 
     @property
     def serves(self) -> tuple[int | None, str]:
-        """Version of its tensors, and its label."""
+        """Version of the engine's tensors, and the engine's label."""
         return self.version, self.label

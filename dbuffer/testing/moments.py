@@ -1,4 +1,4 @@
-"""System calls of a process before which tests kill, freeze or interrupt it."""
+"""Calls in a process before which tests kill, freeze or interrupt the process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def die() -> None:
-    """End this process by SIGKILL: no handler runs."""
+    """Kill this process with SIGKILL, so that no handler runs."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -24,14 +24,14 @@ def stop() -> None:
 CHANGING_CALLS = frozenset(
     {"flock", "fsync", "link", "mkdir", "open", "posix_fallocate", "pwrite", "replace", "unlink"}
 )
-"""System calls that change a store on its disk, or its locks."""
+"""System calls that change a store's files or locks."""
 
 MOMENTS = CHANGING_CALLS | {"setprofile", "xxh3_64_intdigest"}
-"""`CHANGING_CALLS`, and moments between them: a tensor is in its place and hashed, or the watch is
-ended by ``sys.setprofile(None)``."""
+"""`CHANGING_CALLS`, and calls between them: hashing of a copied tensor, and
+``sys.setprofile(None)``, which ends the watch."""
 
 COPIES = MOMENTS | {"_foreach_copy_", "allgather", "copy_", "preadv"}
-"""`MOMENTS`, each copy of tensors, and each exchange between ranks."""
+"""`MOMENTS`, copies of tensors, and exchanges between ranks."""
 
 LOOKS = frozenset(
     {"close", "flock", "fstat", "link", "open", "pread", "preadv", "read", "replace", "unlink"}
@@ -52,18 +52,24 @@ def at_call(
     *,
     repeats: bool = True,
 ) -> None:
-    """Call ``action`` in this thread before its ``number``-th call of one of these (None: of any).
+    """Call ``action`` before this thread's ``number``-th call of a function in ``names``.
 
-    No function that publishes is named for this: each state of the disk lies before one of the
-    calls. Without ``repeats``, a call counts once for each place in the code and file: the eighth
-    tensor hashed in a loop is no other kind of moment than the first.
+    The functions are at such a low level that every state of the disk comes before one of the
+    calls. So the names do not depend on how dbuffer's code is divided into functions.
+
+    Args:
+        number: number of the call, from 1.
+        action: function to call.
+        names: names of the functions to count, or None for all functions.
+        repeats: whether repeated calls from the same place in the code, for the same file, count.
+            If False, for instance, only the first hash of a tensor in a loop counts.
     """
     left = number
     places: set[Hashable] = set()
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal left
-        # Python handles no signal between the last line of a `with` block and the lock's release.
+        # Between the last line of a `with` block and its __exit__, Python handles no signal.
         if event != "c_call" or argument.__name__ == "__exit__":
             return
         changes_nothing = names is not LOOKS and frame.f_code.co_name in OPENS_TO_READ
@@ -83,7 +89,7 @@ def at_call(
 
 
 def _place(frame: FrameType) -> Hashable:
-    """Return the innermost callers of a call, and the path that its function works on."""
+    """Return the path that a frame's function works on, and the innermost callers."""
     path = frame.f_locals.get("path", frame.f_locals.get("self"))
     stack: list[Hashable] = [path if isinstance(path, Path) else None]
     caller: FrameType | None = frame

@@ -1,4 +1,4 @@
-"""Weights that know their version, name and place."""
+"""Weights whose values show their version, name and position."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dbuffer.runtime.lazy import cached_property
 
 
 class Pattern:
-    """Tensors whose every element is a function of version, name and position.
+    """Tensors whose elements are functions of version, name and position.
 
-    A tensor from another version, under another's name or from another place in the file has no
-    element in common with the right one.
+    A tensor of another version, of another name or from another position in the file differs from
+    the expected tensor in every element.
     """
 
     def __init__(self, num_tensors: int = 8, numel: int = 256) -> None:
@@ -29,15 +29,15 @@ class Pattern:
         return torch.stack([self._position + (index << 24) for index in range(len(self.names))])
 
     def weights(self, version: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of a version (below 2**19)."""
+        """Return the tensors of a version, which must be below 2**19."""
         return dict(zip(self.names, self._base + (version << 44), strict=True))
 
     def empty(self) -> dict[str, torch.Tensor]:
-        """Return a target to load into."""
+        """Return a target to load a version into."""
         return dict(zip(self.names, torch.zeros_like(self._base), strict=True))
 
     def version_of(self, tensors: Mapping[str, torch.Tensor]) -> int | None:
-        """Return the version of all of these, or None if they are a mix."""
+        """Return the version of the tensors, or None if they are a mix of versions."""
         if list(tensors) != self.names:
             return None
         version = int(tensors[self.names[0]][0]) >> 44

@@ -29,12 +29,14 @@ FORK_SERVER.set_forkserver_preload([__name__])  # an import of torch takes secon
 
 
 class Child:
-    """A process that runs ``function(connection, *args)`` and never outlives its block.
+    """Process that runs ``function(connection, *args)``, and is killed at the end of its block.
 
-    It has the environment and the timings of its parent at this moment.
+    The process has the environment and timings that its parent has now.
 
     Args:
-        processes: the context of :mod:`multiprocessing` that starts it.
+        function: function to run.
+        *args: further arguments of the function.
+        processes: context of :mod:`multiprocessing` to start the process with.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Child:
             raise AssertionError(f"the child ended with {self.wait()}") from None
 
     def has_sent(self) -> bool:
-        """Wait until the child sends something, or ends; return whether it sends something."""
+        """Wait until the child sends an object or ends; return whether it has sent an object."""
         assert self._connection.poll(TIMEOUT_S), "the child neither sends anything nor ends"
         with socket.socket(fileno=os.dup(self._connection.fileno())) as connection:
             try:
@@ -84,17 +86,17 @@ class Child:
 
     def signal(self, number: int) -> None:
         if self._process.exitcode is None:
-            # A process that forks children may see the end of one before this one does.
+            # A forking process can reap the child before this object has its exit code.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill it, and wait for its end."""
+        """Kill the process, and wait until it has ended."""
         self.signal(signal.SIGKILL)
         assert self.wait() == -signal.SIGKILL
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> int:
-        """Wait for its end; return the exit status, negative for a signal."""
+        """Wait until the process ends; return its exit status, which is negative for a signal."""
         self._process.join(timeout_s)
         assert self._process.exitcode is not None, f"the child still runs after {timeout_s} s"
         return int(self._process.exitcode)
@@ -116,11 +118,11 @@ def _run(
     environment: dict[str, str],
     seconds: dict[str, float],
 ) -> None:
-    # As in a fork of the parent: the fork server may be older than a change.
+    # Like a fork of the parent: the fork server may have been started before a change.
     set_timings(seconds)
     os.environ.clear()
     os.environ.update(environment)
-    torch.set_num_threads(1)  # so that the child can fork, and needs one processor
+    torch.set_num_threads(1)  # so that the child can fork, and uses a single processor
     try:
         function(connection, *args)
     except SystemExit:
@@ -131,11 +133,12 @@ def _run(
 
 
 class SenderProcess(Child):
-    """A :class:`~dbuffer.WeightSender` in another process, which :meth:`kill` ends as a crash does.
+    """A :class:`~dbuffer.WeightSender` in another process. :meth:`kill` acts like a crash.
 
     Args:
-        store: its directory; by default one in shared memory, removed at the end of the block.
-        **options: of the sender.
+        store: the store's directory. Default: a directory in shared memory, which is removed at the
+            end of the block.
+        **options: options of the sender.
     """
 
     def __init__(self, store: Path | None = None, **options: Any) -> None:
@@ -159,15 +162,15 @@ class SenderProcess(Child):
             shutil.rmtree(self._directory)
 
     def publish(self, weights: Any, **options: Any) -> Publication:
-        """Call :meth:`dbuffer.WeightSender.send` there; raise its error here."""
+        """Call :meth:`dbuffer.WeightSender.send` in the process; raise its error here."""
         self.send((weights, options, 0))
         publication: Publication = self._answer()
         return publication
 
     def was_killed_at(self, number: int, weights: Any, **options: Any) -> bool:
-        """Publish, and be killed before the ``number``-th system call that changes the store.
+        """Publish, but kill the process before its ``number``-th call that changes the store.
 
-        Return False if the publish ended before it.
+        Return False if the publish ended without that many calls.
         """
         self.send((weights, options, number))
         if not self.has_sent():
@@ -203,5 +206,5 @@ def _send(connection: Connection, store: Path, options: dict[str, Any]) -> None:
 
 
 def state_of(pid: int) -> str:
-    """State of a process, as Linux names it: ``R``, ``S``, ``T``, ``Z``."""
+    """Return the state of a process in Linux's notation: ``R``, ``S``, ``T``, ``Z``."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

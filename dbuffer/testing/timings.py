@@ -1,4 +1,4 @@
-"""The product's timings, replaced for a while in this process and its children."""
+"""Temporary replacement of dbuffer's timings, in this process and its children."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dbuffer.runtime.timing import TIMING, Timing
 
 
 def current_timings() -> dict[str, float]:
-    """Return all timings, by name."""
+    """Return all timings by name."""
     return dataclasses.asdict(TIMING)
 
 
 def set_timings(values: Mapping[str, float]) -> None:
-    """Replace the named timings; a name that is none is an error."""
+    """Replace the named timings. An unknown name raises an AttributeError."""
     for name, value in values.items():
         setattr(TIMING, name, value)
 
 
 @contextlib.contextmanager
 def timings(**values: float) -> Iterator[Timing]:
-    """Replace the named timings; restore all at the end of the block."""
+    """Replace the named timings, and restore all timings at the end of the block."""
     before = current_timings()
     try:
         set_timings(values)

@@ -1,4 +1,4 @@
-"""Waiting for a state, with a time-out."""
+"""`until`: waits for a condition, with a time-out."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 TIMEOUT_S = 120.0
-"""Longest wait: a test that hangs must fail, and say where."""
+"""Maximum wait, so that a hanging test fails with a message."""
 
 
 def until(
     what: str, is_so: Callable[[], Any], timeout_s: float = TIMEOUT_S, every_s: float = 0.005
 ) -> Any:
-    """Wait until ``is_so`` returns a true value; return that value."""
+    """Wait until ``is_so`` returns a true value, and return this value.
+
+    ``what`` describes the condition in the error of a time-out.
+    """
     deadline = time.monotonic() + timeout_s
     while not (value := is_so()):
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"

@@ -32,7 +32,7 @@ ModelMetadata: TypeAlias = Mapping[str, tuple[torch.dtype, torch.Size]]
 """Tensors' dtypes and shapes by name, as returned by :func:`get_model_metadata`."""
 
 _TURN_S = 0.01
-"""Pause between two polls of the store, in which other threads can call the receiver."""
+"""Pause between two polls of the store, so that other threads can call the receiver."""
 
 
 class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):

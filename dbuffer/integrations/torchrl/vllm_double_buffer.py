@@ -332,7 +332,7 @@ class VLLMDoubleBufferWeightReceiver:
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
         self._scheme = scheme
         self._context: Any = None
-        """Object in which `register_model` looks up a path."""
+        """Object whose attributes `register_model` finds by a path."""
         self._receiver: WeightReceiver | None = None
         """Receiver that waits for versions in the store."""
         self._closed = threading.Event()
@@ -416,7 +416,7 @@ class VLLMDoubleBufferWeightReceiver:
         return self.poll_and_apply(timeout)
 
     def set_context(self, context: Any) -> None:
-        """Set the object, usually a collector, in which :meth:`register_model` looks up paths."""
+        """Set the object, usually a collector, whose attributes :meth:`register_model` finds."""
         self._context = context
 
     def register_model(self, model_ref: Any) -> None:
@@ -501,7 +501,7 @@ class VLLMDoubleBufferWeightReceiver:
     def _sync(self, version: int) -> bool:
         """Switch all engines; return whether any engine needed to switch.
 
-        If an engine fails, the other engines still switch. Then the worst error is raised.
+        If an engine fails, the other engines still switch, and then the worst error is raised.
         """
         if len(self._followers) == 1:
             # In this thread, because an engine in this process must be loaded by its own thread.

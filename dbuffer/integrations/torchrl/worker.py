@@ -80,7 +80,7 @@ class WorkerReceiver:
         self._loaded = _NOTHING
         """Order of the version in the model."""
         self._announced = _NOTHING
-        """Order of the last version for which ``applied`` was called."""
+        """Order of the last version that ``applied`` was called for."""
         self._has_loaded = threading.Event()
         """Set at each load, and by :meth:`shutdown`."""
         self._stop_event = threading.Event()
