@@ -1,8 +1,8 @@
-"""`Bucket`: the objects under one prefix of an object storage, by obstore.
+"""`Bucket`: the objects under one prefix of an object storage, accessed through obstore.
 
-obstore signs requests, knows the services, and puts large files in parts, which it retries. All
-other retries are ours: they are counted, and a caller knows that a conditional put may have been
-repeated.
+obstore signs requests and handles the services' differences. It uploads large files in parts and
+retries each part. `Bucket` makes all other retries, so that it can count them, and because a
+repeated conditional put can fail although the first one succeeded.
 """
 
 from __future__ import annotations
@@ -52,78 +52,83 @@ T = TypeVar("T")
 ItemT = TypeVar("ItemT")
 
 Tag: TypeAlias = dict[str, str]
-"""ETag of an object's content, and on some services its version, for requests with a condition."""
+"""ETag of an object, and its version where the service has versions, for conditional requests."""
 
 NUM_REQUESTS = 8
-"""Most requests that are made side by side: one alone does not fill a network."""
+"""Maximum number of parallel requests. A single request does not saturate a network."""
 
 PART_BYTES = 16 << 20
-"""Bytes that an upload puts by one request, at least."""
+"""Minimum size of an upload's part; the last part of a file can be smaller."""
 _MAX_PARTS = 10_000
-"""Most parts of an object on S3."""
+"""Maximum number of parts of an object on S3."""
 _PIECE_BYTES = 1 << 18
-"""Bytes of an object that are handled together, at least."""
+"""Minimum size of a download's pieces; the last piece of a range can be smaller."""
 
 _ATTEMPTS = 6
 _RANGE_ATTEMPTS = 80
-"""Attempts at a range of a download, which keeps the bytes that came: some ten minutes."""
+"""Maximum attempts to download a range, over some ten minutes.
+
+An attempt continues behind the bytes that earlier attempts received.
+"""
 _MAX_PAUSE_S = 10.0
 """Longest pause between two attempts."""
 
 _CONNECT_S = 10.0
-"""Time to connect to an object storage."""
+"""Timeout for connecting to an object storage."""
 REQUEST_S = 30.0
-"""Time without a byte of an answer after which a request has failed."""
+"""A request fails after this time without a byte of the response."""
 TRANSFER_S = 120.0
-"""Time without an answer after which a put of a part has failed. The answer comes after the last
-byte: a link of 0.15 MB/s carries a part in time if it is put alone."""
+"""The upload of a part fails after this time without a response.
+
+The service responds after the part's last byte. A link of 0.15 MB/s is fast enough for one part.
+"""
 UPLOAD_RETRIES_S = 180.0
-"""Time from a part's first put during which it is put again."""
+"""Retries of a part's upload end this long after its first attempt."""
 
 _LIST_PAGE = 1000
-"""Objects that a service names in the answer to one request, at most."""
+"""Maximum number of objects in the response to one list request."""
 
 _REFUSED = re.compile(r"status code: 4(0[1345]|16) ")
-"""Answer that no retry changes, in the text of an error that has no class of its own."""
+"""HTTP status that no retry changes, in the message of an obstore error without its own class."""
 
 _REASON = re.compile(
     r"status code: (\d+) .*<Code>(.*?)</Code>\s*<Message>(.*?)</Message>", re.DOTALL
 )
-"""Reason for an answer, as S3, GCS and Azure give it."""
+"""Status, code and message of an error response from S3, GCS or Azure."""
 
 _NO_CREDENTIALS = re.compile(r"/latest/(api/token|meta-data)|/computeMetadata/|/metadata/identity")
-"""Address of a cloud's service for the roles of its hosts, in the text of an error.
+"""Address of a cloud's metadata service, in the message of an error.
 
-obstore asks it if the environment has no credentials.
+obstore requests credentials from the metadata service if the environment has none.
 """
 
 _S3 = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _AZURE = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
 _VARIABLES = {"s3": _S3, "s3a": _S3, "gs": "GOOGLE_APPLICATION_CREDENTIALS (a file)"}
-"""Variables for credentials, by the scheme of a URL; of all others Azure's."""
+"""Environment variables for credentials, by URL scheme. All other schemes use `_AZURE`."""
 
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 
 
 class Listed(NamedTuple):
-    """An object, as a service lists it."""
+    """Object in a service's listing."""
 
     e_tag: str | None
     num_bytes: int
     put_at: float
-    """Time of its last put, by the service's clock, in seconds since the epoch."""
+    """Time of the last put, by the service's clock, in seconds since the epoch."""
 
 
 class Bucket(Closing):
-    """Objects under a URL such as ``s3://bucket/prefix``. Any number of threads may use it.
+    """Objects under a URL such as ``s3://bucket/prefix``. It is thread-safe.
 
-    Errors that may pass (429, 5xx, a connection that broke) are retried with backoff, a few times.
+    Transient errors (429, 5xx, a broken connection) are retried a few times with backoff.
 
-    Raises, in all its methods:
-        StoreNotFoundError: there is no such object.
-        StoreAccessError: there is no such bucket, access was refused, or the service does not
-            answer.
-        OptionError: there are no credentials, before anything has worked.
+    Every method can raise:
+        StoreNotFoundError: the object does not exist.
+        StoreAccessError: the bucket does not exist, access was refused, or the service does not
+            respond.
+        OptionError: no credentials are set, and no request has succeeded so far.
     """
 
     def __init__(self, url: str) -> None:
@@ -133,8 +138,10 @@ class Bucket(Closing):
         self._stop = threading.Event()
         self._has_credentials = False
         self._width = NUM_REQUESTS
-        """Requests of a file side by side: half as many after a file that failed, and one more
-        after a file that did not. Many at once may take longer on a slow link than a request may.
+        """Number of parallel requests for a file's parts or ranges.
+
+        It is halved after a file's transfer has failed, and grows by one after each success. On a
+        slow link, many parallel requests can each exceed their timeout.
         """
         self.requests: collections.Counter[str] = collections.Counter()
         """Number of requests made, by kind: get, put, list, delete."""
@@ -152,7 +159,7 @@ class Bucket(Closing):
                 "allow_http": True,
                 "connect_timeout": timedelta(seconds=_CONNECT_S),
                 "read_timeout": timedelta(seconds=silence_s),
-                "timeout": timedelta(days=1),  # no limit but that on silence
+                "timeout": timedelta(days=1),  # only silence ends a request
             },
             retry_config={
                 "max_retries": 1000 if retry_s else 0,
@@ -165,20 +172,20 @@ class Bucket(Closing):
         )
 
     def close(self) -> None:
-        """Let requests that fail from now on be given up at once."""
+        """Stop retrying: a request that fails from now on raises its error at once."""
         self._stop.set()
 
     # Files
 
     def upload(self, version: VersionId, kind: Kind, data: memoryview) -> FileObject:
-        """Put a file of a version, in parts side by side."""
+        """Upload a file of a version, in parallel parts."""
 
         def hash_range(start: int) -> int:
             return xxhash.xxh3_64_intdigest(data[start : start + RANGE_BYTES])
 
         digests = self.in_parallel(hash_range, range(0, len(data), RANGE_BYTES))
         file = file_object(version, kind, _content(len(data), digests))
-        self.requests["put"] += num_puts(len(data)) - 1  # one is counted below
+        self.requests["put"] += num_puts(len(data)) - 1  # `_request` counts the other one
         with self._transfer() as width:
             put = functools.partial(
                 self._obstore.put,
@@ -190,9 +197,10 @@ class Bucket(Closing):
         return file
 
     def download(self, file: FileObject, place: Callable[[int, memoryview], None]) -> None:
-        """Get a file, in ranges side by side.
+        """Download a file, in parallel ranges.
 
-        ``place`` is called with pieces, each with its offset in the file, from several threads.
+        ``place`` is called from several threads, with the offset in the file and the bytes of each
+        piece.
 
         Raises:
             StoreCorruptError: the content differs from the published file.
@@ -202,7 +210,7 @@ class Bucket(Closing):
         def get_range(start: int) -> int:
             return self._download_range(file, start, min(start + RANGE_BYTES, size), place)
 
-        for _ in range(2):  # the network may have damaged it
+        for _ in range(2):  # a second time in case the network damaged the content
             with self._transfer() as width:
                 digests = self.in_parallel(get_range, range(0, size, RANGE_BYTES), width)
             if _content(size, digests) == file.content:
@@ -212,21 +220,21 @@ class Bucket(Closing):
     def _download_range(
         self, file: FileObject, start: int, end: int, place: Callable[[int, memoryview], None]
     ) -> int:
-        """Get a range of a file, and return its digest.
+        """Download a range of a file, and return the range's digest.
 
-        A request that breaks off is followed by one for the bytes that did not come.
+        If a request breaks off, the next request is for the missing bytes only.
         """
         hasher, at = xxhash.xxh3_64(), start
 
         def request() -> None:
             nonlocal at
-            if at == end:  # it broke off behind the last one
+            if at == end:  # the last request failed after its last byte
                 return
             result = self._obstore.get(self._objects, file.name, options={"range": (at, end)})
             if result.meta["size"] != file.content.num_bytes:
                 name = self.name_of(file.name)
                 raise StoreCorruptError(f"{name} has not the size that was published")
-            # A piece is copied and hashed while it is in a core's cache.
+            # Copy and hash piece by piece: a piece that was just copied is still in the CPU cache.
             for piece in result.stream(min_chunk_size=_PIECE_BYTES):
                 data = memoryview(piece)
                 place(at, data)
@@ -238,7 +246,7 @@ class Bucket(Closing):
 
     @contextlib.contextmanager
     def _transfer(self) -> Iterator[int]:
-        """Give the requests that a file may make side by side."""
+        """Yield the number of parallel requests for a file, and adapt it to the outcome."""
         try:
             yield self._width
         except StoreAccessError:
@@ -249,7 +257,7 @@ class Bucket(Closing):
     # Records
 
     def get_range(self, name: str, start: int, end: int) -> memoryview:
-        """Return some bytes of an object."""
+        """Return the bytes of an object from ``start`` to ``end``."""
         get = self._obstore.get_range
 
         def request() -> memoryview:
@@ -263,7 +271,7 @@ class Bucket(Closing):
     def read(
         self, kind: type[RecordT], name: str, tag: Tag | None = None
     ) -> tuple[RecordT, Tag] | None:
-        """Read a record, and its tag, or return None if the tag is still ``tag``."""
+        """Return a record and its tag, or None if the object's tag is still ``tag``."""
         options: Any = None if tag is None else {"if_none_match": tag["e_tag"]}
 
         def request() -> tuple[bytes, Tag] | None:
@@ -285,15 +293,15 @@ class Bucket(Closing):
             raise type(error)(f"{self.name_of(name)}: {error}") from None
 
     def put(self, name: str, data: bytes | memoryview) -> Tag:
-        """Put an object, whatever was there."""
+        """Put an object, and replace an object of the same name."""
         return self._request("put", name, lambda: self._put(name, data, "overwrite"))
 
     def put_if(self, name: str, data: bytes, tag: Tag | None) -> Tag | None:
-        """Put an object if it still has the content of ``tag``, or with None is not there.
+        """Put an object if its tag is still ``tag``. With ``tag`` None: if it does not exist.
 
         Returns:
-            The tag of the new content, or None if the object has another content. That may be this
-            one, if the answer to a put that succeeded was lost.
+            The tag of the new content, or None if the object has a different tag. It can be None
+            although the put succeeded: if the response was lost, the retry finds the new tag.
         """
 
         def request() -> Tag | None:
@@ -305,7 +313,7 @@ class Bucket(Closing):
         return self._request("put", name, request)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects, if they are there."""
+        """Delete the objects that exist."""
 
         def delete(name: str) -> None:
             with contextlib.suppress(StoreNotFoundError):
@@ -316,12 +324,12 @@ class Bucket(Closing):
     def in_parallel(
         self, action: Callable[[ItemT], T], items: Iterable[ItemT], width: int = NUM_REQUESTS
     ) -> list[T]:
-        """Return the results of a function for each item, called from several threads."""
+        """Call ``action`` for each item, in several threads, and return the results in order."""
         with ThreadPoolExecutor(width, "dbuffer-bucket", leave_core) as pool:
             return list(pool.map(action, items))
 
     def list(self, prefix: str) -> dict[str, Listed]:
-        """Return all objects under a prefix, by name."""
+        """Return all objects whose names begin with ``prefix``, by name."""
 
         def request() -> dict[str, Listed]:
             listed: dict[str, Listed] = {}
@@ -345,7 +353,7 @@ class Bucket(Closing):
     def _request(
         self, kind: str, name: str, action: Callable[[], T], *, attempts: int = _ATTEMPTS
     ) -> T:
-        """Make a request, again and again if it fails."""
+        """Make a request, and retry it up to ``attempts`` times."""
         for attempt, pause_s in enumerate(doubling(TIMING.request_retry_s, _MAX_PAUSE_S), 1):
             self.requests[kind] += 1
             try:
@@ -367,10 +375,10 @@ class Bucket(Closing):
                 self._has_credentials = True
                 return result
             logger.debug("%s of %s failed: %s", kind, name, first_line(failure))
-            # The caller logs what lasts, and tries again.
+            # The caller logs the final error. Only a download, with more attempts, logs earlier.
             if attempt == _ATTEMPTS < attempts:
                 log_once(logger, "trying again to %s %s: %s", kind, name, first_line(failure))
-            # At random: many clients must not retry at once.
+            # A random pause keeps many clients from retrying at the same time.
             if attempt == attempts or self._stop.wait(pause_s * random.uniform(0.5, 1)):  # noqa: S311
                 break
         raise self._refused(kind, name, failure) from failure
@@ -387,7 +395,10 @@ class Bucket(Closing):
 
 
 def num_puts(num_bytes: int) -> int:
-    """Return the number of requests that put a file: of several parts, one more at both ends."""
+    """Return the number of requests that an upload makes.
+
+    An upload in several parts also makes one request to begin and one to complete.
+    """
     num_parts = -(-num_bytes // _part_bytes(num_bytes))
     return 1 if num_parts == 1 else num_parts + 2
 
@@ -397,7 +408,7 @@ def _part_bytes(num_bytes: int) -> int:
 
 
 def _content(num_bytes: int, digests: list[int]) -> Content:
-    """Return a file's content, from the digests of its ranges."""
+    """Return size and digest of a file, from the digests of its ranges."""
     return Content(num_bytes, f"{join_digests(digests):016x}")
 
 

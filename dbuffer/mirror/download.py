@@ -1,4 +1,4 @@
-"""`BucketSource`: a bucket that a mirror follows; `OpenBucketVersion`: a version open there."""
+"""`BucketSource` follows a bucket for a mirror; `OpenBucketVersion` reads a version from it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from dbuffer.store.watcher import wait_and_clear
 
 
 class OpenBucketVersion(OpenVersion):
-    """A version in a bucket. Its files are fetched when they are read.
+    """Version in a bucket. A file is downloaded when it is first read.
 
     Args:
-        bucket: where it is.
-        version: its record.
-        deltas: deltas in memory, by the versions that they lead to. Afterwards it has the deltas
-            that the next version may need once more.
+        bucket: the bucket.
+        version: the version's record.
+        deltas: downloaded deltas, by the versions that they lead to. :meth:`release` leaves the
+            deltas in it that the next version can need again.
 
-    Raises, in all its methods:
+    Every method can raise:
         StoreNotFoundError: a file is missing.
         StoreCorruptError: a file differs from the published one.
     """
@@ -61,14 +61,14 @@ class OpenBucketVersion(OpenVersion):
         return self._bucket.name_of(self._record.weights_file.name)
 
     def release(self) -> None:
-        # The next version goes into a store's other buffer, which needs the same deltas; an empty
-        # buffer needs none.
+        # The store's other buffer holds an earlier version, so the next version's copy into it
+        # applies these deltas again. After a full read there is nothing to apply them to.
         kept = set() if self._is_read_whole else self._used
         for version in self._deltas.keys() - kept:
             self._deltas.pop(version).close()
 
     def is_unchanged(self) -> bool:
-        return True  # no object is put again with other content
+        return True  # an object's name is never reused for other content
 
     def open_delta(self, version: VersionId) -> tuple[str, Descriptor]:
         name = f"{self.name}, delta to {version}"
@@ -76,7 +76,7 @@ class OpenBucketVersion(OpenVersion):
             if version not in self._deltas:
                 self._deltas[version] = self._fetch_delta(version)
             self._used.add(version)
-            # Opened once more: the caller closes it.
+            # A second descriptor of the file, because the caller closes it.
             path = f"/proc/self/fd/{self._deltas[version].number}"
             return name, Descriptor.open(path, os.O_RDONLY)
 
@@ -89,9 +89,12 @@ class OpenBucketVersion(OpenVersion):
         return newest is not None and newest.id == self.manifest.id
 
     def read_into(self, memory: FileTensors, copier: Copier, *, hashed: bool) -> list[int] | None:
-        """Fetch it whole into memory; return the checksums of its tensors, if ``hashed``."""
+        """Download the version's weights and deltas into ``memory``.
+
+        Return the tensors' checksums, or None without ``hashed``.
+        """
         manifest = self.manifest
-        # Copies into an array let go of the interpreter's lock.
+        # Copying into a NumPy array releases the GIL.
         target = np.frombuffer(memory.raw[: manifest.checksums_offset], np.uint8)
 
         def put(offset: int, data: memoryview) -> None:
@@ -117,7 +120,7 @@ class OpenBucketVersion(OpenVersion):
 
 
 def newest_version(bucket: Bucket) -> BucketVersion | None:
-    """Return the record of a bucket's newest version, or None if there is no version."""
+    """Return the record of a bucket's newest version, or None if the bucket has no version."""
     try:
         read = bucket.read(BucketVersion, POINTER_OBJECT)
     except StoreNotFoundError:
@@ -126,7 +129,7 @@ def newest_version(bucket: Bucket) -> BucketVersion | None:
 
 
 def missing_files(listed: Mapping[str, Listed], version: BucketVersion) -> list[str]:
-    """Return the names of a version's files that are missing, or have another size."""
+    """Return the names of a version's files that are missing or have a wrong size."""
     return [
         name
         for name, content in version.files
@@ -135,9 +138,10 @@ def missing_files(listed: Mapping[str, Listed], version: BucketVersion) -> list[
 
 
 class BucketSource:
-    """A bucket that a mirror follows, as a `WeightReceiver` follows a store.
+    """Bucket that a mirror follows, as a `WeightReceiver` follows a store.
 
-    Its record is relayed together with the records of the mirror's target.
+    `AcknowledgementRelay` writes ``record`` to the bucket, together with the records of the
+    receivers of the mirror's target.
     """
 
     record: OwnRecord
@@ -149,7 +153,7 @@ class BucketSource:
         self._poll_interval_s = poll_interval_s
         self._copier = copier
         self._deltas: dict[VersionId, Descriptor] = {}
-        """Deltas of the version that was open last, in memory."""
+        """Downloaded deltas, kept for the next version; see `OpenBucketVersion`."""
         self._seen: BucketVersion | None = None
         self._tag: Tag | None = None
         self._is_woken = threading.Event()
@@ -159,7 +163,7 @@ class BucketSource:
         return None if version is None else version.manifest
 
     def copied_from(self) -> str | None:
-        return None  # the other end is no bucket
+        return None  # a mirror out of a bucket writes to a store, never to the bucket itself
 
     def open_receiver(self, name: str) -> Self:
         self.record = OwnRecord(name)
@@ -180,7 +184,7 @@ class BucketSource:
         stop_event: threading.Event | None = None,
     ) -> int | None:
         def poll_interval_s() -> float:
-            # At random, so that the mirrors of many nodes do not ask all at once.
+            # A random interval keeps the mirrors of many nodes from polling at the same time.
             return self._poll_interval_s * random.uniform(0.75, 1.25)  # noqa: S311
 
         wait = functools.partial(wait_and_clear, self._is_woken)
@@ -190,7 +194,7 @@ class BucketSource:
 
     @contextlib.contextmanager
     def open_seen(self, newer_than: int | None = None) -> Iterator[OpenBucketVersion | None]:
-        """Open the version that was seen last."""
+        """Open the version that the last look found, if its number is above ``newer_than``."""
         version = self._seen
         if version is None or (newer_than is not None and version.id.number <= newer_than):
             yield None
@@ -212,7 +216,7 @@ class BucketSource:
         self._seen = self._tag = None
 
     def _look(self) -> int | None:
-        """Read the newest version's record, unless it was read last; return its number."""
+        """Read the newest version's record if it has changed; return the version's number."""
         try:
             read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
         except StoreNotFoundError:

@@ -1,12 +1,12 @@
 """`MirrorLoop`: a mirror's steps, each under a retry with backoff.
 
-A mirror waits until it is elected. Then it looks for a newer version, copies it, and compares the
-target with it now and then; if the target was removed, it is elected anew. A step that fails is
-logged, noted in the source, and tried again. Only the errors of `FINAL` end a mirror.
+A mirror waits until it is elected. Then it copies each newer version, and compares the target with
+the copied version from time to time. If the target was removed, the mirror waits to be elected
+again. A step that fails is logged, reported in the mirror's record, and retried. Only the errors
+in `FINAL`, and errors of ``on_copied``, end a mirror.
 
-Acknowledgements go the other way, under a retry of the same kind but in a thread of their own
-(`AcknowledgementRelay`): a copy may take minutes, and a sender must not take its receivers for dead
-meanwhile.
+`AcknowledgementRelay` copies acknowledgements from the target to the source, in its own thread: a
+copy of a version can take minutes, and the sender must not take its receivers for dead meanwhile.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ from dbuffer.store.records import OwnRecord
 logger = logging.getLogger(__name__)
 
 FINAL = (ClosedError, OptionError, WriterSupersededError)
-"""Errors that end a mirror, besides errors of ``on_copied``: no retry mends them.
+"""Errors that end a mirror, because no retry can succeed. Errors of ``on_copied`` end it, too.
 
-`ClosedError`: it was closed, or used in a fork. `OptionError`: the target is a sender's store, or
-the source itself, or a bucket needs credentials. `WriterSupersededError`: another mirror or sender
-took the target over.
+- `ClosedError`: the mirror was closed, or used in a forked process.
+- `OptionError`: the target is a sender's store or the source itself, or a bucket needs credentials.
+- `WriterSupersededError`: another mirror or sender took the target over.
 """
 
 NO_STATS = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
 
 
 def mirror_id(target: str) -> str:
-    """Return the id of a target's mirrors: one for all that are started for it on one machine.
+    """Return the receiver id that all mirrors of a target on one machine share.
 
-    A directory is told by its device and inode: containers may have different ones at one path.
+    A directory is identified by device and inode, because two containers can have different
+    directories at the same path.
     """
     where = f"{Process.here().machine} {target}"
     with contextlib.suppress(OSError):
@@ -68,9 +69,9 @@ class MirrorLoop:
     """Follows a source and copies its versions into a target; see the module.
 
     Args:
-        source: where versions come from.
-        target: where they go, if this mirror is elected.
-        on_copied: called with each version that was copied.
+        source: the store or bucket to copy from.
+        target: the store or bucket to copy into, once this mirror is elected.
+        on_copied: called after each version that was copied.
     """
 
     def __init__(
@@ -83,24 +84,24 @@ class MirrorLoop:
         self._target = target
         self._on_copied = on_copied
         self._receiver: UpstreamReceiver | None = None
-        """Follows the source while this mirror is elected and runs."""
+        """Receiver of the source, while this mirror is elected and runs."""
         self._relay: AcknowledgementRelay | None = None
-        """Relays acknowledgements while the target is open, from the first version on."""
+        """Relay of acknowledgements, from the first copy until the target is closed."""
         self._check_at = 0.0
         self.record = OwnRecord("mirror")
-        """The receiver's record; before this mirror is elected, no other process sees it."""
+        """Record of this mirror. Before the mirror is elected, no other process sees it."""
         self.is_fit = threading.Event()
-        """Set once readers of the target find nothing of an earlier run."""
+        """Set once readers of the target cannot find a version of an earlier run there."""
         self.problem: Exception | None = None
-        """Error of the last attempt to be elected, or None if it worked."""
+        """Error of the last attempt to be elected, or None if the attempt raised none."""
         self.published: int | None = None
-        """Newest version of the source that is in the target, or need not be copied there.
+        """Newest version of the source that the target has, or that need not be copied into it.
 
-        It is set after ``on_copied`` has returned.
+        After a copy it is set when ``on_copied`` has returned.
         """
 
     def run(self, stop: threading.Event) -> None:
-        """Take step after step until ``stop`` is set; an error of `FINAL` ends it as well."""
+        """Mirror until ``stop`` is set, or an error ends the mirror."""
         try:
             while not stop.is_set():
                 receiver = self._wait_for_turn(stop)
@@ -110,17 +111,17 @@ class MirrorLoop:
             self._close()
 
     def wake(self) -> None:
-        """Look for a version soon."""
+        """Look for a newer version soon."""
         if self._receiver is not None:
             self._receiver.wake()
 
     def _wait_for_turn(self, stop: threading.Event) -> UpstreamReceiver | None:
-        """Become the mirror of the target, when no other mirror is at work; follow the source."""
+        """Wait until this mirror is elected; return its receiver, or None once ``stop`` is set."""
         name = self._source.name
         retry = RetryLoop(logger, failed=f"mirroring {name}: ", final=FINAL, stop=stop)
         while not stop.is_set():
             with retry.attempt():
-                # After an attempt that failed later it is elected.
+                # It is elected already if the last attempt failed after the election.
                 if self._target.is_elected or self._target.elect(self._source):
                     retry.succeeded(f"mirroring {name}")
                     self._receiver = self._source.open_receiver(mirror_id(self._target.name))
@@ -142,7 +143,7 @@ class MirrorLoop:
         return None
 
     def _mirror(self, receiver: UpstreamReceiver, stop: threading.Event) -> None:
-        """Copy version after version, until ``stop`` is set or the target was removed."""
+        """Copy each newer version until ``stop`` is set or the target was removed."""
         retry = FollowLoop(receiver, "mirroring", logger, forked="follow", final=FINAL, stop=stop)
         while not stop.is_set():
             copied = None
@@ -168,7 +169,7 @@ class MirrorLoop:
                 return
 
     def _copy_newest(self, receiver: UpstreamReceiver) -> Publication | None:
-        """Copy the version seen last; return None if it is there, or was overwritten meanwhile."""
+        """Copy the newest version; return None if the target has it, or a sender overwrote it."""
         if self._relay is None:
             self._target.open(self._source)
             writer = self._source.records(receiver.record)
@@ -186,7 +187,10 @@ class MirrorLoop:
         return copied
 
     def _note_published(self, receiver: UpstreamReceiver) -> None:
-        """Note which of the source's versions the target has: of a commit that failed, too."""
+        """Note which of the source's versions the target has.
+
+        A copy whose commit raised an error can be in the target nevertheless.
+        """
         target, source = self._target.newest(), receiver.last_seen
         if target is None or source is None or target.version == self.published:
             return
@@ -194,7 +198,7 @@ class MirrorLoop:
             case Relation.SAME | Relation.BEHIND:
                 self.published = target.version
                 receiver.record.write(staged=target.id)
-            case Relation.AHEAD:  # which the source may have lost; what comes next is copied
+            case Relation.AHEAD:  # the source may have lost this version; copy its next one
                 log_once(
                     logger,
                     "%s went back to version %d, and %s has version %d: it stays, until more is "
@@ -204,10 +208,10 @@ class MirrorLoop:
                 self.published = source.id.number
 
     def _check(self) -> None:
-        """Compare the target with the copied version; if they differ, it is copied again.
+        """Check from time to time that the target still holds the copied version.
 
         Raises:
-            StoreCorruptError: they differ.
+            StoreCorruptError: it does not. The next step copies the version again.
         """
         self._check_at = time.monotonic() + TIMING.bucket_heartbeat_s
         try:
@@ -218,8 +222,7 @@ class MirrorLoop:
             raise
 
     def _close(self) -> None:
-        """Close the receiver, the relay and the target."""
-        # First the receiver: the last records that are relayed say that it has ended.
+        # The receiver is closed first, so that the relay's last records say that it has ended.
         receiver, self._receiver = self._receiver, None
         try:
             if receiver is not None:

@@ -1,12 +1,12 @@
-"""`Mirror`: follows a remote store and publishes each newest version again in a local one.
+"""`Mirror`: copies each newest version of a remote store into a local store.
 
-One process a node reads the network, once a version; every rank of the node maps the local store.
-Bytes of a whole version go from the remote file straight to their place in the local one; deltas
-are applied there. Tensors are verified before the version is published, if the sender publishes
-checksums. Versions keep their ids and their metadata.
+One process per node reads each version over the network once; every rank of the node maps the local
+store. A full version is read straight into the local weights file. Deltas are applied to an earlier
+version in that file. If the sender publishes checksums, the mirror verifies all tensors before it
+publishes the copy. The copy keeps the version's id and metadata.
 
-Between clusters without a common mount a bucket lies between the two stores: one mirror copies
-versions into it, and one on each node copies them out of it.
+Clusters without a common mount use a bucket: one mirror copies versions into the bucket, and one
+mirror on each node copies them out of it.
 """
 
 from __future__ import annotations
@@ -49,33 +49,35 @@ from dbuffer.store.buffer import DoubleBuffer
 logger = logging.getLogger(__name__)
 
 _FIT_S = 10.0
-"""Time for a target to become fit to be read, before :meth:`Mirror.start` raises an error."""
+"""Time after which :meth:`Mirror.start` raises the error that keeps the target from being read."""
 
 
 class Mirror(Closing, ProcessBound):
-    """Keeps a local store the same as a remote one, or a bucket between the two.
+    """Copies each newest version of a store or bucket into another one.
 
-    Any number may be started for one local store: one is elected, by a lock that the kernel drops
-    when its process ends, and the others stand by. Acknowledgements of the local store's receivers
-    are relayed to the remote one, where the sender waits for them.
+    Any number of mirrors can be started for one local store. A lock elects one of them, and the
+    others stand by; the kernel releases the lock when the elected mirror's process ends. The mirror
+    relays acknowledgements of the local store's receivers to the remote store, where the sender
+    waits for them.
 
-    If the remote store forks from the copied version, the local store goes on with the fork; each
-    of its receivers decides for itself whether to follow.
+    If the remote store forks from the copied version, the mirror copies the fork. Each receiver of
+    the local store decides for itself whether to follow the fork.
 
     Args:
-        remote: the store to follow; it may come later. Or the URL of a bucket and a prefix in it,
-            as ``s3://bucket/policy``.
-        local: the store to publish in, on ``/dev/shm`` best, or the URL of a bucket,
-            which another mirror follows. A sender's own store is refused.
-        poll_interval_s: how often the remote store is looked at, where no event comes.
+        remote: the store to follow, which need not exist yet; or the URL of a bucket and a prefix
+            in it, such as ``s3://bucket/policy``.
+        local: the store to publish in, preferably on ``/dev/shm``; or the URL of a bucket, which
+            another mirror follows. A sender's store is refused.
+        poll_interval_s: how often to look at the remote store if the filesystem reports no events.
         num_threads: threads that read. Default: this process's cores, at most 8.
-        reader_timeout_s: how long to wait for local readers of the buffer to be written.
-        allow_shared_store: accept directories that belong to someone else, or that others can
+        reader_timeout_s: how long to wait for local receivers that still read the buffer that the
+            next version goes into.
+        allow_shared_store: accept directories that belong to another user, or that other users can
             write to.
-        on_copied: called with each version that was published, in the mirror's thread: readers may
-            have it already; :attr:`version` and :meth:`wait_until_current` wait until the call has
-            returned. The publication's ``duration_s`` is from finding the version to having
-            published it. An error of the call ends the mirror.
+        on_copied: called in the mirror's thread after each version was published; receivers can
+            read the version before the call. :attr:`version` and :meth:`wait_until_current` count
+            the version as copied only after the call has returned. The publication's
+            ``duration_s`` is the time of the copy. If the call raises, the mirror ends.
 
     Raises:
         OptionError: an option is invalid.
@@ -120,44 +122,46 @@ class Mirror(Closing, ProcessBound):
 
     @property
     def is_elected(self) -> bool:
-        """Whether it is this mirror that copies, and no other of the node."""
+        """Whether this mirror, and not another process's, copies into the target."""
         return self._target.is_elected
 
     @property
     def version(self) -> int | None:
-        """The newest version that it has published, or that was published before it."""
+        """Number of the newest version that the target has, or None if it has none yet."""
         return self._loop.published
 
     @property
     def error(self) -> BaseException | None:
-        """Error that ended the mirror's thread, or None if it runs or was closed."""
+        """Error that ended the mirror's thread, or None if no error ended it."""
         return self._error
 
     @property
     def stats(self) -> dict[str, float]:
-        """Versions and bytes copied, seconds that took, failures."""
+        """Counts: ``copied`` (versions), ``copied_bytes``, ``copy_s`` (seconds), ``failures``."""
         return {**NO_STATS, **self._loop.record.current.stats}
 
     @property
     def requests(self) -> dict[str, int]:
-        """Number of requests that it has made to a bucket, by kind: get, put, list, delete.
+        """Number of requests to the bucket, by kind: get, put, list, delete.
 
-        A put of a file's part that is repeated counts once.
+        Retries of a part's upload are not counted.
         """
         return dict(self._buckets[0].requests) if self._buckets else {}
 
     def start(self) -> Self:
-        """Mirror in a thread, until :meth:`close`. Returns when the local store is fit to be read.
+        """Mirror in a thread until :meth:`close`; return once receivers can use the local store.
 
-        A mirror that raises is closed.
+        Receivers can use it once it holds no version that has forked from the remote store's. If
+        this method raises, the mirror is closed.
 
         Raises:
             OptionError: the local store is a sender's.
             WaitTimeoutError: after 10 s the local store still holds versions of another run, and no
-                mirror is copying a version of the source.
-            NotReadyError: it runs already.
-            StoreAccessError, StoreCorruptError: after 10 s it still cannot compare its two ends.
-            ClosedError: it was closed.
+                mirror is replacing them.
+            NotReadyError: the mirror already runs.
+            StoreAccessError, StoreCorruptError: after 10 s the mirror still cannot compare the two
+                stores.
+            ClosedError: the mirror was closed.
         """
         thread = self._begin()
         try:
@@ -168,19 +172,19 @@ class Mirror(Closing, ProcessBound):
         return self
 
     def run(self, stop_event: threading.Event | None = None) -> None:
-        """Mirror, once, until :meth:`close` is called.
+        """Mirror until :meth:`close` is called or ``stop_event`` is set.
+
+        Transient errors (a broken network, a full disk, a damaged version, an emptied store) are
+        logged, reported in the remote store, and retried with backoff.
 
         Args:
-            stop_event: closes it when it is set; :meth:`close` sets it.
-
-        Errors that may pass (a network that is cut, a full disk, a damaged version, an emptied
-        store) are logged, noted in the remote store, and retried with backoff.
+            stop_event: closes the mirror when it is set; :meth:`close` sets it, too.
 
         Raises:
-            OptionError: the local store is a sender's, or both ends are one store.
+            OptionError: the local store is a sender's, or both paths are the same store.
             WriterSupersededError: another writer took the local store over.
-            ClosedError: it was closed before.
-            NotReadyError: it runs already.
+            ClosedError: the mirror was closed.
+            NotReadyError: the mirror already runs.
         """
         thread = self._begin(stop_event, is_awaited=True)
         try:
@@ -206,7 +210,7 @@ class Mirror(Closing, ProcessBound):
                 target=self._run, args=(is_awaited,), name="dbuffer-mirror", daemon=True
             )
             thread.start()
-            self._thread = thread  # a thread that could not begin cannot be joined
+            self._thread = thread  # only now: `close` cannot join a thread that did not start
         return thread
 
     def _run(self, is_awaited: bool) -> None:
@@ -217,7 +221,8 @@ class Mirror(Closing, ProcessBound):
             if isinstance(error, OneStoreError) and not is_awaited:
                 logger.info("%s", str(error))
                 return
-            # `start` or `wait_until_current` raises it; the log has it if neither is called.
+            # `run`, `start` or `wait_until_current` raises the error. Log it in case that none of
+            # them is waiting.
             self._error = error
             if not is_awaited and self._loop.is_fit.is_set():
                 logger.exception("the mirror of %s has ended", self._source.name)
@@ -231,13 +236,14 @@ class Mirror(Closing, ProcessBound):
             bucket.close()
 
     def wait_until_current(self, timeout_s: float = 60.0) -> None:
-        """Wait until the local store holds the version that is the remote store's newest now.
+        """Wait until the local store holds the version that is now the remote store's newest.
 
-        If this mirror copies it, ``on_copied`` has returned by then; it must not wait itself.
+        If this mirror copies the version, wait also until ``on_copied`` has returned. Don't call
+        this method in ``on_copied``.
 
         Raises:
-            OptionError: ``timeout_s`` is no time.
-            WaitTimeoutError: it does not, in time.
+            OptionError: ``timeout_s`` is not a valid time.
+            WaitTimeoutError: the version was not copied within ``timeout_s``.
             DBufferError: the error that ended this mirror.
         """
         deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
@@ -257,12 +263,12 @@ class Mirror(Closing, ProcessBound):
     def close(self) -> None:
         """Stop after the version that is being copied. A mirror that stands by takes over.
 
-        A bucket gets the last acknowledgements. A request to it that hangs fails after 30 s, and is
-        not repeated; an upload, after 5 minutes at most. In ``on_copied`` it returns at once, and
-        the mirror stops after that call.
+        The last acknowledgements are relayed first. A request to a bucket that hangs fails after
+        30 s and is not retried; an upload fails after 5 minutes at most. If ``on_copied`` calls
+        this method, it returns at once, and the mirror stops after ``on_copied``.
         """
         if self._is_inherited:
-            return  # a fork: threads and files are its parent's
+            return  # in a forked process: threads and files belong to the parent
         with self._starting:
             self._stop.set()
             thread = self._thread
@@ -293,7 +299,7 @@ class Mirror(Closing, ProcessBound):
 
 
 def _open_end(name: str, place: str | os.PathLike[str]) -> Path | Bucket:
-    """Open an end of a mirror: a bucket for its URL, else a directory."""
+    """Return a `Bucket` for a URL, or the path of a directory."""
     checked = options.directory_or_bucket(name, place)
     if isinstance(checked, Path):
         return checked
@@ -323,13 +329,14 @@ def start_mirror(
     local: str | os.PathLike[str] | None,
     **mirror_options: Any,
 ) -> Mirror | None:
-    """Start a mirror for a receiver, which reads ``local``; None where there are no two stores.
+    """Start a mirror from ``remote`` to ``local``, for a receiver of ``local``.
 
-    Every receiver of a node may call it: one mirror works, and the others stand by.
+    Return None if there are no two stores: ``local`` is None, or the sender's store itself. Every
+    receiver of a node can call this function: one mirror copies, and the others stand by.
 
     Raises:
         OptionError: an option is invalid.
-        DBufferError: as `Mirror.start`.
+        DBufferError: an error of `Mirror.start`.
     """
     if local is None:
         return None
@@ -345,9 +352,9 @@ def start_mirror(
 
 
 def has_source_at_local(remote: Path, local: Path) -> bool:
-    """Whether ``local`` is a sender's store, and there is none at ``remote``.
+    """Whether ``local`` is a sender's store and ``remote`` does not exist.
 
-    Then both are one store, under names of two hosts, and there is nothing to mirror.
+    The two paths then name one store, as seen from two hosts, and there is nothing to mirror.
     """
     remote_store, store = (DoubleBuffer(p, allow_shared_store=True) for p in (remote, local))
     return not remote_store.exists() and store.exists() and state_of_senders(store) is not None

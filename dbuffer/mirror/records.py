@@ -1,9 +1,10 @@
 """`AcknowledgementRelay`: copies receivers' records from a mirror's target to its source.
 
-In a store each record has a file (`StoreRecords`). In a bucket each mirror has one object, with its
-own record and its local store's (`BucketRecords`, read by `ReceiversOfBucket`). Clocks of
-two clusters are not compared: a mirror shows life by putting its object again, and a reader goes by
-its own time since the object has changed.
+In a store, each record is a file (`StoreRecords`). In a bucket, each mirror has one object, which
+holds the mirror's record and the records of its local store (`BucketRecords`). `ReceiversOfBucket`
+reads these objects. The clocks of two clusters are never compared: a mirror shows that it is alive
+by putting its object again, and a reader measures the time since the object changed by its own
+clock.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from dbuffer.store.records import OwnRecord, PublishedRecord
 logger = logging.getLogger(__name__)
 
 RELAY_S = 0.05
-"""Interval at which a store's records are read; only changed ones go over the network."""
+"""Interval between two reads of a store's records. Only changed records are sent."""
 
 ReceiverKey: TypeAlias = tuple[str, str]
 """Id and token of a receiver."""
 
 
 class StoreRecords:
-    """Relayed records in a store, each in a file of its own."""
+    """Writer of relayed records into a store, one file per record."""
 
     def __init__(self, store: DoubleBuffer) -> None:
         self.name = str(store.root)
@@ -52,11 +53,11 @@ class StoreRecords:
         self._touched_at = time.monotonic()
 
     def write(self, records: Collection[ReceiverRecord]) -> None:
-        """Let these relayed records be there, and no others of this writer."""
+        """Write these records, and remove all other records that this writer has written."""
         by_key = {_key_of(record): record for record in records}
         for key in self._files.keys() - by_key.keys():
             self._files.pop(key).remove()
-        # Not Path.is_dir(), which raises errors of a network mount.
+        # Not Path.is_dir(), which raises a network mount's errors.
         if not os.path.isdir(self._store.root / RECEIVERS_DIRECTORY):  # noqa: PTH112
             return
         for key, record in by_key.items():
@@ -68,12 +69,12 @@ class StoreRecords:
                     file.show_life()
 
     def close(self) -> None:
-        """Stop showing life; the records stay."""
+        """Stop showing that the receivers are alive. Their records stay in the store."""
         for file in self._files.values():
             file.close()
 
     def _update(self, file: PublishedRecord, record: ReceiverRecord) -> None:
-        """Write a record, if more has changed in it than its time."""
+        """Write a record, unless only its ``updated_at`` has changed."""
         before = file.record
         if before is not None and record == replace(before, updated_at=record.updated_at):
             return
@@ -84,7 +85,7 @@ class StoreRecords:
 
 
 class BucketRecords:
-    """Records that are relayed to a bucket, with the mirror's own, in one object."""
+    """Writer of one object in a bucket: the mirror's record and the records that it relays."""
 
     def __init__(self, bucket: Bucket, record: OwnRecord) -> None:
         self.name = bucket.url
@@ -93,21 +94,21 @@ class BucketRecords:
         self._object = receivers_object(record.current.receiver)
         self._current: list[ReceiverRecord] = []
         self._put: list[ReceiverRecord] = []
-        """Records that the object holds."""
+        """Records that were put last."""
         self._put_at = -TIMING.bucket_heartbeat_s
 
     def write(self, records: Collection[ReceiverRecord]) -> None:
-        """Put the records, if an interval has passed."""
+        """Put the records, unless the last put was too recent."""
         self._current = [replace(self._mirror.current, is_relayed=True), *records]
-        # Receivers are about to apply the version that the mirror has copied, so its progress goes
-        # with their records: a put now would delay these by an interval.
+        # Progress of the mirror alone is no reason for a put. Receivers are about to apply the
+        # version that it has copied, and a put now would delay the put of their records.
         has_changed = _significant(self._current) != _significant(self._put)
         limit_s = TIMING.bucket_records_s if has_changed else TIMING.bucket_heartbeat_s
         if time.monotonic() - self._put_at >= limit_s:
             self._put_object()
 
     def close(self) -> None:
-        """Put the last records. The mirror's own may say that it has ended."""
+        """Put the records once more; the mirror's record can now say that it has ended."""
         self._current[:1] = [replace(self._mirror.current, is_relayed=True)]
         if self._current != self._put:
             self._put_object()
@@ -120,22 +121,22 @@ class BucketRecords:
 
 
 def _significant(records: list[ReceiverRecord]) -> list[ReceiverRecord]:
-    """Return a mirror's records without times, and its own without its progress."""
+    """Return the records without their times, and the first, the mirror's, without its progress."""
     of_mirror = [replace(record, staged=None, stats={}) for record in records[:1]]
     return [replace(record, updated_at=0.0) for record in (*of_mirror, *records[1:])]
 
 
 class MirrorObject(NamedTuple):
-    """Object with a mirror's records, as it was read last."""
+    """Content of a mirror's object when it was read last."""
 
     e_tag: str | None
     put_at: float
-    """Time of its put, by the service's clock."""
+    """Time of the object's last put, by the service's clock."""
     changed_at: float
-    """Time at which it was seen changed, by this host's monotonic clock."""
+    """Time when this process saw the object changed, by this host's monotonic clock."""
     records: list[ReceiverRecord]
     fault: str | None
-    """Reason that its records cannot be read, or None."""
+    """Reason that the records cannot be decoded, or None."""
 
 
 class ReceiversOfBucket:
@@ -145,10 +146,10 @@ class ReceiversOfBucket:
         self._bucket = bucket
         self.objects: dict[str, MirrorObject] = {}
         self.latest: dict[ReceiverKey, tuple[MirrorObject, ReceiverRecord]] = {}
-        """Latest record of each receiver, and the object that it is in."""
+        """Latest record of each receiver, with the object that holds the record."""
 
     def receivers(self) -> list[ReceiverRecord]:
-        """Return all records; only objects that have changed are read again."""
+        """Return all records. Only changed objects are downloaded again."""
         listed = self._bucket.list(RECEIVERS_PREFIX)
         listed = {name: listed[name] for name in listed if is_of_receivers(name)}
         self.objects = {name: self.objects[name] for name in self.objects if name in listed}
@@ -156,17 +157,18 @@ class ReceiversOfBucket:
         changed = [name for name in listed if before.get(name, "") != listed[name].e_tag]
         self._bucket.in_parallel(lambda name: self._read(name, listed[name]), changed)
         records = [(read, record) for read in self.objects.values() for record in read.records]
-        # A receiver whose mirror has changed its id has a record in two objects: the later counts.
+        # If a receiver's mirror has changed its id, two objects hold the receiver's record. The
+        # later record counts.
         records.sort(key=lambda pair: (pair[1].updated_at, pair[0].changed_at))
         self.latest = {_key_of(record): (read, record) for read, record in records}
         return self.last_read()
 
     def last_read(self) -> list[ReceiverRecord]:
-        """Return the records that were read last."""
+        """Return the records of the last :meth:`receivers`, without a request."""
         return [record for _, record in self.latest.values()]
 
     def may_live(self, record: ReceiverRecord) -> bool:
-        """Whether a record's receiver may be alive: its mirror is, and does not say otherwise."""
+        """Whether a receiver counts as alive: its mirror shows life, and it has not ended."""
         latest = self.latest.get(_key_of(record))
         if latest is None or record.has_ended:
             return False
@@ -176,25 +178,25 @@ class ReceiversOfBucket:
         records, fault = list[ReceiverRecord](), None
         try:
             read = self._bucket.read(BucketReceivers, name)
-        except StoreNotFoundError:  # it was removed just now
+        except StoreNotFoundError:  # removed since it was listed
             return
         except UNDECODABLE as error:
             fault = f"ignoring unusable records, remove them: {error}"
             log_once(logger, "%s", fault)
         else:
-            assert read is not None  # noqa: S101 - without a tag it is read
+            assert read is not None  # noqa: S101 - never None without a tag
             records = read[0].records
         changed_at = time.monotonic()
         self.objects[name] = MirrorObject(listed.e_tag, listed.put_at, changed_at, records, fault)
 
 
 class AcknowledgementRelay:
-    """Copies receivers' records from the target to the source, until :meth:`close`.
+    """Copies receivers' records from a mirror's target to its source, until :meth:`close`.
 
-    A sender waits for receivers by the records in its own store; a mirror's readers have theirs in
-    the local store, or in the bucket. Relays chain as mirrors do: a relay of the next store finds
-    these records again. A relay keeps a record alive for as long as the receiver itself may live;
-    then it copies the record's last state, and with it that the receiver has ended.
+    A sender waits for the receivers that have records in its store, but the receivers of a mirror
+    write their records into the mirror's target. If several mirrors form a chain, each relay
+    passes on the records that the relay before it has written. A relay keeps a copied record alive
+    while the receiver itself can be alive, and then copies it once more, marked as ended.
     """
 
     def __init__(
@@ -208,7 +210,7 @@ class AcknowledgementRelay:
         self._thread.start()
 
     def close(self) -> None:
-        """Relay all records once more, and stop."""
+        """Relay all records once more, then stop."""
         self._stop.set()
         self._thread.join()
 
@@ -226,14 +228,17 @@ class AcknowledgementRelay:
                 last()
 
     def _relay(self) -> None:
-        # Before records are read: a record that is read after its receiver's end is the last one.
+        # First see which receivers have ended: a record that is read after that is the last one.
         ended = {_key_of(record) for record in self._records if not self._reader.may_live(record)}
         self._records = self._reader.receivers()
         self._writer.write([_relayed(record, ended) for record in self._records])
 
 
 def _relayed(record: ReceiverRecord, ended: Collection[ReceiverKey]) -> ReceiverRecord:
-    """Return the part of a record that concerns the sender; the version held is in the mirror."""
+    """Return the part of a record that concerns the sender.
+
+    The version that the receiver holds is a buffer of the mirror's target, not of the sender.
+    """
     has_ended = record.has_ended or _key_of(record) in ended
     return replace(record, held=None, stats={}, is_relayed=True, has_ended=has_ended)
 

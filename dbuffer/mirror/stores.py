@@ -1,4 +1,4 @@
-"""Stores as a mirror's two ends: `StoreSource`; `StoreTarget`, which is no sender's store."""
+"""`StoreSource` and `StoreTarget`: the stores that a mirror copies from and into."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StoreSource:
         return self.store.newest_pointer() if self.store.exists() else None
 
     def copied_from(self) -> str | None:
-        """Return the source of the mirror that published its newest version, or None."""
+        """Return the name of the source if a mirror published the newest version, or None."""
         pointer = self.store.undamaged_pointer()
         manifest = None if pointer is None else self.store.undamaged_manifest(pointer.buffer)
         if manifest is None or not manifest.is_copy:
@@ -83,16 +83,16 @@ class StoreSource:
             allow_shared_store=self._allow_shared_store,
         )
 
-    def records(self, record: OwnRecord) -> StoreRecords:  # noqa: ARG002 - it has a file
+    def records(self, record: OwnRecord) -> StoreRecords:  # noqa: ARG002 - `WeightReceiver` writes it
         return StoreRecords(self.store)
 
 
 Upstream: TypeAlias = StoreSource | BucketSource
-"""Source of a mirror."""
+"""Store or bucket that a mirror copies from."""
 UpstreamReceiver: TypeAlias = WeightReceiver | BucketSource
-"""Receiver that a mirror follows its source with."""
+"""Receiver through which a mirror follows its source."""
 OpenUpstream: TypeAlias = OpenStoreVersion | OpenBucketVersion
-"""Version of a source that is open for reading."""
+"""Open version of a mirror's source."""
 
 
 def copy_deltas(
@@ -102,21 +102,22 @@ def copy_deltas(
     target: str,
     copy: Callable[[VersionId, Path | str, Descriptor], T],
 ) -> dict[VersionId, T]:
-    """Copy the deltas that lead from a target's last version to an open one.
+    """Copy the deltas that lead from the version copied last to an open version.
 
     Args:
-        last: version that was copied last, or None.
-        opened: version to be copied.
-        layout: layout of its copy.
-        target: name of the target.
-        copy: called with each version, and the name and file of the delta that leads to it.
+        last: the version copied last, or None.
+        opened: the version to copy.
+        layout: the copy's layout.
+        target: name of the target, for the log.
+        copy: called for each delta: with the version that the delta leads to, and with the delta's
+            name and file.
 
     Returns:
-        Results of ``copy``, by version. If there are none, although there are deltas, the log says
-        why.
+        Results of ``copy``, by version. It is empty if no deltas can be copied; if the open version
+        has deltas, the log then says why.
     """
     manifest, copied = opened.manifest, dict[VersionId, T]()
-    # Deltas between tensors in parts are none between the joined ones.
+    # If tensors are in parts, the source's deltas do not fit the copy, which joins the parts.
     if last not in manifest.chain[:-1] or manifest.layout_xxh3 != layout.xxh3:
         if manifest.chain:
             message = "%s: version %d has no delta: none leads from %s to this layout"
@@ -135,13 +136,13 @@ def copy_deltas(
 
 
 class OneStoreError(OptionError):
-    """Upstream and target are one store, seen through two mounts: fine for readers."""
+    """Source and target are one store, seen through two mounts. Receivers can read it directly."""
 
 
 class StoreTarget:
-    """A store that a mirror publishes in, mostly a node's.
+    """Store that a mirror publishes in, usually on a node's ``/dev/shm``.
 
-    A lock elects one of several mirrors; the kernel drops it when its process ends.
+    A lock elects one of several mirrors. The kernel releases it when the mirror's process ends.
     """
 
     def __init__(
@@ -158,37 +159,40 @@ class StoreTarget:
         self._reader_timeout_s = reader_timeout_s
         self._allow_shared_store = allow_shared_store
         self._lock: Descriptor | None = None
-        """Held by the elected mirror."""
+        """The lock, if this mirror is elected."""
         self._writer: BufferWriter | None = None
-        """Open from the first version on."""
+        """Writer of the store, from the first copy until the target is closed."""
         self._mappings = KeptMappings()
         self._layout: Layout | None = None
-        """Layout of the version copied last, which the next version mostly shares."""
+        """Source layout of the version copied last; the next version usually has the same."""
         self._chain: dict[VersionId, int] = {}
-        """Deltas up to the version copied last."""
+        """Chain up to the version copied last: versions, and the sizes of their deltas."""
 
     @property
     def is_elected(self) -> bool:
-        """Whether it is this mirror that copies."""
+        """Whether this mirror, and not another process's, copies into the store."""
         return self._lock is not None
 
     @property
     def receivers(self) -> DoubleBuffer:
-        """Reader of its receivers' records."""
+        """Reader of the records of the target's receivers."""
         return self._store
 
     def newest(self) -> Pointer | None:
-        """Return the version that readers find; the next commit replaces a damaged pointer."""
+        """Return the version pointer, or None if there is none or it is damaged.
+
+        The next commit replaces a damaged pointer.
+        """
         with contextlib.suppress(StoreCorruptError):
             return self._store.newest_pointer() if self._store.exists() else None
         return None
 
     def elect(self, source: Upstream) -> bool:
-        """Become the mirror of the target, if no other is.
+        """Try to become the mirror of the target; return False if another mirror is.
 
         Raises:
-            OptionError: it is a sender's, or the source.
-            WaitTimeoutError: it holds versions of an earlier run, and the source holds none.
+            OptionError: the target is a sender's store, or the source itself.
+            WaitTimeoutError: the target holds versions of an earlier run, and the source is empty.
         """
         root = self._store.root
         if self._store.exists():
@@ -204,7 +208,7 @@ class StoreTarget:
         try:
             self._require_source(source)
             if self._has_forked(source):
-                # Before a reader takes the last run's version for the newest.
+                # Withdraw first, so that no reader takes the last run's version for the newest.
                 logger.warning("%s: withdrawing what does not lead to %s", root, source.name)
                 with contextlib.closing(self._open_writer()) as writer:
                     writer.withdraw()
@@ -212,7 +216,7 @@ class StoreTarget:
             lock.close()
             raise
         self._lock = lock
-        with contextlib.suppress(OSError):  # no room, say
+        with contextlib.suppress(OSError):  # for instance a full disk; the name is not essential
             os.ftruncate(lock.number, 0)
             filesystem.write_at(lock.number, 0, os.fsencode(source.name))
         return True
@@ -224,17 +228,18 @@ class StoreTarget:
             self._lock = None
 
     def is_removed(self) -> bool:
-        """Whether it was removed since this mirror was elected, which is over with it."""
+        """Whether the target was removed since this mirror was elected."""
         path = self._store.root / places.MIRROR_LOCK_FILE
         return self._lock is not None and not filesystem.is_at(self._lock, path)
 
     def is_fit(self, source: Upstream) -> bool:
-        """Whether its version leads to the source's, as far as both can be read.
+        """Whether receivers can use the target: its version has not forked from the source's.
 
         Raises:
-            WaitTimeoutError: it does not, and the mirror that is at work copies no other.
+            WaitTimeoutError: it has forked, and the elected mirror is not copying a version of this
+                source.
         """
-        is_prepared = self._is_prepared(source)  # asked first: it may end then
+        is_prepared = self._is_prepared(source)  # first, because the other mirror can finish now
         if not self._has_forked(source):
             return True
         if is_prepared:
@@ -246,7 +251,7 @@ class StoreTarget:
         )
 
     def open(self, source: Upstream) -> None:
-        """Become the writer, once there is something to write."""
+        """Open the store for writing, before the first copy."""
         self._require_other_role(source)
         if self._writer is None:
             self._writer = self._open_writer()
@@ -260,10 +265,14 @@ class StoreTarget:
             writer.close()
 
     def check(self) -> None:
-        """Do nothing: no other process writes while this one has the lock."""
+        """Do nothing: while this mirror has the lock, no other process writes."""
 
     def copy(self, opened: OpenUpstream, receiver: UpstreamReceiver) -> Publication:
-        """Publish an open version once more; raise `OvertakenError` if it was overwritten."""
+        """Publish a copy of an open version.
+
+        Raises:
+            OvertakenError: a sender overwrote the version.
+        """
         assert self._writer is not None  # noqa: S101 - it is open
         started, manifest = time.monotonic(), opened.manifest
         if self._layout is None or self._layout.xxh3 != manifest.layout_xxh3:
@@ -303,13 +312,13 @@ class StoreTarget:
     def _fill(
         self, draft: Draft, opened: OpenUpstream, receiver: UpstreamReceiver, remote: Layout
     ) -> list[int] | None:
-        """Fill a draft with an open version; return its checksums, if it has any.
+        """Fill a draft with an open version; return the tensors' checksums, or None without them.
 
-        Only what changed since an earlier version that is here is read, if deltas lead from there
-        and checksums show that the file holds it.
+        If deltas lead from an earlier version that the target holds, only the deltas are read.
+        Checksums then verify the result; if they differ, the full version is read.
 
         Raises:
-            StoreNotFoundError: the version's files are gone.
+            StoreNotFoundError: files of the version were removed.
         """
         if draft.is_mapped and opened.manifest.checksums_xxh3 is not None:
             since = self._put_earlier(draft, opened)
@@ -338,15 +347,15 @@ class StoreTarget:
         return draft.finish_parts(World())
 
     def _put_earlier(self, draft: Draft, opened: OpenUpstream) -> VersionId | None:
-        """Return the version that a draft's file holds, to apply deltas to.
+        """Return the version in a draft's file, to apply deltas to, or None if there is none.
 
-        If none lead from there, as from a new file, the newest version of this store is copied into
-        it: memory is read sooner than a network.
+        If no deltas lead from the version in the file, or the file is new, the newest version of
+        the target is first copied into the file: reading memory is faster than reading a network.
         """
         since, chain = draft.claim.earlier, opened.manifest.chain
         if since in chain or not chain:
             return since
-        with contextlib.suppress(*UNDECODABLE, StoreNotFoundError):  # damage: it is read whole
+        with contextlib.suppress(*UNDECODABLE, StoreNotFoundError):  # damaged: read it all
             newest = open_newest(self._store, newer_than=None)
             with contextlib.nullcontext() if newest is None else newest:
                 if newest is None or newest.manifest.id not in chain:
@@ -360,7 +369,10 @@ class StoreTarget:
     def _copy_deltas(
         self, opened: OpenUpstream, draft: Draft, writer: BufferWriter
     ) -> dict[VersionId, int]:
-        """Copy the deltas that lead from the version copied last; return the chain they make."""
+        """Copy the deltas since the version copied last, and return the new chain.
+
+        Without such deltas, return a chain of the open version alone.
+        """
 
         def copy(version: VersionId, path: Path | str, file: Descriptor) -> int:
             return writer.add_delta(draft.claim, version, chunks_of(file, path))
@@ -380,19 +392,19 @@ class StoreTarget:
         )
 
     def _has_forked(self, source: Upstream) -> bool:
-        """Whether the version that readers find does not lead to the source's."""
+        """Whether the target's newest version has forked from the source's newest version."""
         pointer, newest = self.newest(), source.newest()
         if pointer is None or newest is None:
             return False
         return relation(pointer.lineage, newest.lineage) is Relation.FORKED
 
     def _require_source(self, source: Upstream) -> None:
-        """Refuse versions here while the source has none, if no process reads them.
+        """Refuse a target with versions if the source has none and no receiver reads the target.
 
-        If one does, the network may be away.
+        If a receiver reads the target, the source may only be unreachable.
 
         Raises:
-            WaitTimeoutError: the source holds no version, and this store does.
+            WaitTimeoutError: the target holds versions, and the source holds none.
         """
         store = self._store
         if self.newest() is None or source.newest() is not None:
@@ -408,7 +420,7 @@ class StoreTarget:
         )
 
     def _is_prepared(self, source: Upstream) -> bool:
-        """Whether another mirror is copying a version of the source into it."""
+        """Whether another mirror is copying a version of the source into the target."""
         newest = source.newest()
         return newest is not None and any(
             manifest is not None
@@ -418,10 +430,10 @@ class StoreTarget:
         )
 
     def _require_other_role(self, source: Upstream) -> None:
-        """Refuse the source itself under another name, and a sender's store.
+        """Refuse a target that is the source itself or a sender's store.
 
         Raises:
-            OptionError: it is one of the two.
+            OptionError: the target is the source, under another name, or a sender's store.
         """
         if isinstance(source, StoreSource):
             remote, local = source.store.undamaged_writer(), self._store.undamaged_writer()
@@ -438,7 +450,7 @@ class StoreTarget:
 
 
 def state_of_senders(local: DoubleBuffer) -> str | None:
-    """Return why a store counts as a sender's, or None if it is a mirror's or new."""
+    """Return why a store counts as a sender's, or None if it is a mirror's target or new."""
     pointer = local.undamaged_pointer()
     manifest = None if pointer is None else local.undamaged_manifest(pointer.buffer)
     if manifest is not None and not manifest.is_copy:
@@ -447,11 +459,11 @@ def state_of_senders(local: DoubleBuffer) -> str | None:
 
 
 def _has_sender(local: DoubleBuffer) -> bool:
-    """Whether a process other than a mirror has the writer's lock.
+    """Whether a sender, not a mirror, has the writer's lock.
 
-    A mirror takes its own lock before it takes the writer's, and gives it back after it.
+    A mirror takes the mirror's lock before the writer's lock, and releases it later.
     """
     writers = local.root / places.WRITER_LOCK_FILE
     mirrors = local.root / places.MIRROR_LOCK_FILE
-    # Looked at once more, because a mirror may have ended between the first two looks.
+    # Check the writer's lock twice, because a mirror can end between the first two checks.
     return is_locked(writers) and not is_locked(mirrors) and is_locked(writers)

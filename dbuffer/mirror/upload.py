@@ -1,7 +1,7 @@
 """`BucketTarget`: a bucket as a mirror's target.
 
-A version's files are put first, under names that no other content has, and last the version's
-record, on condition that no other mirror has put it meanwhile.
+A version's files are put first, under names that are never reused for other content. The version's
+record is put last, on the condition that no other mirror has put a record meanwhile.
 """
 
 from __future__ import annotations
@@ -53,38 +53,38 @@ from dbuffer.store.open_version import OpenStoreVersion
 logger = logging.getLogger(__name__)
 
 KEEP_ANCHORS = 2
-"""Newest anchors that are kept, with the deltas since: a reader of an earlier one may be slow."""
+"""Number of newest anchors that stay, with their deltas, for slow readers of an earlier version."""
 
 
 class BucketTarget:
-    """A bucket as target: a mirror publishes versions there.
+    """Bucket that a mirror publishes versions in.
 
-    The mirror that was started last is the writer: it puts its own name into the record, and the
-    one before finds out with its next look.
+    The mirror that was started last is the bucket's writer. It puts its name into the version's
+    record; the previous writer finds the other name there and stops.
 
-    A version's deltas are put if they lead from the version that was put last; its weights, if none
-    do, or if late readers are better off with a new anchor.
+    A version's deltas are put if they lead from the version that was put last. A version's weights
+    file is put if no deltas lead to the version, the chain is long, or a receiver cannot read it.
     """
 
     def __init__(self, bucket: Bucket, copier: Copier) -> None:
         self.name = bucket.url
         self.is_elected = False
         self.receivers = ReceiversOfBucket(bucket)
-        """Reader of receivers' records."""
+        """Reader of the records of the bucket's receivers."""
         self._bucket = bucket
         self._copier = copier
         self._writer = secrets.token_hex(8)
         self._epoch = 0
-        """Number of this mirror among the writers of the bucket; 0 before it takes it over."""
+        """Number of this mirror among the bucket's writers; 0 before it becomes the writer."""
         self._record: BucketVersion | None = None
-        """Record in the bucket, as this mirror has read or put it last."""
+        """Version's record that this mirror has read or put last."""
         self._tag: Tag | None = None
         self._last: BucketVersion | None = None
-        """Current record, if this mirror has put it and the version lacks no object."""
+        """The record, if this mirror has put it and no file of the version is missing."""
         self._layout: Layout | None = None
-        """Layout of the version read last, which the next version mostly shares."""
+        """Source layout of the version copied last; the next version usually has the same."""
 
-    def elect(self, source: Upstream) -> bool:  # noqa: ARG002 - whatever it holds
+    def elect(self, source: Upstream) -> bool:  # noqa: ARG002 - it is not compared
         self.is_elected = True
         return True
 
@@ -92,18 +92,19 @@ class BucketTarget:
         self.is_elected = False
 
     def is_removed(self) -> bool:
-        return False  # a check finds out
+        return False  # `check` finds missing objects
 
     def is_fit(self, source: Upstream) -> bool:  # noqa: ARG002
         return True  # its readers are mirrors, which compare versions themselves
 
     def newest(self) -> Manifest | None:
-        """Return the version as this mirror has read or put it last: a look costs a request."""
+        """Return the version that this mirror has read or put last, without a request."""
         return None if self._last is None else self._last.manifest
 
     def open(self, source: Upstream) -> None:
-        """Become the writer, once there is something to write."""
-        # It would take the bucket over from the trainer's mirror, and nothing new would come.
+        """Become the bucket's writer, before the first copy."""
+        # This mirror would take the bucket over from the mirror that its source's versions come
+        # from, and no new version would arrive.
         if source.copied_from() == self.name:
             raise OptionError(
                 f"{source.name} is copied from {self.name}, and was to be copied into it: {SWAPPED}"
@@ -111,14 +112,15 @@ class BucketTarget:
         self._take_over()
 
     def close(self) -> None:
-        """Do nothing: another mirror takes over without that."""
+        """Do nothing: another mirror can take over at any time."""
 
     def copy(self, opened: OpenUpstream, receiver: UpstreamReceiver) -> Publication:
-        """Publish an open version in the bucket; raise `OvertakenError` if it was overwritten.
+        """Publish an open version in the bucket.
 
         Raises:
+            OvertakenError: the sender overwrote the version.
             WriterSupersededError: another mirror has put the record.
-            StoreCorruptError: the record was deleted, or an earlier one is there again.
+            StoreCorruptError: the record was deleted, or replaced by an earlier one.
         """
         if self._last is None:
             self._take_over()
@@ -132,38 +134,38 @@ class BucketTarget:
             if self._needs_weights(deltas, layout):
                 weights = self._read_weights(opened, receiver, layout)
             opened.require_unchanged()
-        # It is in memory, and no sender need wait for the network.
+        # The version is in memory: release it, so that the sender need not wait for the upload.
         opened.release()
         receiver.record.write(held=None)
         version = self._put_files(manifest, deltas, weights, layout)
         if self._put_record(version):
             self._last = version
-        else:  # the record is another mirror's; or ours, and the answer to a put was lost
+        else:  # another mirror has put a record, or the response to our put was lost
             self._take_over(version)
         delta_bytes = sum(map(len, deltas.values()))
         return Publication.of(manifest.id, layout, started, delta_bytes or None)
 
     def check(self) -> None:
-        """Compare the record and the newest version's objects with the last publish.
+        """Check that the bucket holds the version that this mirror has put last.
 
         Raises:
             WriterSupersededError: another mirror has put the record.
-            StoreCorruptError: an object is missing, or an earlier record is there again.
+            StoreCorruptError: an object is missing, or the record was replaced by an earlier one.
         """
         if self._last is not None:
             self._take_over(self._last)
 
     def _take_over(self, expected: BucketVersion | None = None) -> None:
-        """Read the record, put it again with this mirror's name, and look at the objects.
+        """Become or remain the writer: put this mirror's name into the record, and check the files.
 
         Raises:
             WriterSupersededError: a mirror that was started later has put the record.
-            StoreAccessError: another mirror was faster, or the answer was lost.
+            StoreAccessError: another mirror has put a record meanwhile, or the response was lost.
             StoreCorruptError: the bucket does not hold the version ``expected``.
         """
         record = self._read_record()
         if not self._epoch:
-            # A mirror that is started later has a higher number, also if the record was lost.
+            # The time makes a later mirror's number higher even if the record was lost.
             self._epoch = max(int(time.time()), 0 if record is None else record.epoch + 1)
         if record is not None and record.writer != self._writer:
             if record.epoch >= self._epoch:
@@ -188,7 +190,7 @@ class BucketTarget:
         raise StoreCorruptError(f"{self.name}: {loss}; it gets its newest version anew")
 
     def _is_whole(self, version: BucketVersion) -> bool:
-        """Whether a version lacks no object; if so, delete objects that are not needed.
+        """Whether no file of a version is missing. If none is, delete unneeded objects.
 
         Raises:
             StoreAccessError: the objects cannot be listed.
@@ -203,11 +205,11 @@ class BucketTarget:
         return True
 
     def _delete_unneeded(self, listed: Mapping[str, Listed], newest: BucketVersion) -> None:
-        """Delete old versions' files, and records of mirrors that have put none for long.
+        """Delete old versions' files, and the records of mirrors that stopped long ago.
 
-        Kept are the newest version's files, the last anchors and their deltas, and all files that
-        are younger than `Timing.bucket_grace_s`. Times are the service's; the last file's is taken
-        for now.
+        The newest version's files, the last anchors with their deltas, and all files younger than
+        `Timing.bucket_grace_s` stay. A file's age is measured from the time of the newest file, by
+        the service's clock.
         """
         versions = {name: version for name in listed if (version := version_of(name)) is not None}
         lineage, needed = newest.manifest.lineage, {name for name, _ in newest.files}
@@ -231,14 +233,14 @@ class BucketTarget:
         )
 
     def _put_record(self, version: BucketVersion) -> bool:
-        """Put a version's record, if no other mirror has put one since the last look."""
+        """Put a version's record; return False if the record has changed since it was read."""
         tag = self._bucket.put_if(POINTER_OBJECT, encode(version), self._tag)
         if tag is not None:
             self._record, self._tag = version, tag
         return tag is not None
 
     def _read_record(self) -> BucketVersion | None:
-        """Read the record, unless it is as this mirror knows it; a damaged one is deleted."""
+        """Return the version's record, or None. A damaged record is deleted."""
         try:
             read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
         except StoreNotFoundError:
@@ -258,7 +260,7 @@ class BucketTarget:
         return self._record
 
     def _needs_weights(self, deltas: dict[VersionId, bytes], layout: Layout) -> bool:
-        """Whether no deltas lead to a version, or readers are better off with a new anchor."""
+        """Whether to put a weights file: no deltas lead here, or the chain needs a new anchor."""
         last = self._last
         if last is None or not deltas:
             return True
@@ -276,9 +278,9 @@ class BucketTarget:
     def _read_weights(
         self, opened: OpenUpstream, receiver: UpstreamReceiver, layout: Layout
     ) -> tuple[memoryview, dict[str, Any]]:
-        """Read a version into memory, whole, as a weights file; return it, and fields about it.
+        """Read a version into memory as a weights file; return the file and its manifest fields.
 
-        Not while it is put: a buffer that is open for so long would hold up the sender.
+        It is read completely before the upload, because the sender waits for the open buffer.
         """
         assert isinstance(opened, OpenStoreVersion)  # noqa: S101 - the other end is a store
         memory = new_memory(layout.file_bytes)
@@ -289,7 +291,7 @@ class BucketTarget:
         raw = as_bytes(memory)
         starts = [*layout.offsets[1:], layout.checksums_offset]
         for offset, size, start in zip(layout.offsets, layout.sizes, starts, strict=True):
-            raw[offset + size : start] = bytes(start - offset - size)  # gaps are put, too
+            raw[offset + size : start] = bytes(start - offset - size)  # zero the gaps
         table = pack_checksums(checksums or [])
         table_end = table.ljust(layout.layout_offset - layout.checksums_offset, b"\0")
         raw[layout.checksums_offset :] = table_end + layout.encoded + layout.tail
@@ -302,7 +304,7 @@ class BucketTarget:
         weights: tuple[memoryview, dict[str, Any]] | None,
         layout: Layout,
     ) -> BucketVersion:
-        """Put the files of a version, and return its record."""
+        """Put a version's files, and return the version's record."""
         last, in_chain = self._last, dict[VersionId, Content]()
         chain = {manifest.id: 0}
         if last is not None and deltas:
