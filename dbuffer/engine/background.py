@@ -197,7 +197,7 @@ def _end(follower: Follower, thread: threading.Thread) -> None:
     thread.join(_SERVER_CLOSE_S if follower.drives_server else None)
     if thread.is_alive():
         logger.error(
-            "%s has not answered for %g s: it is in a switch, and may stay paused",
+            "%s has not answered for %g s: a switch is in progress, and it may be left paused",
             follower.engine_id,
             _SERVER_CLOSE_S,
         )

@@ -235,8 +235,8 @@ class Follower(Closing):
         if view is not None and view is not self._view:
             raise errors.StoreBusyError(
                 f"another follower in this process makes {view.engine_id} follow "
-                f"{view.options.store}, and an engine must have only one: use that follower, or "
-                "close it first"
+                f"{view.options.store}, and an engine has one follower: use that one, or close it "
+                "first"
             )
 
     def _end_pause_left(self, engine_id: str) -> None:

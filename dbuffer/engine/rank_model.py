@@ -238,7 +238,7 @@ class RankModel:
         except Exception as error:  # noqa: BLE001
             self._rechecks_loaders = False
             logger.info(
-                "loaders are not compared with the plan again: they cannot load %s alone: %s",
+                "the plan is not verified again: loaders cannot load the tensors of %s alone: %s",
                 name,
                 described(error),
             )
@@ -367,7 +367,7 @@ class RankModel:
             return
         if self._num_verifications == _MAX_VERIFICATIONS:
             self._set_aside(
-                f"after {_MAX_VERIFICATIONS} verifications there is no lasting plan: integers "
+                f"copies were verified {_MAX_VERIFICATIONS} times, and not for long: integers "
                 "change, parameters move, or reloads do more than copy"
             )
             self._load(tensors, partial=False)

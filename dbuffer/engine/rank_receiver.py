@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 _MAX_ROUNDS = 5
 """Most attempts of the ranks to take the same version."""
 _NETWORK_LAG_S = 5.0
-"""Time for which a host may not see the newest version on a network mount."""
+"""Longest delay until a host sees the newest version on a network mount."""
 _NETWORK_LOOK_S = 0.05
 """Pause between two looks for the newest version during that time."""
 
@@ -280,8 +280,8 @@ class RankReceiver:
             )
             if not self._model.is_loadable(staged):
                 logger.warning(
-                    "rank %d reads all of version %d while the engine is paused: its parameters "
-                    "have moved, or were lost, since its part of the version was staged",
+                    "rank %d reads version %d again, all of it, while the engine is paused: its "
+                    "parameters have moved, or were lost, since its part was staged",
                     self.ranks.rank,
                     staged.version,
                 )
@@ -490,8 +490,8 @@ class RankReceiver:
 
     def _note_other_weights(self, differing: str) -> None:
         logger.error(
-            "%s served other weights than version %s of %s under the version's label: %s; the "
-            "version is loaded again",
+            "%s served other weights than version %s of %s under the version's label: %s; all "
+            "weights are loaded again",
             self.options.engine_id,
             self._version,
             self.options.store,

@@ -80,7 +80,7 @@ class FollowerReport:
         self._set("following", 1)
 
     def failed(self, version: int | None, *, is_engine_known: bool) -> None:
-        """Report a failed attempt to switch to ``version``. None: it failed before it had one."""
+        """Report a failed attempt to switch to ``version``, or (None) to find a version."""
         self._add("failures")
         self._set("following", 0)
         if version is None:

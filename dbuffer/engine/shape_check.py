@@ -1,7 +1,8 @@
-"""`ShapeCheck`: whether weights fit an engine's model, and how it loads them, without data.
+"""`ShapeCheck`: whether a version fits an engine's model, and how the model's loaders load it.
 
-Shapes are loaded into a copy of the model (:class:`MetaModel`) while the engine serves. Tensors
-that no loader has read are in the trace, and `UnusedTensors` refuses them, or warns of them.
+Tensors without data are loaded into a copy of the model (:class:`MetaModel`) while the engine
+serves. The resulting trace lists tensors that no loader has read. `UnusedTensors` refuses a version
+because of them, or warns of them.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from dbuffer.weights.names import NameMap
 logger = logging.getLogger(__name__)
 
 _MAX_UNKNOWN = 500
-"""Unknown names that are found; loading starts over after each."""
+"""Most unknown names to look for. Loading starts again after each."""
 
 
 class ShapeCheck:
-    """Loads shapes into a copy of a model, without touching the model that serves.
+    """Checks versions by loading tensors without data into a copy of a model.
 
-    Building the copy changes settings of the whole process, so that happens on the worker's main
-    thread. The check itself does not, and may run while the engine serves.
+    Make the copy on the worker's main thread, as this changes settings of the whole process. A
+    check changes none, and may run in another thread while the engine serves.
 
     Args:
         meta: the copy.
-        is_spare: whether the engine leaves out a tensor of this name, as it should.
+        is_spare: whether the engine is right to leave out a tensor of this name.
     """
 
     def __init__(
@@ -56,13 +57,13 @@ class ShapeCheck:
     def __call__(
         self, specs: Sequence[TensorSpec], aliases: Mapping[str, str] | None = None
     ) -> LoadTrace:
-        """Refuse tensors that do not fit the model, and trace how its loaders load the others.
+        """Check that tensors fit the model; return the trace of how its loaders load them.
 
-        ``aliases``: further names of some of these tensors, offered to the model too where it lacks
-        something without them.
+        ``aliases``: stored names of tensors, by a further name of the same tensor. If the model
+        lacks something without the further names, they are offered to it too.
 
         Raises:
-            WeightsMismatchError: a shape is not the model's, or a tensor is missing.
+            WeightsMismatchError: a shape does not fit the model, or a tensor is missing.
         """
         spec_of = {spec.name: spec for spec in specs}
         stored = {alias: name for alias, name in (aliases or {}).items() if alias not in spec_of}
@@ -77,23 +78,23 @@ class ShapeCheck:
         surplus = [
             str(spec)
             for spec in further
-            # The model took a tied tensor, in an embedding or a head, under its stored name.
+            # An embedding or a head has taken the tied tensor under its stored name.
             if stored[spec.name] not in trace.embedded
             if spec.name not in self._meta.names
         ]
         return replace(trace, unused=(*trace.unused, *surplus))
 
     def of_part(self, names: Collection[str]) -> LoadTrace:
-        """Trace how the model's loaders load some of the tensors of the last check alone.
+        """Trace how the model's loaders load only these tensors of the last check.
 
         Raises:
-            WeightsMismatchError: they do not take them alone.
+            WeightsMismatchError: the loaders do not load these tensors without the others.
         """
         self._load([spec for spec in self._specs if spec.name in names])
         return self._meta.end()
 
     def _trace(self, specs: Sequence[TensorSpec]) -> LoadTrace:
-        """Trace a load of these tensors, without those whose names the loaders refuse."""
+        """Trace a load of tensors. Leave out tensors whose names the loaders refuse."""
         accepted = specs
         try:
             tensors = self._load(specs)
@@ -122,7 +123,7 @@ class ShapeCheck:
         )
 
     def _advice(self, specs: Sequence[TensorSpec]) -> str:
-        """Return the end of a message about tensors that the loaders refuse."""
+        """Return advice for a message about tensors that the loaders refuse."""
 
         def fits(names: NameMap) -> bool:
             changed = [spec._replace(name=names(spec.name)) for spec in specs]
@@ -137,13 +138,13 @@ class ShapeCheck:
         return _is_computed(spec) or self._is_spare(spec.name)
 
     def _unknown_among(self, specs: Sequence[TensorSpec]) -> set[str]:
-        """Return tensors that loaders refuse without reading them, as they do unknown names."""
+        """Return the names that loaders do not know: they raise before they read the tensor."""
         unknown: set[str] = set()
         self._meta.reset()
         specs = list(specs)
         while specs and len(unknown) < _MAX_UNKNOWN:
             tensors, refused, _ = self._offer(specs)
-            # If the error was about something else, `_load` says so.
+            # If the error had another cause, `_load` raises it.
             if refused is None or refused.name in self._meta.recorder.read:
                 break
             unknown.add(refused.name)
@@ -151,7 +152,7 @@ class ShapeCheck:
         return unknown
 
     def _load(self, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-        """Let the loaders load tensors without data, and return those by their names."""
+        """Load tensors without data; return the tensors that the loaders took, by name."""
         self._meta.reset()
         tensors, refused, error = self._offer(specs)
         if error is not None:
@@ -164,11 +165,11 @@ class ShapeCheck:
     def _offer(
         self, specs: Sequence[TensorSpec]
     ) -> tuple[dict[str, torch.Tensor], TensorSpec | None, Exception | None]:
-        """Load tensors until the loaders raise.
+        """Load tensors without data, until the loaders raise or are done.
 
         Returns:
-            The tensors that the loaders asked for; the last of these, unless they asked for the end
-            too; and their error.
+            The tensors that the loaders took, by name; the last of these, if the loaders raised on
+            it, or None; the loaders' error, or None.
         """
         tensors: dict[str, torch.Tensor] = {}
         current: TensorSpec | None = None
@@ -185,15 +186,15 @@ class ShapeCheck:
         try:
             with self._meta, torch.device("meta"):
                 self._meta.model.load_weights(shapes())
-        # A model's loaders refuse in their own ways: assert, KeyError, ValueError, RuntimeError.
+        # Loaders refuse tensors by any error: AssertionError, KeyError, ValueError, RuntimeError.
         except Exception as error:  # noqa: BLE001
             return tensors, current, error
         return tensors, None, None
 
     def loaded(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
-        """Load some tensors with data, and return how they fill the parameter of this name.
+        """Load some tensors with data; return the parameter of this name, as they fill it.
 
-        For the same thread as the check. Errors of the loaders are raised.
+        Call it in the same thread as the check. Errors of the loaders are raised.
         """
         with self._meta.with_data(name) as real:
             self._meta.model.load_weights(iter(tensors))
@@ -205,7 +206,7 @@ _MASK = re.compile(r".*\battn\.(masked_)?bias|.*\battention\.(masked_)?bias")
 
 
 def _is_computed(spec: TensorSpec) -> bool:
-    """Whether it is a buffer that every model computes from its configuration."""
+    """Whether a tensor is a buffer that models compute from their configuration."""
     if _COMPUTED.fullmatch(spec.name):
         return True
     is_square = len(spec.shape) == 4 and spec.shape[:2] == (1, 1) and len({*spec.shape[2:]}) == 1
@@ -217,7 +218,7 @@ _LAYER = re.compile(r"(.*\.)?layers\.(\d+)\..*")
 
 
 def is_multi_token_prediction(name: str, config: Any) -> bool:
-    """Whether a tensor is of layers that only a draft has, by a model's configuration."""
+    """Whether a tensor belongs to a draft's layers, according to the model's configuration."""
     if _MTP.fullmatch(name):
         return True
     num_drafting = getattr(config, "num_nextn_predict_layers", None) or 0
@@ -227,19 +228,21 @@ def is_multi_token_prediction(name: str, config: Any) -> bool:
 
 
 class Unread(NamedTuple):
-    """Tensors of a version that one rank of a pipeline does not read; it travels as JSON."""
+    """Tensors of a version that one rank of a pipeline does not read, as sent to other ranks."""
 
     unused: dict[str, str | None]
-    """Tensors that it has no place for, and how to name them; None for duplicates of tied ones."""
+    """Descriptions of tensors that the rank has no place for, by name. None if the tensor
+    duplicates a tied tensor that the rank has."""
     differing: dict[str, str]
-    """Differences of such duplicates from their tied tensors, by name."""
+    """Descriptions of duplicates that differ from their tied tensor, by name."""
 
 
 class UnusedTensors:
-    """Refuses tensors that the model has no place for, or warns of them once.
+    """Refuses versions with tensors that the model has no place for, or warns of the tensors once.
 
     A tensor that duplicates a tied tensor of the model counts only if the two differ. A rank of a
-    pipeline skips the layers of other ranks, so all ranks compare the tensors they skipped.
+    pipeline also skips the tensors of other ranks' layers. Such ranks exchange the tensors that
+    they skipped, and a tensor counts only if all ranks skipped it.
     """
 
     def __init__(
@@ -251,19 +254,22 @@ class UnusedTensors:
         self._is_first = is_first
         self._warned: set[str] = set()
         self._agreed: Layout | None = None
-        """Last layout that the ranks of a pipeline agreed on."""
+        """Last layout that the ranks of a pipeline have accepted."""
         self._redundant: set[str] = set()
-        """Tensors of that layout that no rank reads, and that duplicate a tensor that is read."""
+        """Tensors of this layout that no rank reads and that duplicate a tied tensor."""
         self._differing: tuple[VersionId | None, dict[str, str]] = None, {}
-        """Identity of the version compared last, and its tensors that differ from their twins."""
+        """Version compared last, and descriptions of its tensors that differ from their twins."""
 
     def check(self, trace: LoadTrace) -> None:
-        """Refuse a layout, unless it takes other ranks to tell."""
+        """Refuse a layout with unused tensors. In a pipeline :meth:`check_pipeline` does this."""
         if not self._is_pipeline:
             self._refuse_or_warn(trace.unused)
 
     def compare(self, trace: LoadTrace, snapshot: Snapshot) -> None:
-        """Refuse a version whose tied tensors differ, unless it takes other ranks to tell."""
+        """Refuse a version with unused tensors that differ from their twins.
+
+        In a pipeline, only note the differences for :meth:`unread`.
+        """
         tensors, aliases = snapshot.tensors, snapshot.layout.aliases
         stored = {name: aliases.get(name, name) for pair in trace.twins.items() for name in pair}
         differing = {
@@ -278,7 +284,7 @@ class UnusedTensors:
             self._refuse_or_warn([*differing.values()])
 
     def unread(self, layout: Layout, version: VersionId, trace: LoadTrace) -> Unread:
-        """Return what this rank of a pipeline does not read, for the other ranks."""
+        """Return the tensors that this rank does not read, to be sent to the other ranks."""
         differing = self._differing[1] if self._differing[0] == version else {}
         if not self._is_pipeline or layout == self._agreed:
             return Unread({}, differing)
@@ -286,7 +292,7 @@ class UnusedTensors:
         return Unread(unused | dict.fromkeys(trace.twins), differing)
 
     def check_pipeline(self, layout: Layout, of_ranks: Sequence[Unread]) -> None:
-        """Refuse a version with tensors that no rank of a pipeline reads, on all ranks alike."""
+        """Refuse, on all ranks of a pipeline, a version with tensors that no rank reads."""
         if not self._is_pipeline:
             return
         nowhere: list[str] = []
@@ -320,10 +326,10 @@ class UnusedTensors:
 
 
 def no_places(unused: Sequence[str]) -> str:
-    """Return a message: these tensors were published for a model that has no places for them."""
+    """Return the message about published tensors that the model has no place for."""
     return (
         f"the engine's model has no place for {listed(unused)}, and would answer "
-        "without them: publish only tensors that it has, or start the engine from a checkpoint of "
-        "the published model. "
+        "without them: publish only tensors that the engine's model has, or start the engine from "
+        "a checkpoint of the published model. "
         "With unused_tensors='warn' such tensors are left out"
     )

@@ -1,6 +1,6 @@
-"""`StoreView`: a follower's view of the store: its newest version, and the records of the engine.
+"""`StoreView`: a follower's view of the store's versions, and of its engine's records.
 
-It lives from one start of the engine to the next.
+A follower makes a new view for each start of the engine.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dbuffer.store.buffer import DoubleBuffer
 logger = logging.getLogger(__name__)
 
 _READY_CHECK_MIN_S, _READY_CHECK_MAX_S = 0.002, 0.1
-"""Bounds of the pause between two looks at ranks' records until all ranks are ready; it grows with
-the time that was waited already."""
+"""Shortest and longest pause between two reads of the ranks' records, while ranks are not ready.
+The pause grows with the time waited."""
 
 
 class StoreView:
-    """The store as the follower of one engine sees it."""
+    """The store's versions, and the records of one engine and its ranks."""
 
     def __init__(self, facts: EngineFacts, options: EngineOptions) -> None:
         self.facts = facts
@@ -41,10 +41,10 @@ class StoreView:
         is_trusted = options.allow_shared_store
         self._store = DoubleBuffer(options.read_store, allow_shared_store=is_trusted)
         self._origin = self._store
-        """Source of the versions; a local store may be behind it."""
+        """Store that the sender publishes in. A local store may be behind it."""
         if options.store != options.read_store:
             self._origin = DoubleBuffer(options.store, allow_shared_store=is_trusted)
-        # It only waits for the pointer, holds nothing, and so leaves no record.
+        # This receiver only waits for new versions. It holds none, and so writes no record.
         self._receiver = WeightReceiver(
             options.read_store,
             poll_interval_s=options.poll_interval_s,
@@ -54,7 +54,7 @@ class StoreView:
         self._seen: set[str] = set()
         self._logged_fork: str | None = None
         self.is_kept = False
-        """Whether the engine keeps its version until its user is done with it."""
+        """Whether the engine keeps its version, because of ``until_done``."""
 
     def close(self) -> None:
         self._receiver.close()
@@ -64,19 +64,19 @@ class StoreView:
     # Records of the engine and its ranks
 
     def note_ranks(self) -> None:
-        """Remember the ranks that look at the store, so that any that leave it are missed."""
+        """Remember the ranks that have records in the store, for :meth:`has_lost_ranks`."""
         self._seen |= {rank for rank in self._rank_ids if self._record(rank) is not None}
 
     def has_lost_ranks(self) -> bool:
-        """Whether a rank that looked at the store seems to do so no more."""
+        """Whether a rank that had a record in the store has none now."""
         return any(self._record(rank) is None for rank in self._seen)
 
     def engine_record(self) -> ReceiverRecord | None:
-        """Return the record of this very engine, and of no other one of its id."""
+        """Return the record of this start of the engine, or None. Ignore others with its id."""
         return self._record(self.engine_id)
 
     def readable_record(self) -> ReceiverRecord | None:
-        """Return the engine's record, or None if there is none, or it cannot be read just now."""
+        """Return the engine's record, or None if there is no record or it is not readable now."""
         with contextlib.suppress(errors.DBufferError, OSError):
             return self.engine_record()
         return None
@@ -90,7 +90,7 @@ class StoreView:
     # Versions
 
     def leads_on(self, version: Lineage) -> bool:
-        """Whether the store has not forked from a version, as far as it can be read just now."""
+        """Whether the store has not forked from a version. True if it cannot be read just now."""
         newest = _newest_in(self._store)
         return newest is None or relation(version, newest) is not Relation.FORKED
 
@@ -98,7 +98,7 @@ class StoreView:
         """Refuse to stay on a version that is gone from the store, unless the engine has it.
 
         Raises:
-            VersionError: the store holds later versions, and not this one.
+            VersionError: the store has later versions, but not this one.
         """
         if self.options.version is not None:
             self.newer_than(served_by(self.engine_record()))
@@ -106,20 +106,22 @@ class StoreView:
     def newer_than(
         self, served: Lineage | None, at_least: int | None = None
     ) -> int | VersionId | None:
-        """Return the newest version, or ``at_least``, or None if the engine is to keep its own.
+        """Return the version to switch to, or None if the engine is to keep its version.
 
-        A version that the store does not have yet is returned as its number. For an engine that
-        stays on a version, it is that one, once it is published. With ``every`` it is at least that
-        far above the engine's, or of another run.
+        * By default, it is the newest version.
+        * If ``at_least`` is above the newest version in the store, it is this number.
+        * With the option ``version``, it is that version, once it is published.
+        * With the option ``every``, the version must be that many numbers above ``served``, unless
+          the store has forked from ``served``.
 
         Raises:
-            VersionError: that one is gone from the store.
-            EngineUpdateError: the local store gets no more versions: its mirror has ended.
+            VersionError: the version that the engine is to stay on is gone from the store.
+            EngineUpdateError: the mirror has ended, so the local store gets no more versions.
         """
         if self._mirror is not None and (error := self._mirror.error) is not None:
             raise errors.EngineUpdateError(
-                f"{self.options.local_store} gets no more versions of {self.options.store}, whose "
-                f"mirror has ended: {described(error)}; end this, and follow again"
+                f"{self.options.local_store} gets no more versions of {self.options.store}, as the "
+                f"mirror has ended: {described(error)}; close this follower, and follow again"
             )
         only = self.options.version
         if only is not None and at_least is not None and at_least > only:
@@ -132,7 +134,7 @@ class StoreView:
             newest = self._newest_in(self._store, served)
             is_published = newest is not None and newest.id.number >= only
             return kept.require(self._store, only) if is_published else None
-        # A version that is known to be published may be on its way to a local store.
+        # A published version may not have arrived in the local store yet.
         store = self._origin if at_least is not None and self._origin.exists() else self._store
         newest = self._newest_in(store, served)
         due = 0
@@ -150,7 +152,8 @@ class StoreView:
         """Return a store's newest version, or None if it has none.
 
         Raises:
-            VersionRegressedError: the engine's does not lead to it, and it is not followed.
+            VersionRegressedError: the store went back to before ``served``; or it has forked from
+                ``served``, and ``forked`` is ``"refuse"``.
         """
         if self._store.exists():
             self._store.check()
@@ -162,8 +165,8 @@ class StoreView:
             if self._logged_fork != newest.id.run:
                 self._logged_fork = newest.id.run
                 fork = describe_fork(self.options.store, served.id, newest.id)
-                message = "%s: %s has the former, and follows the latter"
-                logger.warning(message, fork, self.engine_id)
+                message = "%s: %s has version %d, and follows the newest"
+                logger.warning(message, fork, self.engine_id, served.id.number)
         elif newest is None or relation(served, newest) is Relation.AHEAD:
             raise errors.VersionRegressedError(
                 f"{store.root} went back from version {served.id.number} to "
@@ -178,10 +181,10 @@ class StoreView:
     def wait_for_version(
         self, newer_than: int | None, timeout_s: float, stop_event: threading.Event
     ) -> int | None:
-        """Wait until the store holds a version above this one, or a fork.
+        """Wait until the store has a version above ``newer_than``, or a fork; return its number.
 
-        :meth:`newer_than` decides whether that is followed. An engine that stays on a version
-        ignores every other one.
+        Return None if there was none in time. :meth:`newer_than` decides whether the engine
+        switches to it. With the option ``version``, wait for this version alone.
         """
         only = self.options.version
         if only is not None:
@@ -196,10 +199,13 @@ class StoreView:
             newer_than += self.options.every - 1
         return self._receiver.wait_or_follow_fork(newer_than, timeout_s, stop_event)
 
-    # Whether the ranks are ready, and the engine has switched
+    # States of the ranks and of the engine
 
     def has_applied(self, record: ReceiverRecord, goal: int | VersionId) -> bool:
-        """Whether a record says that the engine has this version, or a later one if any will do."""
+        """Whether a record says that the engine has ``goal``, or a later version.
+
+        With the option ``version``, a later version does not count.
+        """
         if record.lineage is None:
             return False
         if self.options.version is not None and record.applied_version != number_of(goal):
@@ -217,18 +223,17 @@ class StoreView:
         *,
         require_alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until every rank has this version or a later one ready.
+        """Wait until every rank has ``goal`` or a later version ready.
 
-        Or until the engine has it: another process may have switched a server meanwhile.
+        Also end the wait if the engine has the version: another process may have switched a server.
 
         Raises:
-            EngineUpdateError: some rank says that it cannot, or has left the store.
-            EngineUnreachableError: some rank's process has ended, and does not follow after another
-                start.
-            VersionRegressedError: the store forked from it, or lost it.
-            WaitTimeoutError: some rank did not have it in time.
-            ClosedError: the stop event was set.
-            DBufferError: of ``require_alive``.
+            EngineUpdateError: a rank cannot get the version ready, or no longer follows the store.
+            EngineUnreachableError: a rank's process has ended and was not started again.
+            VersionRegressedError: the store has forked from the version, or lost it.
+            WaitTimeoutError: a rank did not have the version ready in time.
+            ClosedError: ``stop_event`` was set.
+            DBufferError: an error of ``require_alive``.
         """
         started = time.monotonic()
         complete_s = 0.0
@@ -236,7 +241,7 @@ class StoreView:
         at_start = self._rank_records()
         while True:
             records = self._rank_records()
-            newest = _newest_in(self._store)  # read after the records, so it covers their versions
+            newest = _newest_in(self._store)  # read last, so no record names a newer version
             named = newest.at(goal) if newest is not None and isinstance(goal, int) else goal
             behind = list(records)
             if newest is not None and isinstance(named, VersionId):
@@ -269,24 +274,24 @@ class StoreView:
                     f"version {number_of(goal)} of {self.options.store} was not ready within "
                     f"{timeout_s:g} s on {', '.join(behind)}; {serves_on}"
                 )
-            # Each look opens files of each rank, maybe over a network: ever fewer looks, for a wait
-            # that is a tenth longer at most.
+            # Each round opens a file for each rank, maybe over a network. Growing pauses limit the
+            # rounds, and make the wait longer by a tenth at most.
             pause_s = min(waited_s / 10, _READY_CHECK_MAX_S)
             time.sleep(max(pause_s, _READY_CHECK_MIN_S))
 
     def _lost(
         self, goal: int | VersionId, absent: Sequence[str], ended: Sequence[str]
     ) -> errors.DBufferError:
-        """Make the error about ranks that left the store, or whose processes ended."""
+        """Make the error for ranks that left the store, or whose processes ended."""
         if ended:
             return errors.EngineUnreachableError(
                 f"{', '.join(ended)} ended before version {number_of(goal)} of "
-                f"{self.options.store} was ready: start the engine again"
+                f"{self.options.store} was ready: restart the engine"
             )
         return errors.EngineUpdateError(
-            f"{', '.join(absent)} left {self.options.store}: another follower let the engine "
-            "follow another store, or none. An engine has one follower: close one of them, and "
-            "make the other one again"
+            f"{', '.join(absent)} left {self.options.store}: another follower made the engine "
+            "follow another store, or no store. An engine must have only one follower: close one "
+            "of the two, and make the other again"
         )
 
     def _require_possible(
@@ -297,7 +302,7 @@ class StoreView:
         at_start: dict[str, ReceiverRecord | None],
         serves_on: str,
     ) -> None:
-        """Raise if some rank cannot have this version, or no rank can have it any more."""
+        """Raise if a rank cannot get this version ready, or the store has lost the version."""
         for rank, record in records.items():
             if record is not None and _is_hindered(record, goal, newest, at_start[rank]):
                 raise errors.EngineUpdateError(
@@ -307,11 +312,11 @@ class StoreView:
         if self._has_lost(goal, newest):
             raise errors.VersionRegressedError(
                 f"version {goal.number} of {self.options.store} was lost before it was ready on "
-                f"all ranks: it does not lead to the store's newest; {serves_on}"
+                f"all ranks: it does not lead to the store's newest version; {serves_on}"
             )
 
     def _has_lost(self, version: VersionId, newest: Lineage | None) -> bool:
-        """Whether a version leads neither to ``newest`` nor to the mirrored store's newest."""
+        """Whether a version leads neither to ``newest`` nor to the origin's newest version."""
         if newest is None or newest.reaches(version):
             return False
         if self._origin is self._store:
@@ -321,12 +326,12 @@ class StoreView:
 
 
 def engine_id_of(facts: EngineFacts, options: EngineOptions) -> str:
-    """Return the name of an engine, or of its replica, among the store's receivers."""
+    """Return the name of an engine, or of a replica of it, among the store's receivers."""
     return f"{options.engine_id}{facts.replica}"
 
 
 def _newest_in(store: DoubleBuffer) -> Lineage | None:
-    """Return a store's newest version, or None if it has none or cannot be read just now."""
+    """Return a store's newest version, or None if there is none or it is not readable now."""
     with contextlib.suppress(errors.DBufferError, OSError):
         pointer = store.newest_pointer()
         return None if pointer is None else pointer.lineage
@@ -339,9 +344,10 @@ def _is_hindered(
     newest: Lineage | None,
     at_start: ReceiverRecord | None,
 ) -> bool:
-    """Whether a rank says that it cannot have this version, now.
+    """Whether a rank's record says that it cannot get this version ready.
 
-    A problem with the store itself that it had at the start of the wait may be over since.
+    If the record is unchanged since the wait began, a problem with the store does not count: it may
+    be over.
     """
     is_of_the_store = record.problem is not None and record.problem_version is None
     is_old = at_start is not None and at_start.updated_at == record.updated_at

@@ -280,4 +280,4 @@ def test_a_fork_that_does_not_fit_is_logged_once(scene):
         for _ in range(2):
             with pytest.raises(EngineUpdateError):
                 follower.sync()
-    assert sum("follows the latter" in line for line in scene.lines()) == 1
+    assert sum("follows the newest" in line for line in scene.lines()) == 1
