@@ -1,6 +1,6 @@
-"""Length of a chain of deltas: when a full version serves readers better than one more delta.
+"""Rule for the length of a chain of deltas: when the next version is published as an anchor.
 
-Senders and mirrors share the rule, and `dbuffer status` shows when the next anchor comes.
+Senders and mirrors share the rule. `dbuffer status` shows when the next anchor comes.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ from collections.abc import Sequence
 from dbuffer.format.lineage import VersionId
 
 MAX_CHAIN = 64
-"""Most deltas that a version names: late readers apply them one after another."""
+"""Most deltas in a chain. A reader without an earlier version applies all of them."""
 
 MAX_CHAIN_SHARE = 0.5
-"""Largest fraction of a full version's bytes that a chain's deltas may have. Beyond, an anchor is
-smaller."""
+"""Most bytes of a chain's deltas, as a fraction of the version's bytes."""
 
 
 def until_anchor(num_deltas: int, delta_bytes: int, version_bytes: int) -> tuple[int, int]:
-    """Return how many deltas, and how many bytes of them, a chain still has room for.
+    """Return how many more deltas, and how many more bytes of deltas, a chain can have.
 
-    Without room for a delta, or with fewer than 0 bytes, the next version is an anchor.
+    If it can have no more deltas, or if the bytes are below 0, the next version is an anchor.
     """
     return MAX_CHAIN - num_deltas, int(MAX_CHAIN_SHARE * version_bytes) - delta_bytes
 
 
 def is_long(delta_bytes: Sequence[int], version_bytes: int) -> bool:
-    """Whether deltas of these sizes are a worse way to a version than a new anchor."""
+    """Whether a chain with deltas of these sizes is so long that a new anchor is better."""
     num_deltas, num_bytes = until_anchor(len(delta_bytes), sum(delta_bytes), version_bytes)
     return num_deltas <= 0 or num_bytes < 0
 
@@ -34,10 +33,15 @@ def is_long(delta_bytes: Sequence[int], version_bytes: int) -> bool:
 def trimmed(
     delta_bytes: dict[VersionId, int], version_bytes: int, anchor: VersionId | None
 ) -> dict[VersionId, int]:
-    """Drop the oldest versions of a long chain, but not the anchor, nor the deltas after it.
+    """Drop the oldest versions of a long chain. The anchor and its deltas stay.
 
-    ``delta_bytes`` has the size of each version's delta, of the chain's first version 0. A single
-    delta that is too long goes as well: then no delta leads to the version.
+    If the newest delta alone is too long, it is dropped too: then no delta leads to the version.
+
+    Args:
+        delta_bytes: size of the delta that leads to each version, oldest first; 0 for the first
+            version of the chain.
+        version_bytes: bytes of the version's tensors.
+        anchor: the version's anchor, or None if the version has a weights file.
     """
     versions = list(delta_bytes)
     while len(versions) > 1 and versions[0] != anchor:
@@ -48,5 +52,5 @@ def trimmed(
 
 
 def chain_of(delta_bytes: dict[VersionId, int]) -> list[VersionId]:
-    """Return a chain as a manifest has it: empty if no delta leads to the version."""
+    """Return the chain for a manifest. It is empty if no delta leads to the version."""
     return list(delta_bytes) if len(delta_bytes) > 1 else []

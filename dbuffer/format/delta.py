@@ -1,23 +1,24 @@
-"""A delta file: the words that differ between two versions of one layout.
+"""Format of a delta file, which has the changed words between two versions of one layout.
 
-It is, in this order::
+The file consists of, in this order::
 
     prefix       magic, number of the format, the header's size as stored and unpacked, its xxh3
     header       one line of JSON (:class:`DeltaRecord`), packed
     chunks       one after another, each with its digest in the header
 
-A chunk changes *words*: unsigned numbers of 1, 2, 4 or 8 bytes, each of them an element, or a part
-of an element. It extends from its first changed word to its last, over all tensors and padding in
-between. Chunks are sorted by their first words. Chunks of several ranks may overlap, but no two
-change a word.
+A chunk changes *words*: unsigned numbers of 1, 2, 4 or 8 bytes. A word is an element, or a part of
+a longer element. A chunk extends from its first changed word to its last, over all tensors and
+padding in between. Chunks are sorted by their first words. Chunks of different ranks may overlap,
+but no word is changed by two chunks.
 
-A chunk is, in this order: the stored length of each of its streams (4 bytes, little-endian), then
-the streams. The first five are the bytes of *gaps*, the number of unchanged words before each
-changed one: the lowest byte of each gap, the next one of each, and so on. Then come the bytes of
-the changed words in the same way: new minus old, zigzag, so that small differences of either sign
-are small numbers. A stream has length 0 if all its bytes are zero.
+A chunk begins with the stored length of each of its streams (4 bytes each, little-endian). The
+streams follow. The first five hold the *gaps*: the number of unchanged words before each changed
+word. The first stream has the lowest byte of each gap, the second stream the next byte of each, and
+so on. The other streams hold the differences of the changed words in the same way: new minus old,
+zigzag encoded, so that small differences of either sign are small numbers. A stream of zeros may
+have length 0.
 
-The header and all other streams are stored as a frame of zstd if that is shorter.
+The header and each stream are compressed with zstd if that makes them shorter.
 """
 
 from __future__ import annotations
@@ -39,30 +40,30 @@ from dbuffer.runtime.lazy import cached_property
 
 MAGIC = b"dbufdelt"
 DELTA_FORMAT = 1
-"""Version of this file's format; raised when an older reader would misread a newer file."""
+"""Version of the format. It goes up when an older reader would misread a newer file."""
 
 _PREFIX = struct.Struct("<8sIIIQ")
 PREFIX_BYTES = _PREFIX.size
 
 GAP_BYTES = 5
-"""Bytes of a gap. A rank's chunk may have words of tensors at both ends of a file of terabytes; the
-gaps of a chunk, all together, are below 2**63."""
+"""Bytes of a gap: enough for a rank's chunk with tensors at both ends of a file of terabytes, and
+so few that the sum of a chunk's gaps is below 2**63."""
 
 MAX_HEADER_BYTES = 1 << 26
-"""Largest header, as stored and unpacked."""
+"""Most bytes of a header, stored and unpacked."""
 
 CHUNK_BYTES = 4 << 20
-"""Bytes that are compared for one chunk, and most that it changes. It bounds the memory that a
-thread needs for one."""
+"""Bytes that are compared for a chunk, and most bytes that a chunk changes. This bounds the memory
+that a thread needs for a chunk."""
 
 
 class Chunk(NamedTuple):
-    """A chunk in the header."""
+    """Description of a chunk in the header."""
 
     start: Count
-    """Place of its first changed word, in bytes from the first tensor's beginning."""
+    """Place of the first changed word, in bytes from the beginning of the first tensor."""
     num_bytes: Count
-    """Number of bytes from there to the end of its last changed word."""
+    """Number of bytes from ``start`` to the end of the last changed word."""
     word_bytes: Count
     num_changed: Count
     """Number of changed words."""
@@ -81,29 +82,29 @@ class Chunk(NamedTuple):
 
 @decodable
 class DeltaRecord(Record, frozen=True, kw_only=True):
-    """The header."""
+    """Header of a delta file."""
 
     NAME: ClassVar = "delta"
 
     base: VersionId
     """Version that the delta starts from."""
     id: VersionId
-    """Version that it leads to."""
+    """Version that the delta leads to."""
     layout_xxh3: Token
     checksums: list[tuple[Count, Token]] | None
-    """Index of each tensor whose checksum changed, ascending, and its checksum; None if the version
-    has no checksums."""
+    """Index and new checksum of each tensor whose checksum changed, ascending by index; None if the
+    version has no checksums."""
     chunks: list[Chunk]
 
 
 @dataclass(frozen=True, eq=False)
 class DeltaHeader:
-    """Header of a delta file, checked against the layout that it is for."""
+    """Header of a delta file, checked against the layout of its two versions."""
 
     record: DeltaRecord
     layout: Layout
     header_bytes: int
-    """Size as stored, with the prefix."""
+    """Stored size of the prefix and the header."""
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -111,13 +112,13 @@ class DeltaHeader:
 
     @cached_property
     def places(self) -> list[int]:
-        """Offset of each chunk in the file, in bytes; and, last, the size of the file."""
+        """Offset of each chunk in the file, in bytes. The last item is the size of the file."""
         stored = (chunk.stored_bytes for chunk in self.chunks)
         return list(itertools.accumulate(stored, initial=self.header_bytes))
 
 
 def encode_header(record: DeltaRecord) -> bytes:
-    """Return the prefix and the header."""
+    """Encode the prefix and the header of a delta file."""
     line = encode(record)
     data = pack(line)
     prefix = _PREFIX.pack(MAGIC, DELTA_FORMAT, len(data), len(line), int(digest(data), 16))
@@ -127,37 +128,43 @@ def encode_header(record: DeltaRecord) -> bytes:
 def decode_header(
     read: Callable[[int, int], bytes], layout: Layout, layout_xxh3: str
 ) -> DeltaHeader:
-    """Read a file's prefix and header, strictly.
+    """Read and check the prefix and the header of a delta file.
 
     Args:
-        read: returns bytes of the file; called with their offset and number.
-        layout: layout of the version that the delta starts from.
-        layout_xxh3: its digest, which must be that in the header.
+        read: function that returns bytes of the file, given their offset and number.
+        layout: layout of the delta's two versions.
+        layout_xxh3: digest of the layout, which the header must have.
 
     Raises:
-        UnsupportedError: the file is of a format that this version of dbuffer does not know.
-        StoreCorruptError: it is no delta file, is damaged, or is for another layout.
+        UnsupportedError: this version of dbuffer does not know the file's format.
+        StoreCorruptError: the file is no delta file, is damaged, or is for another layout.
     """
     prefix = read(0, PREFIX_BYTES)
     if len(prefix) < PREFIX_BYTES:
-        raise StoreCorruptError(f"delta: {len(prefix)} bytes, and a prefix has {PREFIX_BYTES}")
+        raise StoreCorruptError(
+            f"delta: the file has {len(prefix)} bytes; a prefix has {PREFIX_BYTES}"
+        )
     magic, number, stored_bytes, raw_bytes, xxh3 = _PREFIX.unpack(prefix)
     if magic != MAGIC:
-        raise StoreCorruptError(f"delta: begins with {magic!r}, and a delta file with {MAGIC!r}")
+        raise StoreCorruptError(
+            f"delta: the file begins with {magic!r}; a delta file begins with {MAGIC!r}"
+        )
     if number != DELTA_FORMAT:
         raise UnsupportedError(
-            f"delta: format {number}, and this dbuffer reads format {DELTA_FORMAT}; use the same "
-            "version of dbuffer at both ends"
+            f"delta: the file has format {number}; this dbuffer reads format {DELTA_FORMAT}. Use "
+            "the same version of dbuffer for senders and receivers"
         )
     if not 0 < stored_bytes <= raw_bytes <= MAX_HEADER_BYTES:
-        raise StoreCorruptError(f"delta: a header of {stored_bytes} bytes, {raw_bytes} unpacked")
+        raise StoreCorruptError(
+            f"delta: a header cannot have {stored_bytes} bytes, and {raw_bytes} unpacked"
+        )
     data = read(PREFIX_BYTES, stored_bytes)
     if int(digest(data), 16) != xxh3:
-        raise StoreCorruptError("delta: the header is not as it was written; publish again")
+        raise StoreCorruptError("delta: the header was damaged after it was written: publish again")
     record = decode(DeltaRecord, bytes(unpack(data, raw_bytes)))
     if record.layout_xxh3 != layout_xxh3:
         raise StoreCorruptError(
-            f"delta: made for the layout {record.layout_xxh3}, and this version has {layout_xxh3}"
+            f"delta: made for the layout {record.layout_xxh3}; this version has {layout_xxh3}"
         )
     indices = [-1, *(index for index, _ in record.checksums or ()), len(layout.specs)]
     if any(index >= following for index, following in itertools.pairwise(indices)):
@@ -167,7 +174,7 @@ def decode_header(
 
 
 def _check_chunks(chunks: list[Chunk], layout: Layout) -> None:
-    """Check that chunks are in order, in the file, and of possible sizes."""
+    """Check that chunks are in order, inside the weights file, and of possible sizes."""
     starts = [-1, *(chunk.start for chunk in chunks)]
     for before, chunk in zip(starts, chunks, strict=False):
         lengths, raw_bytes = 4 * chunk.num_streams, chunk.num_streams * chunk.num_changed
@@ -178,11 +185,13 @@ def _check_chunks(chunks: list[Chunk], layout: Layout) -> None:
             and 0 < chunk.num_changed * chunk.word_bytes <= min(chunk.num_bytes, CHUNK_BYTES)
             and lengths <= chunk.stored_bytes <= lengths + raw_bytes
         ):
-            raise StoreCorruptError(f"delta: a chunk after byte {before} that cannot be: {chunk}")
+            raise StoreCorruptError(
+                f"delta: the chunk after byte {before} contradicts the layout: {chunk}"
+            )
 
 
 class _Tools(threading.local):
-    """A thread's own compressor and decompressor, which take as long to make as to use."""
+    """A thread's compressor and decompressor. Making them takes as long as using them."""
 
     @cached_property
     def zstandard(self) -> ModuleType:
@@ -192,8 +201,8 @@ class _Tools(threading.local):
 
     @cached_property
     def compressor(self) -> Any:
-        # Numbers that are next to random: Huffman's code makes them shorter, and matches only cost
-        # time and spoil it. Against level 1 as it is, 2 to 10 % fewer bytes.
+        # The bytes are nearly random: Huffman coding shortens them, and matches only cost time and
+        # space. These parameters find few matches: 2 to 10 % fewer bytes than plain level 1.
         parameters = self.zstandard.ZstdCompressionParameters.from_level(
             1,
             strategy=self.zstandard.STRATEGY_FAST,
@@ -213,27 +222,27 @@ _tools = _Tools()
 
 
 def require_compression() -> None:
-    """Raise a DBufferError if zstandard, which packs and unpacks deltas, is not installed."""
+    """Raise a DBufferError if zstandard, which compresses deltas, is not installed."""
     _ = _tools.zstandard
 
 
 def pack(data: Any) -> bytes:
-    """Return a buffer's bytes as they are stored: compressed, if that makes them fewer."""
+    """Return the bytes to store for a buffer: compressed if that is shorter."""
     packed: bytes = _tools.compressor.compress(data)
     return packed if len(packed) < memoryview(data).nbytes else bytes(data)
 
 
 def unpack(stored: bytes | memoryview, raw_bytes: int) -> bytes | memoryview:
-    """Unpack what `pack` has stored, into at most ``raw_bytes`` of memory.
+    """Return the ``raw_bytes`` bytes that `pack` has stored. It takes no more memory than these.
 
     Raises:
-        StoreCorruptError: it is not what `pack` makes of so many bytes.
+        StoreCorruptError: `pack` has not made ``stored`` from ``raw_bytes`` bytes.
     """
     if len(stored) == raw_bytes:
         return stored
     zstandard = _tools.zstandard
     try:
-        # zstandard allocates the size that a frame states, whatever the limit.
+        # zstandard allocates the size that a frame states, even if it is above max_output_size.
         if zstandard.frame_content_size(stored) != raw_bytes:
             raise StoreCorruptError(f"delta: a stream is not of {raw_bytes} bytes")
         data: bytes = _tools.decompressor.decompress(

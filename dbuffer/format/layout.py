@@ -7,12 +7,12 @@ A weights file is, in this order::
     layout       this module's JSON: name, dtype, shape, offset of every tensor
     tensordict   tensordict's own JSON, and its length in the last 8 bytes
 
-so that ``TensorDict.from_consolidated(file)`` opens it with no help from dbuffer. tensordict
-knows no float8 and keeps some names for itself; our layout holds those as well.
+so that ``TensorDict.from_consolidated(file)`` opens it without dbuffer. Only the layout describes
+tensors that tensordict cannot hold: float8, and tensors with names that tensordict reserves.
 
-The ranks of a trainer that share no memory write a file each. The weights file then has a hole for
-data and no end for tensordict, and its layout gives the place of each piece of a tensor in these
-parts. A reader joins the pieces in memory.
+If the ranks of a trainer share no memory, each rank writes a part: a file with its pieces of
+tensors. The weights file then has a hole instead of data, and no tensordict section. Its layout has
+the place of each piece in the parts. A reader joins the pieces in memory.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ ALIGNMENT_BYTES = 64
 """A cache line, the widest vector register, and a multiple of every dtype's size."""
 
 BLOCK_BYTES = 1 << 20
-"""Bytes hashed in one go: copied, then hashed while they are still in a core's cache. Part of the
-format: a longer tensor's checksum is the digest of its blocks' digests."""
+"""Bytes of a block, which is copied, and then hashed while it is in a core's cache. The size is a
+part of the format: a longer tensor's checksum is the digest of its blocks' digests."""
 
 SPAN_BYTES = 4 << 20
-"""Read or written in one call where a file is not mapped: long enough for a network."""
+"""Bytes that one call reads or writes if a file is not mapped: enough for a network."""
 
 ITEM_BYTES = {
     "bool": 1,
@@ -71,12 +71,12 @@ ITEM_BYTES = {
     "float8_e8m0fnu": 1,
     "float4_e2m1fn_x2": 1,
 }
-"""Bytes an element, by the dtype's name in torch."""
+"""Bytes of an element, by the dtype's name in torch."""
 
 _MAX_DIMENSIONS = 64  # torch's own limit
 
 _MAX_TENSOR_BYTES = 1 << 60
-"""Above any memory, and below what torch and offsets in 64 bits can count."""
+"""Most bytes of a tensor: more than any memory has, and few enough for offsets in 64 bits."""
 
 
 class TensorSpec(NamedTuple):
@@ -95,7 +95,7 @@ class TensorSpec(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Part of one tensor that is hashed by itself, at most :data:`BLOCK_BYTES` long."""
+    """Part of a tensor with a digest of its own, at most :data:`BLOCK_BYTES` long."""
 
     tensor: int
     offset: int
@@ -104,7 +104,7 @@ class Block(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes of one tensor, written by one rank into its part."""
+    """Bytes of a tensor that a rank writes into its part."""
 
     tensor: Count
     offset: Count
@@ -116,15 +116,15 @@ class Piece(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Blocks that are moved in one call, with the gaps behind them; about SPAN_BYTES."""
+    """Adjacent blocks, read or written in one call, with their padding; about SPAN_BYTES long."""
 
     first_block: int
     end_block: int
     start: int
-    """First byte, in a file that holds all data."""
+    """First byte of the span in a file with all data."""
     end: int
     part: int | None
-    """The part with these bytes, or None for the weights file itself."""
+    """Number of the part that has these bytes, or None if the weights file has them."""
     place: int
     """Bytes from the beginning of the part."""
 
@@ -150,17 +150,17 @@ class _LayoutRecord(Record, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a file in their order, and where each begins."""
+    """Tensors of a weights file, in order, with their offsets."""
 
     specs: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
     aliases: dict[str, str]
     """Other names of tied tensors: alias to the name under which the tensor is stored."""
     part_bytes: tuple[int, ...] = ()
-    """Size of each part; empty where all data is in the weights file itself."""
+    """Size of each part; empty if the weights file has all data."""
     pieces: tuple[Piece, ...] = ()
-    """Place of each piece in the parts, in the order of the tensors, and in each of its bytes. In a
-    file that was joined from parts, each piece still begins a new block of checksums."""
+    """Pieces in the parts, by tensor, and then by offset in the tensor. In a file that was joined
+    from parts, each piece still begins a block."""
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec], aliases: dict[str, str] | None = None) -> Layout:
@@ -198,7 +198,7 @@ class Layout:
 
     @cached_property
     def joined(self) -> Layout:
-        """Layout of the same tensors and checksums with all data in the weights file."""
+        """Return the layout with all data in the weights file, and with the same checksums."""
         if not self.is_in_parts:
             return self
         pieces = tuple(piece._replace(part=0, place=0) for piece in self.pieces)
@@ -206,7 +206,7 @@ class Layout:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """All blocks of all tensors, in the file's order; an empty tensor has one of length 0.
+        """Blocks of all tensors, in the file's order. An empty tensor has a block of length 0.
 
         Each piece of a tensor in parts begins a block: the rank that writes the piece hashes it.
         """
@@ -225,7 +225,7 @@ class Layout:
         return ByteRanges.of(self.offsets, self.sizes, word_bytes)
 
     def _cuts(self) -> list[tuple[int, int, int]]:
-        """Tensor, first byte and end of what blocks begin anew with: tensors, or their pieces."""
+        """Return index, first byte and end of each tensor, or of each piece if there are pieces."""
         tensors = [(index, 0, size) for index, size in enumerate(self.sizes)]
         if not self.pieces:
             return tensors
@@ -234,7 +234,7 @@ class Layout:
 
     @cached_property
     def spans(self) -> list[Span]:
-        """All of the tensors' bytes, in the order of the files."""
+        """Spans of all data, in the order of the files."""
         if self.is_in_parts:
             return sorted(self._spans_of_pieces(), key=lambda span: (span.part, span.place))
         blocks, spans = self.blocks, []
@@ -297,7 +297,7 @@ class Layout:
 
     @cached_property
     def encoded(self) -> bytes:
-        """The layout as the file has it."""
+        """Encoded layout, as the file has it."""
         tensors = [
             [spec.name, spec.dtype, spec.shape, offset]
             for spec, offset in zip(self.specs, self.offsets, strict=True)
@@ -316,8 +316,8 @@ class Layout:
     def decode(cls, data: bytes, end: int) -> Layout:
         """Read an encoded layout, strictly; every tensor must lie below ``end``.
 
-        The last ones are kept: to decode the layout of 100,000 tensors takes a second, and its
-        bytes stay the same until the weights' names, dtypes or shapes change.
+        The last layouts are cached: decoding 100,000 tensors takes a second, and the encoded bytes
+        change only with the weights' names, dtypes or shapes.
         """
         record = decode(_LayoutRecord, data)
         aliases = record.aliases
@@ -339,12 +339,12 @@ class Layout:
 
     @cached_property
     def tail(self) -> bytes:
-        """End of the file as ``TensorDict.from_consolidated`` wants it; empty if data is in parts.
+        """End of the file for ``TensorDict.from_consolidated``; empty if data is in parts.
 
-        The form was read off tensordict 0.10 to 0.15: nested metadata, then its length. It leaves
-        out tensors that tensordict cannot hold: float8, float4, and reserved names.
+        It is nested metadata and their length, as tensordict 0.10 to 0.15 write them. Tensors that
+        tensordict cannot hold are left out: float8, float4, and tensors with reserved names.
         """
-        if self.is_in_parts:  # tensordict would find no data: without an end it refuses the file
+        if self.is_in_parts:  # tensordict would find no data, and refuses a file without this end
             return b""
         padding = 0
         leaves = {
@@ -360,17 +360,17 @@ class Layout:
 
 
 def align(offset: int) -> int:
-    """The next multiple of :data:`ALIGNMENT_BYTES`."""
+    """Return the next multiple of :data:`ALIGNMENT_BYTES`, or the offset if it is one."""
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def digest(data: bytes | memoryview) -> str:
-    """xxh3 of 64 bits, as 16 hexadecimal digits."""
+    """Return the xxh3 (64 bits) of some bytes, as 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def _checked_spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
-    # Of no bytes, if one size is 0; but torch counts elements without regard to that.
+    # torch limits the product of the sizes, even if one of them is 0.
     num_elements = math.prod(size or 1 for size in shape)
     if dtype not in ITEM_BYTES or num_elements * ITEM_BYTES[dtype] > _MAX_TENSOR_BYTES:
         raise StoreCorruptError(f"layout: no tensor is {name!r:.80} {dtype!r:.20}{shape!r:.80}")

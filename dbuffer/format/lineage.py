@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple, Self
 from msgspec import Meta
 
 MAX_RUNS = 64
-"""Most runs that a version names. What began longer ago leads to it for no reader."""
+"""Most runs that a version names. To a reader of an earlier run, the version is a fork."""
 
 MAX_NUMBER = 2**63 - 1
 """Highest number of a version."""
@@ -40,7 +40,7 @@ class VersionId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the text.
+        """Read a version's id from its text.
 
         Raises:
             ValueError: it is none.
@@ -59,30 +59,30 @@ class Run(NamedTuple):
 
     id: Token
     name: str | None
-    """Name that its trainer gave it."""
+    """Name of the run, given by its trainer."""
     host: str
     pid: Count
     started_at: float
-    """Seconds since the epoch on its host's clock; for people."""
+    """Start of the run by its host's clock, in seconds since the epoch. Only people read it."""
     upon: Positive | None
     """The run continued from the version of this number; None if the store was empty."""
 
 
 class Relation(enum.Enum):
-    """How a version that one has relates to the newest that there is."""
+    """Relation of a version to a store's newest version."""
 
     SAME = enum.auto()
     BEHIND = enum.auto()
-    """It leads to the newest."""
+    """The version leads to the newest."""
     AHEAD = enum.auto()
-    """The newest leads to it: the store lost what came after, or is seen late."""
+    """The newest leads to the version: the store lost later versions, or shows them late."""
     FORKED = enum.auto()
-    """The two are on different lines: another run replaced the store, or its last versions were
-    lost."""
+    """The two versions forked: another run replaced the store, or continued after the store lost
+    its last versions."""
 
 
 class Lineage(NamedTuple):
-    """A version, and the runs that lead to it: its own first."""
+    """A version, and the runs that lead to it, its own run first."""
 
     id: VersionId
     runs: Sequence[Run]
@@ -97,7 +97,7 @@ class Lineage(NamedTuple):
         return False
 
     def to(self, version: VersionId) -> Lineage:
-        """Return an earlier version that leads to it, with what leads to that."""
+        """Return the lineage of an earlier version that leads to this one."""
         runs = list(self.runs)
         while runs[0].id != version.run:
             del runs[0]
@@ -108,7 +108,7 @@ class Lineage(NamedTuple):
         return version is not None and version.number >= number and self.reaches(version)
 
     def at(self, number: int) -> VersionId | None:
-        """Return the version with this number that leads to it, or None."""
+        """Return the version with this number that leads to this one, or None."""
         if number > self.id.number:
             return None
         for run in self.runs:

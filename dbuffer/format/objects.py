@@ -1,8 +1,8 @@
-"""Records and names of a bucket's objects, through which versions go from one store to another.
+"""Records and names of a bucket's objects. Versions go through a bucket from store to store.
 
-``CURRENT`` describes the newest version. Each file of a version is one immutable object, whose name
-has the digest of its content: an object that a mirror puts late, after another mirror took over,
-replaces no other content.
+``CURRENT`` describes the newest version. Each file of a version is one immutable object, named with
+the digest of its content. So a mirror that puts an object late, after another mirror took over,
+never replaces other content.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RANGE_BYTES = 32 << 20
 side by side, and large enough that requests cost little."""
 
 MAX_OBJECT_BYTES = 16 * MAX_RECORD_BYTES
-"""No object with a record is larger; a file is as large as the version says."""
+"""Most bytes of an object with a record. ``CURRENT`` has the sizes of other objects."""
 
 Kind: TypeAlias = Literal["weights", "delta"]
 
@@ -48,7 +48,7 @@ class Content(NamedTuple):
 
     num_bytes: Positive
     xxh3: Token
-    """Digest of the digests of its ranges, or the digest of its only range."""
+    """Digest of the digests of the object's ranges, or the digest of its only range."""
 
 
 class FileObject(NamedTuple):
@@ -67,26 +67,26 @@ class BucketVersion(Record, frozen=True, kw_only=True):
     writer: Token
     """Random name of the mirror that put it."""
     epoch: Positive
-    """Number of the mirror that put it. A mirror takes over with the next number. If it reads a
-    higher one later, it has lost the bucket; if a lower one, a restore has put an old record back.
-    """
+    """Number of the mirror that put the record. A mirror takes over with the next number. If it
+    later reads a higher number, another mirror took over; a lower number comes from a restored
+    bucket."""
     manifest: Manifest
     """The version's manifest; its ``anchor_buffer`` is None."""
     weights: Token
     """Digest of the weights file."""
     deltas: list[Content]
-    """Deltas that lead to the versions of its chain, but the first."""
+    """Deltas that lead to the versions of the chain, except its first."""
     xxh3: Token
-    """Digest of the other fields: a reader remembers a version, and must not remember a wrong one.
-    """
+    """Digest of the other fields. A reader remembers the version, so it must not read a damaged
+    record."""
 
     @classmethod
     def sealed(cls, **fields: Any) -> Self:
-        """Make a record of all other fields."""
+        """Make a record of its other fields, with their digest."""
         return cls(**fields, xxh3=_joint_digest(fields))
 
     def by(self, writer: str, epoch: int) -> Self:
-        """Return it as another mirror puts it."""
+        """Return the record for another mirror to put."""
         changes: dict[str, Any] = {"writer": writer, "epoch": epoch}
         return replace(self, **changes, xxh3=_joint_digest(asdict(self) | changes))
 
@@ -105,19 +105,19 @@ class BucketVersion(Record, frozen=True, kw_only=True):
 
     @property
     def weights_file(self) -> FileObject:
-        """The weights file, of this version or of its anchor."""
+        """Weights file of the version, or of its anchor."""
         content = Content(self.manifest.file_bytes, self.weights)
         return file_object(self.manifest.file_version, "weights", content)
 
     @property
     def delta_files(self) -> dict[VersionId, FileObject]:
-        """The deltas, by the versions of its chain that they lead to."""
+        """Deltas of the chain, by the versions that they lead to."""
         files = zip(self.manifest.chain[1:], self.deltas, strict=True)
         return {version: file_object(version, "delta", content) for version, content in files}
 
     @property
     def files(self) -> list[FileObject]:
-        """All objects that it consists of."""
+        """All objects of the version."""
         return [self.weights_file, *self.delta_files.values()]
 
 
@@ -129,11 +129,11 @@ class BucketReceivers(Record, frozen=True, kw_only=True):
 
     records: list[ReceiverRecord]
     updated_at: float
-    """Time by the mirror's clock: an object that is put again differs from the one before."""
+    """Time of the put by the mirror's clock. It makes each put's content different."""
 
 
 def version_of(name: str) -> VersionId | None:
-    """Return the version whose file a mirror gives this name, or None if it gives none.
+    """Return the version that a file belongs to, by the file's name, or None for other names.
 
     A weights file belongs to its anchor, a delta to the version it leads to.
     """
@@ -142,12 +142,12 @@ def version_of(name: str) -> VersionId | None:
 
 
 def file_object(version: VersionId, kind: Kind, content: Content) -> FileObject:
-    """Return the object with a version's file."""
+    """Return the object for a version's file."""
     return FileObject(f"{VERSIONS_PREFIX}/{version}-{content.xxh3}.{kind}", content)
 
 
 def receivers_object(mirror: str) -> str:
-    """Name of the object with the records of a mirror's store."""
+    """Return the name of the object with the records of a mirror's store."""
     return f"{RECEIVERS_PREFIX}/{mirror}.json"
 
 
@@ -157,6 +157,6 @@ def is_of_receivers(name: str) -> bool:
 
 
 def _joint_digest(fields: dict[str, Any]) -> str:
-    """Digest of all fields of a version but the digest itself."""
+    """Return the digest of all fields except ``xxh3``."""
     digested = {name: value for name, value in fields.items() if name != "xxh3"}
     return digest(json.dumps(msgspec.to_builtins(digested), sort_keys=True).encode())

@@ -13,17 +13,17 @@ MANIFEST_FILE = "manifest.json"
 WRITER_FILE = "writer.json"
 WRITER_LOCK_FILE = "writer.lock"
 MIRROR_LOCK_FILE = "mirror.lock"
-"""Lock of the mirror, of several, that copies into the store."""
+"""File that a mirror locks while it copies into the store, so that only one does."""
 RECEIVERS_DIRECTORY = "receivers"
 DELTAS_DIRECTORY = "deltas"
 KEPT_DIRECTORY = "kept"
 PIN_FILE = "pinned"
 DROPPED_FILE = "dropped.json"
-"""Name that a manifest has while its kept version is being dropped."""
+"""Name of a kept version's manifest while the version is being dropped."""
 SCRATCH_DIRECTORY = "tmp"
-"""Directory where files are written before they are renamed. It is one of its own: over
-NFSv3 a second change of a directory within one tick of the server's clock is not seen by other
-hosts until the next one, and watchdog holds back the first of two events in one directory."""
+"""Directory where files are written before they are renamed. No other file is in it: over NFSv3,
+other hosts do not see a second change of a directory within one tick of the server's clock, and
+watchdog delays the first of two events in one directory."""
 
 _RECORD_FILE = re.compile(r"(.+)\.[0-9a-f]{16}\.json")
 WEIGHTS_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td")
@@ -31,23 +31,23 @@ _DELTA_FILE = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}\.delta")
 
 
 def record_file(receiver_id: str, token: str) -> str:
-    """Name of the file of a receiver's record."""
+    """Return the name of the file with a receiver's record."""
     return f"{receiver_id}.{token}.json"
 
 
 def receiver_of(name: str) -> str | None:
-    """The id of the receiver whose record has this file name; None if it is no record's."""
+    """Return the id of the receiver whose record has this file name, or None for other names."""
     match = _RECORD_FILE.fullmatch(name)
     return match and match[1]
 
 
 def part_name(file: str, part: int) -> str:
-    """Name of a part of the weights file of this name; see `layout`."""
+    """Return the name of a part of the weights file ``file``; see `layout`."""
     return f"{file.removesuffix('.td')}.r{part}.td"
 
 
 def version_file(name: str) -> str:
-    """Return the weights file of a part, or the name itself if it is no part."""
+    """Return the name of a part's weights file. Other names are returned as they are."""
     return re.sub(r"\.r[0-9]+\.td$", ".td", name)
 
 
@@ -57,7 +57,7 @@ def is_weights_file(name: str) -> bool:
 
 
 def delta_file(version: VersionId) -> str:
-    """Name of the file of the delta that leads to this version."""
+    """Return the name of the file with the delta that leads to this version."""
     return f"{version}.delta"
 
 
@@ -67,12 +67,12 @@ def is_delta_file(name: str) -> bool:
 
 
 def kept_buffer(version: VersionId | str) -> str:
-    """Name of the buffer that the version of this id, or of its text, is kept in."""
+    """Return the name of a kept version's buffer, by the version's id or the id's text."""
     return f"{KEPT_DIRECTORY}/{version}"
 
 
 def is_kept(buffer: str) -> bool:
-    """Whether a buffer holds a kept version, and is neither A nor B."""
+    """Whether a buffer is one of a kept version, and not ``A`` or ``B``."""
     return buffer not in BUFFERS
 
 

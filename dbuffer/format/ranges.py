@@ -1,4 +1,4 @@
-"""`ByteRanges`: places of tensors in a file or in memory."""
+"""`ByteRanges`: byte ranges of tensors in a file or in memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 
 
 class ByteRanges(NamedTuple):
-    """Byte ranges of tensors, ascending and apart. Empty tensors are left out."""
+    """Byte ranges of tensors, in ascending order, without overlaps. Empty tensors are left out."""
 
     tensors: Integers
-    """Their indices."""
+    """Index of each tensor."""
     starts: Integers
     ends: Integers
     word_bytes: Integers
-    """Size of the words of each: its elements, or 8 bytes of longer ones."""
+    """Word size of each tensor: the size of its elements, but at most 8 bytes."""
 
     @classmethod
     def of(cls, *columns: Sequence[int]) -> Self:
-        """Return the ranges of tensors, in any order, by their first bytes, sizes and words."""
+        """Return the ranges of tensors in any order, by their first bytes, sizes and word sizes."""
         starts, sizes, word_bytes = (np.array(column, np.int64) for column in columns)
         tensors = np.argsort(starts, kind="stable")
         tensors = tensors[sizes[tensors] > 0]
@@ -36,7 +36,7 @@ class ByteRanges(NamedTuple):
         return type(self)(*(column[rows] for column in self))
 
     def in_words(self, width: int) -> Self:
-        """Return the ranges in words of this size, exact for tensors with such words."""
+        """Return the ranges in words of this size. They are exact for tensors with such words."""
         return self._replace(starts=self.starts // width, ends=self.ends // width)
 
     def counts(self, places: Integers) -> Integers:

@@ -1,16 +1,16 @@
-"""`ChainReader`: the deltas that lead to a open version from an earlier one.
+"""`ChainReader`: reads the deltas that lead from an earlier version to an open one.
 
-On a network mount they are a part of a version that has no file. On a local mount they spare
-readers of an earlier version the unchanged bytes. A reader applies them to memory that no one else
-uses; if a delta cannot be read, the memory holds no version.
+On a network mount, a version without a weights file of its own consists of an anchor and deltas. On
+a local mount, a reader of an earlier version reads the deltas instead of all bytes. `ChainReader`
+changes memory in place: if it raises, the memory holds no version.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,11 +29,13 @@ from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.open_version import OpenStoreVersion, OpenVersion
 
+T = TypeVar("T")
+
 
 class ChainReader:
-    """The deltas of a open version, opened one after another; each header is read once.
+    """The deltas of an open version. It opens one delta at a time, and reads each header once.
 
-    Raises, in all its methods:
+    All methods raise:
         StoreNotFoundError: a file was removed meanwhile.
         StoreCorruptError, StoreAccessError: a file cannot be read.
     """
@@ -51,13 +53,13 @@ class ChainReader:
         since: VersionId | None = None,
         hashed: bool = False,
     ) -> list[int] | None:
-        """Bring memory to the open version.
+        """Read the open version into memory.
 
         Args:
-            memory: memory that holds the version ``since``; after an error, it holds none.
-            copier: its threads do it.
-            since: a version of the chain or of the weights file. If any other, or None, the file of
-                the open version, which is in a store, is read first.
+            memory: memory that may hold the version ``since``. After an error, it holds no version.
+            copier: its threads read, check and apply the chunks.
+            since: the version in ``memory``, if deltas lead from it to the open version. If None,
+                or another version, the weights file is read first.
             hashed: whether to hash the open version in memory.
 
         Returns:
@@ -73,8 +75,7 @@ class ChainReader:
                 return checksums
             since = manifest.file_version
         for version in manifest.deltas_after(since):
-            with self._delta(version) as (header, read_chunk):
-                apply_delta(header, read_chunk, memory.data, copier)
+            self._use(version, lambda header, read: apply_delta(header, read, memory.data, copier))
         return copier.checksums(memory) if hashed else None
 
     def changed_since(self, version: VersionId, copier: Copier) -> dict[int, Integers]:
@@ -85,16 +86,18 @@ class ChainReader:
         """
         changed = [np.empty(0, np.int64)]
         for later in self._opened.manifest.deltas_after(version):
-            with self._delta(later) as (header, read_chunk):
-                changed.append(changed_places(header, read_chunk, copier))
+            changed.append(
+                self._use(later, lambda header, read: changed_places(header, read, copier))
+            )
         return elements_at(self._layout, np.concatenate(changed))
 
     def expected(self, verified: Mapping[VersionId, list[int]]) -> list[int] | None:
         """Return the checksums that the tensors of the open version were published with.
 
-        Return None if the table of checksums was damaged since it was written.
+        Return None if the table of checksums in the weights file is damaged.
 
-        ``verified``: checksums of earlier versions, so that fewer headers are read.
+        Args:
+            verified: checksums of earlier versions. Only deltas after the latest of them are read.
         """
         manifest = self._opened.manifest
         earlier = [manifest.file_version, *manifest.since_anchor]
@@ -117,10 +120,7 @@ class ChainReader:
 
     def header(self, version: VersionId) -> DeltaHeader:
         """Return the header of the delta that leads to a version."""
-        if version not in self._headers:
-            with self._delta(version):
-                pass
-        return self._headers[version]
+        return self._headers.get(version) or self._use(version, lambda header, _: header)
 
     def _table(self) -> list[int] | None:
         manifest = self._opened.manifest
@@ -128,11 +128,10 @@ class ChainReader:
         is_whole = digest(table) == manifest.checksums_xxh3
         return unpack_checksums(table) if is_whole else None
 
-    @contextlib.contextmanager
-    def _delta(self, version: VersionId) -> Iterator[tuple[DeltaHeader, ReadChunk]]:
-        """Open the delta that leads to a version in a ``with`` block.
+    def _use(self, version: VersionId, action: Callable[[DeltaHeader, ReadChunk], T]) -> T:
+        """Open the delta that leads to a version; return an action's result on its contents.
 
-        One delta is open at a time: a process may have fewer descriptors than a chain has deltas.
+        The delta is closed again: a chain may have more deltas than a process may open files.
         """
         path, file = self._opened.open_delta(version)
         with file, _naming(path):
@@ -144,7 +143,7 @@ class ChainReader:
                 start, end = header.places[number : number + 2]
                 return _read_at(path, file, start, end - start)
 
-            yield header, read_chunk
+            return action(header, read_chunk)
 
     def _read_header(self, path: Path | str, file: Descriptor, version: VersionId) -> DeltaHeader:
         chain, layout_xxh3 = self._opened.manifest.chain, self._opened.manifest.layout_xxh3
@@ -160,7 +159,7 @@ class ChainReader:
 
 
 def _naming(path: Path | str) -> TranslatedErrors:
-    """Name the file in errors of deltas that cannot be decoded."""
+    """Put the file's name in front of the messages of decoding errors."""
 
     def translate(error: BaseException) -> None:
         if isinstance(error, UNDECODABLE):

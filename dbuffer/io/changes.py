@@ -1,10 +1,11 @@
-"""Changes between two versions of one layout, found and encoded a chunk at a time.
+"""Compares two versions of one layout, and encodes the changed words as chunks of a delta.
 
-Bits are compared, not numbers: -0.0 is not 0.0, and a NaN is itself. `dbuffer.format.delta`
-describes words and chunks; `dbuffer.io.delta` makes a file of the chunks, and applies it.
+It compares bits, not numbers: -0.0 differs from 0.0, and a NaN equals a NaN with the same bits.
+`dbuffer.format.delta` describes words and chunks. `dbuffer.io.delta` writes chunks into a file, and
+applies them.
 
-Words are compared by numpy, in the copier's threads: torch takes longer to compare short words and
-to find the differing ones, and torch's own threads wait for each other if cores are busy.
+The copier's threads compare words with numpy. torch is slower with short words, and slower at
+finding the words that differ; and torch's own threads wait for each other if cores are busy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dbuffer.format.ranges import Integers
 from dbuffer.io.copier import Copier
 
 Words = npt.NDArray[Any]
-"""Unsigned numbers of one size."""
+"""Array of unsigned numbers of 1, 2, 4 or 8 bytes."""
 
 WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
@@ -36,16 +37,16 @@ class Changes(msgspec.Struct, frozen=True):
 
     chunks: list[tuple[Chunk, bytes]]
     tensors: set[int]
-    """Indices of the tensors that differ, in the layout of the memory that was compared."""
+    """Indices of the changed tensors, in the layout of the compared memory."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all changed words. If these are above a limit, some chunks are missing."""
+        """Bytes of all changed words. If above `find_changes`' limit, some chunks are missing."""
         return sum(chunk.num_changed * chunk.word_bytes for chunk, _ in self.chunks)
 
     @classmethod
     def joined(cls, parts: Iterable[Changes]) -> Changes:
-        """Join the changes of several parts of a version."""
+        """Join the changes that were found in several parts of a version."""
         parts = list(parts)
         return cls(
             sorted(chunk for part in parts for chunk in part.chunks),
@@ -54,18 +55,21 @@ class Changes(msgspec.Struct, frozen=True):
 
 
 class Patch(NamedTuple):
-    """New words of one size, at named places."""
+    """New words of a version, and their places. All words have one size."""
 
     places: Integers
-    """Ascending places in the file, counted in words of this size."""
+    """Places in the weights file, ascending, counted in words of this size."""
     words: Words
 
 
 _Range: TypeAlias = tuple[int, int, int]
-"""Range of memory for one chunk: its first byte, its end, and the size of its words."""
+"""Range of memory that becomes one chunk: first byte, end, and size of its words in bytes."""
 
 _FindChanges: TypeAlias = Callable[[int, int, int], tuple[Integers, Words]]
-"""Function that returns ascending positions of words in a range, and new minus old of each."""
+"""Function that finds changed words in a range, given as start, end and word size.
+
+It returns their ascending positions in the range, and for each word, new minus old.
+"""
 
 
 def find_changes(
@@ -84,11 +88,11 @@ def find_changes(
         before: bytes of the version to start from.
         after: bytes of the next version.
         layout: layout of both.
-        copier: its threads do it.
+        copier: its threads compare and encode.
         file_starts: first byte of each tensor in the weights file, or None if the layout is the
             file's.
-        share: number of this rank, and number of ranks; each compares its share of the file.
-        max_bytes: bytes of changed words. When there are more, the comparison ends.
+        share: number of this rank, and number of ranks. Each rank compares an equal share.
+        max_bytes: the comparison stops once the changed words have more bytes than this.
     """
     ranges = _ranges(layout)
     first, last = (number * len(ranges) // share[1] for number in (share[0], share[0] + 1))
@@ -118,7 +122,7 @@ def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copi
 
 
 def _ranges(layout: Layout) -> list[_Range]:
-    """Cut memory into ranges, and these into words of the smallest element in each."""
+    """Cut memory into ranges. The words of a range are as long as its smallest elements."""
     ranges = []
     for start in range(0, layout.checksums_offset, CHUNK_BYTES):
         end = min(start + CHUNK_BYTES, layout.checksums_offset)
@@ -151,7 +155,7 @@ def _encode(
             places += start // width
             tensors = layout.byte_ranges.within(start, end).in_words(width)
             counts = tensors.counts(places)
-            if counts.sum() < len(places):  # padding differs, too
+            if counts.sum() < len(places):  # some are in the padding between tensors
                 inside = tensors.owners(places) >= 0
                 places, differences = places[inside], differences[inside]
             changed.update(tensors.tensors[counts > 0].tolist())
@@ -159,16 +163,16 @@ def _encode(
                 places += (starts[tensors.tensors] // width - tensors.starts).repeat(counts)
             if len(places):
                 chunks.append(_encode_chunk(places, differences))
-            num_bytes += width * len(places)  # less, if another thread does so now: no harm
+            num_bytes += width * len(places)  # may miss what another thread adds now: no harm
 
     copier.in_parallel(work, copier.cut_work([end - start for start, end, _ in ranges]))
     return Changes(sorted(chunks), changed)
 
 
 class _Scratch(threading.local):
-    """A thread's memory for words of a range, and for flags, kept from range to range.
+    """A thread's memory for the differences and flags of one range after another.
 
-    The kernel takes longer to give new memory than numpy to compare.
+    Allocating it for each range would take longer than the comparison.
     """
 
     def __init__(self) -> None:
@@ -177,16 +181,16 @@ class _Scratch(threading.local):
 
 
 def _compare(old: Words, new: Words, scratch: _Scratch) -> tuple[Integers, Words]:
-    """Find the words that differ: their positions, and new minus old.
+    """Return the positions of the words that differ, and for each of them, new minus old.
 
-    Eight bytes are looked at together, and single words only where these differ. The length is a
-    multiple of `ALIGNMENT_BYTES`, as tensors and chunks begin at such multiples.
+    It compares eight bytes at a time, and looks at single words only where eight bytes differ. The
+    length is a multiple of `ALIGNMENT_BYTES`: ranges begin at multiples of it.
     """
     differences = scratch.differences[: new.nbytes].view(new.dtype)
     np.subtract(new, old, out=differences)
     eights = differences.view(np.uint64)
     flags = np.not_equal(eights, 0, out=scratch.flags[: len(eights)])
-    fours = flags.view(np.uint32)  # four of them at a time: few are set
+    fours = flags.view(np.uint32)  # four flags at a time, as few are set
     (groups,) = (fours != 0).nonzero()
     if 3 * len(groups) > 2 * len(fours):
         (positions,) = (differences != 0).nonzero()
@@ -199,7 +203,7 @@ def _compare(old: Words, new: Words, scratch: _Scratch) -> tuple[Integers, Words
 
 
 def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:
-    """Return the positions of hits, which are counted in groups of ``size``, side by side."""
+    """Return the positions of hits. They are counted as if ``groups`` of ``size`` were adjacent."""
     shift = size.bit_length() - 1  # a division takes several times as long
     positions: Integers = groups.take(hits >> shift)
     positions <<= shift
@@ -208,7 +212,7 @@ def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:
 
 
 def _encode_chunk(places: Integers, differences: Words) -> tuple[Chunk, bytes]:
-    """Encode the differences of words at ascending places in the file."""
+    """Encode a chunk: the differences of words, at ascending places in the file."""
     width = differences.itemsize
     gaps = np.zeros(len(places), np.int64)
     np.subtract(places[1:], places[:-1], out=gaps[1:])
@@ -216,7 +220,7 @@ def _encode_chunk(places: Integers, differences: Words) -> tuple[Chunk, bytes]:
     zigzag = (differences << 1) ^ -(differences >> (8 * width - 1))
     stored = []
     for words, num_streams in ((gaps, GAP_BYTES), (zigzag, width)):
-        num_planes = -(-int(words.max()).bit_length() // 8)  # those above hold zeros alone
+        num_planes = -(-int(words.max()).bit_length() // 8)  # all higher planes are zero
         planes = np.ascontiguousarray(planes_of(words)[:num_planes])
         stored += [*map(delta.pack, planes), *[b""] * (num_streams - num_planes)]
     body = b"".join([np.array(list(map(len, stored)), "<u4").tobytes(), *stored])

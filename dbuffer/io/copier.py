@@ -28,27 +28,27 @@ from dbuffer.runtime.trouble import log_once
 logger = logging.getLogger(__name__)
 
 MAX_DEFAULT_THREADS = 8
-"""Copies are bound by memory bandwidth, which a handful of cores use up."""
+"""More threads are of no use: copies are bound by memory bandwidth, and a few cores use it up."""
 
 _PIECE_BYTES = 1 << 18
-"""Bytes that are copied, then hashed: a core's own cache holds them twice."""
+"""Bytes that are copied, and then hashed. A core's own cache can hold two copies of them."""
 
 
 _SHARES_A_THREAD = 8
-"""Threads take pieces of work one by one; more of them, and the last one is waited for less."""
+"""Slices of work for each thread. The smaller they are, the less threads wait for the last one."""
 
 
 class _Batch:
-    """Work in slices, which several threads take one by one.
+    """Slices of work, which several threads take one by one.
 
-    The caller works as well, and takes the slices that no other thread does: a thread that cannot
-    be started costs time only. When :meth:`settle` returns, no thread works any more, also after a
-    Control-C, which reaches the main thread only.
+    The caller takes slices too, so the work is done even if no other thread can be started. When
+    :meth:`settle` returns, no thread is working any more, even after a Control-C, which interrupts
+    the main thread only.
     """
 
     def __init__(self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]) -> None:
-        # Only the slices refer to ``work``: a thread that gets its turn late still has this batch,
-        # and must not keep tensors alive; a mapping keeps the room of a file that was unlinked.
+        # Only the slices refer to ``work``, and so to tensors. A thread that starts late keeps this
+        # batch alive, and must not keep a file mapped: the file's room is free once it is unmapped.
         self._left = collections.deque(functools.partial(work, *bounds) for bounds in slices)
         self._streams = _callers_streams()
         self._errors: list[BaseException] = []
@@ -72,7 +72,7 @@ class _Batch:
         self._has_stopped.put(None)
 
     def work_off(self) -> None:
-        # Grad mode is a thread's own; targets may be parameters or inference tensors.
+        # Each thread has its own grad mode; targets may be parameters or inference tensors.
         with torch.inference_mode():
             while True:
                 try:
@@ -86,7 +86,7 @@ class _Batch:
         interrupt: BaseException | None = None
         while True:
             try:
-                # A thread that has yet to say that it helps finds nothing to do.
+                # A thread that has not counted itself yet will find no slice.
                 self._left.clear()
                 while self._num_helping:
                     self._has_stopped.get()
@@ -98,7 +98,7 @@ class _Batch:
 
     def raise_error(self) -> None:
         if self._errors:
-            raise self._errors.pop(0)  # or each would keep the other alive
+            raise self._errors.pop(0)  # the error's traceback refers to this batch: break the cycle
 
 
 def _callers_streams() -> list[torch.cuda.Stream]:
@@ -114,9 +114,10 @@ def _callers_streams() -> list[torch.cuda.Stream]:
 
 
 class Copier(ProcessBound):
-    """Copies and hashes with a fixed number of threads.
+    """Copies and hashes tensors with a fixed number of threads.
 
-    They do it on the caller's CUDA streams, and have done with it when a call returns or raises.
+    Threads use the caller's CUDA streams. When a call returns or raises, no thread is working for
+    it any more.
     """
 
     def __init__(self, num_threads: int | None = None) -> None:
@@ -126,14 +127,14 @@ class Copier(ProcessBound):
         self._begin()
 
     def _begin(self) -> None:
-        super().__init__()  # this process's from now on
+        super().__init__()  # it belongs to this process from now on
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._is_closed = False
 
     def close(self) -> None:
         """End the threads, after the work under way."""
-        if self._is_inherited:  # a fork has no threads to end, nor who would let the lock go
+        if self._is_inherited:  # a fork has no threads that could end, or release the lock
             self._begin()
         with self._lock:
             self._is_closed = True
@@ -147,7 +148,7 @@ class Copier(ProcessBound):
         """Copy each source into the file, casting where dtypes differ.
 
         Returns:
-            If ``hashed``, the checksum of each tensor, of the bytes that are there now.
+            The checksum of each tensor's bytes in the file, if ``hashed``.
         """
         if hashed:
             return self._copy_and_hash(contents, sources, into_file=True)
@@ -157,10 +158,10 @@ class Copier(ProcessBound):
     def read(
         self, contents: FileTensors, targets: list[torch.Tensor], *, hashed: bool = False
     ) -> list[int] | None:
-        """Copy out of the file; if ``hashed``, the checksum of each tensor's bytes in the file.
+        """Copy each tensor out of the file; return the checksums of the file's bytes if ``hashed``.
 
-        They are hashed after they were copied. A writer that overwrites them never puts the old
-        bytes back, so a checksum that is right proves that the copy before it was right.
+        Bytes are hashed after they were copied. A writer that overwrites them never writes the old
+        bytes again, so a correct checksum proves that the earlier copy was correct.
         """
         if hashed:
             return self._copy_and_hash(contents, targets, into_file=False)
@@ -197,9 +198,10 @@ class Copier(ProcessBound):
     ) -> None:
         """Copy each source into its destination, casting where dtypes differ.
 
-        ``slices`` cut the tensors into equal shares, if that is known and all are in main memory.
+        ``slices``: equal shares of the tensors, if the caller has them. They are used if no tensor
+        is on a GPU.
         """
-        # A look at each of 18,867 tensors takes 8 ms, which an engine may pause for.
+        # Looking at each of 18,867 tensors would take 8 ms, perhaps in an engine's pause.
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._copy_slices(destinations, sources, slices)
             return
@@ -231,7 +233,7 @@ class Copier(ProcessBound):
         sources: list[torch.Tensor],
         slices: Sequence[tuple[int, int]] | None = None,
     ) -> None:
-        """Copy tensors of one device in equal shares, which are cut here unless they are given."""
+        """Copy tensors of one device in slices of equal size."""
         if slices is None:
             slices = split_evenly([tensor.nbytes for tensor in destinations], self.num_threads)
 
@@ -269,7 +271,7 @@ class Copier(ProcessBound):
     def _plain_addresses(
         self, contents: FileTensors, tensors: Sequence[torch.Tensor], *, into_file: bool
     ) -> list[int]:
-        """Copy tensors that are not plain; return the addresses of the others, and 0 for these."""
+        """Copy the tensors that are not plain. Return each tensor's address, or 0 if copied."""
         addresses = [0] * len(tensors)
         views, not_plain = [], []
         for index, (view, tensor) in enumerate(zip(contents.views, tensors, strict=True)):
@@ -282,7 +284,7 @@ class Copier(ProcessBound):
         return addresses
 
     def cut_work(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Return slices of work of these sizes for `in_parallel`, more than there are threads."""
+        """Cut work of these sizes into slices for `in_parallel`, several for each thread."""
         return split_evenly(sizes, self.num_threads * _SHARES_A_THREAD)
 
     def in_parallel(
@@ -297,7 +299,7 @@ class Copier(ProcessBound):
             finally:
                 batch.settle()
         finally:
-            batch.settle()  # an interrupt may have come before the first one could begin
+            batch.settle()  # an interrupt may have come before the first call began
         batch.raise_error()
 
     def _call_helpers(self, batch: _Batch, num_helpers: int) -> None:
@@ -312,6 +314,6 @@ class Copier(ProcessBound):
                 for _ in range(num_helpers):
                     assert self._pool is not None  # noqa: S101 - made above
                     self._pool.submit(batch.help)
-            except RuntimeError as error:  # at the interpreter's end, or at a limit
+            except RuntimeError as error:  # the interpreter ends, or a limit on threads is reached
                 message = "no more threads to copy with (%s): copying with fewer"
                 log_once(logger, message, str(error))

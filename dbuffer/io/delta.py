@@ -1,6 +1,6 @@
-"""A delta file: made of chunks that `dbuffer.io.changes` has encoded, and applied.
+"""Makes a delta file of the chunks from `dbuffer.io.changes`, and applies a delta file.
 
-`dbuffer.format.delta` describes it.
+`dbuffer.format.delta` describes the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from dbuffer.io.changes import WORDS, Changes, Words, planes_of
 from dbuffer.io.copier import Copier
 
 ReadChunk: TypeAlias = Callable[[int], bytes | memoryview]
-"""Called with a chunk's number, in any order and from several threads, for its stored bytes."""
+"""Function that returns the stored bytes of the chunk with this number.
+
+Several threads call it, in any order of chunks.
+"""
 
 
 def encode_delta(
@@ -38,10 +41,11 @@ def encode_delta(
 
     Args:
         changes: changes of all ranks.
-        checksums: checksums of all tensors before and after, if the versions have any.
-        base: the version before.
-        version: the version after.
-        layout_xxh3: digest of the layout of both.
+        checksums: checksums of all tensors in the earlier and in the later version, or None if the
+            versions have no checksums.
+        base: the earlier version.
+        version: the later version.
+        layout_xxh3: digest of the layout of the two versions.
     """
     changed = None
     if checksums is not None:
@@ -63,20 +67,20 @@ def apply_delta(
     memory: torch.Tensor,
     copier: Copier,
 ) -> None:
-    """Apply a delta to the version before, in place.
+    """Turn the earlier version in memory into the later one.
 
-    Apply it once only: chunks hold differences. All of a chunk is checked before any byte of it is
-    written. The caller verifies the checksums of the result.
+    A delta must not be applied twice: chunks hold differences. Each chunk is checked whole before
+    its first word is written. The caller verifies the checksums of the result.
 
     Args:
         header: the delta's header.
         read_chunk: returns a chunk's bytes.
-        memory: bytes of the version, which no one else writes.
-        copier: its threads do it.
+        memory: bytes of the earlier version. During the call, no other thread may write to them.
+        copier: its threads read, check and apply the chunks.
 
     Raises:
-        StoreCorruptError: a chunk was damaged, or contradicts the header, after other chunks were
-            applied perhaps; or the memory is of another size.
+        StoreCorruptError: a chunk was damaged, or contradicts the header, and other chunks may have
+            been applied; or the memory has another size than the version.
     """
     if len(memory) != header.layout.checksums_offset:
         raise StoreCorruptError(
@@ -99,7 +103,7 @@ def apply_delta(
 
 
 def changed_places(header: DeltaHeader, read_chunk: ReadChunk, copier: Copier) -> Integers:
-    """Read the places of all changed words: their first bytes in the file, in any order.
+    """Return the place of each changed word: its first byte in the file. They are in any order.
 
     Raises:
         StoreCorruptError: a chunk was damaged, or contradicts the header.
@@ -117,7 +121,7 @@ def changed_places(header: DeltaHeader, read_chunk: ReadChunk, copier: Copier) -
 
 
 def elements_at(layout: Layout, places: Integers) -> dict[int, Integers]:
-    """Return the positions of elements with bytes at some places, ascending, by the tensor."""
+    """Return the ascending positions of the elements that have bytes at these places, by tensor."""
     if not (places[1:] > places[:-1]).all():
         places = np.sort(places)
     tensors = layout.byte_ranges
@@ -127,7 +131,7 @@ def elements_at(layout: Layout, places: Integers) -> dict[int, Integers]:
         index, first = int(tensors.tensors[row]), int(ends[row - 1]) if row else 0
         inside = places[first : ends[row]] - tensors.starts[row]
         positions = inside // ITEM_BYTES[layout.specs[index].dtype]
-        # Not np.unique, whose table of hashes takes ten times as long.
+        # np.unique makes a table of hashes, and takes ten times as long.
         is_first = np.append(True, positions[1:] != positions[:-1])
         elements[index] = positions if is_first.all() else positions[is_first]
     return elements
@@ -138,7 +142,7 @@ def _cut_chunks(header: DeltaHeader, copier: Copier) -> list[tuple[int, int]]:
 
 
 def _streams(header: DeltaHeader, number: int, body: bytes | memoryview) -> list[memoryview]:
-    """Cut a chunk into its streams, if it is as it was written."""
+    """Check a chunk's digest, and cut the chunk into its streams."""
     chunk = header.chunks[number]
     if len(body) != chunk.stored_bytes or digest(body) != chunk.xxh3:
         raise StoreCorruptError(
@@ -153,13 +157,13 @@ def _streams(header: DeltaHeader, number: int, body: bytes | memoryview) -> list
 
 
 def _decode_places(header: DeltaHeader, chunk: Chunk, streams: list[memoryview]) -> Integers:
-    """Return the ascending places of a chunk's words, all of them in tensors with such words."""
+    """Return the ascending places of a chunk's words. Each must be in a tensor with such words."""
     width = chunk.word_bytes
     steps = _join_planes(streams[:GAP_BYTES], chunk, np.dtype(np.int64))
     first = steps[0]
     steps += 1
     steps[0] = chunk.start // width
-    # In a third of the time that numpy's sum takes.
+    # torch takes a third of the time of numpy's sum.
     places: Integers = torch.from_numpy(steps).cumsum_(0).numpy()
     if first != 0 or (places[-1] + 1) * width != chunk.end:
         raise StoreCorruptError("delta: a chunk's positions contradict its header")
@@ -171,7 +175,7 @@ def _decode_places(header: DeltaHeader, chunk: Chunk, streams: list[memoryview])
 
 
 def _join_planes(streams: list[memoryview], chunk: Chunk, dtype: np.dtype[Any]) -> Words:
-    """Join the numbers that streams hold byte by byte, the lowest byte first."""
+    """Join streams to numbers. Each stream has one byte of every number, the lowest byte first."""
     words = np.zeros(chunk.num_changed, dtype)
     for plane, stream in zip(planes_of(words), streams, strict=False):
         if len(stream):

@@ -2,10 +2,10 @@
 
 A GPU copies at full speed only from and to page-locked memory, in large pieces: on an H200, 55 GB/s
 against 7 GB/s into the GPU, and 17 GB/s out of it, for memory that is not page-locked. So tensors
-that are long, contiguous and page-locked are copied directly. All others (in memory that is not
-page-locked, short, strided, of another dtype) go through page-locked pieces, one tensor behind the
-other: the GPU gathers or scatters, and casts, at its end, threads do so at the other end, and while
-they work on one piece the next is on its way.
+that are long, contiguous and page-locked are copied directly. All others (not page-locked, short,
+strided, or cast to another dtype) are packed into page-locked pieces. The GPU packs, unpacks and
+casts at its end of the link, and threads do so in main memory. While threads work on one piece, the
+link transfers the next.
 
 The device works on the current stream, after the work that the caller has queued there.
 """
@@ -26,34 +26,34 @@ from dbuffer.format.layout import align
 from dbuffer.runtime.closing import Closing, ProcessBound
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""A tensor in main memory, and one of the same shape on a device."""
+"""A tensor in main memory, and a tensor of the same shape on a device."""
 
 CopyInMemory = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
-"""Function that copies each tensor of its second list into the first list's, in main memory."""
+"""Function that copies the tensors of its second list into the first's, all in main memory."""
 
 _PIECE_BYTES = (64 << 20, 8 << 20, 1 << 20)
-"""Sizes of a piece, largest first: the first that the device has room for is used."""
+"""Possible sizes of a piece. The largest that the device has room for is used."""
 
 _NUM_SLOTS = 2
-"""Pieces that are under way: the threads work on one, the link on the other."""
+"""Pieces in flight: threads work on one while the link transfers the other."""
 
 _LONG_BYTES = 1 << 20
-"""Tensors of at least this size are copied one by one, at 0.9 of the link's speed."""
+"""Least size of a tensor that is copied directly. Its copy reaches 0.9 of the link's speed."""
 
 _REGISTER_READ_ONLY = 8
 """``cudaHostRegisterReadOnly``."""
 
 
 def any_on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether a tensor is on a GPU; a process that has not used one need not look at each."""
+    """Whether a tensor is on a GPU. It is quick in a process that has not used a GPU."""
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return is_used and any(tensor.is_cuda for tensor in tensors)
 
 
 def fork_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], contextlib.ExitStack]:
-    """Return a function that makes a ``with`` block of another thread, with CUDA streams for it.
+    """Return a function for another thread. It makes a ``with`` block with new CUDA streams.
 
-    Work in the block begins after the work that this thread's streams have queued by now.
+    Work in the block begins after the work that the calling thread has queued by now.
     """
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     events = {device: torch.cuda.current_stream(device).record_event() for device in devices}
@@ -70,7 +70,7 @@ def fork_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], contextlib.Exi
 
 
 def free_on(device: torch.device) -> int:
-    """Return the free bytes of a device's memory; of main memory, what its processes may take."""
+    """Return the free bytes of a device's memory, or of main memory for a CPU."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -110,7 +110,7 @@ def from_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
 
 
 class _Slot:
-    """Memory of a piece at both ends of the link."""
+    """Memory for one piece, in main memory and on the device."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         self._has_queue = device.type == "cuda"
@@ -129,7 +129,7 @@ class _Slot:
 
 
 class _Piece:
-    """Tensors, or parts of long ones, that lie one behind the other in a slot."""
+    """Tensors, or parts of long tensors, packed into a slot."""
 
     def __init__(self, slot: _Slot, pairs: list[Pair]) -> None:
         self.slot = slot
@@ -140,7 +140,7 @@ class _Piece:
         self._starts, self._num_bytes = ends[:-1], ends[-1]
 
     def upload(self, copy_in_memory: CopyInMemory) -> None:
-        """Queue the copy to the device, gathered in main memory where that must be."""
+        """Queue the copy to the device. Tensors that are not page-locked are packed before."""
         self.slot.wait()
         hosts = [host for host, _ in self.pairs]
         if all(host.is_contiguous() and host.is_pinned() for host in hosts):
@@ -152,7 +152,7 @@ class _Piece:
         self.slot.record()
 
     def download(self) -> None:
-        """Queue the copy of all, which the device has gathered, to main memory."""
+        """Queue the copy of the tensors that the device has packed, to main memory."""
         used = slice(0, self._num_bytes)
         self.slot.host[used].copy_(self.slot.device[used], non_blocking=True)
         self.slot.record()
@@ -173,12 +173,12 @@ class _Piece:
 
 
 class _Transfer(Closing):
-    """Pairs to copy: some are copied directly, and the others in pieces.
+    """Copy of pairs: of some directly, and of the others in pieces.
 
-    Closing waits until the device has done all that was queued.
+    Closing waits until the device has finished all queued copies.
 
     Args:
-        pairs: at least one; all of one device.
+        pairs: at least one pair. All are of one device.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
@@ -193,7 +193,7 @@ class _Transfer(Closing):
 
     def close(self) -> None:
         if self._device.type == "cuda":
-            # It uses the slots' memory, which the device gives to others from now on.
+            # The device uses the slots' memory until then. It may be allocated again from now on.
             torch.cuda.current_stream(self._device).synchronize()
 
     def pieces(self) -> Iterator[_Piece]:
@@ -214,7 +214,7 @@ class _Transfer(Closing):
 
 
 def _make_slots(device: torch.device, num_bytes: int) -> list[_Slot]:
-    """Make slots of one size, for as many bytes in all, or pieces of them."""
+    """Make slots of equal size, for pieces of ``num_bytes`` in all."""
     for limit in _PIECE_BYTES[:-1]:
         with contextlib.suppress(torch.OutOfMemoryError):
             return [_Slot(device, min(limit, num_bytes)) for _ in range(_NUM_SLOTS)]
@@ -222,7 +222,7 @@ def _make_slots(device: torch.device, num_bytes: int) -> list[_Slot]:
 
 
 def _is_flat(host: torch.Tensor, on_device: torch.Tensor) -> bool:
-    """Whether the bytes of both tensors are the same, in the same order."""
+    """Whether a copy between the two tensors copies bytes in order, without a cast."""
     return (
         host.dtype == on_device.dtype
         and host.is_contiguous()
@@ -233,7 +233,7 @@ def _is_flat(host: torch.Tensor, on_device: torch.Tensor) -> bool:
 
 
 def _cut(pair: Pair, limit: int) -> Iterator[Pair]:
-    """Cut a pair into parts of at most so many bytes, or of a single element."""
+    """Cut a pair into parts of at most ``limit`` bytes. A part has at least one element."""
     host, on_device = pair
     if host.nbytes <= limit or host.numel() == 1:
         yield pair
@@ -254,22 +254,22 @@ def _cut(pair: Pair, limit: int) -> Iterator[Pair]:
 class PageLock(ProcessBound):
     """Lock of memory's pages, so that a GPU copies from and to them at full speed.
 
-    Of a mapping it must be a shared one: locking a private one copies each page.
+    A mapping of a file must be shared: locking a private mapping copies each page.
 
     Args:
-        address: first byte.
-        num_bytes: length.
-        read_only: the memory cannot be written.
+        address: address of the first byte.
+        num_bytes: length of the memory.
+        read_only: whether the memory is read-only.
 
     Raises:
-        StoreAccessError: CUDA refuses it, or it is longer than `max_bytes`.
+        StoreAccessError: CUDA refuses to lock the memory, or it is longer than `max_bytes`.
     """
 
     max_bytes: ClassVar[int] = (512 << 30) - 1
-    """Most that a lock covers: NVIDIA's driver 580 refuses more in one call.
+    """Most bytes that a lock covers: NVIDIA's driver 580 refuses more in one call.
 
-    Locks side by side do not serve: CUDA refuses a copy across their border as an "invalid
-    argument" (seen on an H200 with that driver), and a tensor may lie there.
+    Two adjacent locks are no way out: CUDA refuses a copy that crosses from one to the other as an
+    "invalid argument" (seen on an H200 with that driver), and a tensor may cross.
     """
 
     def __init__(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
@@ -293,14 +293,14 @@ class PageLock(ProcessBound):
 
     @classmethod
     def owned_by(cls, owner: object, address: int, num_bytes: int, *, read_only: bool) -> PageLock:
-        """Return a lock that is released before the memory's owner is gone."""
+        """Return a lock that is released when ``owner``, which owns the memory, is deleted."""
         lock = cls(address, num_bytes, read_only=read_only)
-        weakref.finalize(owner, lock.release).atexit = False  # the process gives all back
+        weakref.finalize(owner, lock.release).atexit = False  # the kernel unlocks all at exit
         return lock
 
     def release(self) -> None:
-        """Unlock the memory, which must not have been unmapped; only the first time."""
-        if self._address and not self._is_inherited:  # a fork has no locks
+        """Unlock the memory, which must still be mapped. Later calls do nothing."""
+        if self._address and not self._is_inherited:  # a fork does not inherit locks
             _cuda_runtime().cudaHostUnregister(self._address)
         self._address = 0
 

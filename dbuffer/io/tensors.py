@@ -1,7 +1,7 @@
-"""Tensors and a mapped weights file: typed views, checksums.
+"""Typed views of the tensors in a weights file, mapped or in memory, and their checksums.
 
-The checksum of a tensor is xxh3 (64 bits) of its bytes; for one longer than a block, xxh3 of the
-digests of its blocks, so that any number of threads can work on one tensor.
+The checksum of a tensor is the xxh3 (64 bits) of its bytes. For a tensor longer than a block, it is
+the xxh3 of the digests of its blocks, so that several threads can hash one tensor.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dbuffer.store import filesystem
 logger = logging.getLogger(__name__)
 
 _MAP_NORESERVE = 0x4000 if os.uname().machine in ("x86_64", "aarch64") else 0
-"""On Linux; Python 3.11 has no name for it."""
+"""``MAP_NORESERVE`` of Linux, which Python 3.11 has no name for."""
 
 _PAGE_MAP = Path("/proc/self/pagemap")
 _PAGE_IN_USE, _PAGE_OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
-"""Bits of its 8 bytes for each page (Linux, Documentation/admin-guide/mm/pagemap.rst)."""
+"""Bits of a page's 8 bytes in that file (Linux, Documentation/admin-guide/mm/pagemap.rst)."""
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)
@@ -43,9 +43,11 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class FileTensors:
-    """The tensors of a weights file in memory: typed views, and blocks to hash.
+    """The tensors of a weights file, in memory.
 
-    ``data`` holds the bytes from the first tensor on, at least to the end of the last.
+    Args:
+        data: flat bytes, from the first tensor's first byte to the last tensor's end, or longer.
+        layout: names, dtypes, shapes and offsets of the tensors.
     """
 
     def __init__(self, data: torch.Tensor, layout: Layout) -> None:
@@ -69,7 +71,7 @@ class FileTensors:
         return self._bytes[: self.layout.checksums_offset]
 
     def read_ahead(self) -> None:
-        """Read every page of a mapping into memory; other memory has all its pages."""
+        """Read every page of a mapped file into memory. Memory of other kinds needs no read."""
 
     @cached_property
     def views(self) -> list[torch.Tensor]:
@@ -96,28 +98,29 @@ class MappedTensors(FileTensors):
 
     Args:
         file: open file.
-        file_bytes: its size.
-        layout: of its tensors.
-        access: ``mmap.ACCESS_WRITE``: a writer's mapping; copies into it are in the file.
-            ``ACCESS_COPY``: a reader's, to hand out: a program that changes a snapshot's tensor
-            changes its own copy of that page, never the file. ``ACCESS_READ``: to copy from.
+        file_bytes: size of the file.
+        layout: layout of the file.
+        access: ``mmap.ACCESS_WRITE`` for a writer: its copies into the mapping change the file.
+            ``ACCESS_COPY`` for tensors that a reader returns to users: a user who changes one
+            changes a private copy of the page, never the file. ``ACCESS_READ`` for a reader that
+            copies tensors out.
     """
 
     def __init__(self, file: int, file_bytes: int, layout: Layout, *, access: int) -> None:
         super().__init__(map_file(file, file_bytes, access), layout)
         self.identity = filesystem.identity_of(file)
-        """Identity of the mapped file, which another file of the same name may replace."""
+        """Identity of the mapped file. Later, another file can have its name."""
         self._access = access
         self._device_copies = 0
         if access == mmap.ACCESS_COPY:
             _read_mappings[self.address] = self
 
     def read_ahead(self) -> None:
-        """Touch every page, with the interpreter's lock let go."""
+        """Read a byte of every page, without the interpreter's lock."""
         self._bytes[:: mmap.PAGESIZE].amax()
 
     def is_unwritten(self) -> bool:
-        """Whether it shows the file: no page is this process's own, as a write would make it."""
+        """Whether all pages are the file's: a write makes a private copy of a page."""
         if self._access != mmap.ACCESS_COPY:
             return True
         first, num_pages = self.address // mmap.PAGESIZE, -(-len(self.raw) // mmap.PAGESIZE)
@@ -132,11 +135,11 @@ class MappedTensors(FileTensors):
         return len(pages) == num_pages and not bool(is_own.any())
 
     def expect_device(self) -> None:
-        """Page-lock the file when a GPU's tensors come a second time.
+        """Expect a copy between the file and a GPU. At the second call, page-lock the file.
 
-        That takes as long as four copies do afterwards, so a file that is written once is not
-        locked. Of files in main memory only: to lock another one's pages, which the kernel
-        writes to a disk, is not safe.
+        Page-locking takes as long as four later copies, so a file that is written once is not
+        locked. The file must be in main memory: locking pages that the kernel writes to a disk is
+        not safe.
         """
         if self._device_copies == 1:
             try:
@@ -149,7 +152,7 @@ class MappedTensors(FileTensors):
 
 
 _read_mappings: weakref.WeakValueDictionary[int, MappedTensors] = weakref.WeakValueDictionary()
-"""Readers' mappings in this process, by the address of their memory."""
+"""Mappings that readers of this process return to users, by the address of their memory."""
 
 
 def file_under(tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -163,18 +166,18 @@ def file_under(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 class KeptMappings:
-    """Mappings of the files that are written, or read, again and again.
+    """Mappings of files, kept for the next version that is written to, or read from, a file.
 
-    Making one takes as long as copying into it, page by page.
+    Mapping a file takes as long as copying into it, because the kernel maps page by page.
     """
 
     def __init__(self) -> None:
         self._mapped: dict[Path, MappedTensors] = {}
 
     def get(self, path: Path, file: int) -> MappedTensors | None:
-        """Return the mapping of an open file, unless a write here has changed it.
+        """Return the mapping of an open file, or None without one, or if it has private pages.
 
-        If there is none, the mapping of the other file that this one replaces is dropped.
+        If it returns None, it drops the mapping of the file that this one replaces.
         """
         mapped = self._mapped.get(path)
         if (
@@ -183,7 +186,7 @@ class KeptMappings:
             and mapped.is_unwritten()
         ):
             return mapped
-        # A mapping keeps an unlinked file's room; and each buffer has one file.
+        # Each buffer has one file. An unlinked file's room is free only once it is unmapped.
         self._mapped = {
             kept_path: kept
             for kept_path, kept in self._mapped.items()
@@ -196,9 +199,10 @@ class KeptMappings:
         self._mapped[path] = mapped
 
     def keep_only(self, layout: Layout | None) -> None:
-        """Unmap files of other layouts, or of all if None: they will not be written again.
+        """Unmap all files of other layouts. If None, unmap all files.
 
-        A mapping keeps an unlinked file's room, which the new file may need.
+        Files of other layouts are not written again. The new file may need their room, which is
+        free only once they are unmapped.
         """
         self._mapped = {
             path: mapped for path, mapped in self._mapped.items() if mapped.layout is layout
@@ -209,10 +213,10 @@ class KeptMappings:
 
 
 def new_memory(num_bytes: int) -> torch.Tensor:
-    """Allocate flat bytes of main memory, not yet written.
+    """Allocate flat bytes of main memory. Their content is undefined.
 
     Raises:
-        StoreAccessError: there is no room for them.
+        StoreAccessError: there is not enough memory.
     """
     try:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -225,22 +229,22 @@ def new_memory(num_bytes: int) -> torch.Tensor:
 
 def as_bytes(data: torch.Tensor) -> memoryview:
     """Return the memory of a flat tensor of bytes."""
-    array: Any = data.numpy()  # a buffer, which numpy's types say from Python 3.12 on only
+    array: Any = data.numpy()  # a buffer; numpy's types say so only from Python 3.12 on
     return memoryview(array)
 
 
 def flat_view(tensor: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """View a contiguous tensor's memory as a flat tensor of another dtype.
 
-    A single element is contiguous whatever its stride is, and torch views it only with a stride of
-    1.
+    A tensor of one element is contiguous with any stride, but torch views it as another dtype only
+    if the stride is 1.
     """
     flat = tensor.detach().reshape(-1)
     return flat.as_strided(flat.shape, (1,)).view(dtype)
 
 
 def view_tensor(data: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
-    """View one of a layout's tensors in the bytes that the layout describes."""
+    """View the bytes of one of a layout's tensors with its dtype and shape."""
     spec = layout.specs[index]
     start = layout.offsets[index]
     flat = data[start : start + spec.num_bytes]
@@ -248,15 +252,15 @@ def view_tensor(data: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
 
 
 def map_file(file: int, file_bytes: int, access: int) -> torch.Tensor:
-    """Map an open file; the mapping holds no lock.
+    """Map an open file. The mapping does not hold the file's lock.
 
-    A map keeps a duplicate of its descriptor, and with it the lock of whatever it was opened as;
-    forked children keep it too. So the file is opened once more.
+    A mapping duplicates its descriptor, which holds the lock of the same open file, also in forked
+    children. So the file is opened a second time, without a lock.
     """
     mode = os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY
     with filesystem.os_errors("map a weights file", path := f"/proc/self/fd/{file}"):
         opened = filesystem.Descriptor.open(path, mode)
-    # A reader writes into no page of it, or few: none need be set aside for a copy of each.
+    # A reader writes to few pages, if any: the kernel need not reserve memory for private copies.
     flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if access == mmap.ACCESS_COPY else mmap.MAP_SHARED
     protection = mmap.PROT_READ if access == mmap.ACCESS_READ else mmap.PROT_READ | mmap.PROT_WRITE
     try:
@@ -269,7 +273,7 @@ def map_file(file: int, file_bytes: int, access: int) -> torch.Tensor:
         ) from error
     if access != mmap.ACCESS_READ:
         return torch.frombuffer(mapped, dtype=torch.uint8)
-    # torch warns of memory that cannot be written, which it cannot know otherwise.
+    # torch warns if a buffer is read-only. It does not know that memory at an address is.
     array = np.frombuffer(mapped, np.uint8)
     memory = (ctypes.c_ubyte * file_bytes).from_address(array.ctypes.data)
     memory.owner = array  # type: ignore[attr-defined] # keeps the mapping
@@ -285,14 +289,14 @@ def copy_one(destination: torch.Tensor, source: torch.Tensor) -> None:
 def can_cast_to(dtype: torch.dtype) -> bool:
     """Whether floating-point tensors can be published in this dtype.
 
-    Not two numbers an element, nor a dtype of scales, which has no sign.
+    A dtype with two numbers in one element cannot, and a dtype for scales, which has no sign.
     """
     is_special = DTYPE_NAMES.get(dtype) in ("float4_e2m1fn_x2", "float8_e8m0fnu")
     return dtype in DTYPE_NAMES and dtype.is_floating_point and not is_special
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype, *, device: str = "cpu") -> bool:
-    """Whether the tensor's bytes lie on such a device just as a file of ``dtype`` holds them."""
+    """Whether the tensor is on such a device, with its bytes as a file of ``dtype`` has them."""
     return (
         tensor.dtype is dtype
         and tensor.device.type == device
@@ -303,7 +307,7 @@ def is_plain(tensor: torch.Tensor, dtype: torch.dtype, *, device: str = "cpu") -
 
 
 def split_evenly(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """Cut ``range(len(sizes))`` into at most ``parts`` slices of about equal total size."""
+    """Cut ``range(len(sizes))`` into at most ``parts`` slices with about equal sums of sizes."""
     share = max(1, -(-sum(sizes) // parts))
     slices: list[tuple[int, int]] = []
     first = filled = 0
@@ -318,24 +322,24 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
 
 
 def join_blocks(blocks: Sequence[Block], digests: Sequence[int]) -> list[int]:
-    """Return the checksum of each tensor that these blocks make up, from their digests."""
+    """Return the checksums of the tensors that consist of these blocks, by the blocks' digests."""
     pairs = zip(blocks, digests, strict=True)
     by_tensor = itertools.groupby(pairs, lambda pair: pair[0].tensor)
     return [join_digests([digest for _, digest in of_one]) for _, of_one in by_tensor]
 
 
 def join_digests(digests: Sequence[int]) -> int:
-    """Return the checksum of a tensor from the digests of its blocks, one at least."""
+    """Return the checksum of a tensor, by the digests of its blocks. It has at least one block."""
     if len(digests) == 1:
         return digests[0]
     return xxhash.xxh3_64_intdigest(pack_checksums(digests))
 
 
 def pack_checksums(checksums: Sequence[int]) -> bytes:
-    """Return the table of checksums for the file."""
+    """Encode the table of checksums of a weights file."""
     return b"".join(checksum.to_bytes(8, "little") for checksum in checksums)
 
 
 def unpack_checksums(data: bytes) -> list[int]:
-    """Return the checksums in a file's table."""
+    """Decode the table of checksums of a weights file."""
     return [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]

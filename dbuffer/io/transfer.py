@@ -1,11 +1,11 @@
-"""Reading and writing weights files that are not mapped, in long runs and several at once.
+"""Reads and writes weights files on network mounts, without mapping them.
 
-Across a network a mapping is the wrong tool: a file that goes away is a SIGBUS, and a page that
-is written first comes over the network to be read. So bytes go through `pread` and `pwrite`, and
-are hashed in passing, while they are in a core's cache.
+A file on a network mount is not mapped: if it is removed, a read of the mapping is a SIGBUS, and
+before a page is written, the kernel reads it over the network. Threads read and write long spans
+with `pread` and `pwrite`, and hash each span while it is in a core's cache.
 
-Where the ranks of a trainer share no memory, each wrote a part of the data, a file of its own; a
-weights file that holds all its data is read as if it were its only part.
+If the ranks of a trainer share no memory, each rank writes a part: a file with its share of the
+data. A weights file without parts is read in the same way, as its only part.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DIGEST_OF_NOTHING = xxhash.xxh3_64_intdigest(b"")
 
 
 def part_path(path: Path, part: int | None) -> Path:
-    """Return the path of a part of the weights file at ``path``, or of the file if None."""
+    """Return the path of a part of the weights file at ``path``, or ``path`` if part is None."""
     return path if part is None else path.with_name(part_name(path.name, part))
 
 
@@ -61,16 +61,16 @@ def read_tensors(
     its layout has some, are beside ``path``.
 
     Raises:
-        StoreCorruptError: a file is shorter than its layout, or a part longer.
-        StoreAccessError: a file cannot be read, or someone else could have written a part.
+        StoreCorruptError: a file is shorter than its layout says, or a part is longer.
+        StoreAccessError: a file cannot be read, or other users can write to a part.
         StoreNotFoundError: a file was removed meanwhile.
     """
-    # Where a version is in parts, no part has an empty tensor.
+    # If a version is in parts, no part has the empty tensors.
     digests = [DIGEST_OF_NOTHING] * len(layout.blocks)
 
     def work(first: int, end: int) -> None:
         for part, spans in itertools.groupby(layout.spans[first:end], lambda span: span.part):
-            # Opened once more for each thread: sharing one spoils each other's read-ahead.
+            # Each thread opens the file: on a shared descriptor, the kernel's read-ahead fails.
             name = f"/proc/self/fd/{files[part]}"
             with Descriptor.open(name, os.O_RDONLY) as opened:
                 for span in spans:
@@ -93,9 +93,10 @@ def write_tensors(
     *,
     hashed: bool,
 ) -> list[int] | None:
-    """Write all tensors into an open file, cast where dtypes differ; return checksums if hashed.
+    """Write all tensors into an open file, cast to its dtypes; return checksums if ``hashed``.
 
-    Takes some :data:`SPAN_BYTES` of memory a thread, and a copy of a tensor that is not contiguous.
+    Each thread needs memory for two spans of :data:`SPAN_BYTES`, and for a copy of any tensor that
+    is not contiguous.
     """
     digests = [0] * len(layout.blocks)
 
@@ -119,7 +120,7 @@ def write_tensor(
     *,
     hashed: bool,
 ) -> list[int]:
-    """Write a tensor to its place, cast to ``dtype``, in bounded memory; return its digests."""
+    """Write a tensor at ``offset``, cast to ``dtype``; return its blocks' digests if ``hashed``."""
     digests: list[int] = []
     with filesystem.os_errors("write a tensor", path):
         for data in _spans_of(source, dtype):
@@ -132,10 +133,10 @@ def write_tensor(
 
 
 def _spans_of(source: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yield a tensor's bytes as the file holds them, in memory that the next span uses again.
+    """Yield a tensor's bytes, span by span, as the file holds them. Spans share one memory.
 
-    The bytes are written, and then hashed, and the trainer may change its tensor in between: so
-    they are copied even if the tensor's memory has them in this order.
+    Each span is copied, even if the tensor's memory has the same bytes: the trainer may change its
+    tensor after a span was written and before it is hashed.
     """
     elements = source.detach().reshape(-1)
     step = SPAN_BYTES // dtype.itemsize
@@ -157,7 +158,10 @@ def chunks_of(file: Descriptor, path: Path | str) -> Iterator[bytes]:
 def _open_parts(
     stack: contextlib.ExitStack, file: int, path: Path, layout: Layout
 ) -> dict[int | None, int]:
-    """Return descriptors of all files. Each part must be trusted no less than the file."""
+    """Open all parts; return their descriptors, and the weights file's.
+
+    A part must not be writable by more users than the weights file.
+    """
     files: dict[int | None, int] = {None: file}
     trusted = os.fstat(file)
     for part, num_bytes in enumerate(layout.part_bytes):
@@ -178,7 +182,7 @@ def _open_parts(
 
 
 def _read_span(file: int, span: Span, into: FileTensors | Descriptor, path: Path) -> memoryview:
-    """Read a span into its place; return its bytes."""
+    """Read a span into memory or another file; return its bytes."""
     if isinstance(into, FileTensors):
         data = into.raw[span.start : span.end]
     else:
@@ -204,11 +208,11 @@ def _cut_spans(layout: Layout, num_slices: int) -> list[tuple[int, int]]:
 def _fill_spans(
     layout: Layout, sources: Sequence[torch.Tensor], spans: Sequence[Span]
 ) -> Iterator[tuple[Span, memoryview]]:
-    """Yield spans with their bytes, just as the file holds them, valid until the next one."""
+    """Yield spans with their bytes as the file holds them. The bytes are valid until the next."""
     room = torch.empty(2 * SPAN_BYTES, dtype=torch.uint8)
     flat_of, flat = -1, torch.empty(0)
     for span in spans:
-        memory = room[: span.end - span.start].zero_()  # gaps are written too
+        memory = room[: span.end - span.start].zero_()  # padding is written too
         for block in layout.blocks[span.first_block : span.end_block]:
             if not block.num_bytes:
                 continue
@@ -220,8 +224,8 @@ def _fill_spans(
                 address = source.data_ptr() + block.offset
                 ctypes.memmove(place.data_ptr(), address, block.num_bytes)
                 continue
-            if flat_of != block.tensor:  # copied once, not per block
-                flat = torch.empty(0)  # before the next is made
+            if flat_of != block.tensor:  # copied once for all its blocks
+                flat = torch.empty(0)  # free it before the next is made
                 flat_of, flat = block.tensor, source.detach().reshape(-1)
             first = block.offset // dtype.itemsize
             typed = place.view(dtype)

@@ -1,23 +1,23 @@
 """`Deltas`: the last version of a sender, and the delta from it to the next version.
 
-On a local mount each version has a whole file; the delta is a second one, made by comparing the
-version's file with the last version's. On a network mount the sender compares weights with a
-`KeptCopy` of the last version. A version with a delta mostly has no file there: it stands on an
-anchor, an earlier version's whole file, and the deltas since.
+On a local mount, each version has a weights file. The sender compares it with the last version's
+file, and writes the delta into a second file. On a network mount, the sender compares weights with
+a `KeptCopy` of the last version. Most versions with a delta have no weights file there: they
+consist of an anchor, which is an earlier version with a weights file, and of the deltas after it.
 
 A version has no delta if
 
 - it is the sender's first, or the publish before it failed;
-- it has other tensors than the last one, or ranks hold other tensors;
+- it has other tensors than the last version, or ranks hold other tensors;
 - too much changed (`MAX_CHANGED_SHARE`);
-- it has a whole file, and its delta would be too long (`is_long`), or has no room.
+- it has a weights file, and its delta would be too long (`is_long`), or the store has no room.
 
-A version with a delta gets a whole file on a network mount too if
+On a network mount, a version with a delta gets a weights file too if
 
-- its anchor is too many deltas, or bytes, back (`is_long`);
-- a file of the last version or of its deltas is damaged or gone, or a receiver cannot read them.
+- the chain of deltas since its anchor is too long (`is_long`);
+- a file of the last version or of its deltas is damaged or gone, or a receiver cannot read one.
 
-Each reason is logged. Mirrors decide for themselves: see `StoreTarget` and `BucketTarget`.
+The sender logs each reason. Mirrors have rules of their own: see `StoreTarget` and `BucketTarget`.
 """
 
 from __future__ import annotations
@@ -61,33 +61,33 @@ from dbuffer.weights.sources import Source
 logger = logging.getLogger(__name__)
 
 _UNREADABLE = (*UNDECODABLE, StoreAccessError, StoreNotFoundError)
-"""Errors of a version that is unreadable, or damaged."""
+"""Errors of an unreadable or damaged version."""
 
 _FAILED = "the last publish failed"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaBase:
-    """The version that was published last, as rank 0 knows it."""
+    """The version that was published last. Only rank 0 has it."""
 
     manifest: Manifest
     buffer: str
-    """Buffer with its manifest."""
+    """Buffer that has the version's manifest."""
     checksums: Sequence[int] | None
-    """Published checksums of its tensors, or None if it has none."""
+    """Published checksums of the version's tensors, or None if it has none."""
     delta_bytes: dict[VersionId, int]
-    """Bytes of the deltas of its chain, by the versions they lead to, oldest first. The chain's
-    first version is there with 0 bytes."""
+    """Bytes of the delta that leads to each version of the chain, oldest first; 0 for the chain's
+    first version."""
 
     def problem(self, writer: BufferWriter) -> str | None:
-        """Return why readers cannot have the version or its deltas, or None if they can.
+        """Return why readers cannot read the version or its deltas, or None if they can.
 
-        By its files, which other users must not be able to write, and receivers' records.
+        It checks the files, which other users must not be able to write, and receivers' records.
         """
         store = writer.store
         manifest = store.undamaged_manifest(self.buffer)
         if manifest is None or manifest.id != self.manifest.id:
-            # Files that no manifest names are removed with the next claim.
+            # The next claim removes files that no manifest names.
             return "the store lost the manifest of the version before"
         _, *later = self.delta_bytes.items()
         files = {store.delta_path(name): num_bytes for name, num_bytes in later}
@@ -103,12 +103,12 @@ class DeltaBase:
 
 
 class Deltas:
-    """Deltas of one sender's versions, or of all ranks' that publish together.
+    """Makes the deltas of a sender's versions, or of the versions that several ranks publish.
 
     Args:
         store: the store.
         world: the ranks.
-        copier: its threads do the work.
+        copier: its threads copy, compare and hash.
         maps_files: whether the store is on a local mount.
         hashed: whether versions have checksums.
     """
@@ -130,29 +130,29 @@ class Deltas:
         self._version = 0
         """Number of the version that is being published, on rank 0."""
         self._part: Part | None = None
-        """Part of the version published last, or being published."""
+        """This rank's part of the last version, or of the version that is being published."""
         self._copy: KeptCopy | None = None
         """Copy of the last version, on a network mount."""
         self._file: MappedTensors | None = None
         """File of the last version, on a local mount."""
         self._base: DeltaBase | None = None
-        """The last version on rank 0."""
+        """The last version, on rank 0."""
         self._has_last = False
-        """Whether these hold a version that was published, and the next one may have a delta."""
+        """Whether this sender has published a last version, so that the next can have a delta."""
         self._why_none = "this sender has published no version yet"
-        """Reason for a next version without a delta."""
+        """Reason why the next version has no delta, if there is no last version."""
         self._changes: Changes | None = None
-        """Difference of the version that is being published, on rank 0 once it is known."""
+        """Changes from the last version to the one being published, on rank 0, once found."""
 
     def forget(self, reason: str = _FAILED) -> None:
-        """Publish the next version without a delta."""
+        """Forget the last version, so that the next version has no delta. Log the reason then."""
         self._has_last, self._why_none = False, reason
         self._copy = self._file = self._base = self._changes = None
 
     def patch_of(
         self, patches: Iterable[SparsePatch], *, must_be_finite: bool
     ) -> tuple[Layout, Patch]:
-        """Return the layout of the last version, and checked patches of it."""
+        """Check patches of the last version; return its layout, and the patches as one."""
         if self._part is None or not self._has_last:
             raise VersionError(
                 f"this sender has not published what patches in {self._store.root} could follow: "
@@ -169,14 +169,14 @@ class Deltas:
         patch: Patch | None,
         progress: Progress | None,
     ) -> None:
-        """Begin a version. On a network mount, bring the copy of the last one to it. Collective.
+        """Begin a version. On a network mount, copy its weights into the kept copy. Collective.
 
         Args:
             part: this rank's part of the version.
             source: the weights.
             version: number of the version, on rank 0.
-            patch: in place of weights: new words for the last version.
-            progress: called as the weights are copied.
+            patch: new words for the last version, published instead of ``source``; or None.
+            progress: function that is called while the weights are copied.
         """
         world, self._version = self._world, version
         if self._has_last and self._part is not part:
@@ -184,7 +184,7 @@ class Deltas:
         is_first = not self._has_last
         if is_first:
             self._explain(self._why_none)
-        # However this publish ends: there is no last version until `keep`.
+        # If this publish fails in any way, `keep` is not called, and there is no last version.
         self._has_last, self._why_none, self._changes = False, _FAILED, None
         self._part = part
         if self._maps_files:
@@ -208,9 +208,9 @@ class Deltas:
             self._changes = Changes.joined([changes, *decoded])
 
     def plan_file(self, writer: BufferWriter) -> bool:
-        """Decide, and log, whether the version gets a whole file; return that.
+        """Return whether the version gets a weights file, and log the reason.
 
-        On rank 0, before a buffer is claimed.
+        Rank 0 calls it before it claims a buffer.
         """
         base = self._base
         if base is None or (self._changes is not None and not self._is_worth(self._changes)):
@@ -241,7 +241,11 @@ class Deltas:
     def write(
         self, draft: Draft, source: Source, patch: Patch | None, progress: Progress | None
     ) -> list[int] | None:
-        """Write all boxes into a draft's file, if it has one; return the checksums. Collective."""
+        """Write all boxes into the draft's weights file, if it has one. Collective.
+
+        Returns:
+            The checksums of all tensors, or None if versions have no checksums.
+        """
         world, copy = self._world, self._copy
         if copy is not None and draft.has_file:
             with world.step("write its part"):
@@ -271,13 +275,13 @@ class Deltas:
         return checksums
 
     def _write_patch(self, draft: Draft, patch: Patch) -> list[int] | None:
-        """Bring a draft's file to the last version, and write a patch into it.
+        """Write the last version and a patch of it into a draft's file.
 
         Returns:
-            The checksums of all tensors, if versions have any.
+            The checksums of all tensors, or None if versions have no checksums.
 
         Raises:
-            StoreCorruptError: the published buffer was damaged.
+            StoreCorruptError: the last version was damaged in the store.
         """
         mapped, copier, base = draft.mapped, self._copier, self._base
         assert base is not None  # noqa: S101 - patches follow a version
@@ -297,9 +301,9 @@ class Deltas:
         return list((dict(enumerate(base.checksums)) | dict(new)).values())
 
     def _apply_deltas(self, draft: Draft, base: DeltaBase) -> bool:
-        """Bring the version in a draft's file to the last one by its deltas, if they lead there.
+        """Apply deltas to the version in a draft's file, if they lead from it to the last version.
 
-        Return whether the file holds the last version now, undamaged if that has checksums.
+        Return whether the file holds the last version now. Checksums are verified if it has any.
         """
         mapped, since = draft.mapped, draft.claim.earlier
         with (
@@ -323,10 +327,10 @@ class Deltas:
         """Write the delta that leads to a draft, and publish the draft, on rank 0.
 
         Args:
-            draft: the version, which all ranks have written.
-            source: its weights.
-            metadata: the version's.
-            checksums: checksums of all its tensors, if it has any.
+            draft: the version. All ranks have written it.
+            source: the version's weights.
+            metadata: the version's metadata.
+            checksums: checksums of all tensors, or None if the version has no checksums.
 
         Returns:
             The bytes of the delta, or None without one.
@@ -344,13 +348,13 @@ class Deltas:
         return num_bytes
 
     def keep(self, draft: Draft) -> None:
-        """Keep a version that was published, for the delta to the next: its file, or the copy."""
+        """Keep the published version's mapped file or copy, for the delta to the next version."""
         if self._copy is None:
             self._file = draft.mapped
         self._has_last = True
 
     def _write_delta(self, draft: Draft, checksums: list[int] | None) -> int | None:
-        """Write the delta that leads to a draft; return its bytes, or None without one."""
+        """Write the delta that leads to a draft. Return its size, or None if there is no delta."""
         base, changes, layout = self._base, self._changes, draft.layout
         if base is None or changes is None or not self._is_worth(changes):
             return None
@@ -375,7 +379,7 @@ class Deltas:
             return None
 
     def _is_worth(self, changes: Changes) -> bool:
-        """Whether a delta is worth it; if not, log that too much changed."""
+        """Whether so little changed that a delta is of use. If not, log that."""
         assert self._part is not None  # noqa: S101 - it has begun
         if changes.num_bytes <= MAX_CHANGED_SHARE * self._part.whole.num_bytes:
             return True
@@ -389,7 +393,7 @@ class Deltas:
 
 
 def _damaged(mapped: MappedTensors, base: DeltaBase, copier: Copier) -> str | None:
-    """Return the name of a tensor that is not as the base has it, or None without checksums."""
+    """Return the name of a tensor that differs from the base's checksums, or None."""
     if base.checksums is None:
         return None
     checksums = zip(mapped.layout.specs, base.checksums, copier.checksums(mapped), strict=True)

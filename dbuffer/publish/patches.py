@@ -1,4 +1,4 @@
-"""`SparsePatch`: changed values that a trainer names, checked and brought to their places."""
+"""`SparsePatch`: new values from a trainer, checked and placed in the weights file."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class SparsePatch:
     """New values at some places of one tensor.
 
     Args:
-        name: the tensor's, as it was published.
-        indices: flat positions in the tensor, integers, each at most once; any order.
-        values: one for each. They are what will stand there, not what is added. In the tensor's
-            dtype, or in another floating-point one that is cast to it (none of eight bits is).
-        shape: of the whole tensor, as it was published; checked where it is given.
+        name: published name of the tensor.
+        indices: flat positions in the tensor, as integers in any order. None may come twice.
+        values: new value at each position; it replaces the old one. Floating-point values of
+            another dtype are cast to the tensor's, except from and to dtypes of eight bits.
+        shape: published shape of the tensor. If given, it is checked.
     """
 
     name: str
@@ -45,14 +45,15 @@ class SparsePatch:
 def patch_of(
     patches: Iterable[SparsePatch], layout: Layout, *, must_be_finite: bool = False
 ) -> Patch:
-    """Return patches of a layout's tensors as a patch of its file, checked.
+    """Check patches of a layout's tensors; return them as one patch of the weights file.
 
-    Its words have the size of the smallest element that is patched.
+    The patch's words are as long as the smallest patched elements.
 
     Raises:
-        InvalidWeightsError: one is no `SparsePatch` of plain tensors, says two things of one place,
-            or has values that cannot be cast, or must be finite and are not.
-        WeightsMismatchError: it is of a tensor, a shape, a place or a dtype that there is not.
+        InvalidWeightsError: a patch is no `SparsePatch` of plain tensors, or names a position
+            twice; or a value cannot be cast, or must be finite and is not.
+        WeightsMismatchError: the layout has no such tensor; or its shape, dtype or number of
+            elements does not match the patch.
     """
     if not isinstance(patches, Iterable):
         raise InvalidWeightsError(f"patches are a list of SparsePatch, not {patches!r:.80}")
@@ -101,14 +102,14 @@ def require_form(patch: Any) -> None:
 
 
 def is_dense(tensor: Any) -> bool:
-    """Whether it is a tensor with data of its own: no shard, not on meta, nothing sparse."""
+    """Whether it is a tensor with all its data: not sharded, not on ``meta``, not sparse."""
     return isinstance(tensor, torch.Tensor) and not problem_of_memory(tensor)
 
 
 def _cast(patch: SparsePatch, spec: TensorSpec) -> SparsePatch:
     """Return a patch with its floating-point values cast to the tensor's dtype.
 
-    Not to or from eight bits: those have scales, which a patch of other numbers does not know.
+    Dtypes of eight bits are not cast: they need scales, which the patch does not have.
     """
     pair = (patch.values.dtype, dtype := DTYPES[spec.dtype])
     if pair[0] is dtype or not all(kind.is_floating_point and kind.itemsize > 1 for kind in pair):
@@ -118,7 +119,7 @@ def _cast(patch: SparsePatch, spec: TensorSpec) -> SparsePatch:
 
 
 def _checked(patch: SparsePatch, spec: TensorSpec) -> tuple[Integers, torch.Tensor]:
-    """Return ascending positions in the tensor, and the values that go there."""
+    """Return ascending positions in the tensor, and the new value at each position."""
     label, dtype, count = f"the patch of {patch.name!r}", DTYPES[spec.dtype], math.prod(spec.shape)
     if patch.shape is not None and tuple(patch.shape) != spec.shape:
         raise WeightsMismatchError(
@@ -133,10 +134,9 @@ def _checked(patch: SparsePatch, spec: TensorSpec) -> tuple[Integers, torch.Tens
     if patch.values.dtype is not dtype:
         raise WeightsMismatchError(f"{label} holds {patch.values.dtype}, and the tensor {dtype}")
     places: Integers = patch.indices.detach().reshape(-1).to("cpu", torch.int64).numpy()
-    # Copies, in which values are conjugated and negated that only had the mark of it: what changed
-    # is written into the other buffer by the next publish.
+    # A copy, which the trainer cannot change. It also resolves lazy conjugation and negation.
     values = patch.values.detach().reshape(-1).cpu().clone(memory_format=torch.contiguous_format)
-    if not (places[1:] > places[:-1]).all():  # sorting takes longer than the check
+    if not (places[1:] > places[:-1]).all():  # the check is faster than a sort
         places, values = _in_order(label, places, values)
     if len(places) and not 0 <= int(places[0]) <= int(places[-1]) < count:
         raise WeightsMismatchError(f"{label} has indices outside of 0 to {count - 1}")
@@ -148,6 +148,6 @@ def _in_order(label: str, places: Integers, values: torch.Tensor) -> tuple[Integ
     places = places[order]
     if (places[1:] == places[:-1]).any():
         raise InvalidWeightsError(f"{label} names one place twice")
-    # Their bytes: neither torch nor numpy can pick elements of each dtype.
+    # Their bytes, because neither torch nor numpy can index tensors of all dtypes.
     rows = values.view(torch.uint8).reshape(len(places), values.dtype.itemsize)
     return places, rows[torch.from_numpy(order)].reshape(-1).view(values.dtype)
