@@ -1,13 +1,13 @@
 """`Agreement`: the ranks of a trainer take each step together, or learn together that one failed.
 
-A rank that raises on its own leaves the others waiting in the next collective. So every step ends
-in an exchange that carries its outcome on each rank; where one failed, all of them raise its
-error. The exchange has a process group of its own: the trainer's collectives cannot get between,
-and dropping it closes its connections, which the other ranks notice at once.
+If a rank raised an error alone, the other ranks would wait in the next collective. So at the end of
+each step, ranks exchange its outcome on every rank. If the step failed on a rank, all ranks raise
+that rank's error. The exchange has its own process group, so the trainer's collectives cannot
+interfere with it. If a rank drops the group, its connections close, and other ranks notice at once.
 
-Ranks that are out of step must never take each other's messages for answers. Whatever leaves a call
-on one rank alone, an interrupt for instance, drops that rank's connections; and each exchange
-carries the step's number and name, which must be the same on all ranks.
+Ranks at different steps must never exchange messages. If an error leaves a call on one rank alone,
+such as an interrupt, that rank drops its connections. Each exchange also has the step's number and
+name, which must be the same on all ranks.
 
 Messages are JSON or bytes: nothing is unpickled.
 """
@@ -42,36 +42,36 @@ from dbuffer.runtime.trouble import TranslatedErrors
 from dbuffer.store.liveness import Process
 
 _FRAME_BYTES = 1024
-"""A message of at most this size takes one collective, a longer one two."""
+"""Most bytes of a message that is sent in one collective. A longer message takes two."""
 
 _LENGTH_BYTES = 8
-"""Size of a message's length, in front of it."""
+"""Size of the length that comes before each message."""
 
 _MESSAGE_BYTES = 1 << 30
-"""Largest message of a collection, in bytes."""
+"""Most bytes of a message to rank 0."""
 
 _MAX_TIMEOUT_S = 1e9
-"""gloo adds a time-out to its clock, in nanoseconds of 64 bits."""
+"""Longest time-out: gloo adds it to its clock, as nanoseconds in 64 bits."""
 
 _LAST = "last"
-"""Key of a store: number of the last group that its ranks have met for."""
+"""Key in torch's store: number of the last meeting of its ranks."""
 
 
 class _Outcome(NamedTuple):
     """Outcome of a step on one rank."""
 
     number: int
-    """Steps and calls that this rank has begun."""
+    """Number of steps and calls that this rank has begun."""
     step: str
     value: Any
     error: str | None = None
-    """The message, where it failed."""
+    """Message of the error, or None if the step succeeded."""
     kind: str = RankFailedError.__name__
-    """The error's class, where it is one of ours."""
+    """Class of the error, if dbuffer defines it."""
     may_follow: bool = False
-    """Whether the error may follow from another rank's, as a time-out does."""
+    """Whether another rank's error may have caused this one, as with a time-out."""
     num_bytes: int = 0
-    """Size of the rank's message for rank 0."""
+    """Bytes of the rank's message to rank 0."""
 
     def failed(self, error: Exception) -> Self:
         ours = [kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind]
@@ -85,13 +85,13 @@ class _Outcome(NamedTuple):
 
 
 class Agreement(World):
-    """The ranks of a process group, or all ranks, which take steps together.
+    """Ranks of a process group, or all ranks, which take steps together.
 
-    Making one is collective, as every step is.
+    All ranks must make one together, and take each step together.
 
     Raises:
-        OptionError: torch.distributed was not initialised, or this rank is not in the group.
-        RankTimeoutError: a rank did not come within ``timeout_s``.
+        OptionError: torch.distributed was not initialized, or this rank is not in the group.
+        RankTimeoutError: a rank did not join within ``timeout_s``.
         RankFailedError: the ranks cannot connect to each other.
     """
 
@@ -109,17 +109,17 @@ class Agreement(World):
         self.peers: list[Process] = []
         self._number = 0
         self._fails_together = False
-        """Whether the error that leaves the call is raised on all ranks."""
+        """Whether all ranks raise the error that leaves the current call."""
         self._group = connect(group, self.rank, self.size, timeout_s)
         with self.step("say where it runs") as step:
             step.result = asdict(Process.here())
         self.peers = [Process(**fields) for fields in step.results]
 
     def call(self) -> TranslatedErrors:
-        """Make steps in a ``with`` block that belong together, on all ranks.
+        """Return a ``with`` block for the steps of one call, on all ranks.
 
-        An error that leaves it on this rank alone drops the connections: the others must not go on
-        without this rank, nor wait for it.
+        If an error leaves the block on this rank alone, the connections are dropped: other ranks
+        must neither continue without this rank nor wait for it.
         """
         self._number += 1
         self._fails_together = False
@@ -142,10 +142,10 @@ class Agreement(World):
         """Exchange the outcomes of a step, which ended with ``error`` on this rank, or with None.
 
         Raises:
-            DBufferError: the error of the first rank that failed, on all ranks. An error of a lost
-                connection or a time-out counts only if no other rank failed.
-            RankFailedError: that error was none of ours, or a rank was lost, interrupted, or at
-                another step.
+            DBufferError: the error of the first rank that failed, on all ranks. A lost connection
+                or a time-out is raised only if no rank failed in another way.
+            RankFailedError: dbuffer does not define the error's class; or a rank was lost,
+                interrupted, or at another step.
         """
         if error is not None and not isinstance(error, Exception):
             self.close()
@@ -164,7 +164,7 @@ class Agreement(World):
             step.messages = self._pass_messages(step, outcomes)
 
     def _encode_outcome(self, step: Step, error: Exception | None) -> tuple[str, Exception | None]:
-        """Return a step's outcome on this rank, encoded, and its error, if it failed."""
+        """Return the encoded outcome of a step on this rank, and the step's error, or None."""
         outcome = _Outcome(self._number, step.action, step.result, num_bytes=len(step.message))
         if error is None:
             try:
@@ -174,7 +174,7 @@ class Agreement(World):
         return json.dumps(outcome._replace(value=None).failed(error)), error
 
     def _pass_messages(self, step: Step, outcomes: Sequence[_Outcome]) -> list[memoryview]:
-        """Send this rank's message to rank 0; return the others' there."""
+        """Send this rank's message to rank 0. On rank 0, return the messages of the other ranks."""
         messages: list[memoryview] = []
         with self._in_step(step.action):
             if self.rank and step.message:
@@ -194,7 +194,7 @@ class Agreement(World):
         return self._group is not None
 
     def close(self) -> None:
-        """Drop the connections; ranks that wait in a step raise."""
+        """Drop the connections. Ranks that wait in a step raise an error."""
         self._group = None
 
     def _close_unless_together(self, _: BaseException) -> None:
@@ -216,7 +216,7 @@ class Agreement(World):
         return outcomes
 
     def _in_step(self, action: str, cause: Exception | None = None) -> TranslatedErrors:
-        """Talk to the other ranks in a ``with`` block; an error names the ranks lost in it."""
+        """Return a ``with`` block for an exchange. If ranks are lost, its error names them."""
 
         def translate(error: BaseException) -> None:
             if isinstance(error, RuntimeError):
@@ -240,7 +240,7 @@ class Agreement(World):
 
     def _lose(self, action: str, cause: Exception) -> NoReturn:
         self.close()
-        # A process that is killed closes its connections a moment before it counts as ended.
+        # The connections of a killed process close a moment before the process has ended.
         deadline = time.monotonic() + TIMING.ranks_end_within_s
         while not any(peer.has_ended() for peer in self.peers) and time.monotonic() < deadline:
             time.sleep(TIMING.look_s)
@@ -258,14 +258,14 @@ class Agreement(World):
 
 
 def connect(group: distributed.ProcessGroup | None, rank: int, size: int, timeout_s: float) -> Any:
-    """Make another group of the same ranks; its connections close when it is dropped.
+    """Make a process group of the same ranks. Its connections close when it is dropped.
 
-    It exchanges main memory over gloo, whatever the backend of the trainer's group.
-    `torch.distributed.new_group` would let a second group of the same ranks hang: it looks for the
-    addresses of the first one, which are still in the store.
+    It uses gloo on main memory, also if the trainer's group has another backend.
+    `torch.distributed.new_group` cannot make it: a second group of the same ranks would hang,
+    because it finds the addresses of the first group in the store.
 
     Raises:
-        RankFailedError: a rank did not come in time.
+        RankFailedError: a rank did not join in time.
     """
     timeout_s = min(timeout_s, _MAX_TIMEOUT_S)
     store = store_of_meeting(group, rank, size, timeout_s, purpose="trainer")
@@ -284,36 +284,36 @@ def store_of_meeting(
     *,
     purpose: str,
 ) -> PrefixStore:
-    """Wait for all ranks of a group, and return an empty part of torch's store for them.
+    """Wait for all ranks of a group; return an empty part of torch's store for this meeting.
 
     Raises:
-        RankFailedError: a rank did not come in time.
+        RankFailedError: a rank did not join in time.
     """
     ranks = "-".join(map(str, distributed.get_process_group_ranks(group)))
     store = PrefixStore(f"dbuffer/{purpose}/{ranks}", _get_default_store())
-    # Counted in the store, which all ranks see: a rank that was interrupted during a meeting, or
-    # that began anew, uses the number of the others.
+    # The number is in the store, which all ranks see: a rank that was interrupted during a meeting,
+    # or that restarted, gets the same number as the other ranks.
     number = store.add(_LAST, 0) + 1
     store_of_one = PrefixStore(str(number), store)
     meet(PrefixStore("here", store_of_one), rank, size, timeout_s=timeout_s)
-    # On all ranks, now that all are there; not where some have not come.
+    # Only once all ranks have met.
     store.set(_LAST, str(number))
     return store_of_one
 
 
 _HERE, _CAME = "here", "came"
-"""Words that a rank leaves: as long as it waits, and for good."""
+"""Words that a rank puts into the store: while it waits, and once it has met the others."""
 
 
 def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
-    """Wait until all ranks are here. They can meet once in a store.
+    """Wait until all ranks have called this. Ranks can meet only once in a store.
 
-    torch.distributed itself says ``Wait timeout``: here an error names the missing ranks. So every
-    rank leaves a word first that it is here.
+    The error names the missing ranks; torch.distributed would say only ``Wait timeout``. So each
+    rank first puts a word into the store.
 
     Raises:
-        RankTimeoutError: not all of them came.
-        RankFailedError: the store is not there any more; its process has ended, most likely.
+        RankTimeoutError: some ranks did not come in time.
+        RankFailedError: the store does not answer. Its process has probably ended.
     """
     where, timeout = place_of(store), datetime.timedelta(seconds=timeout_s)
     try:
@@ -329,8 +329,8 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
                 f"({first_line(error)}): has the process that hosts it ended?"
             ) from error
         if not away:
-            return  # the last one came at the last moment
-        # A rank that comes later must not see this one here, and go on.
+            return  # the last rank came just now
+        # A rank that comes later must not find this rank's word, and continue without it.
         store.delete_key(f"{_HERE} {rank}")
         missing = never or away
         reason = "did not come" if never else "came, but did not wait that long"
@@ -343,7 +343,7 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
 
 
 def place_of(store: Store) -> str:
-    """Return the place of a store, for a message."""
+    """Return the address of a store, for messages."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
@@ -354,7 +354,7 @@ def place_of(store: Store) -> str:
 
 
 def _ranks_without(word: str, store: Store, ranks: Iterable[int]) -> list[int] | None:
-    """Return the ranks that have not left this word, or None if the store does not answer."""
+    """Return the ranks without this word in the store, or None if the store does not answer."""
     try:
         return [rank for rank in ranks if not store.check([f"{word} {rank}"])]
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""`World`: the ranks that publish together take each step together; a sender alone is one rank."""
+"""`World`: ranks that take each step of a publish together. A single sender is a world of one."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, Self
 
 
 class Step(AbstractContextManager["Step"]):
-    """A step of all ranks, in a ``with`` block that each of them enters; see `World.step`."""
+    """Step that all ranks take. Each rank enters it as a ``with`` block; see `World.step`."""
 
     def __init__(self, world: World, action: str) -> None:
         self._world = world
         self.action = action
         self.result: Any = None
-        """Result of this rank, which the block sets: JSON has a list for a tuple."""
+        """Result of this rank, set in the block. It is sent as JSON: a tuple arrives as a list."""
         self.message = b""
-        """Bytes for rank 0, which the block may set on other ranks."""
+        """Bytes to send to rank 0. Ranks other than 0 can set them in the block."""
         self.results: list[Any] = []
-        """Results of all ranks, by rank, after the block."""
+        """Results of all ranks, ordered by rank; set after the block."""
         self.messages: list[memoryview] = []
-        """Messages of the other ranks that set one, by rank, on rank 0 after the block."""
+        """Messages of other ranks to rank 0, ordered by rank; set on rank 0 after the block."""
 
     def __enter__(self) -> Self:
         self._world.begin_step()
@@ -38,24 +38,24 @@ class Step(AbstractContextManager["Step"]):
 
 
 class World:
-    """Ranks that take steps together. Here one rank."""
+    """Ranks that take steps together. This class has one rank; `Agreement` has several."""
 
     rank: int = 0
     """Index of this process among the ranks."""
     size: int = 1
     """Number of ranks."""
     timeout_s: float = math.inf
-    """Time that ranks wait for a missing rank."""
+    """Longest time that ranks wait for a missing rank."""
 
     def __init__(self) -> None:
         self._is_open = True
 
     def step(self, action: str) -> Step:
-        """Return a step that all ranks take: if it fails on one of them, all of them raise.
+        """Return a step that all ranks take. If it fails on one rank, all ranks raise an error.
 
-        No collective may fail in it on some ranks and be waited for by others.
+        The block must not contain a collective that can fail on some ranks while others wait in it.
 
-        ``action`` is the same on all ranks, and completes "rank 1 could not …".
+        ``action``: completes "rank 1 could not …"; the same on all ranks.
         """
         return Step(self, action)
 
@@ -64,20 +64,20 @@ class World:
     def end_step(self, step: Step, error: BaseException | None) -> None:
         """Exchange the outcomes of a step, which ended with ``error`` on this rank, or with None.
 
-        One rank alone has its result, or its error is raised.
+        In a world of one rank, nothing is exchanged.
         """
         if error is None:
             step.results = [step.result]
 
     def losing_interrupted(self) -> AbstractContextManager[None]:
-        """Lose this rank if a collective call is interrupted in a ``with`` block before a step.
+        """Drop the connections if an interrupt, or an error of another library, leaves the block.
 
-        It would make the next call together with ranks that still make this one.
+        Otherwise, this rank's next call would meet the other ranks in their current call.
         """
         return contextlib.nullcontext()
 
     def share(self, action: str, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank."""
+        """Return the values that ranks give, ordered by rank."""
         with self.step(action) as step:
             step.result = value
         return step.results
