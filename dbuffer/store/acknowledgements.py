@@ -1,4 +1,4 @@
-"""Receivers' acknowledgements: waiting for them, and how far each receiver is behind."""
+"""Receivers' acknowledgements: `wait_applied` waits for them, `receiver_lags` measures lags."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def wait_applied(
     """Wait until receivers have applied ``version`` or a later one; see `WeightSender`.
 
     The applied version must lead to the newest. If several receivers have one id, the id has
-    applied a version when all living ones have. If none lives, the last written record counts.
+    applied a version when all its living receivers have. If none of them lives, the record that was
+    written last counts.
 
     If a receiver ends on this host or on a local mount, the wait fails a second later, so that its
     last acknowledgement can arrive. Elsewhere it fails after `Timing.presumed_dead_after_s`; if the
@@ -102,12 +103,12 @@ class _Wait:
         self._counted: dict[str, list[ReceiverRecord]] = {}
         """Records of the receivers that are waited for, by the receiver's id."""
         self._ranks: Mapping[tuple[str, str], Sequence[ReceiverRecord]] = {}
-        """Records of engines' ranks, by their engine's id and token."""
+        """Records of ranks, by the id and token of their engine."""
         self._noted_at: dict[tuple[str, str, str], float] = {}
-        """Times at which receivers were first seen in a state."""
+        """Time at which a receiver was first seen in a state, by its id, token and the state."""
 
     def look(self, writer: WriterRecord) -> int:
-        """Read all records; return how many receivers, or names, have applied the version."""
+        """Read all records; return how many of the receivers have applied the version."""
         records = self._store.receivers()
         # Read after the records: versions that receivers have applied lead to this one.
         pointer = self._store.newest_pointer()
@@ -199,7 +200,7 @@ class _Wait:
         return before == record.updated_at
 
     def _has_lasted(self, record: ReceiverRecord, state: str, limit_s: float) -> bool:
-        """Whether a receiver has been in a state for so long."""
+        """Whether a receiver has been in a state for ``limit_s``."""
         now_s = time.monotonic()
         noted_at = self._noted_at.setdefault((record.receiver, record.token, state), now_s)
         return now_s - noted_at >= limit_s

@@ -158,7 +158,7 @@ class DoubleBuffer:
         return manifests
 
     def weights_path(self, buffer: str, manifest: Manifest) -> Path:
-        """Path of the weights file that a buffer's manifest names; a kept version has its own."""
+        """Path of the weights file that a manifest names; a kept version has a link of its own."""
         if manifest.anchor_buffer is not None and not places.is_kept(buffer):
             buffer = manifest.anchor_buffer
         return self.root / buffer / manifest.file
@@ -184,10 +184,10 @@ class DoubleBuffer:
         return None
 
     def kept(self) -> dict[str, Manifest]:
-        """Read the manifests of kept versions, by their buffers; lower versions first."""
+        """Read the manifests of kept versions in ascending order, by ``kept/RUN-NUMBER``."""
         kept = {}
         for buffer, directory in self.kept_directories().items():
-            with contextlib.suppress(errors.StoreNotFoundError):  # it is dropped at this moment
+            with contextlib.suppress(errors.StoreNotFoundError):  # a sender is dropping it
                 if self.owner_only:
                     filesystem.check_trust(directory.parent)
                     filesystem.check_trust(directory)
@@ -196,7 +196,7 @@ class DoubleBuffer:
         return dict(sorted(kept.items(), key=lambda item: item[1].version))
 
     def kept_directories(self) -> dict[str, Path]:
-        """List the directories of kept versions, and of dropped ones, by their buffers."""
+        """List the directories of kept versions, by ``kept/RUN-NUMBER``; also of dropped ones."""
         directories = filesystem.list_matching(self.root / places.KEPT_DIRECTORY, "*")
         return {places.kept_buffer(directory.name): directory for directory in directories}
 
@@ -235,7 +235,7 @@ class DoubleBuffer:
             )
 
     def undamaged_pointer(self) -> Pointer | None:
-        """Read ``CURRENT``; return None also if it is damaged, as the next writer replaces it."""
+        """Read ``CURRENT``; return None if it is missing or damaged."""
         return _unless_damaged(self.pointer)
 
     def undamaged_manifest(self, buffer: str) -> Manifest | None:
@@ -248,14 +248,14 @@ class DoubleBuffer:
         return self._read(ReceiverRecord, self.record_path(receiver_id, token))
 
     def receiver(self, receiver_id: str) -> ReceiverRecord | None:
-        """Read the last record of the receivers of this id, if there is one."""
+        """Read the record that a receiver of this id wrote last, or return None."""
         records = self.records_of(receiver_id)
         return records[-1] if records else None
 
     def records_of(self, receiver_id: str) -> list[ReceiverRecord]:
         """Read the records of all receivers of this id, in the order of their last writes.
 
-        Only their files are read; as in :meth:`receivers`, damaged ones are ignored.
+        Damaged records are ignored, as in :meth:`receivers`.
         """
         entries = self._record_entries()
         paths = [Path(e.path) for e in entries if places.receiver_of(e.name) == receiver_id]
@@ -348,7 +348,7 @@ def _file_state(status: os.stat_result, now_s: float) -> _FileState | None:
 
 
 def _unless_damaged(read: Callable[[], RecordT | None]) -> RecordT | None:
-    """Read a record; return None if it is damaged. Another format's error is raised."""
+    """Read a record; return None if it is damaged. An unknown format raises its error."""
     try:
         return read()
     except errors.StoreCorruptError as error:
@@ -368,7 +368,7 @@ def pointer_to(buffer: str, manifest: Manifest) -> Pointer:
 
 
 def require_successor(store: Path | str, last: Versioned, newest: Versioned | None) -> None:
-    """Raise a `VersionRegressedError` unless the version read ``last`` leads to the newest one."""
+    """Raise a `VersionRegressedError` unless ``last``, read before, leads to ``newest``."""
     if newest is None:
         raise errors.VersionRegressedError(f"{store} was emptied: it held version {last.version}")
     match relation(last.lineage, newest.lineage):

@@ -83,7 +83,7 @@ class Contents:
         return manifest.state == "complete" and newest is not None and newest.reaches(manifest.id)
 
     def published(self, *, lost: bool = False) -> Iterator[tuple[str, Manifest]]:
-        """Yield the buffers and manifests of the versions that lead to the newest, kept ones last.
+        """Yield the buffer and manifest of each version that leads to the newest; kept ones last.
 
         A version that does not lead to the newest was lost; with ``lost``, yield kept versions that
         were lost, too. A version is kept before its buffer is reused, so none is missed.
@@ -103,7 +103,7 @@ class Contents:
 
     @property
     def last_generation(self) -> int:
-        """Highest generation in the store; 0: none."""
+        """Highest generation in the store, or 0."""
         records = (self.pointer, *self.manifests.values())
         return max((record.generation for record in records if record is not None), default=0)
 

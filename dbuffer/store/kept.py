@@ -68,7 +68,7 @@ def open_kept(store: DoubleBuffer, version: int | VersionId, *, durable: bool) -
     """Keep a version, unless it is kept already, and open the kept version.
 
     Raises:
-        VersionError: the store holds no such version, or drops it at this moment.
+        VersionError: the store does not have the version, or is dropping it.
     """
     opened = open_version(store, version)
     if opened is not None and not places.is_kept(opened.buffer):
@@ -81,7 +81,7 @@ def open_kept(store: DoubleBuffer, version: int | VersionId, *, durable: bool) -
 
 
 def require(store: DoubleBuffer, version: int) -> VersionId:
-    """Return the id of a version that is in A, in B or kept.
+    """Return the id of the version with a number; the version must be in A, in B or kept.
 
     Raises:
         VersionError: the store does not have it; the message names the versions that it has.
@@ -107,8 +107,8 @@ def pin(store: DoubleBuffer, version: int | VersionId) -> None:
     ``version`` is its number or its id.
 
     Raises:
-        VersionError: the store holds no such version, or drops it at this moment.
-        StoreNotFoundError, StoreAccessError: the store is not there, or cannot be written.
+        VersionError: the store does not have the version, or is dropping it.
+        StoreNotFoundError, StoreAccessError: the store does not exist, or cannot be written.
     """
     with (
         os_errors("pin a version", store.root),

@@ -1,4 +1,4 @@
-"""`Process`: which process wrote a record, and whether it is known to have ended.
+"""`Process`: the process that wrote a record, and whether it has ended.
 
 Process ids differ between containers, and the kernel reuses them; containers may share a host name.
 So a record names the boot, the PID namespace and the start time of its process. For a process of
@@ -19,7 +19,7 @@ from pathlib import Path
 from dbuffer.format.manifest import ReceiverRecord, WriterRecord
 
 _STARTED_FIELD = 19
-"""Index of the start time in ``/proc/PID/stat``, behind the name: in clock ticks since the boot."""
+"""Index of the start time in ``/proc/PID/stat``, counted after the process's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def _has_process(pid: int) -> bool:
     """Whether this process id is in use here, also by a zombie."""
     try:
         os.kill(pid, 0)
-    except OverflowError:  # a number that is no process id here
+    except OverflowError:  # larger than any process id
         return False
     except OSError as error:
         return error.errno == errno.EPERM
@@ -109,6 +109,6 @@ def _state_of(pid: int) -> tuple[str, int]:
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
             return "", 0
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # not Linux, or hidden from this user, or gone just now
+    except OSError:  # not Linux, hidden from this user, or ended meanwhile
         return "", 0
     return fields[0], int(fields[_STARTED_FIELD])

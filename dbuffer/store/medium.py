@@ -21,7 +21,7 @@ from dbuffer.store import filesystem
 from dbuffer.store.filesystem import MOUNT_VARIABLE, Descriptor, real_path
 
 REWRITABLE_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "ramfs", "tmpfs"})
-"""Filesystems on which allocated space stays allocated when it is written again.
+"""Filesystems that need no new space to write an allocated page again.
 
 A copy-on-write filesystem (btrfs, zfs, xfs with reflinks) needs new space for old pages, and
 writing a mapped page without space is a SIGBUS. An overlay may be on such a filesystem. It
@@ -91,7 +91,7 @@ class Medium:
         return not self.reaches_other_hosts and self.filesystem in REWRITABLE_FILESYSTEMS
 
     def now_s(self) -> float:
-        """Return seconds since the epoch, by the clock of files' times."""
+        """Return seconds since the epoch, by the clock that sets the times of files."""
         if not self.reaches_other_hosts:
             return time.time()
         since_boot_s = time.monotonic()
