@@ -35,14 +35,14 @@ from dbuffer.runtime.trouble import TranslatedErrors, log_once
 logger = logging.getLogger(__name__)
 
 MOUNT_VARIABLE = "DBUFFER_MOUNT"
-"""``network`` or ``local`` in this environment variable overrules the detected type of a mount:
-for a disk of this host that other hosts see over a network, for a FUSE mount of this host alone."""
+"""Environment variable that overrules the detected type of a mount: ``network`` is for a local disk
+that other hosts see over a network, ``local`` for a FUSE mount of this host alone."""
 
 TICK_S = 0.02
 """Pause before a directory is changed again: longer than a tick of a server's clock (10 ms)."""
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-"""Errors of a mount that knows no locks."""
+"""Errors of a mount without locks."""
 
 _MFD_CLOEXEC = 1
 
@@ -97,7 +97,7 @@ def os_errors(action: str, path: Path | str, num_bytes: int = 0) -> TranslatedEr
 
 
 def _room(path: Path, num_bytes: int) -> str:
-    """Return a file's size, and the free space of its filesystem, if that is known."""
+    """Describe the space that a file needs, and the free space of its filesystem if known."""
     with contextlib.suppress(OSError):
         status = os.statvfs(path.parent)
         return f"{format_bytes(num_bytes)} ({format_bytes(status.f_bavail * status.f_frsize)} free)"
@@ -105,13 +105,13 @@ def _room(path: Path, num_bytes: int) -> str:
 
 
 def list_matching(directory: Path, pattern: str) -> list[Path]:
-    """List the paths in a directory that match a pattern; none if it does not exist."""
+    """List the paths in a directory that match a pattern; [] if there is no directory."""
     with os_errors("list", directory):
         return list(directory.glob(pattern))
 
 
 def make_directory(path: Path, *, parents: bool = False, durable: bool = False) -> None:
-    """Make a directory that only its owner can enter, unless it is there.
+    """Make a directory that only its owner can enter, unless it exists.
 
     ``durable``: flush each directory that got a new entry.
     """
@@ -160,7 +160,7 @@ def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> Descript
         StoreAccessError: the file has another owner, or its mode lets others write.
     """
     try:
-        # O_NONBLOCK: a pipe put in the file's place must not hang the process that opens it.
+        # O_NONBLOCK: if a pipe has the file's name, opening it must not hang.
         file = Descriptor.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
@@ -269,13 +269,12 @@ def replace_file(
     lock: bool = False,
     before: Descriptor | None = None,
 ) -> Descriptor:
-    """Put ``data`` at ``path`` in one step: a reader gets the old bytes or the new ones.
+    """Put ``data`` at ``path`` atomically: a reader gets the old bytes or the new ones.
 
     Args:
         path: the file's name.
         data: its bytes.
-        scratch: a directory of the same filesystem, which no process watches or lists, for the
-            temporary file.
+        scratch: directory for the temporary file, on the same filesystem; no process watches it.
         flush: flush the file.
         durable: flush file and directory.
         lock: lock it exclusively before it has its name; no forked child inherits the lock.
@@ -355,7 +354,7 @@ def rename_directory(directory: Path, path: Path) -> None:
 
 
 def link(path: Path, name: Path) -> None:
-    """Give a file a second name, in a directory of the same filesystem."""
+    """Make a hard link to a file, on the same filesystem."""
     with os_errors("give a second name to", path):
         os.link(path, name, follow_symlinks=False)
 
@@ -504,9 +503,9 @@ def take_lock(path: Path, owner: str, *, may_lack_locks: bool) -> Descriptor | N
 
 
 def try_lock(descriptor: int, *, exclusive: bool) -> bool:
-    """Lock an open file against other openings of it; return False if one of them has a lock.
+    """Lock an open file; return False if the file is locked through another descriptor.
 
-    The kernel drops the lock when the descriptor is closed, and so when the process dies.
+    The kernel drops the lock when the descriptor is closed, also when the process dies.
 
     Raises:
         StoreAccessError: the mount has no locks, for instance; ``errno`` tells the reason.
@@ -535,7 +534,7 @@ def _cannot_lock(descriptor: int, error: OSError) -> StoreAccessError:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process has locked the file of this name exclusively; False if there is none."""
+    """Whether a process has locked the file at ``path`` exclusively; False without a file."""
     while True:
         with os_errors("look for a lock", path):
             try:
@@ -551,7 +550,7 @@ def is_locked(path: Path) -> bool:
 
 
 def was_touched_since(path: Path, since_s: float) -> bool:
-    """Whether a file was written or touched since a time of its mount's clock."""
+    """Whether a file was written or touched since ``since_s``, by its mount's clock."""
     try:
         with os_errors("look at", path):
             refresh(path.parent)
@@ -603,8 +602,8 @@ class Descriptor(Closing, ProcessBound):
     Pass the descriptor on, and not its number: once the file is closed, the number may be another
     file's.
 
-    A forked child shares its parent's locks for as long as it keeps the descriptor: a data
-    loader's worker that outlives a killed trainer would keep the store locked.
+    A forked child that kept the file would share the lock: a data loader's worker that outlives a
+    killed trainer would keep the store locked.
     """
 
     def __init__(self, number: int) -> None:
@@ -621,9 +620,9 @@ class Descriptor(Closing, ProcessBound):
 
     @classmethod
     def open(cls, path: Path | str, flags: int) -> Descriptor:
-        """Open a file, and make sure that no forked child has it.
+        """Open a file, and make sure that no forked child keeps it.
 
-        A new file is for its owner alone; ``flags`` as for `os.open`.
+        Only its owner can access a new file. ``flags`` are those of `os.open`.
         """
         for num_retries in itertools.count():
             before = _forks.moment

@@ -1,20 +1,21 @@
-"""`OpenStoreVersion`: a version open for reading, and why a read gives one whole version.
+"""`OpenStoreVersion`: a version open for reading, and why a read never mixes two versions.
 
-**On a local mount** a read is: pointer, manifest, weights file, shared lock on that file, manifest
-again. The pointer must name the first manifest. If the second is the same, no writer has begun to
-rewrite the file, and no writer that respects the lock will while it is held. A writer that does
-not, as on a mount that ignores locks, marks the manifest before it writes the first byte:
-:meth:`OpenStoreVersion.is_unchanged`, after the last byte was read, tells of it.
+**On a local mount** a reader reads the pointer and the manifest, opens the weights file, locks it
+shared, and reads the manifest again. The pointer must name the manifest. If the manifest has not
+changed, no writer has begun to rewrite the file, and no writer that respects the lock begins while
+the reader has it. If locks have no effect, a writer still marks the manifest before it writes the
+first byte. So the reader calls :meth:`OpenStoreVersion.is_unchanged` after it has read the last
+byte.
 
 **On a network mount** no lock can be trusted, and each version has its own file, which is never
 written again. A reader announces the version in its record, and then reads the manifest again. A
-writer takes the manifest away, and then reads the records before it removes a file. In any order,
-at least one of them sees the other. Checksums are compared by default, because caches may give old
+writer replaces the manifest, and then reads the records before it removes a file. In any order, at
+least one of them sees the other. Checksums are compared by default, because caches may serve old
 bytes.
 
-**Not noticed**: on a local mount, where checksums are not the default, bytes that something other
-than a writer changes, as a restore over files in use does; in a backup, a version that was
-rewritten while it was copied; losses of a power cut, unless the sender is ``durable``.
+**Not detected** on a local mount without checksums: changes by other programs, such as a restore
+over files in use. Not detected in a backup: a version that was rewritten while it was copied. Not
+detected without ``durable``: losses after a power cut.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 _LOCKED = "a writer has locked its weights file"
 
 Announce = Callable[[VersionId], None]
-"""Function that announces in the store which version is about to be read."""
+"""Function that writes into the reader's record which version it is about to read."""
 
 
 class OvertakenError(Exception):
@@ -61,23 +62,23 @@ class OpenVersion(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """Name of its weights file, for messages."""
+        """Name of the weights file, for messages."""
 
     @abc.abstractmethod
     def release(self) -> None: ...
 
     @abc.abstractmethod
     def is_unchanged(self) -> bool:
-        """Whether no writer has begun to rewrite its bytes."""
+        """Whether no writer has begun to rewrite the version's bytes."""
 
     def require_unchanged(self) -> None:
-        """Raise `OvertakenError` if a writer has begun to rewrite its bytes."""
+        """Raise an `OvertakenError` if a writer has begun to rewrite the version's bytes."""
         if not self.is_unchanged():
             raise OvertakenError
 
     @abc.abstractmethod
     def is_still_named(self) -> bool:
-        """Whether its manifest still names its files."""
+        """Whether the manifest still names the version's files."""
 
     @abc.abstractmethod
     def open_delta(self, version: VersionId) -> tuple[Path | str, Descriptor]:
@@ -95,10 +96,10 @@ class OpenVersion(abc.ABC):
 
     @contextlib.contextmanager
     def noticing_loss(self) -> Iterator[None]:
-        """Raise an `OvertakenError` for a file that was removed while it was read.
+        """Raise an `OvertakenError` if a file was removed while it was read.
 
         Raises:
-            StoreCorruptError: the version's manifest still names that file.
+            StoreCorruptError: the version's manifest still names the removed file.
         """
         try:
             yield
@@ -155,10 +156,10 @@ class OpenStoreVersion(OpenVersion):
         )
 
     def wait_after_loss(self, error: errors.StoreNotFoundError, patience: Patience) -> NoReturn:
-        """Wait a moment, and raise an `OvertakenError`, as the reader must begin again.
+        """Wait a moment, then raise an `OvertakenError`: the reader must begin again.
 
         Raises:
-            StoreCorruptError: the manifest names that file, and has for long enough.
+            StoreCorruptError: the manifest has named the missing file for `Timing.settle_s`.
         """
         logger.warning(
             "version %d was removed while it was read: %s", self.manifest.version, str(error)
@@ -189,12 +190,13 @@ def open_newest(
 ) -> OpenStoreVersion | None:
     """Open the newest version; return None if there is none above ``newer_than``.
 
-    The pointer is read first, unless ``last``, the pointer that the reader has read last, was read
-    just now. ``announce`` is called with the version before its file is opened: on a network mount,
-    a reader that does not announce the version in its record may lose the file while reading it.
+    ``last`` is the pointer that the reader read last; without ``reread`` it is used as it is.
+    ``announce`` is called with the version before its file is opened: on a network mount, a writer
+    may remove the file of a version that no record announces.
 
     Raises:
-        StoreCorruptError: pointer, manifest and file do not agree, and have not for a while.
+        StoreCorruptError: pointer, manifest and file have contradicted each other for
+            `Timing.settle_s`.
         VersionRegressedError: see :meth:`DoubleBuffer.newest_pointer`.
     """
     store.check()
@@ -217,14 +219,14 @@ def open_newest(
 def open_buffer(
     store: DoubleBuffer, buffer: str, announce: Announce | None = None
 ) -> OpenStoreVersion | None:
-    """Open the version in a buffer; return None if that is being written or dropped."""
+    """Open the version in a buffer; return None if the buffer is being written or dropped."""
     manifest = store.manifest(buffer)
     if manifest is None or manifest.state != "complete":
         return None
     opened = _try_open(store, buffer, manifest, announce)
     if isinstance(opened, OpenStoreVersion):
         return opened
-    # A writer locks a file before it marks its buffer: locked is as good as being written.
+    # A writer locks a file before it marks the buffer: if it is locked, it is being written.
     if opened != _LOCKED and store.manifest(buffer) == manifest:
         raise errors.StoreCorruptError(f"{store.root}: {opened}")
     return None
@@ -233,12 +235,12 @@ def open_buffer(
 def open_version(
     store: DoubleBuffer, version: int | VersionId, announce: Announce | None = None
 ) -> OpenStoreVersion | None:
-    """Open a version; return None if it is in no buffer and not kept.
+    """Open a version; return None if the store does not have it, in a buffer or kept.
 
-    ``version``: a version that leads to the newest, by its number; or any by its id.
+    ``version``: the id of a version; or the number of a version that leads to the newest.
 
     Raises:
-        StoreCorruptError: no undamaged buffer holds it, and one is damaged.
+        StoreCorruptError: the version was not found, and a damaged buffer may hold it.
     """
     store.check()
     contents = Contents(store)
@@ -257,14 +259,16 @@ def open_version(
     if damage is not None:
         raise damage
     for buffer in places.BUFFERS:
-        store.manifest(buffer)  # raises if it is damaged, as it may be this version's
+        store.manifest(
+            buffer
+        )  # raises an error if the manifest is damaged: it may be this version's
     return None
 
 
 def _try_open(
     store: DoubleBuffer, buffer: str, named: Pointer | Manifest, announce: Announce | None
 ) -> OpenStoreVersion | str:
-    """Open the version in a buffer, or return the reason that it cannot be opened just now."""
+    """Open the version in a buffer, or return why it cannot be opened now."""
     manifest = store.manifest(buffer)
     if manifest is None or not _names(named, manifest):
         return f"buffer {buffer} does not hold version {named.version}"
@@ -286,7 +290,7 @@ def _try_open(
 
 
 def _require_readable(store: DoubleBuffer, manifest: Manifest) -> None:
-    """Refuse bytes that could be a mix of two versions without anything to show it."""
+    """Refuse a version that could be a mix of two versions without being detected."""
     may_be_mixed = not manifest.is_final and manifest.checksums_xxh3 is None
     if may_be_mixed and store.medium.reaches_other_hosts:
         raise errors.StoreAccessError(
@@ -300,12 +304,12 @@ def _require_readable(store: DoubleBuffer, manifest: Manifest) -> None:
 def _reason_not_to_read(
     store: DoubleBuffer, file: Descriptor, path: Path, buffer: str, manifest: Manifest
 ) -> str | None:
-    # On a network mount, locks may have no effect, and no file is written a second time.
+    # No lock on a network mount: it may have no effect, and no file is rewritten there.
     if store.medium.maps_files and not filesystem.try_lock(file.number, exclusive=False):
         return _LOCKED
-    # Read again, now that it is locked or announced: a writer marks the manifest only after
-    # it has locked the file, and removes the file only after it has marked the manifest and
-    # then read no record that announces it.
+    # Now the version is locked or announced, so read the manifest again. A writer locks the file
+    # before it marks the manifest. It removes a file only after it has marked the manifest and
+    # then found no record that announces the version.
     if store.manifest(buffer) != manifest:
         return f"buffer {buffer} was rewritten"
     try:
@@ -319,7 +323,7 @@ def _reason_not_to_read(
 
 
 class Patience:
-    """Distinguishes a race with a writer, which passes by itself, from damage, which stays."""
+    """Tells a race with a writer, which is soon over, from damage, which stays."""
 
     def __init__(self) -> None:
         self._about: object = None
@@ -327,7 +331,7 @@ class Patience:
         self._pauses_s = doubling(*filesystem.LOCK_PAUSES_S)
 
     def wait(self, about: object) -> bool:
-        """Wait a moment; return False if it has been about the same thing for long enough."""
+        """Wait a moment; return False if ``about`` was the same for `Timing.settle_s`."""
         now_s = time.monotonic()
         if about != self._about:
             self._about, self._since_s = about, now_s

@@ -45,12 +45,12 @@ class PublishedRecord:
     def __init__(self, store: DoubleBuffer, receiver_id: str, token: str) -> None:
         self.path = store.record_path(receiver_id, token)
         self.record: ReceiverRecord | None = None
-        """Record that was put there last."""
+        """Record that was written last."""
         self._store = store
         self._file: Descriptor | None = None
 
     def put(self, record: ReceiverRecord) -> None:
-        """Replace the file, and show life from then on."""
+        """Replace the file, and show from then on that the receiver lives."""
         self._file = self._store.medium.publish_file(
             self.path, encode(record), shows_life=True, before=self._file
         )
@@ -64,18 +64,20 @@ class PublishedRecord:
         if not self.is_there():
             self.put(self.record)
             return
-        with contextlib.suppress(OSError):  # the network is cut
+        with contextlib.suppress(OSError):  # the network is down
             os.utime(self.path)
 
     def close(self) -> None:
-        """Stop showing life; the file stays."""
+        """Stop showing that the receiver lives; the file stays."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def is_there(self) -> bool:
-        """Whether the path still leads to the file that was written last."""
-        if self._file is None or not self._file.is_open:  # in a fork: the parent's
+        """Whether the file that was written last is still at its path."""
+        if (
+            self._file is None or not self._file.is_open
+        ):  # in a forked child: the file is the parent's
             return False
         with contextlib.suppress(OSError):
             filesystem.refresh(self.path.parent)
@@ -142,7 +144,7 @@ class OwnRecord(ProcessBound):
         self.set(**changes)
 
     def write_problem(self, error: Exception, version: VersionId | None) -> None:
-        """Report why a version cannot be applied, or why the store cannot be read if it is None."""
+        """Report why a version cannot be applied; None: why the store cannot be read."""
         self.write(problem=described(error), problem_version=version)
 
 
@@ -196,9 +198,9 @@ class RecordFile(OwnRecord):
                 self._heartbeat = _start_heartbeat(self._beat)
 
     def close(self) -> None:
-        """Say that the receiver has ended; its record stays, and is not written again."""
+        """Record that the receiver has ended; the record stays, and is not written again."""
         if self._is_inherited:
-            return  # the parent's heartbeat may have had the lock when this process was forked
+            return  # the parent's heartbeat may have held the lock during the fork
         with self._lock:
             self._is_closed = True
             self._stop_heartbeat()
@@ -228,7 +230,7 @@ class RecordFile(OwnRecord):
     def _beat(self) -> None:
         """Write the record if that failed before; otherwise show life."""
         with self._lock, contextlib.suppress(errors.DBufferError):
-            if self._heartbeat is None:  # closed or removed just now
+            if self._heartbeat is None:  # closed or removed meanwhile
                 return
             if not self._can_write:
                 self._write()
@@ -280,7 +282,7 @@ def _has_ended(store: DoubleBuffer, record: ReceiverRecord) -> bool:
 
 
 def _start_heartbeat(beat: Callable[[], None]) -> threading.Event:
-    """Call a method every `Timing.heartbeat_s` while its object is in use; return a stop event."""
+    """Call a method every `Timing.heartbeat_s` until its object is dropped; return a stop event."""
     stop = threading.Event()
     method = weakref.WeakMethod(beat)
 

@@ -1,10 +1,12 @@
-"""`Retention`: which files of a store stay, and why; it removes all others.
+"""`Retention`: decides which files of a store stay, and removes all others.
 
-A weights file, with its parts, or a delta stays for one `Reason`: the manifest of A, of B or of a
-kept version names it; or it is on a network mount, where no lock holds a writer back, and a reader
-may need it. A version stays kept while it is pinned, or among as many as the writer keeps.
+A delta stays for a `Reason`, and so does a weights file with its parts. A manifest of A, B or a
+kept version names the file; or, on a network mount, where no lock keeps a writer waiting, a reader
+may still need it. A kept version stays while it is pinned, or while it is one of the newest
+``num_kept`` versions.
 
-All that a killed process may leave in a store, and who removes it. The kernel drops its locks.
+This table lists all files that a killed process may leave in a store, and who removes each file.
+The kernel drops the locks of the process.
 
 ====================================== ============= ==========================================
 file                                   left by       removed by
@@ -68,15 +70,15 @@ Manifests = Mapping[str, Manifest | None]
 
 
 class Reason(NamedTuple):
-    """Reason that a delta, or a weights file with its parts, stays."""
+    """Reason for which a delta, or a weights file with its parts, stays."""
 
     versions: range | None
-    """Versions whose readers need it, no version if it was never published, or None if they are not
-    known, as of a dead writer's file: then a reader of any version that is not in A or B may."""
+    """Versions whose readers need the file; empty if the file was never published. None: a dead writer
+    left the file, so a reader of any version that is not in A or B may need it."""
     unnamed_since: float = math.inf
-    """Time at which the last manifest that named it was replaced; infinite: one names it now."""
+    """When the last manifest that named the file was replaced; infinite: a manifest names it."""
     superseded_at: float = math.inf
-    """Earlier time at which a newer version was published, so that new readers took that one."""
+    """When a newer version was published, which new readers then opened; infinite: not yet."""
 
     @property
     def is_named(self) -> bool:
@@ -85,13 +87,14 @@ class Reason(NamedTuple):
 
 
 class Retention:
-    """Removes the files of a store that need not stay, for its writer.
+    """Removes the files of a store that need not stay, for the store's writer.
 
     On a network mount a reader announces a version in its record. A file that no manifest names any
-    more stays for ``reader_timeout_s`` at most, and less if no record names a version that needs
-    it: then it goes once a newer version is out for `Timing.keep_superseded_s`, for the sake of
-    readers that cannot write a record. Times are this process's own; clocks of hosts are not
-    compared. Besides the versions in A and B, ``num_kept`` stay, and are flushed if ``durable``.
+    more stays for at most ``reader_timeout_s`` while a record announces a version that needs it.
+    Without such a record, it goes `Timing.keep_superseded_s` after a newer version was published:
+    some readers cannot write a record. All times are of this process, so no clocks of two hosts are
+    compared. Besides the versions in A and B, ``num_kept`` versions stay. They are flushed if
+    ``durable``.
     """
 
     def __init__(
@@ -110,11 +113,11 @@ class Retention:
         self._num_kept = num_kept
         self._durable = durable
         self._reasons: dict[Path, Reason] = {}
-        """Deltas and weights files, each with the reason that it stays."""
+        """Reason for which each delta and each weights file stays."""
         self._flipped_at: float | None = None
         self._cleared_at = time.monotonic()
         self.spared: str | None = None
-        """Buffer of a kept version that stays, because it is being published again."""
+        """Kept version (``kept/RUN-NUMBER``) that must stay while it is published again."""
 
     def keep(self, buffer: str, manifest: Manifest) -> None:
         try:
@@ -123,7 +126,7 @@ class Retention:
             logger.warning("version %d is not kept: %s", manifest.version, str(error))
 
     def named_by(self, manifests: Manifests) -> dict[Path, range]:
-        """Return the files that manifests name, with the versions that need them."""
+        """Return the files that manifests name, and the versions that need each file."""
         named: dict[Path, range] = {}
         for buffer, manifest in manifests.items():
             if manifest is not None:
@@ -140,9 +143,9 @@ class Retention:
             self._reasons[file] = Reason(versions)
 
     def recover(self) -> None:
-        """Remove what processes that died left behind, before a writer's first version."""
-        # The new writer's record is written by now. An earlier writer that still lives may have
-        # published until then; from now on it finds out that it is superseded.
+        """Remove the files of dead processes, before this writer's first version."""
+        # This writer's record is written, so an earlier writer that still lives learns at its next
+        # step that it is superseded. Until then it may have published.
         self.sweep(Contents(self._store).manifests)
         self.clear_up()
 
@@ -153,10 +156,10 @@ class Retention:
 
         Args:
             manifests: manifests of A and B.
-            next_one: the version that begins, if one does. Kept versions are dropped beyond the
-                limit, or if they do not lead to this one.
+            next_one: the version that is about to be written, or None. Kept versions that do not
+                lead to it are dropped, and those beyond ``num_kept``.
         """
-        # Files first: a version that is pinned meanwhile is not among them.
+        # List the files first: a version that is pinned after that is not removed.
         directories = self._store.kept_directories()
         files = self._files_in([*places.BUFFERS, places.DELTAS_DIRECTORY, *directories])
         kept_versions = self._kept_versions()
@@ -164,7 +167,7 @@ class Retention:
             self._drop_excess(kept_versions, manifests, next_one)
         named = self.named_by({**manifests, **kept_versions})
         for buffer, manifest in kept_versions.items():
-            if manifest is None:  # it is damaged; the version is pinned, and stays
+            if manifest is None:  # the manifest is damaged; the pinned version stays
                 named |= {
                     file: range(0) for file in files if file.parent == directories.get(buffer)
                 }
@@ -178,8 +181,8 @@ class Retention:
     def clear_up(self, *, pause_s: float = 0.0) -> None:
         """Remove temporary files, and records of receivers, that are not needed any more.
 
-        Nothing is done within ``pause_s`` after the last call. A record that cannot be removed, as
-        another user's in a shared store, stays.
+        Do nothing if the last call is less than ``pause_s`` ago. A record that cannot be removed
+        stays, such as another user's in a shared store.
         """
         if time.monotonic() - self._cleared_at < pause_s:
             return
@@ -193,8 +196,8 @@ class Retention:
             logger.warning("cannot clear up %s: %s", self._store.root, str(error))
 
     def _remove_old_records(self, now_s: float) -> None:
-        """Remove records of receivers that ended long ago; there is no end of generated ids."""
-        # By the times of files: times in records come from the clocks of many hosts.
+        """Remove records of receivers that ended long ago: generated ids would add up forever."""
+        # By the times of the files: the times in records are of many hosts' clocks.
         aged: list[tuple[float, Path, ReceiverRecord]] = []
         for record in self._store.receivers():
             path = self._store.record_path(record.receiver, record.token)
@@ -213,7 +216,7 @@ class Retention:
                     log_once(logger, message, str(error))
 
     def _files_in(self, directories: Iterable[str]) -> dict[Path, list[Path]]:
-        """List deltas, and weights files with their parts; no files of others."""
+        """List deltas, and weights files with their parts; ignore files that are not dbuffer's."""
         files: defaultdict[Path, list[Path]] = defaultdict(list)
         for directory in directories:
             for path in filesystem.list_matching(self._store.root / directory, "*"):
@@ -223,9 +226,9 @@ class Retention:
         return files
 
     def _kept_versions(self) -> dict[str, Manifest | None]:
-        """Read the manifests of kept versions; None if it is damaged, and the version is pinned.
+        """Read the manifests of kept versions. A pinned version with a damaged manifest has None.
 
-        A pinned version that a writer was dropping gets its manifest back.
+        If a version was pinned while a writer dropped it, restore its manifest.
         """
         pinned: dict[str, Manifest | None] = {}
         for buffer in self._store.kept_directories():
@@ -239,7 +242,7 @@ class Retention:
     def _drop_excess(
         self, kept_versions: dict[str, Manifest | None], manifests: Manifests, next_one: Lineage
     ) -> None:
-        """Withdraw kept versions beyond the limit, the oldest first."""
+        """Withdraw kept versions beyond ``num_kept``, the oldest first."""
         num_kept = 0
         for buffer, manifest in reversed(list(kept_versions.items())):
             is_newest = manifest in manifests.values()
@@ -252,7 +255,7 @@ class Retention:
                 del kept_versions[buffer]
 
     def _withdraw(self, buffer: str) -> bool:
-        """Take the manifest of a kept version away, so that no reader begins.
+        """Remove the manifest of a kept version, so that no further reader opens it.
 
         Returns:
             False if the version is pinned, and keeps its manifest.
@@ -268,7 +271,7 @@ class Retention:
     def _find_reasons(
         self, files: dict[Path, list[Path]], named: dict[Path, range]
     ) -> dict[Path, Reason]:
-        """Return the reason for each file to stay, before readers are looked at."""
+        """Return the reason for each file to stay, whether or not a reader needs it."""
         now_s = time.monotonic()
         unknown = files.keys() - named.keys() - self._reasons.keys()
         ages_s = self._ages_s(files, unknown)
@@ -287,14 +290,14 @@ class Retention:
         return reasons
 
     def _ages_s(self, files: dict[Path, list[Path]], unknown: Set[Path]) -> dict[Path, float]:
-        """Return the least times in seconds since manifests named files of dead writers.
+        """Return for how many seconds, at least, no manifest has named each dead writer's file.
 
-        By the filesystem's clock. Counted from a writer's start, files of writers that live for a
-        moment, as `dbuffer publish` does, would never grow old.
+        Ages are by the filesystem's clock. Counted from this writer's start, they would never grow
+        if all writers live for a moment, as `dbuffer publish` does.
 
-        A file is unnamed since a manifest in A or B was replaced, so at least since the last one
-        was. Without deltas, a buffer's manifest lets go of one file before the next is made, so the
-        file is unnamed at least since the next one was written.
+        No manifest has named the file since a manifest of A or B was replaced, so since the later
+        of the two times at the latest. Without deltas, a buffer's manifest stops naming one file
+        before the next file is made. So the file is unnamed since the next file was written.
         """
         if not (self._is_remote and unknown):
             return {}
@@ -304,7 +307,7 @@ class Retention:
             for directory in (root / buffer for buffer in places.BUFFERS):
                 filesystem.refresh(directory)
                 marked_at[directory] = filesystem.touched_at(directory / places.MANIFEST_FILE)
-            # This writer has written one of these just now.
+            # This writer has just written one of these files.
             now_s = max(*marked_at.values(), filesystem.touched_at(root / places.WRITER_FILE))
             ages_s = dict.fromkeys(unknown, now_s - max(marked_at.values()))
             if any(places.is_delta_file(file.name) for file in files):
@@ -322,7 +325,7 @@ class Retention:
         return ages_s
 
     def _remove_unneeded(self, files: dict[Path, list[Path]], manifests: Manifests) -> None:
-        """Remove files that no manifest names and, on a network mount, no reader needs."""
+        """Remove files that no manifest names and, on a network mount, that no reader needs."""
         unnamed = [file for file, reason in self._reasons.items() if not reason.is_named]
         readers: dict[int, str] = {}
         if unnamed and self._is_remote:
@@ -331,7 +334,7 @@ class Retention:
                     if record.held is not None:
                         readers[record.held.number] = record.receiver
             except (DBufferError, OSError) as error:
-                # A publish must not fail for the sake of room.
+                # A publish must not fail because an old file cannot be removed.
                 logger.warning(
                     "cannot look for readers of old versions, keeping them: %s", str(error)
                 )
@@ -344,7 +347,7 @@ class Retention:
         for path in [path for file in files.keys() - self._reasons for path in files[file]]:
             try:
                 path.unlink(missing_ok=True)
-            except OSError as error:  # it takes room, and does no harm
+            except OSError as error:  # the file only takes space
                 logger.warning("cannot remove the old version %s: %s", path, str(error))
 
     def _may_be_read(self, file: Path, readers: dict[int, str], in_buffers: set[int]) -> bool:
@@ -368,5 +371,5 @@ class Retention:
 
 
 def _longer(versions: range, before: range | None) -> range:
-    """Return the range that goes on to the higher version."""
+    """Return the range with the higher end."""
     return versions if before is None or versions.stop >= before.stop else before

@@ -1,8 +1,8 @@
 """`Watcher`: wakes a thread that waits for the pointer to move, or for an entry of a directory.
 
-An event is a hint and nothing more. inotify sees no write from another host, drops events when
-its queue is full and has none to give when the machine's limits are used up, so a waiter always
-wakes by itself after a poll interval, and always looks at the pointer itself.
+An event is only a hint. inotify reports no write from another host, drops events when its queue is
+full, and cannot be used when the machine's limits are reached. So a waiting thread also wakes after
+a poll interval, and always reads the pointer itself.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 
 def _setting(changed: threading.Event, name: str | None) -> type[InotifyEmitter]:
-    """Return an emitter that sets an event when the entry of this name, or any, is replaced.
+    """Return an emitter that sets an event when an entry is replaced: one of this name, or any.
 
-    It sets the event in the thread that reads from inotify, not in watchdog's dispatcher: in a
-    process whose main thread computes, as an engine's does, each switch of threads may take
-    milliseconds. It holds no reference to the waiting object.
+    The thread that reads from inotify sets the event, not watchdog's dispatcher: in a process whose
+    main thread computes, such as an engine, each switch of threads may take milliseconds. The
+    emitter has no reference to the waiting object.
     """
 
     class Emitter(InotifyEmitter):
@@ -55,9 +55,9 @@ def _setting(changed: threading.Event, name: str | None) -> type[InotifyEmitter]
 class Watcher(ProcessBound):
     """Watches a directory for an entry being made or replaced.
 
-    On a network mount, and without an inotify or a thread, :meth:`wait` sleeps. The directory may
-    come later, or be replaced; then it is watched from the first wait after that. Once nothing
-    refers to a watcher, its thread ends.
+    On a network mount, or if inotify or a thread cannot be had, :meth:`wait` sleeps. If the
+    directory is made or replaced later, it is watched from the next :meth:`wait` on. A watcher that
+    is dropped ends its thread.
 
     Args:
         directory: the directory.
@@ -72,10 +72,10 @@ class Watcher(ProcessBound):
         self._observer: BaseObserver | None = None
         self._watched: tuple[int, int] | None = None
         self._watch_from = 0.0
-        """When watching is tried, by `time.monotonic`; infinite: never."""
+        """Earliest time to begin watching, by `time.monotonic`; infinite: never."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Return when the entry may have been replaced since the last call; False on time-out."""
+        """Wait until the entry may have been replaced since the last call; False on time-out."""
         self._follow_directory()
         return wait_and_clear(self._changed, timeout_s)
 
@@ -88,19 +88,19 @@ class Watcher(ProcessBound):
         self.wake()
 
     def _follow_directory(self) -> None:
-        """Watch the directory that has the name now; a removed one takes its watch with it."""
+        """Watch the directory that has the name now: a watch ends with its directory."""
         try:
             status = self._directory.stat()
         except OSError:  # a look at the pointer tells why
             return
         identity = (status.st_dev, status.st_ino)
-        # A new directory may get the inode of a removed one; the emitter ends with the old
-        # directory.
+        # A new directory may have the inode of the removed one, so look whether the emitter has
+        # ended.
         is_unwatched = identity != self._watched or self._has_ended()
         if is_unwatched and time.monotonic() >= self._watch_from:
             self._stop()
             self._watched = identity if self._start() else None
-            # A replacement before the watch began sends no event.
+            # No event tells of a replacement before the watch began.
             self._changed.set()
 
     def _start(self) -> bool:
@@ -119,8 +119,8 @@ class Watcher(ProcessBound):
             observer.start()
         except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no more threads
             if observer is not None:
-                observer.stop()  # ends the thread that it began with
-            if not isinstance(error, FileNotFoundError):  # removed since it was looked at
+                observer.stop()  # ends the thread that it has started
+            if not isinstance(error, FileNotFoundError):  # the directory was removed meanwhile
                 log_once(logger, "no inotify for %s (%s): polling", directory, str(error))
                 self._watch_from = time.monotonic() + TIMING.inotify_retry_s
             return False
@@ -136,7 +136,7 @@ class Watcher(ProcessBound):
 
     def _stop(self) -> None:
         if self._is_inherited:
-            # The kernel's watch is the parent's as well: removed here, it is removed there.
+            # The parent process shares the kernel's watch: removing it here would end it there.
             self._observer = self._watched = None
         if self._observer is not None:
             self._dropped.detach()
@@ -147,9 +147,9 @@ class Watcher(ProcessBound):
 
 
 def _stop_dropped(observer: BaseObserver, pid: int) -> None:
-    """Stop the observer of a watcher that was dropped, and not closed."""
+    """Stop the observer of a watcher that was dropped without being closed."""
     if pid == os.getpid():
-        # In a thread: Python may collect garbage where this one has watchdog's locks.
+        # In another thread: garbage may be collected while this thread has watchdog's locks.
         with contextlib.suppress(RuntimeError):  # no more threads
             threading.Thread(target=observer.stop, daemon=True).start()
 
@@ -157,6 +157,6 @@ def _stop_dropped(observer: BaseObserver, pid: int) -> None:
 def wait_and_clear(event: threading.Event, timeout_s: float) -> bool:
     """Wait for an event and clear it, or return False on time-out."""
     if not event.wait(timeout_s):
-        return False  # and not cleared: it may be set right now
+        return False  # without clearing it: another thread may be setting it
     event.clear()
     return True

@@ -1,12 +1,12 @@
-"""`WeightsFiles`: the weights files that a store's writer makes, and writes again.
+"""`WeightsFiles`: the weights files that a store's writer makes, or rewrites in place.
 
-On a local mount that can rewrite in place, and unless versions are kept, each buffer has one file,
-which is written again if the layout stays. The writer takes an exclusive lock first, and so waits
-for readers.
+On a local mount that can rewrite in place, each buffer has one file, which is rewritten while the
+layout stays the same and no versions are kept. The writer first locks the file exclusively, so it
+waits for readers.
 
-Elsewhere each version has a new file, which is never written again: on a network mount readers on
-other hosts would see torn data. There a file is flushed and read back, too. `retention` says when
-an old one is removed.
+Otherwise each version has a new file, which is never rewritten: on a network mount, readers on
+other hosts would see torn data. There a file is also flushed and read back. `retention` says when
+an old file is removed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dbuffer.store.filesystem import Descriptor
 logger = logging.getLogger(__name__)
 
 _QUIET_WAIT_S = 1.0
-"""Time that a sender waits for readers before it logs for whom."""
+"""Time that a sender waits for readers before it logs which readers it waits for."""
 
 
 class WeightsFiles:
-    """The weights files of a store's writer, open if it may write them again.
+    """The weights files of a store's writer. Files that it may rewrite are open.
 
-    On a network mount all of them are open; see `replace_file`.
+    On a network mount all files are open, for the reason given at `replace_file`.
     """
 
     def __init__(self, store: DoubleBuffer, reader_timeout_s: float) -> None:
@@ -44,11 +44,11 @@ class WeightsFiles:
     def reuse(
         self, buffer: str, old: Manifest, layout_xxh3: str | None, file_bytes: int
     ) -> Descriptor | None:
-        """Lock the idle buffer's own file and return it, or None if it cannot be written again.
+        """Lock the idle buffer's file and return it, or None if it cannot be rewritten.
 
-        On a local mount it waits for readers of the file, for ``reader_timeout_s`` at most.
+        On a local mount, wait up to ``reader_timeout_s`` for readers of the file.
         """
-        # A file that is never rewritten stays whole for its readers, removed or not.
+        # A file that is never rewritten stays intact for its readers, even if it is removed.
         if self._medium.reaches_other_hosts or old.is_final:
             return None
         file = self._lock_existing(buffer, old)
@@ -59,7 +59,7 @@ class WeightsFiles:
             and old.state == "complete"
             and old.layout_xxh3 == layout_xxh3
             and old.file_bytes == file_bytes
-            # A file that someone cut short would be a SIGBUS.
+            # If another program truncated the file, mapping it would end in a SIGBUS.
             and os.fstat(file.number).st_size == file_bytes
             and not _has_second_name(file)
         )
@@ -69,13 +69,13 @@ class WeightsFiles:
         return None
 
     def make(self, path: Path, num_bytes: int) -> Descriptor:
-        """Make a weights file, with room for ``num_bytes`` where that can be reserved."""
+        """Make a weights file, and reserve ``num_bytes`` if the filesystem can."""
         is_remote = self._medium.reaches_other_hosts
-        # Over NFS, a page that is written in part is read first if it may be read at all.
+        # Write-only: an NFS client that may read the file would read each page that it changes.
         file = filesystem.make_file(path, os.O_WRONLY if is_remote else os.O_RDWR)
         try:
             if is_remote:
-                # It has no size yet: blocks that were allocated over a network may be missing.
+                # The file has no size yet: over a network, allocated blocks may be missing.
                 filesystem.check_room(path, num_bytes)
             else:
                 # Locked before another process knows its name.
@@ -94,7 +94,7 @@ class WeightsFiles:
         file.close()
 
     def close_all_but(self, paths: Container[Path]) -> None:
-        """Close the files that are removed: a file takes room for as long as it is open."""
+        """Close all other files: they are removed, and an open file takes space."""
         for path, file in list(self._open.items()):
             if path not in paths:
                 self.close_one(file)
@@ -105,10 +105,10 @@ class WeightsFiles:
         self._open.clear()
 
     def _lock_existing(self, buffer: str, manifest: Manifest) -> Descriptor | None:
-        """Return the buffer's file, locked, or None if there is none or readers hold on to it.
+        """Lock and return the buffer's file; return None if it is missing, or readers keep it.
 
-        A reader that outlasts the time-out keeps the bytes it maps: the buffer moves to a new
-        file. It learns that it was evicted when it compares generations.
+        If a reader still has the file after the time-out, the buffer gets a new file: the reader
+        keeps the bytes that it maps, and learns that it was evicted when it compares generations.
         """
         file = self._open_again(self._store.root / buffer / manifest.file)
         if file is None:
@@ -130,7 +130,7 @@ class WeightsFiles:
         return file
 
     def _lock_against_readers(self, file: Descriptor, version: int) -> bool:
-        """Lock a weights file when its readers are done; a wait above a second is logged."""
+        """Wait for a weights file's readers, and lock it; log a wait of more than a second."""
         patience_s = self._reader_timeout_s
         quiet_s = min(patience_s, _QUIET_WAIT_S)
         if filesystem.lock_within(file.number, quiet_s):
@@ -174,5 +174,5 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def _has_second_name(file: Descriptor) -> bool:
-    """Whether a weights file has a second name, as a kept version's does."""
+    """Whether a weights file has a second hard link: a kept version's."""
     return os.fstat(file.number).st_nlink > 1

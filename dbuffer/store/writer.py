@@ -1,12 +1,12 @@
-"""`BufferWriter`: the writing side of a `DoubleBuffer`: one writer, claim, commit, recovery.
+"""`BufferWriter`: the one writer of a store, which claims buffers and commits versions.
 
-A version becomes visible in :meth:`BufferWriter.commit`, and nowhere else.
+A publish has three steps: claim the idle buffer (wait for its readers, mark its manifest
+``writing``), write the weights file, and commit (mark the manifest ``complete``, then move the
+pointer). Only :meth:`BufferWriter.commit` makes a version visible.
 
-A publish is: claim the idle buffer (wait for its readers, mark its manifest ``writing``), write
-the weights file, commit (manifest ``complete``, then the pointer). Killed anywhere in between, a
-writer leaves the pointer on the other buffer, which it never touches; the kernel drops its
-locks; the next writer finds the idle buffer marked ``writing`` and starts it anew. `retention` says
-which files it removes, and when.
+If the writer is killed before that, the pointer still names the other buffer, which the writer did
+not touch. The kernel drops the writer's locks. The next writer finds the idle buffer marked
+``writing`` and fills it again. `retention` says which files a writer removes, and when.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ from dbuffer.store.weights_files import WeightsFiles, parts_of
 logger = logging.getLogger(__name__)
 
 _CLEAR_UP_S = 10.0
-"""Least time between two searches for what dead processes left, as versions are published."""
+"""Least time between two searches for files of dead processes, while versions are published."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The idle buffer, marked as being written; on a local mount its file is locked."""
+    """The idle buffer while a version is written into it. On a local mount its file is locked."""
 
     buffer: str
     path: Path
     file: Descriptor | None
-    """The weights file; None if the version stands on the file of an earlier one, or gets the file
-    of a kept one under another name (`republish`)."""
+    """The weights file. None: the version uses the file of an earlier version (an anchor), or of a
+    kept version (`republish`)."""
     marked: Manifest
     earlier: VersionId | None
-    """Version that is in the file until it is written, or None."""
+    """Version whose bytes are in the file until it is written, or None."""
     deltas: dict[Path, int] = field(default_factory=dict)
-    """Deltas that were written for it, and their sizes."""
+    """Deltas that were written for the version, and their sizes."""
 
     @property
     def weights(self) -> Descriptor:
-        """The weights file of a claim that has one."""
+        """The weights file, which this claim must have."""
         assert self.file is not None  # noqa: S101
         return self.file
 
@@ -84,8 +84,9 @@ class Claim:
 class BufferWriter:
     """Holds the writer's lock of a store from construction to :meth:`close`.
 
-    It begins a run, whose ``run_name`` is its trainer's; a mirror's goes on with the runs of the
-    versions that it copies. With ``keep``, so many versions besides the two in the buffers stay.
+    A sender's writer begins a run, which the trainer may name (``run_name``). A mirror's writer
+    continues the runs of the versions that it copies. ``keep`` versions stay besides the two in the
+    buffers.
 
     Raises:
         OptionError: the directory holds something else.
@@ -110,7 +111,7 @@ class BufferWriter:
         require_own_directory(self.root)
         self.store.check()
         self._make_directories()
-        if keep:  # here, and not at a publish that needs it
+        if keep:  # fail now, not at the first publish that needs links
             filesystem.require_second_names(self.root / places.SCRATCH_DIRECTORY)
         self.medium = self.store.medium
         self._sync = durable or self.medium.reaches_other_hosts
@@ -124,13 +125,13 @@ class BufferWriter:
             durable=self._sync,
         )
         self._is_shown = not self.medium.reaches_other_hosts
-        """Whether other hosts see the store's directory, which may be new."""
+        """Whether other hosts have been shown the store's directory, which may be new."""
         self._generation = 0
         self._written_before: dict[tuple[str, str], float] = {}
-        """Times of receivers' records, by id and token, when it began."""
+        """Times of receivers' records when this writer began, by id and token."""
         self._last_number = 0
-        """Number of its run's last version, which the store may have lost since."""
-        # Between hosts the record shows a second writer; on a local disk readers need locks, too.
+        """Number of this run's last version, which the store may have lost since."""
+        # A mount between hosts may lack locks: there the writer's record shows a second writer.
         path, may_lack_locks = self.root / places.WRITER_LOCK_FILE, self.medium.reaches_other_hosts
         lock = filesystem.take_lock(path, "writer's", may_lack_locks=may_lack_locks)
         if lock is None:
@@ -148,7 +149,7 @@ class BufferWriter:
         except BaseException:
             self._lock.close()
             raise
-        # It runs as well if the writer is dropped, or its program ends.
+        # The finalizer also runs if the writer is dropped, or its program ends.
         self._note_close = weakref.finalize(self, _note_close, lock, self.record.token)
 
     @property
@@ -157,11 +158,11 @@ class BufferWriter:
 
     @property
     def rewrites_files(self) -> bool:
-        """Whether it writes a buffer's file again and again; else each version has a new file."""
+        """Whether a buffer's file is rewritten in place; otherwise each version has a new file."""
         return self.medium.can_rewrite_in_place and not self._keep
 
     def close(self) -> None:
-        """Give the store up, which the lock's file says from then on."""
+        """Give up the store, and write into the lock's file that this writer was closed."""
         self._files.close()
         for file in self._open_records.values():
             if file is not None:
@@ -201,16 +202,16 @@ class BufferWriter:
     ) -> Claim:
         """Keep the idle buffer's version if versions are kept, lock the buffer and mark it.
 
-        On a local mount it waits for readers of the buffer. Once the buffer is marked, it removes
-        files that need not stay (`Retention.sweep`).
+        On a local mount, wait for readers of the buffer. Once the buffer is marked, remove files
+        that need not stay (`Retention.sweep`).
 
-        The buffer's file is rewritten if the medium can do that, it has this layout already, no
-        process reads it and no other version needs it. Otherwise a new one for ``file_bytes`` is
-        made (0: not known yet). A version with an anchor gets no file.
+        The buffer's file is rewritten if the mount allows it, the file has this layout already, no
+        process reads it and no other version needs it. Otherwise a new file of ``file_bytes`` is
+        made (0: size not known yet). A version with an anchor gets no file.
 
         Raises:
             StoreFullError: there is no room for a new file.
-            StoreAccessError: others can write to the store by now, which readers refuse.
+            StoreAccessError: others can now write to the store: readers would refuse it.
             WriterSupersededError: another writer took the store over.
         """
         self._check_open()
@@ -225,13 +226,13 @@ class BufferWriter:
             not_idle = {other_buffer(buffer): newest}
             file, name, earlier = None, None, None
             if with_file and not self._keep and old is not None:
-                # The newest version may be a chain of deltas from the file of this buffer.
+                # The newest version may be a chain of deltas that begins with this buffer's file.
                 if self.root / buffer / old.file not in self._retention.named_by(not_idle):
                     file = self._files.reuse(buffer, old, layout_xxh3, file_bytes)
                 if file is not None:
                     undo.callback(self._files.close_one, file)
                     name, earlier = old.file, old.id
-            # A successor may have come while readers were waited for.
+            # During the wait for readers, another writer may have taken the store over.
             self.store.require_writer(self.record)
             marked = self._mark(buffer, version, contents.last_generation, name)
             path = self.root / buffer / marked.file
@@ -244,9 +245,9 @@ class BufferWriter:
     def _mark(
         self, buffer: str, version: Lineage, last_generation: int, file: str | None
     ) -> Manifest:
-        """Mark a buffer as being written, into this file or (None) a new one."""
-        # Counted on from our own last one too: the record that held it may be damaged by now.
-        # The commit's is one higher, whether it comes about or not.
+        """Mark a buffer as being written, into ``file``, or into a new file if None."""
+        # Also above this writer's own last generation: the record with it may be damaged by now.
+        # Two higher, because the commit adds one.
         self._generation = generation = max(self._generation, last_generation) + 2
         marked = Manifest(
             state="writing",
@@ -274,7 +275,7 @@ class BufferWriter:
         return marked
 
     def idle_file(self) -> tuple[int, int] | None:
-        """Identity of the file that the next version is written over, or None for a new one."""
+        """Device and inode of the file that the next version rewrites, or None for a new file."""
         contents = Contents(self.store)
         buffer = contents.idle_buffer
         manifest = contents.manifests[buffer]
@@ -282,7 +283,7 @@ class BufferWriter:
             return None
         path = self.store.weights_path(buffer, manifest)
         with contextlib.suppress(OSError):
-            if path.stat().st_nlink > 1:  # a kept version's too, and never written again
+            if path.stat().st_nlink > 1:  # also a kept version's file, which is never rewritten
                 return None
         return filesystem.identity_at(path)
 
@@ -294,7 +295,7 @@ class BufferWriter:
         num_bytes = 0
         with os_errors("write a delta", path):
             filesystem.make_directory(directory, durable=self._sync)
-            path.unlink(missing_ok=True)  # of a failed attempt, or copied by a mirror that died
+            path.unlink(missing_ok=True)  # left by a failed attempt, or by a mirror that died
             try:
                 with filesystem.make_file(path, os.O_WRONLY) as file:
                     for chunk in chunks:
@@ -311,7 +312,7 @@ class BufferWriter:
         return num_bytes
 
     def problem_with(self, files: Mapping[Path, int]) -> str | None:
-        """Return why readers could not open one of these files, given with their sizes, or None."""
+        """Return why readers could not open one of these files (by size), or None if they can."""
         try:
             for directory in {path.parent for path in files}:
                 with os_errors("look into", directory):
@@ -323,12 +324,12 @@ class BufferWriter:
         return None
 
     def commit(self, claim: Claim, **described: Any) -> Manifest:
-        """Make the claimed buffer the newest version, in the one step of moving the pointer.
+        """Make the claimed buffer the newest version, by atomically moving the pointer.
 
         ``described``: the manifest's fields that describe the file's contents.
 
         Returns:
-            The manifest, as it was published.
+            The published manifest.
 
         Raises:
             WriterSupersededError: another writer took the store over.
@@ -353,15 +354,15 @@ class BufferWriter:
             self.store.require_writer(self.record)
             self._put(self.root / claim.buffer / places.MANIFEST_FILE, complete)
             self.store.require_writer(self.record)
-            # Unlocked first: a receiver that is woken by the pointer finds the file free.
+            # Unlock first: a receiver that the pointer wakes must find the file unlocked.
             if claim.file is not None:
                 filesystem.unlock(claim.file.number)
-            if not complete.is_copy:  # from here on readers may know its number
+            if not complete.is_copy:  # from now on readers may have seen this number
                 self._last_number = complete.version
             with self._saying_if_published(pointer):
                 self._put(self.root / places.POINTER_FILE, pointer)
                 self._retention.note_flip(claim.buffer, complete)
-                if not self._is_shown:  # from now on no name is new that others look for
+                if not self._is_shown:  # other hosts have now been shown all names
                     filesystem.show_new_names(self.root, self.root.parent)
                     self._is_shown = True
                 if self.medium.reaches_other_hosts:
@@ -371,7 +372,7 @@ class BufferWriter:
         return complete
 
     def _saying_if_published(self, pointer: Pointer) -> TranslatedErrors:
-        """Let errors of a commit say that its version is published, if it is."""
+        """Add to errors of a commit that the version is published, if it is."""
 
         def translate(error: BaseException) -> None:
             if not isinstance(error, OSError | StoreCorruptError):
@@ -391,9 +392,9 @@ class BufferWriter:
 
     @contextlib.contextmanager
     def open_kept(self, version: int | VersionId) -> Iterator[OpenStoreVersion]:
-        """Keep a version that the store has, unless it is kept, and open it.
+        """Keep a version of the store, unless it is kept already, and open it.
 
-        While it is open, no claim drops it: a publish that fails must not lose it.
+        No claim drops the version while it is open: if the publish fails, it must still be there.
 
         Raises:
             VersionError: the store does not have it.
@@ -411,11 +412,11 @@ class BufferWriter:
     def republish(
         self, opened: OpenStoreVersion, number: int, metadata: dict[str, Any]
     ) -> Manifest:
-        """Publish a kept version's own weights file again, by a second name, as a new version."""
+        """Publish a kept version's weights file again as a new version, by a hard link."""
         claim = self.claim(self.version(number), layout_xxh3=None, file_bytes=0, with_file=False)
         try:
             for part in parts_of(opened.path):
-                if self._sync:  # the sender that wrote it may not have flushed it
+                if self._sync:  # its sender may not have flushed it
                     with os_errors("flush", part):
                         file = filesystem.open_regular(part, os.O_RDONLY, owner_only=False)
                     with file:
@@ -429,7 +430,7 @@ class BufferWriter:
             raise
 
     def _read_back(self, pointer: Pointer, complete: Manifest, sizes: dict[Path, int]) -> None:
-        """Require that a version reads as it was written, in spite of caches and successors."""
+        """Require that a version reads as it was written: no cache or other writer changed it."""
         patience = Patience()
         while True:
             try:
@@ -448,18 +449,18 @@ class BufferWriter:
             )
 
     def withdraw(self) -> None:
-        """Take all versions in the two buffers back: readers find that there is none."""
+        """Withdraw the versions in both buffers: readers then find no version."""
         with os_errors("withdraw versions", self.root):
             manifests = [self.root / buffer / places.MANIFEST_FILE for buffer in places.BUFFERS]
             for path in (self.root / places.POINTER_FILE, *manifests):
                 path.unlink(missing_ok=True)
 
     def abandon(self, claim: Claim) -> None:
-        """Drop a claim that failed. Its buffer stays marked, and is begun anew next time."""
+        """Drop a claim that failed. Its buffer stays marked; the next claim fills it again."""
         if claim.file is not None:
             self._files.close_one(claim.file)
-        # Half a version takes room and is of no use. A version that failed in the commit is
-        # whole, and may be published already.
+        # Remove an unfinished version, which only takes space. If the commit failed, the version
+        # is finished, and may be published already.
         with contextlib.suppress(DBufferError, OSError):
             if self.store.manifest(claim.buffer) == claim.marked:
                 for path in (*parts_of(claim.path), *claim.deltas):
@@ -472,7 +473,7 @@ class BufferWriter:
         return [run, *before][:MAX_RUNS]
 
     def _recover(self) -> WriterRecord:
-        """Write this writer's record, and remove what dead writers and receivers left behind."""
+        """Write this writer's record, and remove files of dead writers and receivers."""
         before = self.store.undamaged_writer()
         contents = Contents(self.store)
         self._generation = contents.last_generation
