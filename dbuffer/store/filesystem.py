@@ -622,7 +622,7 @@ class Descriptor(Closing, ProcessBound):
     def open(cls, path: Path | str, flags: int) -> Descriptor:
         """Open a file, and make sure that no forked child keeps it.
 
-        Only its owner can access a new file. ``flags`` are those of `os.open`.
+        Only its owner can access a new file. ``flags`` as for `os.open`.
         """
         for num_retries in itertools.count():
             before = _forks.moment

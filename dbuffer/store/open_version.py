@@ -331,7 +331,7 @@ class Patience:
         self._pauses_s = doubling(*filesystem.LOCK_PAUSES_S)
 
     def wait(self, about: object) -> bool:
-        """Wait a moment; return False if ``about`` was the same for `Timing.settle_s`."""
+        """Wait a moment; return False if ``about`` has stayed equal for `Timing.settle_s`."""
         now_s = time.monotonic()
         if about != self._about:
             self._about, self._since_s = about, now_s

@@ -75,9 +75,7 @@ class PublishedRecord:
 
     def is_there(self) -> bool:
         """Whether the file that was written last is still at its path."""
-        if (
-            self._file is None or not self._file.is_open
-        ):  # in a forked child: the file is the parent's
+        if self._file is None or not self._file.is_open:  # closed in a forked child
             return False
         with contextlib.suppress(OSError):
             filesystem.refresh(self.path.parent)
@@ -144,7 +142,7 @@ class OwnRecord(ProcessBound):
         self.set(**changes)
 
     def write_problem(self, error: Exception, version: VersionId | None) -> None:
-        """Report why a version cannot be applied; None: why the store cannot be read."""
+        """Report why a version cannot be applied, or why the store cannot be read."""
         self.write(problem=described(error), problem_version=version)
 
 

@@ -70,11 +70,11 @@ Manifests = Mapping[str, Manifest | None]
 
 
 class Reason(NamedTuple):
-    """Reason for which a delta, or a weights file with its parts, stays."""
+    """Why a delta stays, or a weights file with its parts."""
 
     versions: range | None
-    """Versions whose readers need the file; empty if the file was never published. None: a dead writer
-    left the file, so a reader of any version that is not in A or B may need it."""
+    """Versions whose readers need the file; an empty range if it was never published; or None if a
+    dead writer left it, so that a reader of any version outside of A and B may need it."""
     unnamed_since: float = math.inf
     """When the last manifest that named the file was replaced; infinite: a manifest names it."""
     superseded_at: float = math.inf
@@ -113,7 +113,7 @@ class Retention:
         self._num_kept = num_kept
         self._durable = durable
         self._reasons: dict[Path, Reason] = {}
-        """Reason for which each delta and each weights file stays."""
+        """Why each delta and each weights file stays."""
         self._flipped_at: float | None = None
         self._cleared_at = time.monotonic()
         self.spared: str | None = None

@@ -66,8 +66,8 @@ class Claim:
     buffer: str
     path: Path
     file: Descriptor | None
-    """The weights file. None: the version uses the file of an earlier version (an anchor), or of a
-    kept version (`republish`)."""
+    """The weights file, or None if the version uses the file of an earlier version (an anchor) or
+    of a kept version (`republish`)."""
     marked: Manifest
     earlier: VersionId | None
     """Version whose bytes are in the file until it is written, or None."""

@@ -1,6 +1,6 @@
 """The command line.
 
-Commands import torch, which takes seconds, and optional packages when they run.
+A command imports torch (which takes seconds) and optional packages only when it runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "rollback": (keep.rollback, "STORE 120"),
     "doctor": (doctor, "/mnt/shared/policy"),
 }
-"""Function of each command, and arguments for its help; STORE stands for a directory."""
+"""Function of each command, and arguments for the example in its help."""
 
 _DESCRIPTION = """Move weights from a trainer to its inference workers through a directory.
 
@@ -66,14 +66,14 @@ _TELLING = (
     "dbuffer.store.weights_files",
     "dbuffer.weights.checkpoint_directory",
 )
-"""Loggers that say at the level INFO for whom a command waits."""
+"""Loggers whose INFO messages are shown, because they explain why a command waits."""
 
 
 class StoreCommand(TyperCommand):
-    """Command whose argument STORE may be left out if the variable DBUFFER_STORE names a store."""
+    """Command whose argument STORE defaults to the variable DBUFFER_STORE."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Add the store to the arguments if one argument is missing."""
+        """Add the variable's store to the arguments if exactly one argument is missing."""
         store = os.environ.get("DBUFFER_STORE")
         names = [str(it.name) for it in self.params if it.param_type_name == "argument"]
         if store and "store" in names:
@@ -86,7 +86,7 @@ class StoreCommand(TyperCommand):
 app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},
-    rich_markup_mode=None,  # plain text: a narrow terminal wraps it, and cuts no column of a table
+    rich_markup_mode=None,  # plain text, which a narrow terminal wraps
     pretty_exceptions_enable=False,
     help=_DESCRIPTION,
     epilog=_EPILOG,
@@ -99,20 +99,20 @@ for _name, (_command, _arguments) in COMMANDS.items():
 def run(arguments: Sequence[str]) -> int:
     """Run a command and return its exit code.
 
-    An error is one line on stderr; with --debug, a traceback.
+    An error prints one line on stderr, or a traceback with --debug.
     """
     arguments = list(arguments)
     debug = "--debug" in arguments
-    if debug:  # accepted in any place
+    if debug:  # allowed anywhere on the command line
         arguments.remove("--debug")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # for terminals that lack a character
+    if isinstance(sys.stdout, io.TextIOWrapper):  # for characters that the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     _begin_logging(debug=debug)
-    # As Ctrl-C does, so that files are cleaned up.
+    # SIGTERM ends a command by an exception, as Ctrl-C does, so that it removes its files.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_SIGNAL + signal.SIGTERM))
     try:
         code = _run(arguments)
-        sys.stdout.flush()  # here, so that a broken pipe is noticed
+        sys.stdout.flush()  # now, so that a broken pipe raises here
     except BrokenPipeError:  # `dbuffer ls STORE | head`
         return EXIT_SIGNAL + signal.SIGPIPE
     except (DBufferError, OSError) as error:
@@ -127,7 +127,7 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         app(arguments, prog_name="dbuffer")
     except SystemExit as stop:
-        if isinstance(stop.__context__, BrokenPipeError):  # for typer a failure
+        if isinstance(stop.__context__, BrokenPipeError):  # typer takes a broken pipe for a failure
             raise stop.__context__ from None
         return stop.code if isinstance(stop.code, int) else EXIT_FAILED
     return 0
@@ -155,7 +155,7 @@ def _options(
 
 
 def _begin_logging(*, debug: bool) -> None:
-    if logging.root.handlers:  # of a program that calls this
+    if logging.root.handlers:  # the calling program has set up its own logging
         return
     logging.root.addHandler(LogHandler(debug=debug))
     logging.root.setLevel(logging.DEBUG if debug else logging.WARNING)

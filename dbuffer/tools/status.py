@@ -1,4 +1,4 @@
-"""`read_status`: a store's status, and the parts of it that a bucket's status shares."""
+"""`read_status`: a store's status; and functions that a bucket's status uses, too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dbuffer.store.kept import is_pinned
 
 
 def read_status(store: DoubleBuffer) -> dict[str, Any]:
-    """Return a store's status, as `dbuffer status --json` prints it; nothing is written."""
+    """Return a store's status, as `dbuffer status --json` prints it, without writing anything."""
     store.check()
     pointer = store.newest_pointer()
     newest = manifest = None
@@ -59,7 +59,7 @@ def make_status(
     problems: list[str],
     writer: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the status of a store or a bucket; some parts add problems."""
+    """Return the status of a store or a bucket, with the problems of writer, buffers, receivers."""
     killed = []
     if writer is not None and not (writer["is_alive"] or writer["was_closed"]):
         killed = [
@@ -100,7 +100,7 @@ def _writer_status(store: DoubleBuffer, writer: WriterRecord) -> dict[str, Any]:
 
 
 def in_order(receivers: Iterable[ReceiverRecord]) -> list[ReceiverRecord]:
-    """Sort records: receivers of one id side by side, and an engine's ranks below it."""
+    """Sort records by id; an engine's ranks follow the engine."""
     return sorted(
         receivers,
         key=lambda record: (
@@ -119,7 +119,7 @@ def receiver_status(
     *,
     is_alive: bool,
 ) -> dict[str, Any]:
-    """Return the status of a receiver; ``metadata`` is the newest version's."""
+    """Return the status of a receiver. ``metadata``: metadata of the newest version."""
     copied, lineage = record.copied, None if newest is None else newest.lineage
     lag = None if lineage is None else record.lag_behind(lineage, metadata)
     if lineage is not None and copied is not None and lineage.reaches(copied):
@@ -226,7 +226,7 @@ def _state_of(
     manifest: Manifest | None,
     newest: str | None,
 ) -> str:
-    """Return the state of a buffer; a kept version is lost if it does not lead to the newest."""
+    """Return the state of a buffer. A kept version that does not lead to the newest is lost."""
     if manifest is None:
         return "empty"
     is_published = contents.has_published(manifest)

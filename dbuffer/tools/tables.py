@@ -1,4 +1,4 @@
-"""Results of commands for people: lines, and tables of the dictionaries that `--json` prints."""
+"""Output for people: lines, and tables of the dictionaries that `--json` prints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dbuffer.tools.terminal import printable
 
 
 def line(text: object) -> RenderableType:
-    """Return a line of a result; no part of the text is markup."""
+    """Return a line of plain text: rich takes no part of it for markup."""
     return Text(_printable_line(text), overflow="fold")
 
 
@@ -41,15 +41,15 @@ _GAP = 2
 """Spaces behind each column."""
 
 _WORD = 9
-"""Least width of a column: longer words, such as names of tensors, are folded."""
+"""Least width of a column. Longer words, such as names of tensors, are folded."""
 
 
 @dataclasses.dataclass
 class _FittingTable:
-    """Table that folds cells between words, and leaves out last columns, in a narrow terminal."""
+    """Table for narrow terminals: it folds cells between words, and drops the last columns."""
 
     columns: list[list[str]]
-    """Title and cells of each."""
+    """Title and cells of each column."""
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
         drawn = Table(box=None, padding=(0, _GAP, 0, 0))
@@ -61,7 +61,7 @@ class _FittingTable:
         yield drawn
 
     def _widths(self, room: int) -> list[int]:
-        """Return the width of each column that fits."""
+        """Return the widths of the columns that fit into ``room``."""
         words = [[word for text in column for word in text.split()] for column in self.columns]
         minimums = [min(_WORD, max(map(cell_len, column))) for column in words]
         while len(minimums) > 2 and sum(minimums) + _GAP * len(minimums) > room:
@@ -74,7 +74,7 @@ class _FittingTable:
 
 
 def _cell(key: str, value: object) -> str:
-    """Return a value as text; the ends of keys tell units."""
+    """Return a value as text. The end of its key says its unit (``_s``, ``_bytes``)."""
     match value:
         case None | False:
             return ""
@@ -90,7 +90,7 @@ def _cell(key: str, value: object) -> str:
 
 
 def format_age(age_s: float) -> str:
-    """Return seconds in the largest fitting unit."""
+    """Return seconds as text, in the largest unit that they fill."""
     for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
         if age_s >= length_s:
             return f"{age_s / length_s:.1f} {unit}"
@@ -129,7 +129,7 @@ def status_parts(status: dict[str, Any]) -> list[RenderableType]:
             **receiver,
             "has_ended": not receiver["is_alive"],
             "step": receiver["metadata"].get("step"),
-            # A rank's would look stale: its engine's record says what the ranks have.
+            # A rank's record changes rarely: the engine's record says which version the ranks have.
             "updated_age_s": None if receiver["part_of"] else receiver["updated_age_s"],
         }
         for receiver in status["receivers"]
@@ -138,14 +138,14 @@ def status_parts(status: dict[str, Any]) -> list[RenderableType]:
 
 
 def layout_parts(layout: dict[str, Any]) -> list[RenderableType]:
-    """Return all tensors, and the other names of tied ones."""
+    """Return a table of all tensors, and a line for each name of a tied tensor."""
     tensors = [table(layout["tensors"])] if layout["tensors"] else []
     tied = [f"{alias} is tied to {name}" for alias, name in layout["aliases"].items()]
     return [*tensors, *map(line, tied)]
 
 
 def verification_parts(checks: list[dict[str, Any]]) -> list[RenderableType]:
-    """Return the buffers and their damage, and notes on versions without checksums."""
+    """Return a table of buffers and their damage, and notes on versions without checksums."""
     notes = [
         f"version {check['version']} has no checksums: bytes of its tensors are not verified"
         for check in checks
@@ -155,7 +155,7 @@ def verification_parts(checks: list[dict[str, Any]]) -> list[RenderableType]:
 
 
 def server_parts(answer: dict[str, Any]) -> list[RenderableType]:
-    """Return whether a server serves a version that it has verified, and its replicas' weights."""
+    """Return whether a server serves a verified version, and a table of its replicas."""
     serves = "serves" if answer["is_verified"] else "does not serve"
     title = f"{answer['engine']} {serves} version {answer['id'].number}, verified"
     return [line(title), table(answer["replicas"])]

@@ -1,7 +1,7 @@
 """Output: results on stdout; errors, logs and progress on stderr.
 
-Names, hosts, paths and messages come from other programs, and may contain control sequences. All of
-them pass through :func:`printable`.
+Names, hosts, paths and messages come from other programs, and may contain control sequences. So all
+output passes through :func:`printable`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 _PIPE_COLUMNS = 1 << 16
-"""Width for pipes: no line is folded."""
+"""Width of output into a pipe, so that no line is folded."""
 
 
 def printable(text: object) -> str:
@@ -29,7 +29,7 @@ def printable(text: object) -> str:
 
 
 def print_line(text: str) -> None:
-    """Print text on stdout at once, as a pipe may be waiting for it."""
+    """Print text on stdout and flush it: a program may be waiting at the other end of a pipe."""
     print(printable(text), flush=True)
 
 
@@ -54,7 +54,7 @@ def progress(text: str, *, in_bytes: bool = False) -> Iterator[Callable[[int, in
     """Show progress on stderr, if it is a terminal, until the ``with`` block ends.
 
     Yields:
-        A function that is called with the bytes done, and in all (0: unknown), from any thread.
+        A function of the bytes done and the bytes in all (0: unknown), for any thread.
     """
     if not sys.stderr.isatty():
         yield lambda *_: None
@@ -66,7 +66,7 @@ def progress(text: str, *, in_bytes: bool = False) -> Iterator[Callable[[int, in
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # a line above the progress; a pipe keeps its lines
+        redirect_stdout=sys.stdout.isatty(),  # prints lines above the progress; not into a pipe
     ) as shown:
         task = shown.add_task(printable(text), total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total or None)
@@ -86,5 +86,5 @@ class LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # no class a
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record."""
-        self.stream = sys.stderr  # progress replaces it
+        self.stream = sys.stderr  # the progress display replaces sys.stderr
         super().emit(record)

@@ -1,1 +1,1 @@
-"""The commands of ``dbuffer``, a module each."""
+"""The commands of ``dbuffer``."""

@@ -34,12 +34,12 @@ def doctor(
 ) -> None:
     """Probe a mount or a bucket: show what works on it, and how dbuffer adapts.
 
-    The probes run in a directory inside STORE that is removed afterwards; a store in STORE is not
-    touched. With `dbuffer doctor STORE --peer` on another host, it also publishes to that host, and
-    measures when the host sees each version, and whether the clocks agree. Exit code 1 if a store
-    would not be safe there, or needs --allow-shared-store.
+    The probes run in a directory inside STORE, and remove it afterwards. A store in STORE is not
+    touched. If `dbuffer doctor STORE --peer` runs on another host, this command also publishes to
+    that host, and measures when the host sees each version, and whether the clocks agree. Exit code
+    1 if a store would not be safe there, or needs --allow-shared-store.
 
-    Of a bucket (s3://BUCKET/PREFIX) it tries the rights that mirrors need.
+    In a bucket (s3://BUCKET/PREFIX), the command tries the rights that mirrors need.
     """
     place = shared.parse_place(store)
     if isinstance(place, str):

@@ -40,7 +40,7 @@ def follow(
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Print each new version. Nothing is acknowledged: no sender waits for this command."""
+    """Print each new version. The command acknowledges none, so no sender waits for it."""
     if timeout_s is not None:
         options.seconds("timeout_s", timeout_s)
     version = None
@@ -49,7 +49,7 @@ def follow(
         final = (errors.WaitTimeoutError,)
         loop = FollowLoop(receiver, "following", logger, forked="follow", final=final, stop=stop)
         try:
-            receiver.wait_for_version(None, 0.0)  # raise errors that exist from the start
+            receiver.wait_for_version(None, 0.0)  # fail now if the store cannot be used
             for _ in itertools.count() if count is None else range(count):
                 above = "" if version is None else f" above {version}"
                 with progress(f"waiting for a version{above} in {store}"):

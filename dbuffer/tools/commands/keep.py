@@ -27,7 +27,7 @@ def pin(
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Keep a version until it is unpinned, whatever the store's sender keeps.
+    """Keep a version until it is unpinned, however many versions the sender keeps.
 
     Nothing is copied: the weights file is hard-linked below `kept`.
     """
@@ -42,7 +42,7 @@ def unpin(
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Unpin a version: the next publish drops it, unless the sender's `keep=` covers it."""
+    """Unpin a version. The next publish drops it, unless the sender's `keep=` includes it."""
     kept.unpin(shared.view_of(store, allow_shared_store=allow_shared_store), version)
     text = f"version {version} of {store} is not pinned any more"
     shared.show({"version": _as_json(version), "is_pinned": False}, text, as_json=as_json)
@@ -56,12 +56,12 @@ def rollback(
 ) -> None:
     """Publish an earlier version's weights again, as the newest version.
 
-    Its metadata comes along, with the number as `republished_version`. On a local disk nothing is
-    flushed: a power cut may undo it. A trainer that has the store open calls
-    `sender.republish(VERSION)` instead.
+    The new version has the metadata of the earlier one, and its number as `republished_version`. On
+    a local disk nothing is flushed, so a power cut may undo the rollback. If a trainer has the
+    store open, call `sender.republish(VERSION)` in the trainer instead.
     """
     view = shared.view_of(store, allow_shared_store=allow_shared_store)
-    # Refuse a version that cannot be read before the sender takes the store over.
+    # Before a sender takes the store over, refuse a version that cannot be read.
     opened = open_version(view, version)
     if opened is None:
         raise kept.missing(view, version)
@@ -72,7 +72,7 @@ def rollback(
     sender = dbuffer.WeightSender(
         store,
         checksum=has_checksums,
-        keep=len(BUFFERS) + len(view.kept()),  # this drops none
+        keep=len(BUFFERS) + len(view.kept()),  # so that this sender drops no kept version
         allow_shared_store=allow_shared_store,
     )
     with sender, progress(f"publishing version {version} of {store} again"):
@@ -105,7 +105,7 @@ def export(
 ) -> None:
     """Save the newest version, or another one, as a HuggingFace checkpoint.
 
-    `vllm serve` and transformers load it. It is written beside DIR, whole, and renamed.
+    `vllm serve` and transformers load it. DIR appears once all files are written.
     """
     receiver = dbuffer.WeightReceiver(store, allow_shared_store=allow_shared_store)
     with receiver, progress(f"saving {store}", in_bytes=True) as on_bytes:

@@ -42,11 +42,11 @@ def mirror(
 ) -> None:
     """Copy each new version into a local store, for all workers of this node.
 
-    Between clusters, a bucket (s3://BUCKET/PREFIX) lies between two mirrors, one into it and one on
-    each node out of it.
+    Between clusters, use a bucket (s3://BUCKET/PREFIX): one mirror copies versions into it, and a
+    mirror on each node copies them out of it.
 
-    Start one per node, or several: one of them copies, the others stand by. A mirror can be stopped
-    and started at any time, and can follow another mirror.
+    Start one mirror on each node. If there are several, one copies and the others stand by. You can
+    stop and start a mirror at any time, and a mirror can copy from another mirror's target.
     """
     remote, local = shared.parse_place(source), shared.parse_place(target)
     num_copied = 0

@@ -104,7 +104,7 @@ def publish(
     from dbuffer.publish.draft import checked_metadata
     from dbuffer.publish.sender_options import SenderOptions
 
-    # Refuse invalid input before the sender makes the store, or takes it over.
+    # Refuse invalid input now: the sender will make the store, or take it over.
     metadata = checked_metadata(metadata)
     chosen: SenderKeywords = {
         "checksum": True,

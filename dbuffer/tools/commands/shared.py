@@ -1,4 +1,4 @@
-"""Parts of all commands: arguments, exit codes and signals."""
+"""Arguments, exit codes and signals that several commands share."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ EXIT_USAGE = 2
 EXIT_TIMEOUT = 3
 EXIT_SUPERSEDED = 4
 EXIT_SIGNAL = 128
-"""Exit code of a command that a signal stopped is this plus the signal's number, as in shells."""
+"""Added to the number of the signal that stopped a command, for the exit code (as in shells)."""
 
 
 def _parser(parse_url: Callable[[str, str], Any] = options.path) -> Callable[[str], Any]:
-    """Return a parser of paths; an empty one, from a variable that is not set, is refused."""
+    """Return a parser of paths that refuses an empty path: a shell variable may not be set."""
 
     def parsed(text: str) -> Any:
         if not text:
             raise typer.BadParameter("an empty path; is a variable not set?")
         try:
             return (parse_url if options.is_url(text) else options.path)("path", text)
-        except OptionError as error:  # whose message typer would drop
+        except OptionError as error:  # typer would drop its message
             raise typer.BadParameter(str(error)) from None
 
     return parsed
@@ -73,7 +73,7 @@ CountOption = Annotated[
 
 
 def _parse_version(text: str) -> int | VersionId:
-    """Parse a version's number, or its id; a path in its place is named."""
+    """Parse a version's number or id. For a path, suggest that the arguments are swapped."""
     if text.isdecimal():
         return int(text)
     with contextlib.suppress(ValueError):
@@ -92,7 +92,7 @@ VersionOption = Annotated[int | None, typer.Option(**_VERSION)]
 
 
 def view_of(store: Path, *, allow_shared_store: bool) -> DoubleBuffer:
-    """Return a store as readers see it, for a command that does not wait for one."""
+    """Return a store for reading, for a command that does not wait until there is a store."""
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
     if view.exists() and not is_store(store):
         state = view.state_without_version() or ": the directory has nothing of one"
@@ -101,14 +101,14 @@ def view_of(store: Path, *, allow_shared_store: bool) -> DoubleBuffer:
 
 
 def refuse_for_bucket(**options: object) -> None:
-    """Refuse options that were given and have no effect on a bucket."""
+    """Refuse the given options, which have no effect on a bucket."""
     for name, value in options.items():
         if value:
             raise OptionError(f"--{name.replace('_', '-')} has no effect on a bucket")
 
 
 def show(result: Any, shown: str | Sequence[RenderableType], *, as_json: bool) -> None:
-    """Print a result, which may be a dataclass, as JSON; or else its text, or lines and tables."""
+    """Print a result as JSON, or ``shown``: its text, or lines and tables."""
     if as_json:
         fields = result if isinstance(result, dict | list) else dataclasses.asdict(result)
         if isinstance(fields, dict) and "id" in fields:
@@ -122,7 +122,7 @@ def show(result: Any, shown: str | Sequence[RenderableType], *, as_json: bool) -
 
 
 def describe_copy(done: Publication) -> str:
-    """Return a text about a version that was written."""
+    """Describe a version that was published or copied."""
     speed = done.num_bytes / max(done.duration_s, 1e-9)
     delta = "" if done.delta_bytes is None else f", {format_bytes(done.delta_bytes)} as a delta"
     return (
@@ -134,17 +134,17 @@ def describe_copy(done: Publication) -> str:
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[threading.Event]:
-    """Yield an event that SIGINT and SIGTERM set, so that work under way ends in order.
+    """Yield an event that SIGINT and SIGTERM set, so that the block can finish its current work.
 
-    When the block ends, also by a KeyboardInterrupt, the command exits with the signal's code. No
-    handler raises: Python drops an exception in the callback of a weak reference.
+    After a signal, the command exits with the signal's code when the block ends. The handlers do
+    not raise: if a signal comes during the callback of a weak reference, Python drops an exception.
     """
     stop, received = threading.Event(), list[int]()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def handle(number: int, _: object) -> None:
         received.append(number)
-        # In another thread: the code that the signal interrupts may have the event's lock.
+        # In another thread: the interrupted code may hold the lock of the event.
         _thread.start_new_thread(stop.set, ())
 
     for number, handler in before.items():

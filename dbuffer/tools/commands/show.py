@@ -46,8 +46,8 @@ def status(
 ) -> None:
     """Show problems, and the versions, sender and receivers of a store with their lags.
 
-    A killed sender is a problem, a closed sender is not. Of a bucket: the newest version, and the
-    receivers whose mirrors have put records there.
+    A killed sender is a problem, a closed sender is not. For a bucket: the newest version, and the
+    receivers whose records the mirrors have put there.
     """
     if watch and (as_json or check):
         raise OptionError("--watch excludes --json and --check")
@@ -74,7 +74,7 @@ def status(
 
 
 def _watch(read_parts: Callable[[], list[RenderableType]], refresh_s: float) -> Never:
-    """Show a status on a screen of its own until Ctrl-C, which leaves the last one behind."""
+    """Show a status on a separate screen until Ctrl-C; then print the last status."""
     parts: list[RenderableType] = []
     try:
         with Live(screen=True, auto_refresh=False) as live:
@@ -102,9 +102,9 @@ def verify(
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Check all versions in a store, also kept ones: records, layouts, sizes and any checksums.
+    """Check all versions in a store, also kept ones: records, layouts, sizes, checksums.
 
-    Exit code 1 if something is damaged; damaged tensors are named.
+    Exit code 1 if something is damaged. Damaged tensors are named.
     """
     view = shared.view_of(store, allow_shared_store=allow_shared_store)
     if engine is not None:

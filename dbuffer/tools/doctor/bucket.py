@@ -1,4 +1,4 @@
-"""Rights on a bucket, each tried on objects that mirrors ignore."""
+"""Probes of the rights on a bucket, with objects that mirrors ignore."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dbuffer.mirror.download import newest_version
 from dbuffer.tools.doctor.probes import Finding, Outcome, find
 
 NAME = ".dbuffer-doctor"
-"""Name of the objects that are put below the prefixes of records and versions, and deleted."""
+"""Name of the two objects that the probes put and delete: a record and a version."""
 
 
 def examine_bucket(url: str) -> list[Finding]:
-    """Try the rights that the mirrors at the two ends need.
+    """Try the rights that the trainer's mirror and a node's mirror need.
 
     Raises:
-        OptionError: it is no bucket's URL, or there are no credentials.
-        DBufferError: the client for it is not installed.
+        OptionError: the URL is not a bucket's, or there are no credentials.
+        DBufferError: the client for object storage is not installed.
     """
     record, version = f"{RECEIVERS_PREFIX}/{NAME}", f"{VERSIONS_PREFIX}/{NAME}"
 

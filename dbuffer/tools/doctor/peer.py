@@ -1,11 +1,11 @@
-"""Measurements between two hosts: `doctor --peer` on one receives, `doctor` on the other sends.
+"""Measurements between two hosts: `doctor` on the first host sends, `doctor --peer` receives.
 
-The peer makes a directory and waits in it, as a `WeightReceiver` of a store that does not exist
-yet. The first host sees the directory, makes the store with a `WeightSender`, publishes versions,
-and removes the directory, which ends the peer.
+The peer makes a directory, and a `WeightReceiver` that waits for a store in it. The first host sees
+the directory, makes the store with a `WeightSender`, publishes versions, and removes the directory,
+which ends the peer.
 
 A delay is measured on the first host's clock, from the end of a publish until the peer's
-acknowledgement is visible: an upper bound of the time that a worker waits.
+acknowledgement is visible. A worker waits no longer than that for a version.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dbuffer.receive.receiver import WeightReceiver
 
 WAIT_S = 600.0
-"""Longest wait of a peer for the first host."""
+"""Longest time that a peer waits for the first host."""
 
 _NUM_VERSIONS = 20
 _NUM_VALUES = 1 << 16
@@ -44,11 +44,11 @@ _RECEIVER = "peer"
 
 
 def wait_for_host(path: Path) -> int:
-    """Be the second host; return the number of versions seen.
+    """Receive versions as the peer; return the number of versions seen.
 
     Raises:
-        OptionError: nothing of the path exists.
-        WaitTimeoutError: no first host came.
+        OptionError: no directory of the path exists.
+        WaitTimeoutError: no first host began to publish.
         StoreAccessError: the directory is not writable, or the first host fell silent.
         StoreCorruptError: versions of the first host cannot be read here.
     """
@@ -83,14 +83,17 @@ def _receive(receiver: WeightReceiver) -> int:
         try:
             with receiver.open(version, timeout_s=8 * TIMING.peer_answer_s) as snapshot:
                 version, num_seen = snapshot.version, num_seen + 1
-        except (errors.StoreNotFoundError, errors.VersionRegressedError):  # in part, at first
+        except (
+            errors.StoreNotFoundError,
+            errors.VersionRegressedError,
+        ):  # the store is removed file by file
             return num_seen
         except errors.WaitTimeoutError as error:
             raise errors.StoreAccessError(f"the first host fell silent: {error}") from error
 
 
 def _wait_until_removed(place: Path) -> None:
-    """Keep the record until the first host has seen it."""
+    """Wait until the first host has removed the directory: it must see the last record."""
     deadline = time.monotonic() + TIMING.peer_answer_s
     while os.path.lexists(place) and time.monotonic() < deadline:
         time.sleep(TIMING.look_s)
@@ -98,10 +101,10 @@ def _wait_until_removed(place: Path) -> None:
 
 
 def measure_with_peers(path: Path) -> list[Finding]:
-    """Be the first host: measure with all peers of this user that wait; links are not followed.
+    """Measure with all waiting peers of this user, as the first host. Links are not followed.
 
     Raises:
-        OptionError: nothing of the path exists.
+        OptionError: no directory of the path exists.
     """
     base, findings = existing(path), list[Finding]()
     filesystem.refresh(base)
@@ -114,7 +117,7 @@ def measure_with_peers(path: Path) -> list[Finding]:
 
 
 def _measure(place: Path) -> list[Finding]:
-    """Publish versions to a peer; return whether they come whole and in time, and clocks agree."""
+    """Publish versions to a peer; return findings about their delays and about the clocks."""
     import torch
 
     from dbuffer.publish.sender import WeightSender
@@ -124,7 +127,7 @@ def _measure(place: Path) -> list[Finding]:
     view = DoubleBuffer(place / "store", allow_shared_store=True)
     try:
         with WeightSender(place / "store", checksum=True, allow_shared_store=True) as sender:
-            for _ in range(1 + _NUM_VERSIONS):  # the first is slow, and not counted
+            for _ in range(1 + _NUM_VERSIONS):  # the first version is slow, and not counted
                 time.sleep(TICK_S)
                 began_at = time.time()
                 version = sender.send({"weight": torch.rand(_NUM_VALUES)}).version
@@ -134,14 +137,14 @@ def _measure(place: Path) -> list[Finding]:
                 record = view.receiver(_RECEIVER)
                 assert record is not None  # noqa: S101 - it has just acknowledged
                 host = record.host
-                # The peer wrote the record between then and now: bounds of how far it is ahead.
+                # The peer wrote its record between these times, which bound its clock's lead.
                 ahead_s.append((record.updated_at - time.time(), record.updated_at - began_at))
     except errors.WaitTimeoutError:
         problem = f"a version was not seen within {TIMING.peer_answer_s:g} s"
     except errors.DBufferError as error:
         problem = str(error)
     finally:
-        remove_tree(place)  # tells the peer that the measurements are over
+        remove_tree(place)  # so that the peer ends
     findings = [Finding(f"{host}: versions", *_describe_versions(problem, delays_s[1:]))]
     if ahead_s:
         low_s, high_s = max(low for low, _ in ahead_s), min(high for _, high in ahead_s)

@@ -1,6 +1,6 @@
-"""Probes of a mount. Each does as a store does, in a directory of its own.
+"""Probes of a mount: each acts as a store does, in a temporary directory.
 
-The documentation and options of a network mount do not show how its servers behave.
+A mount's documentation and options do not say how its server behaves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Verdict = Literal["good", "adapted", "broken", "unknown"]
 
 Outcome: TypeAlias = tuple[Verdict, str, str]
-"""Verdict, result and consequence of a probe, as in its `Finding`."""
+"""Verdict, result and consequence of a probe, for its `Finding`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,35 +41,35 @@ class Finding:
 
     probe: str
     verdict: Verdict
-    """``good``: it works; ``adapted``: it does not work, and dbuffer does without; ``broken``: it
-    does not work, and a store would not be safe; ``unknown``: it could not be determined."""
+    """``good``: the probed property works. ``adapted``: it does not, and dbuffer works without it.
+    ``broken``: it does not, so a store would not be safe. ``unknown``: it cannot be determined."""
     result: str
     consequence: str
-    """Consequence for dbuffer and its users."""
+    """How dbuffer adapts, or advice for the user."""
 
 
 def find(probe: str, run: Callable[[], Outcome], cure: str) -> Finding:
-    """Run a probe; if it raises an error, that is its result, and ``cure`` the consequence."""
+    """Run a probe. If it raises an error, the finding has its message, and ``cure`` as advice."""
     try:
         return Finding(probe, *run())
-    except OptionError:  # no finding about the place
+    except OptionError:  # the path is wrong, not the mount
         raise
     except (DBufferError, OSError) as error:
         return Finding(probe, "broken", str(error), cure)
 
 
 PREFIX = ".dbuffer-doctor-"
-"""Beginning of all names that the doctor makes in a user's directory."""
+"""Prefix of all files that the doctor makes in a user's directory."""
 
 POLLING = "receivers poll every poll_interval_s (0.5 s by default)"
 
 _PROBE_BYTES = 1 << 20
 _EVENT_S = 1.0
-"""Time for an event of inotify to come."""
+"""Longest wait for an event of inotify."""
 
 
 def examine(path: Path) -> list[Finding]:
-    """Probe the place of a store. A store in it is not touched, and none is made.
+    """Probe the mount at a store's path, without touching or making a store.
 
     If the directory does not exist, the nearest existing directory above it is probed.
     """
@@ -86,7 +86,7 @@ def examine(path: Path) -> list[Finding]:
 
 
 def existing(path: Path) -> Path:
-    """Return a directory, or the nearest existing one above it."""
+    """Return the directory at ``path``, or the nearest existing directory above it."""
     with os_errors("look", path):
         base = next(base for base in (path, *path.parents) if base.exists())
         if not base.is_dir():
@@ -101,7 +101,7 @@ def existing(path: Path) -> Path:
 
 @contextlib.contextmanager
 def scratch(directory: Path, kind: str = "probe") -> Iterator[Path]:
-    """Make a directory of the user's own in ``directory``, for a ``with`` block."""
+    """Make a private directory in ``directory``, and remove it when the ``with`` block ends."""
     with os_errors("make a directory", directory):
         place = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-", dir=directory))
     try:
@@ -111,7 +111,7 @@ def scratch(directory: Path, kind: str = "probe") -> Iterator[Path]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory; retry while a network mount keeps the names of open files."""
+    """Remove a directory; retry while a network mount keeps the names of open files in it."""
     for _ in range(20):
         shutil.rmtree(path, ignore_errors=True)
         if not os.path.lexists(path):
@@ -142,7 +142,7 @@ def _mount(medium: Medium) -> Outcome:
 
 
 def _room(base: Path) -> Outcome:
-    """Write and flush a file, as a network mount may tell only then that it is full."""
+    """Write and flush a file, because a full network mount may raise only then."""
     with scratch(base) as place, filesystem.make_file(place / "file", os.O_RDWR) as file:
         with os_errors("write", place):
             filesystem.write_at(file.number, 0, bytes(_PROBE_BYTES))
@@ -161,7 +161,7 @@ def _room(base: Path) -> Outcome:
 
 
 def _newest_size(directory: Path) -> str:
-    """Return a note on the size of the newest version, if the directory is a store with one."""
+    """Return a note on the newest version's size; "" if the directory has no version."""
     store = DoubleBuffer(directory, allow_shared_store=True)
     with contextlib.suppress(DBufferError, OSError):
         pointer = store.newest_pointer()
@@ -172,7 +172,9 @@ def _newest_size(directory: Path) -> str:
 
 def _trust(path: Path, base: Path) -> Outcome:
     with scratch(base) as place:
-        filesystem.check_trust(place)  # an export may map users, or set modes
+        filesystem.check_trust(
+            place
+        )  # the server may change the owner or the mode of a new directory
     missing = path.relative_to(base).parts
     if missing:
         result = f"{path} does not exist"
@@ -244,7 +246,7 @@ def _events(medium: Medium, base: Path) -> Outcome:
     with scratch(base) as place:
         watcher = Watcher(place, "pointer")
         try:
-            watcher.wait(0.0)  # starts to watch
+            watcher.wait(0.0)  # begins to watch
             started = time.perf_counter()
             filesystem.make_directory(place / "from")
             filesystem.replace_file(place / "pointer", b"1", scratch=place / "from")
