@@ -356,7 +356,7 @@ def patch_without_source(store: Path, checkpoint: Path, pair: Pair) -> None:
     """Trainers that need no source, as vLLM's own sparse trainers; and what other releases call."""
     llm, fresh = pair.llm, pair.fresh
     client, other = Client(llm), make_model("qwen3", 1)
-    with pytest.raises(dbuffer.OptionError, match="needs a WeightSource, or its init info a check"):
+    with pytest.raises(dbuffer.OptionError, match="give either a WeightSource to trainer_init"):
         trainer_engine(store, client)
     engine = trainer_engine(store, client, checkpoint=str(checkpoint))
     follower = trainer_engine(store, None, checkpoint=str(checkpoint), rank=1)
