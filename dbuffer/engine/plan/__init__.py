@@ -1,11 +1,12 @@
-"""Switches by copies alone: known before the pause, and verified to be all that a reload does.
+"""Direct copies in place of the engine's reload, verified to give the same result.
 
-The copies of a version, bound while the engine serves, are a `PreparedSwitch`. The engine's reload
-verifies it: a `Mismatch` names the layers that a reload does more to; these get an image, or stay
-with the reload.
+The steps from a model's loaders to a switch by copies:
 
-The copies come from a `LoadTrace`, the record of the model's loaders: a `CopyOp` for each
-part of a parameter. A `CopyPlan` says which layers of the live model are copied to, which get an
-`Image` because they pack or quantize their weights, and which stay with the reload. If only some
-elements changed, a `Patch` takes the place of a copy.
+1. A `LoadTrace` records the loaders' writes: a `CopyOp` for each part of a parameter.
+2. A `CopyPlan` says how a switch fills each layer of the live model: by copies; by an `Image`, if
+   the layer packs or quantizes its weights; or by the engine's reload.
+3. A `PreparedSwitch` has the copies for one version, made while the engine serves. If only some
+   elements of a parameter changed, a `Patch` replaces the copy.
+4. A `Verifier` compares the switch with the engine's reload. A `Mismatch` names the layers that the
+   reload changes further. The next plan gives these an image, or leaves them to the reload.
 """

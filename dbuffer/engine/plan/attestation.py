@@ -1,14 +1,15 @@
-"""Attestation: whether a model that serves holds the version of its last switch.
+"""Attestation: whether a model that serves has the weights of its last switch.
 
-After a switch, parameters are compared with the staged version, byte by byte. Their digest is taken
-then, on the device where they are; so a later look needs nothing of the version.
+After a switch, `RankModel.attest` compares the parameters with the staged version, byte by byte, in
+the stager's thread. It also takes a digest of the parameters, on their device. A later check then
+needs the digest alone, and not the version.
 
-`RankModel.attest` compares, in the stager's thread. When a follower asks, `RankReceiver.attest`
-collects the results of all ranks, and writes ``attested_at`` into the engine's record. The follower
-reads it there, for the label and the metric. If a rank has other weights, all ranks reload theirs.
+At a follower's request, `RankReceiver.attest` collects the results of all ranks and writes
+``attested_at`` into the engine's record. The follower reads it there, for the label and the metric.
+If a rank's weights differ, all ranks load the version again.
 
-A write after the comparison stays unseen, unless the next switch patches; and so do writes into
-layers that stay with the reload, into buffers that are not published, and into a kernel's memory.
+Not detected: writes after the comparison, unless the next switch patches; writes into layers that
+stay with the reload, into buffers that are not published, and into a kernel's own memory.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from collections.abc import Iterable, Iterator
 import torch
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Dtypes by their size: torch computes with few unsigned ones."""
+"""Integer dtypes by their size in bytes. torch computes with few unsigned ones."""
 
 _BLOCK_BYTES = 64 << 20
 """Bytes compared at a time: a device may have little room."""
 
 _CHUNK_BYTES = 32 << 20
-"""Bytes digested at a time, in three times as much memory. Each takes some six kernels to launch,
-which is a quarter of the time that an H200 would take to read them."""
+"""Bytes digested at a time, which takes three times this memory. An H200 reads such a chunk in four
+times the time that launching the six kernels for it takes."""
 
 _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 """Odd constants without a pattern: the golden ratio's, and one of SplitMix64 (Steele et al., 2014).
@@ -33,18 +34,18 @@ _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 
 def flat(parameter: torch.Tensor) -> torch.Tensor:
-    """View a parameter that shares its memory with no other, as flat integers."""
+    """View a parameter as flat integers. It must not share its memory with another parameter."""
     plain = parameter.detach()
     return as_integers(plain.as_strided((plain.numel(),), (1,), plain.storage_offset()))
 
 
 def as_integers(values: torch.Tensor) -> torch.Tensor:
-    """View the bits as integers of the elements' size."""
+    """View the elements' bits as integers of the same size."""
     return values.view(_INTEGERS[values.itemsize])
 
 
 def same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a target has the bytes that a copy of the source into it leaves."""
+    """Whether copying the source into the target would leave the target's bytes unchanged."""
     target, source = (tensor.reshape(tensor.shape or (1,)) for tensor in (target, source))
     rows = max(1, len(target) * _BLOCK_BYTES // max(1, target.nbytes))
     blocks = zip(torch.split(target, rows), torch.split(source, rows), strict=True)
@@ -56,7 +57,7 @@ def same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 def _same_bits(*blocks: torch.Tensor) -> bool:
     pair = [as_integers(block) for block in blocks]
-    # Elements are compared one by one: of eight bytes, that takes half the time of two's.
+    # torch compares element by element: with elements of eight bytes in half the time of two bytes.
     if all(
         bits.is_contiguous() and not (bits.nbytes % 8 or bits.storage_offset() * bits.itemsize % 8)
         for bits in pair
@@ -67,11 +68,11 @@ def _same_bits(*blocks: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def digest_of_all(parameters: Iterable[torch.Tensor]) -> int:
-    """Return a digest of the bytes of parameters of one device, and of their places.
+    """Return a digest of the bytes of parameters, and of their order. All are on the same device.
 
-    It is a sum of 64-bit words, each multiplied by a number of its own (multilinear hashing, Carter
-    and Wegman, 1979). Any change of one word changes it; others stay unseen by chance alone. It is
-    no protection from somebody who chooses the bytes.
+    The digest is a sum of 64-bit words, each multiplied by a number of its own (multilinear
+    hashing, Carter and Wegman, 1979). A change of a single word always changes the digest. Changes
+    of several words leave it unchanged only by chance. It does not protect from chosen bytes.
     """
     sums: list[torch.Tensor] = []
     numbers = torch.empty(0)
@@ -81,7 +82,7 @@ def digest_of_all(parameters: Iterable[torch.Tensor]) -> int:
         torch.cat(views, out=words.view(torch.uint8)[:num_bytes])
         if numbers.numel() < words.numel():
             numbers = _numbers(words.numel(), words.device)
-        # Alone, a change of the highest bits of two words would add up to nothing.
+        # Without this step, changes of the highest bits of two words would cancel out.
         mixed = _upper_half(words)
         mixed ^= words
         mixed *= numbers[: words.numel()]
@@ -93,7 +94,7 @@ def digest_of_all(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield views of all bytes, in their order; each list but the last is of one length."""
+    """Yield lists of views of all bytes, in order. Each list but the last has `_CHUNK_BYTES`."""
     views: list[torch.Tensor] = []
     room = _CHUNK_BYTES
     for parameter in parameters:
@@ -110,12 +111,12 @@ def _chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _upper_half(words: torch.Tensor) -> torch.Tensor:
-    """Return the upper halves of words of 64 bits. torch alone would repeat their signs above."""
+    """Return the upper halves of 64-bit words. The mask removes the sign bits of torch's shift."""
     return (words >> 32).bitwise_and_(0xFFFFFFFF)
 
 
 def _numbers(count: int, device: torch.device) -> torch.Tensor:
-    """Return different odd numbers, in an order without a pattern."""
+    """Return distinct odd numbers, in an order without a pattern."""
     numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     numbers *= _ODD[0]
     numbers ^= _upper_half(numbers)

@@ -1,9 +1,11 @@
-"""`CopyPlan`: how each layer of a model gets the tensors of one layout.
+"""`CopyPlan`: how a switch fills each layer of a model from the tensors of one layout.
 
-Most layers are copied to, as the trace of their loaders says. A layer that packs or quantizes its
-weights gets an image. If a layer's loader computes, or other values depend on the layer, it stays
-with the engine's reload: alone, unless other layers share its published tensors. `verification`
-finds out whether a reload does more.
+* Most layers are filled by copies, according to the trace of their loaders.
+* A layer that packs or quantizes its weights gets an image.
+* A layer stays with the engine's reload if its loader computes, or if other values depend on the
+  layer. If it shares published tensors with other layers, there is no plan.
+
+`verification` finds out whether a reload does more to a layer than copy.
 """
 
 from __future__ import annotations
@@ -31,32 +33,32 @@ from dbuffer.runtime.messages import listed
 Tensors = Mapping[str, torch.Tensor]
 
 MIN_COPIED = 0.5
-"""Least share of all elements that copies must load. Reloading a part walks the whole model, too:
-below this, it saves little."""
+"""Smallest share of all elements that copies must load. Even a reload of a part walks the whole
+model, so a plan with a smaller share saves little."""
 
 
 class _Place(NamedTuple):
-    """Module or tensor of a model, in the table of the module that has it."""
+    """Place of a submodule or tensor in a model: the module that has it, and the table there."""
 
     module: torch.nn.Module
     table: str
     name: str
     thing: torch.nn.Module | torch.Tensor
     address: int
-    """Address of a tensor's first element."""
+    """Address of the tensor's first element, or 0 for a submodule."""
     form: Form | None
-    """Form of a tensor."""
+    """Form of the tensor, or None for a submodule."""
 
     def __str__(self) -> str:
         return f"{self.name} of a {type(self.module).__name__}"
 
     def is_as_planned(self) -> bool:
-        """Whether the module still has the planned tensor, so that copies reach it."""
+        """Whether the module still has the planned submodule or tensor, so that copies reach it."""
         thing = self.module.__dict__[self.table].get(self.name)
         if not isinstance(self.thing, torch.Tensor):
             return thing is self.thing
-        # Some layers wrap the same memory anew each time that they are loaded; and a tensor's
-        # strides may have been exchanged where it lies, as by ``param.data = param.data.t()``.
+        # Do not compare identities: some layers wrap the same memory in a new tensor at each load.
+        # Compare forms: ``param.data = param.data.t()`` changes strides at the same address.
         return (
             thing is not None
             and form_of(thing) == self.form
@@ -66,27 +68,27 @@ class _Place(NamedTuple):
 
 @dataclass(eq=False)
 class CopyPlan:
-    """The copies that switch a model to any version of one layout; see :func:`plan_copies`."""
+    """The copies that switch a model to any version of one layout. :func:`plan_copies` makes it."""
 
     traced: Mapping[str, TracedTensor]
-    """Parameters and buffers that are copied, also in layers with images."""
+    """Parameters and buffers that copies fill, in the live model or in images, by name."""
     parameters: Tensors
-    """Live tensors that are copied into directly, by their names in the trace."""
+    """Live tensors that copies fill directly, by their names in the trace."""
     packed: Mapping[str, PackedLayer]
-    """Layers that have images, by name."""
+    """Layers that get images, by name."""
     reloaded: Mapping[str, str]
-    """Names of the layers that stay with the reload, and why."""
+    """Reasons why layers stay with the reload, by the layer's name."""
     reloaded_sources: Collection[str]
-    """Published tensors that these layers are loaded from."""
+    """Published tensors that the layers in `reloaded` are loaded from."""
     verified_for: Mapping[str, int] | None = None
-    """Digests of the published tensors that the verification could not vary: the plan is verified
-    for versions with the same ones. None before the verification."""
+    """Digests of the published tensors that the verification could not vary, by name. The plan is
+    verified for versions with equal digests. None before the verification."""
     places: Sequence[_Place] = ()
-    """Modules of the model, and the tensors that a switch writes."""
+    """Places of the model's modules, and of the tensors that a switch writes."""
 
     @cached_property
     def written(self) -> Sequence[torch.Tensor]:
-        """Live tensors that a switch writes, also in layers with images."""
+        """Live tensors that a switch writes, including tensors of layers with images."""
         layers = [packed.layer for packed in self.packed.values()]
         images = (parameter for layer in layers for parameter in layer.parameters(recurse=False))
         return [*self.parameters.values(), *images]
@@ -94,8 +96,8 @@ class CopyPlan:
     def replaced(self) -> str | None:
         """Return the name of a module or tensor that was replaced or moved, or None.
 
-        Anything may replace them: another library that quantizes a layer, a method of a worker
-        extension, ``param.data = ...``.
+        Other code may do so: a library that quantizes a layer, a method of a worker extension, or
+        ``param.data = ...``.
         """
         return next((str(place) for place in self.places if not place.is_as_planned()), None)
 
@@ -110,11 +112,11 @@ class CopyPlan:
 
     @cached_property
     def copied_bytes(self) -> int:
-        """Bytes that copies of published tensors load."""
+        """Bytes that copies load from published tensors."""
         return sum(traced.copied_bytes for traced in self.traced.values())
 
     def copies_of(self, tensors: Tensors) -> dict[str, list[Copy]]:
-        """Bind the copies into each parameter to a version's tensors."""
+        """Return the copies of a version's tensors into each parameter, by its name."""
         return {
             name: self.traced[name].bind(parameter, tensors)
             for name, parameter in self.parameters.items()
@@ -130,14 +132,18 @@ def plan_copies(
     derived: Collection[str],
     reloaded: Mapping[str, str],
 ) -> CopyPlan:
-    """Bind a trace to the live parameters of a model.
+    """Make the plan of a trace, for the live parameters of a model.
 
-    Layers get images if there is a ``packing`` of them. ``derived``: layers that a reload does
-    more to than copy. ``reloaded`` layers stay with the reload whatever the trace
-    says; ``check`` traces their part of the layout.
+    Args:
+        model: the model that serves.
+        trace: trace of a load of the layout.
+        check: traces how the reloaded layers are loaded alone.
+        packing: the engine's way of packing layers, or None for no images.
+        derived: names of layers that a reload changes further after copying.
+        reloaded: reasons why layers stay with the reload, whatever the trace says, by name.
 
     Raises:
-        UnsupportedError: too little of the model is only copied.
+        UnsupportedError: copies would load too little of the model.
     """
     live = {
         unwrapped(name): tensor
@@ -150,7 +156,7 @@ def plan_copies(
     reloaded = {**_refused_layers(live, trace, without=in_images), **reloaded}
     traced = {name: t for name, t in trace.tensors.items() if layer_of(name) not in reloaded}
     sources = _sources_to_reload(trace, reloaded, check) if reloaded else ()
-    if not in_images <= traced.keys():  # of a layer tied to a reloaded one
+    if not in_images <= traced.keys():  # an image's layer is tied to a reloaded layer
         raise UnsupportedError(listed(list(reloaded.values()), "; "))
     parameters = {name: live[name] for name in traced if name not in in_images}
     plan = CopyPlan(traced, parameters, packed, reloaded, sources)
@@ -160,7 +166,7 @@ def plan_copies(
 
 
 def _refused_layers(live: Tensors, trace: LoadTrace, *, without: Collection[str]) -> dict[str, str]:
-    """Return the layers that copies cannot fill, and why."""
+    """Return the reasons why copies cannot fill some layers, by the layer's name."""
     refused = trace.refused
     for name, traced in trace.tensors.items():
         tensor = live.get(name)
@@ -176,10 +182,11 @@ def _refused_layers(live: Tensors, trace: LoadTrace, *, without: Collection[str]
 def _sources_to_reload(
     trace: LoadTrace, layers: Mapping[str, str], check: ShapeCheck
 ) -> Collection[str]:
-    """Return the published tensors that layers are loaded from, and no other layers are.
+    """Return the published tensors that only these layers are loaded from.
 
     Raises:
-        UnsupportedError: there are no such tensors, or too little is left to be copied.
+        UnsupportedError: the layers cannot be loaded from such tensors alone, or the other layers
+            have too few elements.
     """
     reasons = listed(list(dict.fromkeys(layers.values())), "; ")
     reloaded = {name: t for name, t in trace.tensors.items() if layer_of(name) in layers}
@@ -191,16 +198,16 @@ def _sources_to_reload(
     try:
         alone = check.of_part(sources)
     except WeightsMismatchError as error:
-        raise UnsupportedError(f"{reasons}; not to be loaded alone: {error}") from error
+        raise UnsupportedError(f"{reasons}; it cannot be loaded alone: {error}") from error
     if alone.tensors != reloaded or alone.offered != sources:
         raise UnsupportedError(f"{reasons}; these layers share published tensors with others")
     return sources
 
 
 def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan) -> None:
-    """Refuse a plan that leaves parameters out: a reload would give them something.
+    """Refuse a plan that does not fill all parameters.
 
-    The values of the engine's start, for instance.
+    A reload would fill them, such as with the values of the engine's start.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]  # some buffers are views
     loaded = {address_of(tensor) for tensor in plan.written} | {
@@ -216,7 +223,7 @@ def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan) -> None:
 
 
 def _places_of(model: torch.nn.Module, written: Sequence[torch.Tensor]) -> list[_Place]:
-    """Return the places of all modules of a model, and of the tensors that a switch writes."""
+    """Return the places of a model's modules, and of the tensors that a switch writes."""
     places = {id(tensor): (tensor.data_ptr(), form_of(tensor)) for tensor in written}
     return [
         _Place(module, table, name, thing, *places.get(id(thing), (0, None)))
@@ -228,7 +235,7 @@ def _places_of(model: torch.nn.Module, written: Sequence[torch.Tensor]) -> list[
 
 
 def layer_of(parameter: str) -> str:
-    """Return the name of the layer that has a parameter of this name."""
+    """Return the name of a parameter's layer."""
     return parameter.rpartition(".")[0]
 
 

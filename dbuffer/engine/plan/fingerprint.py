@@ -1,9 +1,10 @@
-"""`ModelFingerprint`: all that a model reads when it computes, so that two moments can be compared.
+"""`ModelFingerprint`: everything that a model can read when it computes, at one moment.
 
-A reload may leave its traces anywhere: in a parameter, a plain attribute, another layer, a closure,
-an object of a kernel, a handle that Python cannot look into. Everything that can be reached from a
-model is walked: tensors are known by a digest of their bytes, numbers and texts by their value,
-objects by their identity. An object that cannot be looked into counts as changed.
+Two fingerprints show the changes of a reload. It can change anything: a parameter, a plain
+attribute, another layer, a closure, a kernel's object, a handle that Python cannot look into. So
+the fingerprint walks all objects that can be reached from the model. It keeps a digest of a
+tensor's bytes, the value of a number or text, and the identity of any other object. An object that
+Python cannot look into counts as changed.
 """
 
 from __future__ import annotations
@@ -45,14 +46,13 @@ _NOT_LOOKED_INTO = (
     type(torch.ops.aten.copy_),
     type(torch.ops.aten.copy_.default),
 )
-"""Types that hold no weights: code, and objects that the whole process shares."""
+"""Types whose objects hold no weights: code, and objects that the whole process shares."""
 
 _COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
-"""Modules of compiled code: it reads parameters where they lie, and no reload makes it anew."""
+"""Modules of compiled code. It reads parameters in their place, and no reload replaces it."""
 
 _GROUPS = ("sglang.srt.distributed.", "vllm.distributed.")
-"""Modules of what ranks talk through: its memory changes with each message, and no load makes it.
-"""
+"""Modules of communication between ranks. Its memory changes with each message, not in a reload."""
 
 _CACHING = type(functools.lru_cache(len))
 
@@ -63,14 +63,13 @@ _BLOCK_BYTES = 64 << 20
 
 
 class ModelFingerprint:
-    """Everything that can be reached from a model at a moment.
+    """Everything that can be reached from a model at one moment.
 
     Args:
-        model: where to begin.
-        without: attributes that are not followed: caches, which serving fills.
-        undigested: addresses of the storages whose bytes are not to be compared.
-        replaced: attributes that are not followed either, each of one object: its identity, and
-            their name.
+        model: the model.
+        without: names of attributes to skip in all objects, such as caches that serving fills.
+        undigested: addresses of the storages whose bytes are not compared.
+        replaced: attributes to skip in single objects: the object's identity, the attribute's name.
     """
 
     def __init__(
@@ -86,9 +85,9 @@ class ModelFingerprint:
         self._replaced = frozenset(replaced)
         self._digests: dict[int, str] = {}
         self._seen: dict[str, Any] = {}
-        # Alive as long as this: what comes later cannot have the identity of any of these.
+        # Keep the objects alive, so that no later object gets the identity of one of them.
         self._kept: dict[int, Any] = {}
-        # In an order that a second walk takes too: a thing is named where it is met first.
+        # Walk in a fixed order: an object is named by the place where it is met first.
         pending: collections.deque[tuple[str, Any]] = collections.deque([("", model)])
         while pending:
             name, thing = pending.popleft()
@@ -100,25 +99,25 @@ class ModelFingerprint:
                 pending.extend((f"{name}{step}", part) for step, part in self._parts(thing))
 
     def changes_to(self, later: ModelFingerprint) -> list[str]:
-        """Return the places where the two differ."""
+        """Return the names of the places where this fingerprint and a later one differ."""
         before, after = self._seen, later._seen
         return [name for name in before | after if before.get(name) != after.get(name)]
 
     def _describe(self, thing: Any) -> Any:
-        """Return a value to compare for a thing, besides its parts."""
+        """Return a value that represents an object, without its parts, in comparisons."""
         if isinstance(thing, torch.Tensor) and (thing.layout is not torch.strided or thing.is_meta):
             return str(thing.layout), tuple(thing.shape), id(thing)
         if isinstance(thing, torch.Tensor):
             place = thing.storage_offset(), tuple(thing.shape), thing.stride(), thing.dtype
-            # Made anew with the same bytes, it does not depend on loaded values.
+            # Not its identity: a new tensor with the same bytes is no change.
             return self._digest(thing.untyped_storage()), place
         if isinstance(thing, types.FunctionType):
-            return id(thing.__code__)  # made anew, it is the same; its closure is a part
+            return id(thing.__code__)  # a new function with this code is the same, but for parts
         if isinstance(thing, (*_CONTAINERS, *_MAPPINGS, types.MethodType, functools.partial)):
             return type(thing).__name__
         has_parts = hasattr(thing, "__dict__") or any(_slots_of(thing))
         if not has_parts or isinstance(thing, _CACHING):
-            return object()  # equal to nothing: it may be another one inside, in the same place
+            return object()  # equal to no other: its content may change in place, unseen
         return type(thing).__name__, id(thing)
 
     def _digest(self, storage: torch.UntypedStorage) -> str | int:
@@ -135,14 +134,14 @@ class ModelFingerprint:
 
     def _parts(self, thing: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(thing, _MAPPINGS):
-            # An entry that is put back in another order keeps its name.
+            # Sort by name: the order of entries does not matter.
             items = [(f"[{key!r:.80}]", value) for key, value in thing.items()]
             yield from sorted(items, key=lambda item: item[0])
         elif isinstance(thing, _CONTAINERS):
             yield from ((f"[{index}]", value) for index, value in enumerate(thing))
         elif isinstance(thing, types.FunctionType):
             for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
-                with contextlib.suppress(ValueError):  # it has no value yet
+                with contextlib.suppress(ValueError):  # the cell has no value yet
                     yield f"({name})", cell.cell_contents
             yield ".__defaults__", thing.__defaults__
             yield ".__kwdefaults__", thing.__kwdefaults__
@@ -159,14 +158,14 @@ class ModelFingerprint:
 
 
 def _is_code(thing: Any) -> bool:
-    """Whether a thing holds no weights: code, or an object that the whole process shares."""
+    """Whether an object holds no weights: code, or an object that the whole process shares."""
     return isinstance(thing, _NOT_LOOKED_INTO) or type(thing).__module__.startswith(
         (*_COMPILED, *_GROUPS)
     )
 
 
 def _slots_of(thing: Any) -> Iterator[str]:
-    """Yield the names of a thing's slots that have a value."""
+    """Yield the names of an object's slots that have a value."""
     for kind in type(thing).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         names = (slots,) if isinstance(slots, str) else slots

@@ -1,9 +1,9 @@
-"""Images of layers whose weights the engine processes after loading them: it packs or quantizes.
+"""`Image`: the next weights of a layer that packs or quantizes its weights, made while it serves.
 
-Loading such a layer is copying and then processing: into another form of the same parameters, into
-further ones (scales), or into memory of a kernel that no copy can reach. A shadow of the layer is
-loaded and processed while the layer serves, on its device, and the switch copies the result, or
-puts it in the layer's place.
+The engine loads such a layer by copying and then processing. Processing changes the form of
+parameters, fills further parameters (scales), or fills a kernel's memory that no copy can reach. So
+a shadow of the layer is loaded and processed on the layer's device while the layer serves. The
+switch copies the shadow's tensors into the layer, and gives the layer the shadow's attributes.
 """
 
 from __future__ import annotations
@@ -30,60 +30,61 @@ from dbuffer.errors import UnsupportedError
 _HOLDING_TENSORS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 _VALUES = (type(None), bool, int, float, str, torch.dtype, torch.Size, enum.Enum)
-"""Types of attributes that can be compared; others may hold anything."""
+"""Types of attributes that can be compared. Attributes of other types may hold anything."""
 
 
 class NotAloneError(Exception):
-    """An engine's ranks process layers together, which they can do in a reload only."""
+    """The ranks process a layer together, which is only possible in a reload."""
 
 
 class Packing(Protocol):
-    """An engine's way of processing layers, for those where it touches nothing but the layer."""
+    """An engine's way of packing layers, for layers where packing changes nothing but the layer."""
 
     def packs(self, layer: torch.nn.Module, *, is_as_loaded: bool) -> bool:
-        """Whether the engine processes this layer, so that copies of published tensors do not do.
+        """Whether the engine processes this layer after loading, so that copies are not enough.
 
-        ``is_as_loaded``: whether its parameters have the form that loaders fill.
+        ``is_as_loaded``: whether the layer's parameters have the form that loaders fill.
         """
         ...
 
     def pack(self, shadow: Any, layer: torch.nn.Module) -> Sequence[tuple[Any, Any]]:
-        """Process a shadow of the layer, whose weights were loaded.
+        """Process a shadow of the layer, which has loaded weights.
 
         Returns:
-            Other objects of the layer that processing changes, and the shadow's copies of them.
+            Pairs of a further object of the layer that processing changes, and the shadow's
+            processed copy of the object.
 
         Raises:
-            NotAloneError: it needs other ranks.
+            NotAloneError: processing needs other ranks.
         """
         ...
 
     def computed(self, layer: Any) -> torch.Tensor | None:
-        """Return the layer's output for a fixed input, or None if its tensors are all it has."""
+        """Return the layer's output for a fixed input, or None if comparing tensors is enough."""
         ...
 
 
 class PackedLayer(NamedTuple):
-    """A live layer whose weights are processed."""
+    """A live layer whose weights the engine processes after loading."""
 
     name: str
     layer: torch.nn.Module
     packing: Packing
     loaded: Mapping[str, str]
-    """Names in the trace of its tensors that are loaded, by their names in the layer."""
+    """Tensors of the layer that are loaded: names in the trace, by names in the layer."""
     device: torch.device
 
 
 class Image:
-    """A processed shadow of a layer, whose tensors and attributes the layer takes over in a switch.
+    """A processed shadow of a layer. A switch gives its tensors and attributes to the layer.
 
-    The shadow is filled from published ``tensors`` by the ``trace``. On a device, its tensors wait
-    in page-locked main memory: the device has room for a layer, and not for all.
+    The shadow is filled from published ``tensors`` according to the ``trace``. The tensors of a
+    layer on a device wait in page-locked main memory, as the device may not have room for all.
 
     Raises:
-        UnsupportedError: the layer stores a tensor in another form than processing gives it.
-        NotAloneError: it is processed together with other ranks.
-        Exception: it could not be processed.
+        UnsupportedError: the layer has a tensor in another form than the processed tensor.
+        NotAloneError: processing needs other ranks.
+        Exception: processing failed.
     """
 
     def __init__(
@@ -108,9 +109,9 @@ class Image:
                 parameters[name] = torch.nn.Parameter(filled, requires_grad=False)
         changed = [(layer, shadow), *packed.packing.pack(shadow, layer)]
         self._tensors: list[_Changed] = []
-        """Tensors that are copied into live ones, which captured graphs read where they are."""
+        """Tensors to copy into live tensors, which captured graphs read in their place."""
         self._attributes: list[_Changed] = []
-        """Attributes that take the place of live ones."""
+        """Attributes to set on live objects."""
         for change in _changed_by(changed):
             is_of_layer = (
                 change.owner is layer and change.name in parameters.keys() | buffers.keys()
@@ -119,26 +120,26 @@ class Image:
             (self._tensors if is_tensor else self._attributes).append(change)
         self._tensors = [change._replace(value=_waiting(change.value)) for change in self._tensors]
         self._replaced: list[Any] = []
-        """Values that the attributes had before, to be released with this."""
+        """Old values of the attributes, kept alive as long as this image."""
         self.copies()
 
     @property
     def replaced(self) -> set[tuple[int, str]]:
-        """Attributes that a switch changes: the identity of their object, and their name."""
+        """Attributes that a switch changes, as the object's identity and the attribute's name."""
         changes = (*self._tensors, *self._attributes)
         return {(id(change.owner), change.name) for change in changes}
 
     def copies(self) -> list[Copy]:
-        """Return the copies into the tensors that the layer does not share with the shadow."""
+        """Return the copies of the shadow's tensors into the layer's tensors."""
         for change in self._tensors:
             if not change.is_copied():
                 raise UnsupportedError(
-                    f"{self.name}.{change.name} is stored in another form than when it is processed"
+                    f"{self.name}.{change.name} has another form in the layer than after processing"
                 )
         return [(change.live.detach(), change.value) for change in self._tensors]
 
     def matches(self) -> bool:
-        """Whether the layer equals the shadow already, as far as can be observed."""
+        """Whether the layer equals the shadow, by bytes and values, or by the layer's output."""
         if not all(same_bytes(*copy) for copy in self.copies()):
             return False
         if all(isinstance(change.value, _VALUES) for change in self._attributes):
@@ -153,13 +154,13 @@ class Image:
         return live is not None and computed is not None and same_bytes(live, computed)
 
     def hand_over(self) -> None:
-        """Give the layer the attributes, also a second time; its old ones stay here until then."""
+        """Set the attributes on the layer, and keep the old values. It may be called again."""
         self._replaced = [change.live for change in self._attributes]
         _set_all(self._attributes)
 
 
 class _Changed(NamedTuple):
-    """Tensor or attribute of a live object that differs in its processed copy."""
+    """Tensor or attribute of a live object that differs in the object's processed copy."""
 
     owner: Any
     name: str
@@ -170,7 +171,7 @@ class _Changed(NamedTuple):
         return getattr(self.owner, self.name, None)
 
     def is_copied(self) -> bool:
-        """Whether the live object has a tensor of the same form, in memory of its own."""
+        """Whether the value can be copied into a live tensor: of the same form, with own memory."""
         live = self.live
         return (
             isinstance(live, torch.Tensor)
@@ -186,7 +187,7 @@ def _set_all(attributes: Sequence[_Changed]) -> None:
 
 
 def _changed_by(changed: Sequence[tuple[Any, Any]]) -> Iterator[_Changed]:
-    """Yield the differences of live objects from their processed copies."""
+    """Yield the tensors and attributes that differ between live objects and processed copies."""
     copies = {id(copy) for _, copy in changed}
     layer, shadow = changed[0]
     for processed, live in zip(tables_of(shadow), tables_of(layer), strict=True):
@@ -196,7 +197,8 @@ def _changed_by(changed: Sequence[tuple[Any, Any]]) -> Iterator[_Changed]:
     for owner, copy in changed:
         for name, value in list(vars(copy).items()):
             if isinstance(value, MethodType) and value.__self__ is copy:
-                # Else the copy would keep itself, and memory, until garbage is collected.
+                # Bind the method to the live object: else the copy would refer to itself, and its
+                # memory would be freed only by garbage collection.
                 vars(copy)[name] = value = MethodType(value.__func__, owner)
             before = vars(owner).get(name)
             is_same = value is before or (isinstance(value, MethodType) and value == before)
@@ -205,7 +207,7 @@ def _changed_by(changed: Sequence[tuple[Any, Any]]) -> Iterator[_Changed]:
 
 
 def _waiting(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor where it can wait for a switch: one on a device is copied to main memory."""
+    """Return the tensor; if it is on a device, return a copy in page-locked main memory."""
     if not tensor.is_cuda:
         return tensor
     shape, stride, dtype = form_of(tensor)
@@ -215,9 +217,10 @@ def _waiting(tensor: torch.Tensor) -> torch.Tensor:
 def packed_layers(
     model: torch.nn.Module, packing: Packing, trace: LoadTrace, derived: Collection[str]
 ) -> dict[str, PackedLayer]:
-    """Return the layers of a model whose weights are processed once the trace's copies load them.
+    """Return the layers of a model that need images: the engine processes them after loading.
 
-    ``derived``: names of layers that a reload does more to than copy.
+    Layers that the trace's copies do not fill are left out. ``derived``: names of layers that a
+    reload changes further after copying.
     """
     names = {
         id(parameter): unwrapped(name)
@@ -230,7 +233,7 @@ def packed_layers(
         loaded = {}
         for name, tensor in tensors.items():
             traced_name = unwrapped(f"{path}.{name}" if path else name)
-            if traced_name not in trace.tensors:  # a tied one
+            if traced_name not in trace.tensors:  # a tied tensor, under its other name
                 traced_name = names.get(id(tensor), traced_name)
             if traced_name in trace.tensors:
                 loaded[name] = traced_name

@@ -1,8 +1,8 @@
-"""`LoadTrace`: how a model's loaders use published tensors, as `LoadRecorder` learns it.
+"""`LoadTrace`: how a model's loaders use published tensors, as recorded by `LoadRecorder`.
 
-A load into a copy of the model on the meta device is watched operation by operation. A copy of a
-view of a published tensor into a view of a parameter is a `CopyOp`. A parameter that is written in
-any other way has no copies, and its trace says why.
+The recorder watches each operation of a load into a copy of the model on the meta device. A copy of
+a part of a published tensor into a part of a parameter becomes a `CopyOp`. If a parameter is
+written in any other way, its trace has no copies and says why.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 Copy = tuple[torch.Tensor, torch.Tensor]
-"""Target and source of a copy, of the same shape."""
+"""Target and source of a copy. They have the same shape."""
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, stride and dtype of a tensor."""
 
 
 class View(NamedTuple):
-    """Part of a tensor, in elements, counted from the tensor's first one."""
+    """Part of a tensor."""
 
     offset: int
+    """Number of elements between the first of the tensor and the first of the part."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    """Strides in elements."""
 
     @classmethod
     def of(cls, part: torch.Tensor, tensor: torch.Tensor) -> View:
-        """Return the place of a part in a tensor, whose storage it shares."""
+        """Return the view of a part of a tensor. Part and tensor must share their storage."""
         offset = int(part.storage_offset() - tensor.storage_offset())
         return cls(offset, tuple(part.shape), part.stride())
 
     def in_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this part of a tensor of the recorded form."""
+        """Return this part of a tensor, which must have the recorded form."""
         if self.shape == tensor.shape and self.stride == tensor.stride():
             return tensor
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
@@ -57,16 +59,19 @@ class View(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyOp:
-    """One write into a parameter: a copy of a part of a published tensor, or of a constant."""
+    """One write into a parameter: a copy of a part of a published tensor, or a constant."""
 
     to: View
+    """Part of the parameter that is written."""
     source: str | None
-    """Published tensor's name, or None for a constant."""
+    """Name of the published tensor, or None for a constant."""
     part: View | None = None
+    """Part of the published tensor that is read, or None for a constant."""
     value: float = 0
+    """Value of the constant."""
 
     def bind(self, parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> Copy:
-        """Return the copy into a tensor of the parameter's form, from published tensors."""
+        """Return the copy from published tensors into a tensor of the parameter's form."""
         target = self.to.in_(parameter.detach())
         if self.source is None or self.part is None:
             return target, torch.tensor(self.value, dtype=target.dtype).expand(self.to.shape)
@@ -80,25 +85,25 @@ def form_of(tensor: torch.Tensor) -> Form:
 
 @dataclass(frozen=True, slots=True)
 class TracedTensor:
-    """Parameter or buffer of the model that loaders write, and how."""
+    """Record of how loaders write a parameter or buffer of the model."""
 
     form: Form
-    """Form of the copy without data; the live tensor must have the same."""
+    """Form of the tensor. The live tensor must have the same form."""
     ops: tuple[CopyOp, ...]
-    """Copies that write each element once."""
+    """Copies that together write each element once. Empty if `refused`."""
     refused: str | None
-    """Reason why there are no such copies: how it is written instead."""
+    """Reason why there are no such copies, or None."""
     num_loaded: int
-    """Number of elements that loaders gave it, in whatever way."""
+    """Number of elements that loaders have written, by copies or otherwise."""
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that copies of published tensors give it, in its own dtype."""
+        """Bytes that copies from published tensors write, in the dtype of the parameter."""
         num_copied = sum(op.to.num_elements for op in self.ops if op.source is not None)
         return num_copied * self.form[2].itemsize
 
     def bind(self, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> list[Copy]:
-        """Return the copies into a tensor of this form, from published tensors."""
+        """Return the copies from published tensors into a tensor of this form."""
         return [op.bind(tensor, tensors) for op in self.ops]
 
     def filled(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -112,25 +117,26 @@ class TracedTensor:
 
 @dataclass(frozen=True, slots=True)
 class LoadTrace:
-    """Record of what loaders do with the tensors of one layout."""
+    """Record of how loaders load the tensors of one layout."""
 
     tensors: Mapping[str, TracedTensor]
-    """Parameters and buffers that are written, by name."""
+    """Parameters and buffers that loaders write, by name."""
     offered: frozenset[str]
     """Names of all tensors that were offered to the loaders."""
     rewritten: frozenset[str] = frozenset()
     """Names of published tensors that loaders write into."""
     unused: tuple[str, ...] = ()
-    """Tensors that no loader has read, and that make a difference, with dtypes and shapes."""
+    """Descriptions of tensors that no loader has read, although the model may need them."""
     twins: Mapping[str, str] = field(default_factory=dict)
-    """Tensor of the same dtype and shape in an embedding or a head, by the name of a tensor that
-    no loader has read. If both are equal, the latter is redundant."""
+    """Twin of a tensor that no loader has read, by the tensor's name. The twin goes into an
+    embedding or a head, and has the same dtype and shape. If the values are equal too, the unread
+    tensor is redundant."""
     embedded: frozenset[str] = frozenset()
     """Names of tensors that go into embeddings or heads."""
 
     @property
     def refused(self) -> dict[str, str]:
-        """Tensors that copies cannot fill, and why."""
+        """Reasons why copies cannot fill some parameters and buffers, by name."""
         return {name: t.refused for name, t in self.tensors.items() if t.refused}
 
     def is_copied(self, name: str) -> bool:
@@ -142,14 +148,14 @@ _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 
 
 class LoadRecorder:
-    """Notes what operations do to the tensors of a model without data.
+    """Records what operations do to the tensors of a model without data.
 
     Args:
         tensors: the model's parameters and buffers, by name.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        # A tied tensor has several names; any of them leads to it.
+        # A tied tensor has several names. The last one is kept here.
         self._tensors = {storage_of(tensor): (name, tensor) for name, tensor in tensors.items()}
         self._registered: list[int] = []
         self._lock = threading.Lock()  # some models load in threads
@@ -158,13 +164,14 @@ class LoadRecorder:
         """Published tensors that loaders have read."""
         self._embedded: set[str] = set()
         self._rewritten: dict[str, float | None] = {}
-        """Published tensors that were written into, and the number that fills them, if any."""
+        """Value that fills a published tensor after a write, or None for any other content."""
         self._ops: dict[str, list[CopyOp]] = defaultdict(list)
         self._refused: dict[str, str] = {}
         self._computed: dict[int, tuple[str, torch.Tensor]] = {}
-        """Values computed from the model's own tensors, with the tensor's name; kept alive."""
+        """Results that were computed from a tensor of the model, with this tensor's name, by the
+        result's storage. They are kept alive, so that no storage is reused."""
         self.written_from: dict[str, str] = {}
-        """Tensors of the model that are written with a value computed from another one of it."""
+        """Name of the model's tensor that another one was computed from, by the latter's name."""
 
     def begin(self) -> None:
         for storage in self._registered:
@@ -184,7 +191,7 @@ class LoadRecorder:
         self._sources[storage_of(tensor)] = (name, tensor)
 
     def note_result(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Note the result of an operation on one of the model's tensors."""
+        """Note the result of an operation, if it is computed from the model's tensors."""
         with self._lock:
             origins = map(self._origin_of, _tensors_in((args, kwargs)))
             origin = next(filter(None, origins), None)
@@ -195,17 +202,17 @@ class LoadRecorder:
                     self._computed.setdefault(storage_of(made), (origin, made))
 
     def note_read(self, tensor: torch.Tensor) -> None:
-        """Note that a loader is about to read this, if it is a published tensor."""
+        """Note that a loader is about to read a tensor, if it is a published tensor."""
         if source := self._sources.get(storage_of(tensor)):
             self.read.add(source[0])
 
     def note_embedded(self, tensor: torch.Tensor) -> None:
-        """Note that this goes into an embedding or a head, if it is a published tensor."""
+        """Note that a tensor goes into an embedding or a head, if it is a published tensor."""
         if source := self._sources.get(storage_of(tensor)):
             self._embedded.add(source[0])
 
     def note_registered(self, name: str, parameter: torch.Tensor) -> None:
-        """Note a parameter that a loader has just made of a published tensor."""
+        """Note a parameter that a loader has just made from a published tensor."""
         storage = storage_of(parameter)
         if storage not in self._tensors:
             self._registered.append(storage)
@@ -214,7 +221,7 @@ class LoadRecorder:
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note an operation that is about to run."""
-        if not func._schema.is_mutable:  # noqa: SLF001 - the only place that says so
+        if not func._schema.is_mutable:  # noqa: SLF001 - there is no public way
             return
         with self._lock:
             if func is torch.ops.aten.copy_.default:
@@ -232,24 +239,27 @@ class LoadRecorder:
                     self._refused[name] = f"is written by {func}"
 
     def _note_rewritten(self, target: torch.Tensor, value: float | None = None) -> None:
-        """Note a write into a published tensor, if this is one: this value, or anything else."""
+        """Note a write into a published tensor. ``value``: the single number written, or None."""
         name, published = self._sources.get(storage_of(target), (None, target))
         if name is not None:
             is_filled = (target.numel(), target.dtype) == (published.numel(), published.dtype)
             self._rewritten[name] = value if is_filled else None
 
     def is_written(self, tensor: torch.Tensor) -> bool:
-        """Whether published data went into this parameter or buffer.
+        """Whether published data went into a parameter or buffer.
 
-        False for a tensor that is newer than this recorder: engines replace the position embeddings
-        that all their models share now and then.
+        False for a tensor that is newer than this recorder: engines sometimes replace the position
+        embeddings that all their models share.
         """
         name, _ = self._tensors.get(storage_of(tensor), ("", tensor))
         ops = self._ops.get(name, ())
         return name in self._refused or any(op.source is not None for op in ops)
 
     def end(self, loaded: Iterable[tuple[torch.Tensor, int]]) -> LoadTrace:
-        """Return the trace since :meth:`begin`; ``loaded`` counts the elements by tensor."""
+        """Return the trace since :meth:`begin`.
+
+        ``loaded``: the model's tensors, with the number of elements that loaders have written.
+        """
         num_loaded: Counter[str] = Counter()
         for tensor, count in loaded:
             name, _ = self._tensors.get(storage_of(tensor), ("", tensor))
@@ -269,7 +279,7 @@ class LoadRecorder:
         )
 
     def _origin_of(self, tensor: torch.Tensor) -> str | None:
-        """Return the name of the model's tensor that this is part of, or was computed from."""
+        """Return the name of the model's tensor that a tensor comes from, or None."""
         storage = storage_of(tensor)
         name, _ = self._tensors.get(storage) or self._computed.get(storage) or (None, None)
         return name
@@ -278,7 +288,7 @@ class LoadRecorder:
         self._note_rewritten(target)
         name, tensor = self._tensors.get(storage_of(target), (None, target))
         if name is None:
-            return  # the loader's own memory; a later copy out of it shows
+            return  # the loader's own memory; a later copy out of it is noted
         origin = self._origin_of(source)
         if origin is not None and origin != name:
             self.written_from[name] = origin
@@ -333,7 +343,7 @@ def _not_once(ops: tuple[CopyOp, ...], num_elements: int) -> str | None:
         for view, end in zip(views, ends, strict=False)
     ):
         return None
-    # Parts that are columns of a matrix alternate in memory.
+    # Parts that are columns of a matrix alternate in memory, so mark each element.
     is_written = torch.zeros(max(ends), dtype=torch.bool, device="cpu")
     for view in views:
         is_written.as_strided(view.shape, view.stride, view.offset).fill_(True)
@@ -346,10 +356,13 @@ _WRAPPED = "base_layer"
 
 
 def unwrapped(name: str) -> str:
-    """Return the name that a live layer or parameter has in a model that takes no LoRA requests."""
+    """Return the name of a live layer or parameter without the steps of LoRA wrappers."""
     return ".".join(step for step in name.split(".") if step != _WRAPPED)
 
 
 def tables_of(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a module's own tables of parameters and buffers; registering again keeps no order."""
+    """Return a module's own tables of parameters and buffers.
+
+    Write to the tables to replace a tensor: registering it again would change the order.
+    """
     return layer.__dict__["_parameters"], layer.__dict__["_buffers"]

@@ -1,9 +1,11 @@
-"""`PreparedSwitch`: the copies that switch a model to one version, bound while it serves.
+"""`PreparedSwitch`: the copies that switch a model to one version, prepared while it serves.
 
-If only some elements of a tensor changed, their positions in published tensors become positions in
-parameters while the engine serves, and a `Patch` scatters them in the pause. If too much of a
-tensor changed, it is copied whole. Only an engine whose weights are on a device patches: there,
-copies go over a link. In main memory, patches were seen to halve a pause at most.
+If only some elements of a tensor changed, a `Patch` writes just these in the pause. Their positions
+in parameters are computed from positions in published tensors while the engine serves. If too many
+elements changed, all of the tensor is copied.
+
+Only weights on a device are patched, as copies to a device must pass a slow link. In main memory,
+patches made a pause shorter by half at most.
 """
 
 from __future__ import annotations
@@ -34,24 +36,25 @@ from dbuffer.runtime.trouble import log_once
 logger = logging.getLogger(__name__)
 
 Changed = Mapping[str, Integers]
-"""Flat, ascending positions at which published tensors changed since an earlier version, by the
-tensor's name. A tensor without an entry is unchanged."""
+"""Positions of the elements of published tensors that changed since an earlier version: flat and
+ascending, by the tensor's name. A tensor without an entry is unchanged."""
 
 MAX_SHARE = 0.05
-"""Largest share of a part's elements that is patched. Writing 3 % of 50 million bfloat16 one by one
-took 0.6 of the time that copying all of them took, and 10 % more than twice as long (measured on
-one CPU)."""
+"""Largest share of a part's elements to patch; above this share, the part is copied. On one CPU, to
+write 3 % of 50 million bfloat16 one by one took 0.6 of the time of copying all of them. To write
+10 % took more than twice this time."""
 
 CopyTensors = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
-"""Copies the second tensors into the first."""
+"""Function that copies its second list of tensors into its first."""
 
 
 class Patch(NamedTuple):
-    """Values at some positions of a parameter."""
+    """New values for some elements of a parameter."""
 
     target: torch.Tensor
-    """Memory of the parameter, flat, as integers of its elements' size."""
+    """The parameter, viewed as flat integers of its elements' size."""
     positions: torch.Tensor
+    """Flat positions of the elements in the parameter."""
     values: torch.Tensor
 
     def apply(self) -> None:
@@ -59,7 +62,7 @@ class Patch(NamedTuple):
         self.target.scatter_(0, self.positions.long(), self.values)
 
     def on_device(self) -> Patch:
-        """Move positions and values to the parameter's device, in as little memory as possible."""
+        """Return the patch with positions and values on the parameter's device."""
         is_short = self.target.numel() <= torch.iinfo(torch.int32).max
         positions = self.positions.to(torch.int32 if is_short else torch.int64)
         device = self.target.device
@@ -67,23 +70,23 @@ class Patch(NamedTuple):
 
 
 class Patches(NamedTuple):
-    """The part of a switch that is left where the model holds the version before, say."""
+    """Patches and copies that switch a model from an earlier version, the base."""
 
     base: VersionId
-    """Version that the model must hold."""
+    """Version that the model must have."""
     patches: Sequence[Patch]
     copies: Mapping[str, Sequence[Copy]]
-    """Copies for changed parameters without patches, by the parameter's name."""
+    """Copies for changed parts of parameters that are not patched, by the parameter's name."""
 
     def apply(self, copier: Copier) -> None:
-        """Write all values, one patch after the other."""
+        """Apply the patches, one after the other."""
 
         def work(first: int, end: int) -> None:
             for patch in self.patches[first:end]:
                 patch.apply()
 
-        # In the copier's inference mode: its threads made views in that mode here, and torch
-        # refuses to write to them in any other.
+        # Use the copier's threads: they made these views in inference mode, and torch refuses to
+        # write to the views in another mode.
         copier.in_parallel(work, [(0, len(self.patches))])
 
 
@@ -91,27 +94,27 @@ class Patches(NamedTuple):
 class PreparedSwitch:
     """A switch of a model to one version.
 
-    A mapped version is copied from there, in the pause. Of a version that is staged in memory, only
-    this rank's part is staged, in the order and dtype of its parameters.
+    The copies read a mapped version from its file's mapping. If the version is staged in memory,
+    only this rank's part is there, in the order and dtypes of the rank's parameters.
     """
 
     plan: CopyPlan
     version: VersionId
     tensors: Tensors
-    """Published tensors; if the copies have memory of their own, only tensors to be reloaded."""
+    """Published tensors. If the switch is staged in memory, only the tensors to reload."""
     aliases: Mapping[str, str]
-    """Stored names of tensors that the model takes under another name."""
+    """Stored names of tensors that the model takes under another name, by this other name."""
     copies: Mapping[str, Sequence[Copy]]
     """Copies into each parameter, by its name."""
     images: Sequence[Image]
     digests: Mapping[str, int]
-    """Digests of the tensors in ``plan.verified_for``."""
+    """This version's digests of the tensors in ``plan.verified_for``, by name."""
     patches: Patches | None = None
-    """Changes since a version that the model may hold, or None if they are not known."""
+    """Patches from an earlier version that the model may have, or None."""
 
     @property
     def replaces_tensors(self) -> bool:
-        """Whether it is verified to do all that a reload does, to the model's present tensors."""
+        """Whether the switch is verified to give the same result as a reload, on this model."""
         verified_for = self.plan.verified_for
         return (
             verified_for is not None
@@ -121,38 +124,38 @@ class PreparedSwitch:
 
     @cached_property
     def reloaded(self) -> Tensors:
-        """Published tensors that are reloaded in addition."""
+        """Published tensors for the layers that stay with the reload, by name."""
         sources = self.plan.reloaded_sources
         return {name: self.tensors[name] for name in self.tensors if name in sources}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it loads."""
+        """Bytes that the switch copies and reloads."""
         return self.plan.copied_bytes + sum(tensor.nbytes for tensor in self.reloaded.values())
 
     # While the engine serves
 
     def compared(self) -> Iterator[tuple[str, Sequence[Copy]]]:
-        """Yield the name and the copies of each parameter, and of each image."""
+        """Yield the name and the copies of each parameter, then of each image."""
         yield from self.copies.items()
         yield from ((image.name, image.copies()) for image in self.images)
 
     def of(self, tensors: Tensors) -> PreparedSwitch:
-        """Bind the copies to other tensors with the same content, by their stored names."""
+        """Return this switch for other tensors with the same content, given by stored names."""
         offered = {name: tensors[self.aliases.get(name, name)] for name in self.tensors}
         patches = self.patches
-        if patches is not None and patches.copies:  # these read tensors that are released
+        if patches is not None and patches.copies:  # their copies read the old tensors
             patches = None
         return replace(self, tensors=offered, copies=self.plan.copies_of(offered), patches=patches)
 
     def leave_device(self) -> None:
-        """Let go of the patches, which lie on the parameters' device."""
+        """Release the patches, which take memory on the parameters' device."""
         self.patches = None
 
     def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
-        """Sizes of the memories that :meth:`copied_into` needs: a device's, and main memory.
+        """Return the bytes that :meth:`copied_into` needs on a device, and in main memory.
 
-        ``device_bytes``: largest size of the first.
+        ``device_bytes``: most bytes to use on the device.
         """
         parameters = self.plan.parameters.values()
         sizes = [align(tensor.nbytes) for tensor in (*parameters, *self.reloaded.values())]
@@ -162,10 +165,10 @@ class PreparedSwitch:
     def copied_into(
         self, memories: tuple[torch.Tensor, torch.Tensor], copy: CopyTensors
     ) -> PreparedSwitch:
-        """Copy all that it needs into flat bytes, with ``copy``, and bind the copies to these.
+        """Copy the switch's sources into two memories; return the switch that reads from there.
 
-        The first memory gets copies of parameters for as long as they fit; the second gets the
-        rest, and the published tensors that are reloaded.
+        The first memory gets the parameters' new values while they fit. The second memory gets the
+        other values, and the published tensors that are reloaded.
         """
         parameters = self.plan.parameters
         sizes = [align(tensor.nbytes) for tensor in parameters.values()]
@@ -196,9 +199,9 @@ class PreparedSwitch:
         )
 
     def patches_from(self, base: VersionId, changed: Changed, copier: Copier) -> Patches:
-        """Return the patches and copies for a model that holds another version, the base.
+        """Return the patches and copies that switch a model from an earlier version, the base.
 
-        ``changed``: places where this version may differ from it.
+        ``changed``: positions where this version may differ from the base.
         """
         traced = self.plan.traced
         ops = [(name, op) for name in self.copies for op in traced[name].ops]
@@ -224,14 +227,14 @@ class PreparedSwitch:
     # In the pause
 
     def apply(self, copier: Copier, digest: int | None = None) -> None:
-        """Switch. A failure leaves a mix, to be repaired at once.
+        """Switch the model. If this fails, the model has a mix, which the caller must repair.
 
         Args:
-            copier: its threads work in main memory; on a device its own queue does.
-            digest: of parameters that the patches change. Default: everything is copied.
+            copier: copies in main memory with its threads. A device makes its copies itself.
+            digest: digest of the parameters at the patches' base. Default: copy everything.
         """
         copies = itertools.chain(*self._patch(copier, digest).values())
-        # A tied tensor is in the images of two layers.
+        # A tied tensor is in the images of two layers; copy it once.
         packed = {copy[0].data_ptr(): copy for image in self.images for copy in image.copies()}
         pairs = [*copies, *packed.values()]
         targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
@@ -240,34 +243,35 @@ class PreparedSwitch:
         else:
             if targets:
                 torch._foreach_copy_(targets, sources, non_blocking=True)
-            # The next step reads the targets, and staging may write anew into the sources.
+            # Wait: the next step reads the targets, and staging may overwrite the sources.
             torch.accelerator.synchronize()
         for image in self.images:
             image.hand_over()
 
     def _patch(self, copier: Copier, digest: int | None) -> Mapping[str, Sequence[Copy]]:
-        """Patch what can be patched, and return the copies that are left."""
+        """Apply the patches if the model has their base; return the copies to make."""
         if self.patches is None or digest is None:
             return self.copies
         try:
             if digest_of_all(self.plan.parameters.values()) != digest:
                 logger.warning(
-                    "something wrote to the weights since they were seen to be version %d: all of "
-                    "them are copied",
+                    "something wrote to the weights since they were seen to equal version %d: all "
+                    "of them are copied",
                     self.patches.base.number,
                 )
                 return self.copies
             self.patches.apply(copier)
-        # A device without room, say. Copying everything needs none, and overwrites the patches.
+        # The device may have no room, for instance. Copying everything needs no more room, and
+        # overwrites values that were patched.
         except Exception as error:  # noqa: BLE001
             log_copied_whole(error)
             return self.copies
         return self.patches.copies
 
     def mismatches(self, copier: Copier) -> dict[str, str]:
-        """Return the parameters and images that differ from a switch's result, and their layers.
+        """Return the layers of parameters and images that differ from the result of this switch.
 
-        ``copier``: its threads compare, byte by byte.
+        The keys are names of parameters and images. The copier's threads compare byte by byte.
         """
         copies = [(name, copy) for name, copies in self.copies.items() for copy in copies]
         differing: set[str] = set()
@@ -283,9 +287,9 @@ class PreparedSwitch:
 def patch_or_copy(
     parameter: torch.Tensor, op: CopyOp, tensors: Mapping[str, torch.Tensor], changed: Changed
 ) -> Patch | Copy | None:
-    """Bring the changed elements of a published tensor into their places in a parameter.
+    """Return a patch or a copy that writes the changed elements of one part into a parameter.
 
-    ``tensors`` are contiguous. Return None if nothing in this part changed.
+    Return None if nothing in the part changed. ``tensors`` must be contiguous.
     """
     if op.source not in changed or op.source is None or op.part is None:
         return None
@@ -306,22 +310,22 @@ def patch_or_copy(
 
 
 def _positions(places: torch.Tensor, view: View) -> torch.Tensor:
-    """Return the flat positions of places in a view, which are given by their indices."""
+    """Return flat positions of elements of a view. ``places`` has their indices in the view."""
     return (places * torch.tensor(view.stride, dtype=torch.int64)).sum(1) + view.offset
 
 
 def _fitting(sizes: Sequence[int], num_bytes: int) -> Sequence[int]:
-    """Return the sizes, from the first on, whose sum is so many bytes at most."""
+    """Return the longest beginning of ``sizes`` with a sum of at most ``num_bytes``."""
     return sizes[: bisect.bisect_right(list(itertools.accumulate(sizes)), num_bytes)]
 
 
 def _laid_out(
     memory: torch.Tensor, tensors: Tensors
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Lay out tensors of the same form in flat bytes, one behind the other.
+    """Make tensors of the same forms in flat bytes, one behind the other.
 
     Returns:
-        The tensors in there, and the bytes behind them.
+        The new tensors by name, and the bytes behind them.
     """
     laid_out = {}
     for name, tensor in tensors.items():
@@ -332,11 +336,11 @@ def _laid_out(
 
 
 def log_copied_whole(error: Exception) -> None:
-    """Log that changes could not be patched this time."""
+    """Log that a version could not be patched."""
     message = "a version is copied whole, as patching its changes failed: %s"
     log_once(logger, message, described(error))
 
 
 def digest_of(tensor: torch.Tensor) -> int:
-    """Return the XXH3 of a tensor's bytes."""
+    """Return the XXH3 digest of a tensor's bytes."""
     return xxhash.xxh3_64(as_bytes(flat_view(tensor.detach().cpu().contiguous()))).intdigest()

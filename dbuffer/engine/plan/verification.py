@@ -1,9 +1,10 @@
-"""`Verifier`: how copies are verified to do all that a reload does.
+"""`Verifier`: verifies that a switch by copies gives the same result as the engine's reload.
 
-The engine's own reload loads stand-ins for the version's values, so that everything derived from
-any of them changes, and then the version. Every parameter must then equal its copies, to the byte,
-and every image its layer; everything else that can be reached from the model must stay as it was
-with the stand-ins.
+The engine's reload first loads stand-ins: tensors with other values than the version's. It then
+loads the version, which changes everything that derives from a loaded value. After that:
+
+* every parameter must equal its copies, to the byte, and every layer its image;
+* everything else that can be reached from the model must be as it was with the stand-ins.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from dbuffer.io.copier import Copier
 from dbuffer.runtime.messages import described, listed
 
 Mismatch = Mapping[str, str]
-"""Layers that a reload does more with than a switch, by name, and what."""
+"""Descriptions of changes that a reload makes and a switch does not, by the layer's name."""
 
 _NOT_READ = frozenset({"weight_loader", "_weight_loader", "load_weights"})
-"""Attributes that load, and that no computation reads."""
+"""Attributes that only loading uses, and no computation reads."""
 
 _RANGE = (0.25, 0.75)
-"""Range of weights' stand-ins: all of them have roots and inverses."""
+"""Range of the numbers in stand-ins. All of them have roots and inverses."""
 
 _MODULES = re.compile(r"(?:\._modules\['[^']*'\])*")
 
 
 class UnverifiableError(Exception):
-    """A reload cannot be compared with copies; it may be possible later."""
+    """A reload cannot be compared with copies now. It may be possible later."""
 
     def __init__(self, reason: str, error: Exception) -> None:
         super().__init__(f"{reason}: {described(error)}")
@@ -47,41 +48,41 @@ class Verifier:
     """Compares a model after reloads with the effect of a switch."""
 
     model: torch.nn.Module
-    """Model, as it serves."""
+    """The model that serves."""
     reload: Callable[[Tensors], None]
-    """Reloads all of it."""
+    """Function that reloads all of the model."""
     reload_part: Callable[[PreparedSwitch], None]
-    """Reloads the layers that a switch leaves to the reload."""
+    """Function that reloads the layers that a switch leaves to the reload."""
     copier: Copier
-    """Its threads compare."""
+    """Copier whose threads compare tensors."""
     not_weights: Collection[str]
-    """Attributes in the model that serving changes."""
+    """Names of attributes in the model that serving changes."""
     random: np.random.Generator
 
     def verify(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
-        """Load a version by a reload, and verify the plan of a switch to it.
+        """Load a version by a reload, and verify the plan of the switch to this version.
 
         Returns:
-            Layers that the reload does more to; the plan is verified if there are none.
+            The mismatch between reload and switch. If it is empty, the plan is verified.
 
         Raises:
-            UnverifiableError: they cannot be compared. The version is loaded.
+            UnverifiableError: reload and switch cannot be compared. The version is loaded.
             Exception: the reload of the version failed.
         """
         plan = switch.plan
         plan.verified_for = None
         stand_ins = StandIns(tensors, plan.reloaded_sources, self.random)
-        # Anything may be in a model, and a switch must not fail because it cannot be looked at.
+        # A model may contain anything. A switch must not fail because a part cannot be inspected.
         try:
             self.reload(stand_ins)
-            # If a whole reload changes something after one of a part, that must show.
+            # Reload the part as a switch does: later changes by a reload of the model must show.
             self.reload_part(switch)
             before = self._fingerprint(switch)
         except Exception as error:
             self.reload(tensors)
             reason = "stand-ins for a version's values cannot be loaded"
             raise UnverifiableError(reason, error) from error
-        # Reloading the version from there on changes all that is derived from any of them.
+        # After the stand-ins, this reload changes everything that derives from a loaded value.
         self.reload(tensors)
         try:
             mismatch = self._mismatch(switch, before)
@@ -94,7 +95,7 @@ class Verifier:
         return mismatch
 
     def _fingerprint(self, switch: PreparedSwitch) -> ModelFingerprint:
-        """Return all that a switch must leave as it is, or reload."""
+        """Return the fingerprint of everything that the switch's copies do not write."""
         return ModelFingerprint(
             self.model,
             without=_NOT_READ.union(self.not_weights),
@@ -103,9 +104,9 @@ class Verifier:
         )
 
     def _mismatch(self, switch: PreparedSwitch, before: ModelFingerprint) -> Mismatch:
-        """Compare a model that was just reloaded with the effect of a switch.
+        """Compare a model that was just reloaded with the result of a switch.
 
-        ``before``: the model with stand-ins, after its reloaded layers were reloaded alone.
+        ``before``: fingerprint of the model with stand-ins, after the reload of the switch's part.
         """
         mismatch: dict[str, str] = {}
         for place in before.changes_to(self._fingerprint(switch)):
@@ -116,7 +117,10 @@ class Verifier:
         return mismatch
 
     def _mismatch_of_part(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
-        """Reload a part, and see whether that changed the rest; if so, load the version again."""
+        """Reload the switch's part; return a mismatch if that changes other parameters.
+
+        In this case, load the version again.
+        """
         try:
             self.reload_part(switch)
             changed = switch.mismatches(self.copier)
@@ -131,9 +135,9 @@ class Verifier:
 
 
 def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
-    """Select the layers at a place of a :class:`ModelFingerprint`, or around it.
+    """Return the layers at a place of a :class:`ModelFingerprint`, or else the nearest layers.
 
-    A value derived in a layer that is not loaded itself comes from the layers beside it.
+    If the layer at the place is not loaded, its value must derive from layers near it.
     """
     matched = _MODULES.match(place)
     path = re.findall(r"\['([^']*)'\]", matched[0]) if matched else []
@@ -145,12 +149,13 @@ def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
 
 
 class StandIns(Mapping[str, torch.Tensor]):
-    """Tensors of the same form as a version's, with other elements; each access makes one anew.
+    """Tensors with the forms of a version's tensors and other elements, made at each access.
 
-    Floating-point tensors get one other number, and take no memory. Integers may be indices or
-    codes, so a matrix gets its own integers: in another order, and one of them more often, since a
-    model may derive a value from their order or from their sum. Other integers stay as they are,
-    unless their tensor is ``reloaded`` with each switch.
+    * A floating-point tensor is filled with a single number, and takes no memory.
+    * Integers may be indices or codes, so a matrix of integers gets only integers that it has
+      already: in another order, and one of them more often, since a model may derive a value from
+      their order or from their sum.
+    * Other tensors of integers stay unchanged, unless they are ``reloaded`` with each switch.
     """
 
     def __init__(
@@ -183,7 +188,7 @@ class StandIns(Mapping[str, torch.Tensor]):
         return codes.view(tensor.shape).view(tensor.dtype)
 
     def unvaried(self) -> list[str]:
-        """Return the tensors whose stand-ins have most elements in common with them."""
+        """Return the names of tensors that have most elements in common with their stand-ins."""
         return [name for name, tensor in self._tensors.items() if not _differ(tensor, self[name])]
 
 
@@ -194,5 +199,5 @@ def _differ(tensor: torch.Tensor, stand_in: torch.Tensor) -> bool:
 
 
 def _has_numbers(tensor: torch.Tensor) -> bool:
-    """Whether its elements are floating-point numbers, and not codes of several."""
+    """Whether each element is a floating-point number, and not a code of several numbers."""
     return tensor.is_floating_point() and tensor.dtype is not torch.float4_e2m1fn_x2
