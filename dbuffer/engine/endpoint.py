@@ -42,7 +42,7 @@ def capture_answer(call: Callable[[], messages.RankAnswer]) -> messages.RankAnsw
 
 
 class RankEndpoint:
-    """Answers a follower's requests on one rank. All ranks get all requests, in the same order.
+    """Answers a follower's requests on one rank. All ranks get the same requests in the same order.
 
     Call its methods in the worker's main thread, between two steps of the engine.
     """
@@ -262,7 +262,7 @@ def watch(
 
 @contextlib.contextmanager
 def loading(model_of: Callable[[], Any], cause: str) -> Iterator[None]:
-    """Treat a model's weights as unknown after the block, which loads them."""
+    """Treat a model's weights as unknown after the block. In the block, other code writes them."""
     try:
         yield
     finally:
@@ -286,6 +286,6 @@ def falling_asleep(model: Any, *, is_lost: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waking_up(model_of: Callable[[], Any]) -> Iterator[None]:
-    """Use a model's weights again after the block, which wakes them."""
+    """Use a model's weights again after the block. In the block, the engine wakes them."""
     yield
     RankEndpoint.of(model_of()).note_awake()

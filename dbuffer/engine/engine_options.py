@@ -114,11 +114,11 @@ class EngineOptions:
                 object.__setattr__(self, name, str(path))
         if self.version is not None:
             checks.whole_number("version", self.version, at_most=MAX_INTEGER)
-            rule = "given without local_store, which has only the newest: follow the store directly"
+            rule = "the option without local_store, which has only the newest version"
             _require(self, "version", self.local_store is None, rule)
         checks.whole_number("every", self.every, at_most=MAX_INTEGER)
         checks.flag("until_done", self.until_done)
-        is_newest, stays = self.version is None, "with version, on which the engine stays"
+        is_newest, stays = self.version is None, "with the option version: the engine stays on it"
         _require(self, "every", is_newest or self.every == 1, f"1 {stays}")
         _require(self, "until_done", is_newest or not self.until_done, f"false {stays}")
         if self.engine_id is not None:
@@ -186,8 +186,8 @@ class EngineOptions:
             return replace(request, version=self.version, at_least=None)
         raise OptionError(
             f"this engine stays on version {self.version} of {self.store}, and was asked to load "
-            f"version {request.version or request.at_least}: follow again without the option "
-            "version"
+            f"version {request.version or request.at_least}: to load that, follow again without "
+            "the option version"
         )
 
     def has_forked(self, served: Lineage, newest: Lineage) -> bool:

@@ -416,7 +416,7 @@ class Follower(Closing):
         return goal
 
     def is_ready(self, at_least: int | None = None) -> bool:
-        """Whether :meth:`sync` would return, or raise, without waiting for a rank."""
+        """Whether :meth:`sync` would return or raise without a wait for the ranks."""
         view = self._ensure_started()
         goal = view.newer_than(self._applied, at_least)
         try:
@@ -505,7 +505,7 @@ class Follower(Closing):
             engine.do(RankRequest("awake"))
         engine.pause(self._pause_mode)
         if not engine.has_own_pause and engine.is_paused() is False:
-            raise errors.EngineBusyError("another program resumed the engine before it could load")
+            raise errors.EngineBusyError("another program resumed the engine before the load")
 
     def _load(self, view: StoreView, goal: int | VersionId) -> tuple[ReceiverRecord, float]:
         """Load on all ranks; return the engine's record, and the seconds that loading took.

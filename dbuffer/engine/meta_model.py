@@ -57,7 +57,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         if serving is not None:
             _tie_as_serving(model, serving)
-        # No buffers: engines share rotary embeddings among their models, this copy included.
+        # Do not move buffers: engines share rotary embeddings among their models and this copy.
         for parameter in list(model.parameters()):
             if not parameter.is_meta:
                 _put_in_place(model, parameter, _empty_like(parameter, "meta"))
@@ -132,7 +132,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _put_in_place(self.model, made, without)
 
     def require_whole(self, name: str, tensor: Any, num_elements: int) -> None:
-        """Raise :class:`WeightsMismatchError` if fewer elements of a tensor were written."""
+        """Raise :class:`WeightsMismatchError` if fewer than ``num_elements`` were written."""
         loaded = self.count_of(tensor)
         if loaded < (1 if id(tensor) in self._padded else num_elements):
             raise WeightsMismatchError(
@@ -151,7 +151,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             if shape != served:
                 raise WeightsMismatchError(
-                    f"{path} was published as {list(shape)}; the engine has {list(served)}"
+                    f"{path} was published with shape {list(shape)}; the engine's has shape "
+                    f"{list(served)}"
                 )
         if missing := self._served_late.keys() - self._late.keys():
             raise WeightsMismatchError(
@@ -209,7 +210,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         signature = inspect.signature(loader)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            # The first two arguments are the parameter and the loaded tensor, for some by name.
+            # All loaders take the parameter and the loaded tensor first, some as keywords.
             param, loaded, *which_part = signature.bind(*args, **kwargs).arguments.values()
             if not param.is_meta:  # in `with_data`, where nothing is counted
                 return loader(*args, **kwargs)
@@ -331,7 +332,7 @@ def _empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _put_in_place(model: torch.nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Replace a parameter or buffer in all layers that have it; a tied one is in several."""
+    """Replace a parameter or buffer in all layers that have it. A tied parameter is in several."""
     for layer in model.modules():
         for table in tables_of(layer):
             for key, tensor in table.items():

@@ -107,7 +107,7 @@ class RankModel:
         self._reloaded: Mapping[str, str] = {}
         """Reasons why layers of this layout stay with the reload, by the layer's name."""
         self._num_verifications = 0
-        """Verifications of this layout since it was last set aside."""
+        """Number of verifications of this layout since it was last set aside."""
         self._num_skipped: float = 0
         """Versions to reload until this layout, which was set aside, is planned again."""
         self._loaded: VersionId | None = None
@@ -151,7 +151,7 @@ class RankModel:
             return switch
 
     def _bind(self, tensors: Tensors, snapshot: Snapshot) -> PreparedSwitch | None:
-        """Bind the layout's plan to a version, or return None if there is no plan."""
+        """Make a version's switch by the layout's plan, or return None if there is no plan."""
         plan = self._plan_of(self._trace_of(snapshot.layout))
         if plan is None:
             return None
@@ -247,7 +247,7 @@ class RankModel:
         return None if all(same_bytes(*copy) for copy in copies) else name
 
     def _add_patches(self, switch: PreparedSwitch, snapshot: Snapshot) -> None:
-        """Add patches to a switch, if the model was seen to hold the version to be patched."""
+        """Add patches to a switch, if the model was seen to equal the patches' base version."""
         if not self._may_patch or self._loaded is None:
             return
         changed = snapshot.changed_since(self._loaded)
@@ -433,7 +433,7 @@ class RankModel:
     def _load(self, tensors: Tensors, *, partial: bool) -> None:
         self._rank.load(self._for_loaders(tensors), partial=partial)
         # Some heads keep a float32 copy of their weight, and renew it if this counter went up.
-        # vLLM's reload writes to `param.data`, which does not count; direct copies do not, either.
+        # vLLM's reload, which writes to `param.data`, and direct copies leave it unchanged.
         increment_version(self._model.parameters())
 
     def _for_loaders(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:

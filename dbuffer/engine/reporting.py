@@ -34,7 +34,7 @@ GAUGES = {
 """Gauges and their descriptions, by name. A gauge whose value is unknown is removed."""
 
 RUN = "run"
-"""Gauge with the label ``run``: 1 for the run of the version that the engine serves."""
+"""Gauge with the label ``run``. It is 1 for the run of the version that the engine serves."""
 
 _LAGS = ("lag_versions", "lag_steps", "lag_seconds")
 

@@ -168,8 +168,9 @@ class ShapeCheck:
         """Load tensors without data, until the loaders raise or are done.
 
         Returns:
-            The tensors that the loaders took, by name; the last of these, if the loaders raised on
-            it, or None; the loaders' error, or None.
+            * The tensors that the loaders took, by name.
+            * The tensor on which the loaders raised, or None.
+            * The error that the loaders raised, or None.
         """
         tensors: dict[str, torch.Tensor] = {}
         current: TensorSpec | None = None

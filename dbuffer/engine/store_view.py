@@ -125,7 +125,9 @@ class StoreView:
             )
         only = self.options.version
         if only is not None and at_least is not None and at_least > only:
-            raise errors.OptionError(f"at_least is {at_least}, and the engine stays on {only}")
+            raise errors.OptionError(
+                f"at_least is {at_least}, but the engine stays on version {only}"
+            )
         if only is not None and served is not None and served.id.number == only:
             return None
         if served is None and not self._store.exists():
@@ -170,7 +172,7 @@ class StoreView:
         elif newest is None or relation(served, newest) is Relation.AHEAD:
             raise errors.VersionRegressedError(
                 f"{store.root} went back from version {served.id.number} to "
-                f"{newest.id.number if newest else 'none'}: the next version is followed"
+                f"{newest.id.number if newest else 'none'}: the engine follows the next publish"
             )
         return newest
 
@@ -316,7 +318,7 @@ class StoreView:
             )
 
     def _has_lost(self, version: VersionId, newest: Lineage | None) -> bool:
-        """Whether a version leads neither to ``newest`` nor to the origin's newest version."""
+        """Whether a version leads neither to ``newest`` nor to the sender's newest version."""
         if newest is None or newest.reaches(version):
             return False
         if self._origin is self._store:

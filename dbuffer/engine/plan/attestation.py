@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes by their size in bytes. torch computes with few unsigned ones."""
+"""Integer dtypes by their size in bytes. Most are signed: torch supports few unsigned ones."""
 
 _BLOCK_BYTES = 64 << 20
 """Bytes compared at a time: a device may have little room."""

@@ -98,7 +98,7 @@ class TracedTensor:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that copies from published tensors write, in the dtype of the parameter."""
+        """Number of bytes of the parameter that are copied from published tensors."""
         num_copied = sum(op.to.num_elements for op in self.ops if op.source is not None)
         return num_copied * self.form[2].itemsize
 

@@ -45,7 +45,7 @@ class UnverifiableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """Compares a model after reloads with the effect of a switch."""
+    """Compares a model after a reload with the result of a switch."""
 
     model: torch.nn.Module
     """The model that serves."""
@@ -117,9 +117,9 @@ class Verifier:
         return mismatch
 
     def _mismatch_of_part(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
-        """Reload the switch's part; return a mismatch if that changes other parameters.
+        """Reload the switch's part; return a mismatch if other parameters change.
 
-        In this case, load the version again.
+        If they change, load the version again.
         """
         try:
             self.reload_part(switch)
