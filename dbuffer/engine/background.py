@@ -104,8 +104,8 @@ class BackgroundFollower(Closing):
         if behind or applied is None:
             raise WaitTimeoutError(
                 "; ".join(
-                    f"{follower.engine_id} did not reach version {version} within {timeout_s:g} s, "
-                    f"and has {follower.weights}; last problem: "
+                    f"{follower.engine_id} has {follower.weights}, and did not reach version "
+                    f"{version} within {timeout_s:g} s; last problem: "
                     f"{self._errors.get(follower) or 'none'}"
                     for follower in behind
                 )

@@ -167,8 +167,7 @@ class StoreView:
             if self._logged_fork != newest.id.run:
                 self._logged_fork = newest.id.run
                 fork = describe_fork(self.options.store, served.id, newest.id)
-                message = "%s: %s has version %d, and follows the newest"
-                logger.warning(message, fork, self.engine_id, served.id.number)
+                logger.warning("%s: %s follows the newest version", fork, self.engine_id)
         elif newest is None or relation(served, newest) is Relation.AHEAD:
             raise errors.VersionRegressedError(
                 f"{store.root} went back from version {served.id.number} to "
