@@ -118,7 +118,7 @@ class EngineOptions:
             _require(self, "version", self.local_store is None, rule)
         checks.whole_number("every", self.every, at_most=MAX_INTEGER)
         checks.flag("until_done", self.until_done)
-        is_newest, stays = self.version is None, "with the option version: the engine stays on it"
+        is_newest, stays = self.version is None, "with version: the engine stays on that version"
         _require(self, "every", is_newest or self.every == 1, f"1 {stays}")
         _require(self, "until_done", is_newest or not self.until_done, f"false {stays}")
         if self.engine_id is not None:
