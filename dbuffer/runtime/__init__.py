@@ -1,1 +1,1 @@
-"""Needs of long-lived objects: checked options, retries with a log, timings."""
+"""Common code of all packages: checks of options, closing, retries, messages, timings."""

@@ -1,4 +1,4 @@
-"""`Closing`, which a ``with`` block closes; `ProcessBound`, which no other process can use."""
+"""Base classes of objects that a ``with`` block closes, or that belong to one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dbuffer.errors import ClosedError
 
 
 class Closing:
-    """Something with a ``close()``, for ``with``."""
+    """Base class of objects that a ``with`` block closes."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -22,14 +22,14 @@ class Closing:
 
 
 class ProcessBound:
-    """Object of one process, which cannot be pickled for a child that `multiprocessing` spawns."""
+    """Base class of objects that belong to one process, and cannot be pickled for another."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
 
     @property
     def _is_inherited(self) -> bool:
-        """Whether another process made it, and this one is a fork of that."""
+        """Whether this process is a fork of the process that made the object."""
         return self._pid != os.getpid()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

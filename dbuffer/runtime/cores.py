@@ -1,8 +1,8 @@
-"""Cores for dbuffer's own threads, where an engine binds the thread that starts them to one core.
+"""Chooses the cores that dbuffer's threads run on.
 
-On a CPU, vLLM binds each worker to its cores by variables of OpenMP, and the worker's main thread
-to the first of them. All threads that a worker starts would stay on that core: copies by several
-threads would share it, and staging would take it from the engine.
+On a CPU, vLLM binds each worker to its cores by variables of OpenMP, which bind the worker's main
+thread to one core. Threads started there would stay on that core: they would share it with each
+other, and with the engine.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import multiprocessing
 import os
 
 _cores: set[int] = set()
-"""Cores for new threads; if empty, a thread has the cores of the thread that starts it."""
+"""Cores for new threads. If empty, a thread runs on the cores of the thread that starts it."""
 
 
 def use_cores_of_parent() -> None:
-    """Let dbuffer's threads in this process run where the process that spawned it may run."""
+    """Let dbuffer's threads in this process run on all cores of its parent process."""
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and this process is about to
+        with contextlib.suppress(ProcessLookupError):  # the parent has ended
             _cores.update(os.sched_getaffinity(parent.pid))
 
 
 def num_cores() -> int:
-    """Return the number of cores that dbuffer's threads may run on: all of a host's, or fewer."""
+    """Return the number of cores that dbuffer's threads may run on."""
     return len(_cores or os.sched_getaffinity(0))
 
 
 def leave_core() -> None:
-    """Let the calling thread, which must be dbuffer's own, run on all of these cores."""
+    """Let the calling thread run on all cores for dbuffer's threads. It must be one of them."""
     if _cores:
-        with contextlib.suppress(OSError):  # none of them is this process's any more
+        with contextlib.suppress(OSError):  # the process lost all these cores
             os.sched_setaffinity(0, _cores)

@@ -14,12 +14,12 @@ EXTRAS: dict[str, str | None] = {
     "typer": "cli",
     "zstandard": "delta",
 }
-"""Extra of dbuffer that installs a module's package; of several, one with few others. None: they
-all install an engine or a framework, too."""
+"""Extra of dbuffer that installs a module's package. If several do, it is a small one; None if each
+would also install an engine or a framework."""
 
 
 def needed_for(use: str) -> TranslatedErrors:
-    """Translate a failed import in a ``with`` block; ``use`` names what needs the package.
+    """Explain a failed import in a ``with`` block. ``use`` names the feature that needs it.
 
     Raises:
         DBufferError: an optional package is not installed; the message says how to install it.
@@ -29,7 +29,7 @@ def needed_for(use: str) -> TranslatedErrors:
         if not isinstance(error, ModuleNotFoundError) or error.name is None:
             return
         module = error.name.partition(".")[0]
-        if module not in EXTRAS:  # of a package that is incomplete
+        if module not in EXTRAS:  # the package is installed, but incomplete
             return
         package = module.replace("_", "-")
         extra = EXTRAS[module]

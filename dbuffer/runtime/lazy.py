@@ -1,4 +1,4 @@
-"""`lazily`: a package whose names are imported when they are used; `cached_property`."""
+"""`lazily`, which imports a package's names at their first use, and `cached_property`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ else:
 
 
 def lazily(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
-    """A package's ``__getattr__`` and ``__all__``.
+    """Return a package's ``__getattr__`` and ``__all__``.
 
-    ``places`` says where each of its names is: ``".module"``, or ``".module:name there"``.
+    ``places``: the module of each name, as ``".module"``, or as ``".module:NAME"`` if the name is
+    another in the module.
     """
 
     def get(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""Checks of options, for constructors and methods that take some.
+"""Checks of options, in constructors and methods.
 
-Unchecked, a wait for NaN seconds never ends, since NaN compares with nothing, and a string is a
-``TypeError`` at the third publish. Here each is an `OptionError` that names the option, its value
-and what to use instead.
+An unchecked option fails late: a wait of NaN seconds never ends, since no comparison with NaN is
+true, and a string as a number is a ``TypeError`` at some later publish. A check raises an
+`OptionError`, which names the option, its value and the valid values.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from urllib.parse import SplitResult, urlsplit
 from dbuffer.errors import OptionError
 
 MAX_SECONDS = threading.TIMEOUT_MAX
-"""The longest that a thread can wait. Where a wait may be unbounded, None says so."""
+"""Longest time that a thread can wait. Options for unbounded waits take None instead."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
-"""Beginning of a URL, whose second slash a `Path` lacks."""
+"""Pattern of a URL's beginning. One slash is enough: a `Path` drops the second one."""
 
 _BUCKETS = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "https", "memory")
-"""Schemes of object storages."""
+"""Schemes of the URLs of object storages."""
 
 T = TypeVar("T")
 
 
 def positive_seconds(name: str, value: Any) -> float:
-    """A time above 0, and no longer than a thread can wait."""
+    """Return a time above 0 that a thread can wait."""
     if not (_is_time(value) and value > 0):
         refuse(name, value, f"seconds above 0, at most {MAX_SECONDS:.0f}")
     return float(value)
 
 
 def seconds(name: str, value: Any) -> float:
-    """A time of 0 or above, and no longer than a thread can wait."""
+    """Return a time of at least 0 that a thread can wait."""
     if not _is_time(value):
         refuse(name, value, f"seconds from 0 to {MAX_SECONDS:.0f}")
     return float(value)
 
 
 def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | None = None) -> int:
-    """A whole number within bounds; ``1.0`` and True are none."""
+    """Return an integer within bounds; ``1.0`` and True are refused."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not is_whole or value < at_least or (at_most is not None and value > at_most):
         bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
@@ -54,7 +54,7 @@ def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | Non
 
 
 def choice(name: str, value: Any, allowed: Iterable[T]) -> T:
-    """Return a value that is one of a few, and of their type: 1 is not True."""
+    """Return one of the given values. Its type must match too: 1 is not True."""
     allowed = tuple(allowed)
     matches = [option for option in allowed if type(value) is type(option) and value == option]
     if not matches:
@@ -64,12 +64,12 @@ def choice(name: str, value: Any, allowed: Iterable[T]) -> T:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False; the text ``"false"`` would count as true."""
+    """Return True or False. Other values are refused: the text ``"false"`` would count as true."""
     return choice(name, value, (True, False))
 
 
 def path(name: str, value: str | os.PathLike[str]) -> Path:
-    """A path, with the home directory in place of a ``~`` or ``~user`` at its beginning."""
+    """Return a path, with a leading ``~`` or ``~user`` replaced by the home directory."""
     try:
         return Path(value).expanduser()
     except RuntimeError:
@@ -77,9 +77,9 @@ def path(name: str, value: str | os.PathLike[str]) -> Path:
 
 
 def directory(name: str, value: Any) -> Path:
-    """A directory's path, made absolute: it stays where it is when the process changes its own.
+    """Return a directory's absolute path, which stays valid if the process changes its directory.
 
-    Refused if empty, as the value of an unset variable is.
+    An empty path is refused: an unset variable of a shell gives one.
     """
     is_path = isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
     if not is_path or not os.fspath(value) or "\0" in os.fspath(value):
@@ -92,7 +92,7 @@ def directory(name: str, value: Any) -> Path:
 
 
 def directory_or_bucket(name: str, value: Any) -> Path | str:
-    """A directory's path, or the URL of a bucket and a prefix in it, without a slash at its end."""
+    """Return a directory's absolute path, or the URL of a bucket without a slash at its end."""
     if not isinstance(value, str) or not is_url(value):
         return directory(name, value)
     parts, rule = urlsplit(value), "a directory, or a URL such as s3://bucket/policy"
@@ -105,19 +105,19 @@ def directory_or_bucket(name: str, value: Any) -> Path | str:
         refuse(name, value, f"{rule}; did you mean {mended}?")
     if not parts.netloc:
         refuse(name, value, rule)
-    if set("?#") & set(value):  # without them, two stores would have one path
+    if set("?#") & set(value):  # a parser cuts them off: two stores would share a path
         rule = "a URL without ? and # (%3F and %23 in a name; options are in the environment)"
         refuse(name, value, rule)
     return value.rstrip("/")
 
 
 def is_url(text: str) -> bool:
-    """Whether a text begins as a URL does, mistyped ones such as ``s3:/bucket`` included."""
+    """Whether a text begins like a URL, or like a mistyped one such as ``s3:/bucket``."""
     return _URL.match(text) is not None
 
 
 def _no_url(rule: str, url: SplitResult) -> str:
-    """Say what to use instead of a URL that is of no object storage."""
+    """Return the advice for a URL that is not of an object storage."""
     if url.scheme in ("http", "https"):
         return f"{rule}; this is the address of a server (are two arguments swapped?)"
     return (
@@ -126,8 +126,8 @@ def _no_url(rule: str, url: SplitResult) -> str:
 
 
 def _mirror_between(url: SplitResult) -> str:
-    """Say how to use a bucket where a directory is needed."""
-    # A `Path` of it has one slash.
+    """Return the advice for a bucket's URL that was given instead of a directory."""
+    # A `Path` made of the URL has one slash.
     bucket = f"{url.scheme}://{url.netloc}{url.path if url.netloc else url.path.lstrip('/')}"
     local = f"/dev/shm/{PurePosixPath(url.path).name or 'policy'}"  # noqa: S108 - an example
     command = ("dbuffer", "mirror")
@@ -139,12 +139,12 @@ def _mirror_between(url: SplitResult) -> str:
 
 
 def server_url(name: str, value: Any) -> str:
-    """Address of a server, without a slash at its end; an address without its scheme is refused."""
+    """Return a server's address, without a slash at its end. It must have a scheme."""
     rule = "an address with its scheme, as http://localhost:8000"
     try:
         parts = urlsplit(value) if isinstance(value, str) else urlsplit("")
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # an address that is cut short, or a port that is no number
+    except ValueError:  # an incomplete address, or a port that is no number
         is_url = False
     if not is_url:
         refuse(name, value, rule)
@@ -152,7 +152,7 @@ def server_url(name: str, value: Any) -> str:
 
 
 def names(name: str, value: Any) -> int | frozenset[str]:
-    """A number of things, whichever; or their names. One text is one name."""
+    """Return a number of things, or their names. A string is a single name."""
     if isinstance(value, int):
         return whole_number(name, value, at_least=0)
     if isinstance(value, str):
@@ -164,7 +164,7 @@ def names(name: str, value: Any) -> int | frozenset[str]:
 
 
 def refuse(name: str, value: Any, rule: str) -> NoReturn:
-    """Raise an `OptionError` for an option; ``rule`` says what to use instead of the value."""
+    """Raise an `OptionError` for an option. ``rule`` describes the valid values."""
     raise OptionError(f"invalid {name} {value!r:.200}: use {rule}")
 
 

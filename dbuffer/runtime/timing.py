@@ -1,8 +1,8 @@
 """Timings of the running product that races or tests depend on: intervals, patience, retention.
 
-A field of `Timing` is a base number that several modules share, or that a test replaces in its
-process and its children. It is read when it is needed. A number that follows from another one is a
-property. Any other interval or time-out is a constant beside its user.
+A field of `Timing` is a number that several modules share, or that a test replaces in its process
+and in child processes. Code reads it at each use. A number that depends on another field is a
+property. All other intervals and time-outs are constants in the modules that use them.
 """
 
 from __future__ import annotations
@@ -18,76 +18,77 @@ class Timing:
     look_s: float = 0.01
     """Interval at which a wait looks at memory, a socket or a local file that changes soon."""
     stop_check_s: float = 0.1
-    """Interval at which a wait looks at its stop event, or at a place where a look costs more."""
+    """Interval at which a wait looks at its stop event, or at anything slower to look at."""
 
     retry_min_s: float = 0.5
-    """Backoff after the first failure; it doubles with each further one. Also the interval at which
-    a mirror or follower that has to wait for its turn tries again."""
+    """Backoff after the first failure. It doubles with each further failure. A mirror or follower
+    that waits for another one to end tries again at this interval."""
     retry_max_s: float = 30.0
     """Upper bound of the backoff."""
 
     settle_s: float = 2.0
-    """Longest time that pointer and manifest may disagree. A writer is between the two for
-    microseconds; a disagreement that lasts while the pointer does not change is damage. Also the
-    longest time that another program's file may be half written."""
+    """Longest time for which pointer and manifest can disagree. A writer writes one microseconds
+    after the other; if they disagree for longer, the store is damaged. A file that another program
+    writes can be incomplete for as long."""
     keep_superseded_s: float = 2.0
-    """Least age of a superseded file of a network mount before it is removed: readers that write no
-    record (a read-only mount, `dbuffer verify`) have this long to finish."""
+    """Age at which a superseded file on a network mount can be removed. Readers that write no
+    record (on a read-only mount, or `dbuffer verify`) must finish within this time."""
     heartbeat_s: float = 15.0
     """Interval at which a receiver on a network mount touches its record."""
     last_word_s: float = 1.0
-    """Time for the last acknowledgement of a process that has ended to arrive. The process may have
-    acknowledged and ended after its record was read, or the network may be late. A mirror relays
-    the end together with the last acknowledgement. A problem with the store itself may be over as
-    well, until the receiver looks at the store again."""
+    """Time to wait for the last acknowledgement of an ended process. The process may have
+    acknowledged after its record was read, or the network may be late. A mirror relays the end
+    together with the last acknowledgement. A receiver's problem with the store can also end within
+    this time, at its next look."""
     forget_receivers_after_s: float = 7 * 24 * 3600.0
-    """Time before the last record of an id that the user gave is removed, once its receiver has
-    ended, from the record's last change on. On a local mount a killed receiver's may be old."""
+    """Age at which the record of an ended receiver is removed, if the user gave its id, and the id
+    has no later record. The age counts from the record's last change."""
     forget_ephemeral_after_s: float = 60.0
-    """Time before other records are removed: of a generated id, and of an id that has a later
-    record. A sender that waits for a version counts receivers that applied it and ended."""
+    """Age at which other records of ended receivers are removed: if the id was generated, or has a
+    later record. Until then, a waiting sender counts a receiver that applied the version and ended.
+    """
     inotify_retry_s: float = 60.0
-    """Time before inotify is tried again after its limits were used up."""
+    """Time after which inotify is tried again if its limits were reached."""
 
     request_retry_s: float = 0.2
-    """Pause before a failed request to an object storage is repeated, at most; it doubles with each
-    further one."""
+    """Longest pause before a failed request to an object storage is repeated. It doubles with each
+    further failure."""
     bucket_records_s: float = 1.0
     """Least time between two puts of the object with a mirror's records."""
     bucket_heartbeat_s: float = 60.0
-    """Interval at which that object is put although no record has changed."""
+    """Interval at which the object with a mirror's records is put if no record has changed."""
     bucket_list_s: float = 1.0
-    """Interval at which the sender's mirror lists these objects."""
+    """Interval at which the sender's mirror lists the objects with mirrors' records."""
     bucket_watch_s: float = 15.0
-    """Interval at which `dbuffer status --watch` reads a bucket. A list of up to 1,000 objects is
-    priced as 12 gets; so the cost is a half of a mirror's poll, which is two gets a second."""
+    """Interval at which `dbuffer status --watch` reads a bucket. Listing up to 1,000 objects costs
+    as much as 12 gets: half the cost of a mirror, which makes two gets a second."""
     bucket_grace_s: float = 3600.0
-    """Time before objects of a version that is not kept are deleted. A reader that takes longer
-    starts over with a newer version."""
+    """Time after which the objects of a version that is not kept are deleted. A reader that needs
+    longer starts again with a newer version."""
 
     ranks_end_within_s: float = 1.0
-    """Time for the end of a rank to show that broke its connection."""
+    """Time within which a rank that broke its connection is seen to have ended."""
     rank_gone_s: float = 5.0
-    """Time after which a rank whose record is missing has left the store, or whose process has
-    ended is lost: a live rank removes its record when it leaves, and a dead one cannot."""
+    """Time after which a rank without a record counts as having left the store, and a rank whose
+    process has ended as lost. A rank that leaves removes its record; a dead rank cannot."""
     alive_check_s: float = 1.0
-    """Interval at which a wait for vLLM looks whether vLLM's core is alive."""
+    """Interval at which a wait for vLLM checks that vLLM's core is alive."""
     peer_answer_s: float = 15.0
-    """Time for the doctor of another host to acknowledge a version, and for this one to read its
-    last word."""
+    """Time for the doctor on another host to acknowledge a version, and for this doctor to read the
+    other's last record."""
 
     @property
     def presumed_dead_after_s(self) -> float:
-        """Age at which the record of a process that cannot be seen from here counts as dead.
+        """Age of a record at which its process counts as dead, if this host cannot see the process.
 
-        Other hosts may see a file's time up to a minute late, and a process that compiles or swaps
-        may miss a few heartbeats.
+        Other hosts can see a file's time up to a minute late, and a process that compiles or swaps
+        can miss some heartbeats.
         """
         return 8 * self.heartbeat_s
 
     @property
     def bucket_presumed_dead_after_s(self) -> float:
-        """Time without a change of a mirror's object after which its receivers count as dead."""
+        """Time without a put of a mirror's object after which its receivers count as dead."""
         return 4 * self.bucket_heartbeat_s
 
 
@@ -96,7 +97,7 @@ TIMING = Timing()
 
 
 def doubling(first_s: float, most_s: float) -> Iterator[float]:
-    """Return pauses without end, each twice as long as the one before, up to ``most_s``."""
+    """Yield pauses without end. Each is twice as long as the last one, but at most ``most_s``."""
     pause_s = first_s
     while True:
         yield pause_s

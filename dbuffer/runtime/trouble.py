@@ -1,6 +1,7 @@
-"""`RetryLoop`: attempts until one works, with backoff, and with a log that backs off further.
+"""Handling of errors: `RetryLoop`, `log_once` and `TranslatedErrors`.
 
-`log_once` is for conditions that are no failures, and last. `TranslatedErrors` replaces exceptions.
+`RetryLoop` retries with backoff, and logs ever less often. `log_once` logs lasting conditions that
+are no failures. `TranslatedErrors` replaces exceptions.
 """
 
 from __future__ import annotations
@@ -23,40 +24,41 @@ from dbuffer.runtime.timing import TIMING
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 _LOG_MIN_S = 60.0
-"""Time before a lasting failure is logged again; it doubles with each further message."""
+"""Time after which a lasting failure is logged again. It doubles with each message."""
 _LOG_MAX_S = 3600.0
-"""Upper bound of that time."""
+"""Longest time after which a lasting failure is logged again."""
 
 
 @dataclass(slots=True)
 class _Failures:
-    """Failures in a row."""
+    """Failures since the last success."""
 
     since: float
-    """Time of the first one."""
+    """Time of the first failure."""
     number: int = 0
     kinds: set[tuple[type[Exception], str | None]] = field(default_factory=set)
     next_retry_s: float = field(default_factory=lambda: TIMING.retry_min_s)
-    """Backoff after the next one."""
+    """Backoff after the next failure."""
     log_s: float = _LOG_MIN_S
     log_at: float = 0.0
     """Earliest time at which the next failure is logged, whatever its kind."""
 
 
 class RetryLoop:
-    """Attempts at one operation, each the block of a ``with loop.attempt():``.
+    """Retries of an operation. Each attempt is a block: ``with loop.attempt():``.
 
-    The block lets only the final errors out. All others are kept in :attr:`error`; the caller
+    The block raises only final errors. It stores all other errors in :attr:`error`; the caller
     waits :attr:`retry_s` before the next attempt.
 
-    Failures are logged when they begin, when an error is of another type than those before it,
-    after a minute, after two more, and so on up to every hour; and once more when they are over.
+    A failure is logged if it is the first one, or has another type than the one before. Lasting
+    failures are logged again after a minute, after two more minutes, and so on up to every hour.
+    The first success is logged, too.
 
     Args:
         logger: the caller's logger.
-        failed: the beginning of messages about failures, as ``"cannot look: "``.
-        final: errors that end the attempts.
-        stop: an error after it is set is ignored: it comes of closing.
+        failed: beginning of messages about failures, as ``"cannot look: "``.
+        final: errors that the block raises.
+        stop: event that is set when the caller closes. Errors after that are ignored.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class RetryLoop:
         return self
 
     def succeeded(self, action: str) -> bool:
-        """Note that an action works; return whether it did not before."""
+        """Record a success. Return whether the attempt before had failed."""
         failures, self._failures = self._failures, None
         if failures is None:
             return False
@@ -102,7 +104,7 @@ class RetryLoop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        # Whatever it is, a bug of ours included, must not end the attempts silently.
+        # No error, not even a bug of dbuffer, may end the attempts silently.
         if not isinstance(error, Exception) or self._is_final(error):
             return False
         if not self._stop.is_set():
@@ -123,15 +125,15 @@ class RetryLoop:
         is_short: bool = False,
         is_lasting: bool = False,
     ) -> None:
-        """Log a failure if it is time to, and set the backoff.
+        """Log a failure, unless it was logged recently, and set the backoff.
 
-        ``is_short``: a retry costs little, so the wait stays short. ``is_lasting``: the caller
-        does not retry the same thing, and the log says so.
+        ``is_short``: keep the backoff short, because a retry costs little. ``is_lasting``: log that
+        the caller does not retry the same operation.
         """
         now_s = time.monotonic()
         failures = self._failures = self._failures or _Failures(now_s)
         failures.number += 1
-        # To replace a store and to empty it are failures of two kinds.
+        # A replaced store and an emptied store are two types of failures.
         kind = type(error), getattr(error, "is_forked", None)
         if kind not in failures.kinds:
             failures.log_at = now_s + failures.log_s
@@ -149,22 +151,22 @@ class RetryLoop:
         failures.next_retry_s = min(2 * self.retry_s, longest_s, TIMING.retry_max_s)
 
     def _log(self, error: Exception, message: str) -> None:
-        # A server that is not there yet is no error.
+        # A server that is still starting is no error.
         level = logging.WARNING if isinstance(error, EngineUnreachableError) else logging.ERROR
         self._logger.log(level, "%s", message, exc_info=None if _is_known(error) else error)
 
 
 def message_of(error: Exception) -> str:
-    """Return an error's message, with its type if it is not an error that users may expect."""
+    """Return an error's message, and its type if users cannot expect the error."""
     return str(error) if _is_known(error) else described(error)
 
 
 def without_frames(error: ErrorT) -> ErrorT:
     """Drop the frames of an error that is kept, and return it.
 
-    They refer to weights and mapped files, whose room is not free until they are unmapped; in a
-    cycle with what keeps the error, that is when Python collects garbage. The traceback of an error
-    that users do not expect becomes a note of its text.
+    Frames refer to weights and mapped files. If they are in a cycle with the error's owner, they
+    would keep that memory until Python collects garbage. If users cannot expect the error, the text
+    of its traceback is added as a note.
     """
     if not _is_known(error):
         error.add_note("".join(traceback.format_exception(error)))
@@ -181,19 +183,19 @@ def _is_known(error: BaseException) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def log_once(logger: logging.Logger, message: str, *arguments: object) -> None:
-    """Log a warning, unless this process has logged it already."""
+    """Log a warning, once in this process."""
     logger.warning(message, *arguments)
 
 
 class TranslatedErrors(contextlib.AbstractContextManager[None]):
-    """Gives each exception that leaves a ``with`` block to ``translate``.
+    """Calls ``translate`` with each exception that leaves a ``with`` block.
 
-    If ``translate`` returns, the exception goes on; to replace it, ``translate`` raises another.
+    To replace the exception, ``translate`` raises another one. If it returns, the exception stays.
 
-    This is no generator that catches one exception and raises another: on Python 3.13 (not on 3.11)
-    its frame and contextlib's would then hold each other, and with them all objects of the callers
-    (memory of a version, descriptors), until the garbage collector runs, which engines rarely
-    let.
+    A generator with `contextlib.contextmanager` would not do. If it replaces an exception on Python
+    3.13 (not on 3.11), its frame and contextlib's refer to each other. They would keep all objects
+    of the callers (memory of a version, descriptors) until Python collects garbage, which engines
+    rarely let it do.
     """
 
     def __init__(self, translate: Callable[[BaseException], None]) -> None:
