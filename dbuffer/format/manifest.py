@@ -1,8 +1,8 @@
 """The small records of a store, and the strict codec that reads them.
 
-A record is one JSON object with exactly the fields of its class. A field that is missing, unknown,
-of another type or out of range is refused with the record's name: these files come from a
-shared disk, and decide which bytes a model is made of.
+A record is one JSON object with exactly the fields of its class. The codec refuses a field that is
+missing, unknown, of another type or out of range; the error names the record. Records come from a
+shared disk, and decide which bytes a model loads.
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ FORMAT = 1
 """Version of the on-disk format. No other version is read."""
 
 UNDECODABLE = (StoreCorruptError, UnsupportedError)
-"""Errors of a file that cannot be decoded: it is damaged, or of another format."""
+"""Errors of a file that is damaged, or has another format."""
 
 MAX_RECORD_BYTES = 1 << 20
-"""No record is larger. Limits the bytes that a damaged or hostile store can make a reader load."""
+"""Most bytes of a record. This limits the bytes that a reader loads from a hostile store."""
 
 MAX_APPLIED_METADATA_BYTES = 1024
-"""Size of the longest metadata, as JSON, that a receiver's record repeats in full. Each
-acknowledgement writes the record again, and a sender that waits reads the records of all
-receivers."""
+"""Most bytes of metadata, as JSON, that a receiver's record repeats in full. Each acknowledgement
+writes the record again, and a waiting sender reads the records of all receivers."""
 
 MAX_INTEGER = MAX_NUMBER
 
 ATTEMPT = RUN
-"""Pattern of an attempt to switch an engine."""
+"""Pattern of the id of an attempt to switch an engine."""
 _RECEIVER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _MIRROR_ID = re.compile(r"mirror-.*-[0-9a-f]{16}")
 
@@ -65,40 +64,40 @@ _FILE_FIELDS = (
     *("file", "file_bytes", "num_tensors", "num_bytes", "layout_offset", "layout_bytes"),
     *("layout_xxh3", "checksums_offset", "checksums_xxh3"),
 )
-"""Fields of a manifest that describe a weights file, whichever version that holds."""
+"""Fields of a manifest that describe its weights file."""
 
 
 class Lag(NamedTuple):
-    """Lag of a receiver behind the newest version: how stale its weights are."""
+    """Lag of a receiver behind the newest version."""
 
     versions: int
     """Difference of the two versions' numbers."""
     steps: int | float | None
-    """Difference of their trainer's steps, the numbers ``step`` in their metadata; negative after
-    an earlier version was published again. None if a version has no such number, or if the two
-    belong to different runs, whose steps are not compared."""
+    """Difference of the trainer's steps, which are the numbers ``step`` in the two versions'
+    metadata. It is negative if an earlier version was published again. None if a version has no
+    step, or if the versions are of different runs."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base class of all records; msgspec checks the types and ranges of their fields.
 
-    No field has a default: msgspec would take it for a field that is missing in a file.
+    No field has a default: msgspec would use the default for a field that is missing in a file.
     """
 
     NAME: ClassVar[str]
 
 
 def decodable(kind: type[RecordT]) -> type[RecordT]:
-    """Let msgspec read the types of a record's fields now.
+    """Let msgspec analyze the types of a record's fields now.
 
-    Two threads that make it do so at once, with the first records that they decode, crash it.
+    Otherwise it does so at the first decode, and crashes if that happens in two threads at once.
     """
     msgspec.json.Decoder(kind)
     return kind
 
 
 class Versioned(Record, frozen=True, kw_only=True):
-    """Base class of records that name a version, by an ``id`` and the ``runs`` that lead to it."""
+    """Base class of records with the ``id`` of a version and the ``runs`` that lead to it."""
 
     id: VersionId
     runs: Annotated[list[Run], Meta(max_length=MAX_RUNS)]
@@ -113,42 +112,42 @@ class Versioned(Record, frozen=True, kw_only=True):
 
     @property
     def lineage(self) -> Lineage:
-        """The version, for `relation`."""
+        """The version with its runs, for `relation`."""
         return Lineage(self.id, self.runs)
 
 
 def require_runs(name: str, version: VersionId, runs: list[Run]) -> None:
-    """Raise unless the first of these runs published a version."""
+    """Check that the first of these runs can have published the version."""
     if not runs or runs[0].id != version.run:
         raise StoreCorruptError(f"{name}: its runs do not lead to {version}: {runs!r:.200}")
 
 
 @decodable
 class Pointer(Versioned, frozen=True, kw_only=True):
-    """``CURRENT``: which buffer holds the newest version."""
+    """``CURRENT``, which names the buffer with the newest version."""
 
     NAME: ClassVar = "version pointer"
 
     buffer: _BufferName
     generation: Count
-    """Generation of the buffer's manifest; a manifest with another one was rewritten since."""
+    """Generation of the buffer's manifest. A manifest with another one was rewritten since."""
     writer: Token
-    """Token of the writer: of a sender, its run; of a mirror, another."""
+    """Token of the writer: a sender's run, or a mirror's random token."""
 
 
 @decodable
 class Manifest(Versioned, frozen=True, kw_only=True):
-    """``A/manifest.json``: the version in a buffer, or the mark that it is being rewritten."""
+    """``A/manifest.json``, which describes the version in a buffer, or marks a rewrite."""
 
     NAME: ClassVar = "manifest"
 
     state: Literal["writing", "complete"]
     generation: Count
-    """Changes before the first byte of a rewrite and after its last; one writer repeats none."""
+    """Number that changes before the first byte of a rewrite, and after the last byte."""
     writer: Token
-    """Token of who wrote it: the version's run, or a mirror's token."""
+    """Token of the writer: the version's run, or a mirror's token."""
     file: _WeightsFile
-    """Name of the weights file, in the same directory, or in :attr:`anchor_buffer`'s."""
+    """Name of the weights file. It is in this buffer, or in :attr:`anchor_buffer`."""
     file_bytes: Count
     num_tensors: Count
     num_bytes: Count
@@ -158,20 +157,20 @@ class Manifest(Versioned, frozen=True, kw_only=True):
     layout_xxh3: Token | None
     checksums_offset: Count
     checksums_xxh3: Token | None
-    """Digest of the table of checksums in the file; None if it was published without."""
+    """Digest of the table of checksums in the file, or None if the version has no checksums."""
     is_final: bool
-    """Whether no byte of the file is ever written again. Without that, and without checksums, other
-    hosts cannot tell whether they have read it whole."""
+    """Whether the file is never written again. If it can be, and has no checksums, other hosts
+    cannot tell whether they read a single version."""
     anchor: VersionId | None
-    """Earlier version that the weights file holds; the deltas of :attr:`chain` lead from it to this
-    one. None if the file holds this version whole."""
+    """Earlier version that is in the weights file. Deltas of :attr:`chain` lead from it to this
+    version. None if this version is in the file."""
     anchor_buffer: _BufferName | None
-    """Buffer in whose directory that file is."""
+    """Buffer with the anchor's weights file, or None if there is no anchor."""
     chain: list[VersionId]
-    """Versions, oldest first and this one last; each but the first has a delta, a
-    file that tells what differs from the one before it. Empty: there is none."""
+    """Versions that deltas connect, oldest first; the last one is this version. To each version
+    except the first, a delta leads from the version before. Empty if there are no deltas."""
     published_at: float
-    """Seconds since the epoch on the writer's clock; for people: it decides nothing."""
+    """Seconds since the epoch by the writer's clock. Only people read it."""
     metadata: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -199,34 +198,34 @@ class Manifest(Versioned, frozen=True, kw_only=True):
 
     @property
     def is_copy(self) -> bool:
-        """Whether a mirror wrote it."""
+        """Whether a mirror wrote the manifest."""
         return self.writer != self.id.run
 
     @property
     def of_file(self) -> dict[str, Any]:
-        """The fields that describe its weights file, by whatever name."""
+        """Fields that describe the weights file, except its name."""
         return {name: getattr(self, name) for name in _FILE_FIELDS if name != "file"}
 
     @property
     def file_version(self) -> VersionId:
-        """The version that the weights file holds: the anchor, or this one."""
+        """Version in the weights file: the anchor, or this version."""
         return self.anchor or self.id
 
     @property
     def since_anchor(self) -> list[VersionId]:
-        """Versions whose deltas, in this order, lead from the weights file to this one."""
+        """Versions after the anchor, in order. Their deltas lead from it to this version."""
         return self.deltas_after(self.file_version)
 
     def upon(self, buffer: str) -> dict[str, Any]:
-        """Return the fields of a version that stands on this one's file, in ``buffer``."""
+        """Return fields for a later version with the same anchor. ``buffer`` has this manifest."""
         fields = self.of_file | {"file": self.file}
         directory = self.anchor_buffer or buffer
         return fields | {"anchor": self.file_version, "anchor_buffer": directory}
 
     def deltas_after(self, version: VersionId) -> list[VersionId]:
-        """Return the deltas that lead from a version of its chain to it, by the version after each.
+        """Return the versions after a version of the chain. Their deltas lead from it to this one.
 
-        There are none from the version itself, which has no chain if there are no deltas.
+        For this version itself, which may have an empty chain, there are none.
         """
         if version == self.id:
             return []
@@ -235,14 +234,15 @@ class Manifest(Versioned, frozen=True, kw_only=True):
 
 @decodable
 class WriterRecord(Record, frozen=True, kw_only=True):
-    """``writer.json``: the process that has the store open for writing, or had it last."""
+    """``writer.json``, which describes the last process that opened the store for writing."""
 
     NAME: ClassVar = "writer record"
 
     epoch: Count
     """Number of the writer."""
     token: Token
-    """Of a sender, its run. A writer that reads another one than its own has lost the store."""
+    """Token of the writer; of a sender, its run. A writer that reads another token has lost the
+    store."""
     host: str
     pid: Count
     started_at: float
@@ -254,14 +254,14 @@ class WriterRecord(Record, frozen=True, kw_only=True):
 
 @decodable
 class ReceiverRecord(Record, frozen=True, kw_only=True):
-    """``receivers/ID.TOKEN.json``: the versions that one receiver has applied and holds."""
+    """``receivers/ID.TOKEN.json``, which describes the state of a receiver."""
 
     NAME: ClassVar = "receiver record"
 
     receiver: _ReceiverId
     token: Token
-    """Tells receivers of one id apart. For an engine and its ranks: a digest of what tells this
-    start of it from all others; else random."""
+    """Token that differs between receivers with the same id. For an engine and its ranks, a digest
+    that identifies this start of the engine; else a random token."""
     host: str
     pid: Count
     updated_at: float
@@ -270,47 +270,46 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     runs: Annotated[list[Run], Meta(max_length=MAX_RUNS)]
     """Runs that lead to ``applied``."""
     held: VersionId | None
-    """Version that it reads at this moment."""
+    """Version that the receiver is reading now."""
     metadata: dict[str, Any]
-    """Metadata of ``applied``, as :func:`metadata_for_record` returns it; empty: there is no such
-    version."""
+    """Metadata of ``applied``, as :func:`metadata_for_record` returns it. Empty if no version was
+    applied."""
     part_of: _ReceiverId | None
-    """Id of the engine whose rank this is; the engine's receiver acknowledges."""
+    """Id of the engine that this rank is part of. Only the engine's own receiver acknowledges."""
     staged: VersionId | None
-    """Version that is ready, checked and not yet applied."""
+    """Version that is ready to be applied."""
     problem: str | None
-    """Reason why it cannot apply a version, or have it ready."""
+    """Reason why the receiver cannot stage or apply a version, or None."""
     problem_version: VersionId | None
-    """Version that cannot be used, or None if the store itself is the problem."""
+    """Version that ``problem`` is about, or None if it is about the store."""
     unreadable: VersionId | None
-    """Version whose deltas could not be read: the next one must be whole."""
+    """Version whose deltas the receiver could not read. The sender then publishes an anchor."""
     stats: dict[str, int | float]
-    """Counts and durations since it started."""
+    """Counts and durations since the receiver started."""
     state: Literal["serving", "broken"] | None
-    """State of an engine: it serves ``applied`` on all ranks; or some are half loaded, and it
-    refuses to serve. None if that is unknown, or if the receiver is no engine."""
+    """State of an engine. ``serving``: all ranks serve ``applied``. ``broken``: a rank is half
+    loaded, and the engine refuses to serve. None if unknown, or if the receiver is no engine."""
     attested_at: float | None
-    """Time at which all ranks of an engine had compared their weights with ``applied`` while it
-    served, and found them equal; or None before that."""
+    """Time at which all ranks of an engine had compared their weights with ``applied``, and found
+    them equal; None before that."""
     is_attestable: bool
-    """Whether that may still come: the engine compares, and has copies to compare with."""
+    """Whether that time can still come: the engine compares, and has copies to compare with."""
     only_version: Count | None
-    """Number of the version that an engine is to serve and stay on; None if it follows the newest.
-    """
+    """Number of the only version that an engine serves, or None if it follows the newest."""
     every: Count
-    """Least distance between the numbers of two versions that an engine serves."""
+    """Least difference between the numbers of two versions that an engine serves."""
     attempt: Token | None
-    """Last attempt to switch an engine, whose outcome this record tells."""
+    """Id of the last attempt to switch the engine. The record has its outcome."""
     boot: _Boot
     """Identity of the process among all hosts and containers, with the next two; see `liveness`."""
     pid_namespace: Count
     started: Count
     is_ephemeral: bool
-    """No later receiver has this id: it was generated, or belongs to a rank."""
+    """Whether no later receiver will have this id: it was generated, or belongs to a rank."""
     is_relayed: bool
-    """A mirror writes this record, for a receiver of the mirror's store."""
+    """Whether a mirror wrote this record, for a receiver of the mirror's local store."""
     has_ended: bool
-    """The receiver was closed, or has ended: all other fields are final."""
+    """Whether the receiver was closed, or has ended. Then no field changes any more."""
 
     def __post_init__(self) -> None:
         if self.applied is not None:
@@ -318,37 +317,37 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
 
     @property
     def applied_version(self) -> int | None:
-        """Number of the version that it has applied last."""
+        """Number of the version that the receiver has applied last, or None."""
         return None if self.applied is None else self.applied.number
 
     @property
     def lineage(self) -> Lineage | None:
-        """The version that it has applied last, for `relation`."""
+        """The version that the receiver has applied last, with its runs, for `relation`."""
         return None if self.applied is None else Lineage(self.applied, self.runs)
 
     @property
     def copied(self) -> VersionId | None:
-        """Newest version that a mirror has copied, or None if it is none or has copied none.
+        """Newest version that a mirror has copied. None if it has copied none, or is no mirror.
 
-        A receiver may have a mirror's form of id; unlike a mirror it applies versions.
+        A receiver's id can look like a mirror's; but only a receiver applies versions.
         """
         is_mirror = self.applied is None and _MIRROR_ID.fullmatch(self.receiver)
         return self.staged if is_mirror else None
 
     @property
     def is_broken(self) -> bool:
-        """Whether it is an engine with half-loaded ranks."""
+        """Whether the receiver is an engine with half-loaded ranks."""
         return self.state == "broken"
 
     def lag_behind(self, newest: Lineage, metadata: Mapping[str, Any]) -> Lag | None:
-        """Return its lag behind the newest version.
+        """Return the receiver's lag behind the newest version.
 
-        It is None if it has no version, or keeps its own on purpose. If its version does not lead
-        to the newest, it lacks every version of that line.
+        Return None if it has no version, or stays on a version on purpose. If its version does not
+        lead to the newest one, it lacks all versions that do.
 
         Args:
-            newest: that version.
-            metadata: its metadata.
+            newest: the newest version.
+            metadata: metadata of the newest version.
         """
         if self.lineage is None or self.only_version is not None:
             return None
@@ -357,16 +356,16 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
         return lag if is_due or not lag.versions else None
 
     def has_problem_with(self, number: int, newest: Lineage | None) -> bool:
-        """Whether it reports a problem with the store, or with a version from ``number`` on.
+        """Whether the receiver reports a problem with the store, or with a recent version.
 
-        The version must lead to ``newest``. A problem with an earlier version does not count.
+        A recent version has at least this number, and leads to ``newest`` or is the newest.
         """
         if self.problem is None or self.problem_version is None:
-            return self.problem is not None  # of the store itself
+            return self.problem is not None  # a problem with the store
         return newest is not None and newest.has_since(number, self.problem_version)
 
     def stays_below(self, version: int) -> bool:
-        """Whether it will never apply the version of this number, nor a later one."""
+        """Whether the receiver stays on a version below this number."""
         return self.only_version is not None and self.only_version < version
 
 
@@ -376,7 +375,7 @@ def lag_between(
     newest: Lineage,
     newest_metadata: Mapping[str, Any],
 ) -> Lag:
-    """Return how far a version is behind the newest. A receiver without one is behind all."""
+    """Return the lag of a version, or of a receiver without a version, behind the newest one."""
     if version is None or (related := relation(version, newest)) is Relation.FORKED:
         return Lag(newest.id.number, None)
     if related is Relation.AHEAD or version.id.run != newest.id.run:
@@ -388,7 +387,7 @@ def lag_between(
 def metadata_for_record(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a version's metadata for a receiver's record.
 
-    Of metadata above :data:`MAX_APPLIED_METADATA_BYTES` only the entry ``step`` is kept.
+    If it is longer than :data:`MAX_APPLIED_METADATA_BYTES`, only the entry ``step`` is copied.
     """
     step = {name: value for name, value in metadata.items() if name == "step"}
     for kept in (metadata, step):
@@ -399,9 +398,9 @@ def metadata_for_record(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def step_in(metadata: Mapping[str, Any]) -> int | float | None:
-    """Return the trainer's step in a version's metadata, or None without a number ``step``.
+    """Return the trainer's step in a version's metadata, or None if ``step`` is no number.
 
-    A number that no float can have is none: steps are compared with others, and made floats.
+    An integer that is too large for a float does not count: steps are converted to floats.
     """
     step = metadata.get("step")
     if not isinstance(step, int | float) or isinstance(step, bool):
@@ -410,13 +409,13 @@ def step_in(metadata: Mapping[str, Any]) -> int | float | None:
 
 
 def steps_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | float | None:
-    """Return the trainer's steps from one version to another, by their metadata."""
+    """Return the difference of the trainer's steps of two versions, by their metadata."""
     first, last = step_in(before), step_in(after)
     return None if first is None or last is None else last - first
 
 
 def is_receiver_id(text: str) -> bool:
-    """Whether ``text`` can name a receiver, and with it a file."""
+    """Whether ``text`` can be a receiver's id, which is part of a file's name."""
     return _RECEIVER_ID.fullmatch(text) is not None
 
 
@@ -426,16 +425,16 @@ def is_run(text: object) -> bool:
 
 
 def host_in_id() -> str:
-    """This host's name, as far as a receiver's id can hold it."""
+    """Return this host's name for a receiver's id, without characters that ids cannot have."""
     host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname())
     return host[:64]
 
 
 def encode(record: Record) -> bytes:
-    """Return one line of JSON, ASCII only.
+    """Encode a record as one line of JSON in ASCII.
 
     Raises:
-        StoreCorruptError: a value is out of range, so that no reader would take it.
+        StoreCorruptError: a value is out of range, and readers would refuse it.
     """
     fields = fields_of(record)
     made_of(type(record), fields)
@@ -444,32 +443,32 @@ def encode(record: Record) -> bytes:
 
 
 def fields_of(record: Record) -> dict[str, Any]:
-    """Return the fields of a record as JSON has them."""
+    """Return the fields of a record as JSON types."""
     fields: dict[str, Any] = msgspec.to_builtins(record)
     return fields
 
 
 def made_of(kind: type[RecordT], values: Any) -> RecordT:
-    """Make a record of such fields, strictly.
+    """Make a record of fields with JSON types.
 
     Raises:
-        StoreCorruptError: they are no such record's.
+        StoreCorruptError: a field is missing, unknown, of another type or out of range.
     """
     try:
         return msgspec.convert(values, kind)
-    except UnicodeEncodeError as error:  # a lone surrogate, which is text at most
+    except UnicodeEncodeError as error:  # a lone surrogate, which only text fields may have
         text = error.object
         raise StoreCorruptError(f"{kind.NAME}: no field can have {text!r:.80}") from None
-    except (msgspec.ValidationError, OverflowError) as error:  # of an integer above any float
+    except (msgspec.ValidationError, OverflowError) as error:  # an integer is too large for a float
         raise StoreCorruptError(f"{kind.NAME}: {error!s:.200}") from None
 
 
 def decode(kind: type[RecordT], data: bytes) -> RecordT:
-    """Read a record, strictly.
+    """Decode and check a record.
 
     Raises:
-        UnsupportedError: it was written in a format that this version does not know.
-        StoreCorruptError: it is not such a record.
+        UnsupportedError: this version of dbuffer does not know the record's format.
+        StoreCorruptError: the data is not a record of this kind.
     """
     return made_of(kind, parse_object(data, kind.NAME))
 
@@ -481,12 +480,12 @@ def _finite(text: str) -> float:
 
 
 def parse_object(data: bytes, name: str) -> dict[str, Any]:
-    """Parse a JSON object of this format, and return it without its ``format``."""
+    """Parse a record's JSON object. Check its ``format``, and return the other fields."""
     try:
-        # Not by msgspec's parser, which refuses lone surrogates: names of tensors may have them.
-        # Python reads numbers that are no JSON, and would write them.
+        # msgspec's parser refuses lone surrogates, which names of tensors can have.
+        # Python's parser accepts numbers that JSON does not have, such as NaN.
         values = json.loads(data, parse_float=_finite, parse_constant=_finite)
-    # ValueError covers bad UTF-8 and huge integers too; RecursionError, a tower of brackets.
+    # ValueError: also bad UTF-8, and huge integers. RecursionError: deeply nested brackets.
     except (ValueError, RecursionError) as error:
         raise StoreCorruptError(f"{name}: not JSON ({error!s:.80})") from None
     if not isinstance(values, dict):

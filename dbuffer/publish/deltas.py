@@ -145,7 +145,7 @@ class Deltas:
         """Changes from the last version to the one being published, on rank 0, once found."""
 
     def forget(self, reason: str = _FAILED) -> None:
-        """Forget the last version, so that the next version has no delta. Log the reason then."""
+        """Forget the last version, so that the next one has no delta. It will log this reason."""
         self._has_last, self._why_none = False, reason
         self._copy = self._file = self._base = self._changes = None
 

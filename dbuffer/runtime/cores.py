@@ -29,7 +29,7 @@ def num_cores() -> int:
 
 
 def leave_core() -> None:
-    """Let the calling thread run on all cores for dbuffer's threads. It must be one of them."""
+    """Let the calling thread, which dbuffer has started, run on all cores for such threads."""
     if _cores:
         with contextlib.suppress(OSError):  # the process lost all these cores
             os.sched_setaffinity(0, _cores)

@@ -27,7 +27,7 @@ class Timing:
     """Upper bound of the backoff."""
 
     settle_s: float = 2.0
-    """Longest time for which pointer and manifest can disagree. A writer writes one microseconds
+    """Longest time that pointer and manifest can disagree. A writer writes one microseconds
     after the other; if they disagree for longer, the store is damaged. A file that another program
     writes can be incomplete for as long."""
     keep_superseded_s: float = 2.0
