@@ -1,6 +1,6 @@
-"""`FollowLoop`: how everything that follows a store waits, retries, logs, and follows a fork.
+"""`FollowLoop`: waits for versions, retries, logs and follows forks, for all who follow a store.
 
-A follower makes one attempt after the other until it is to stop::
+A follower makes attempts in a loop until it stops::
 
     loop = FollowLoop(receiver, "copying", logger, forked="follow", stop=stop)
     newer_than = None
@@ -14,9 +14,9 @@ A follower makes one attempt after the other until it is to stop::
         if loop.has_forked:
             newer_than = None
 
-The block of an attempt lets only the final errors out. All others are logged once, noted as the
-receiver's problem, and retried with backoff. A snapshot that was evicted is no failure: the next
-attempt looks for a newer version at once.
+Only the loop's ``final`` errors leave the block of an attempt. Any other error is logged once,
+reported in the receiver's record, and retried with backoff. An evicted snapshot does not count as a
+failure: the next attempt looks for a newer version at once.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from dbuffer.runtime.trouble import RetryLoop, message_of
 from dbuffer.store.records import OwnRecord
 
 Forked = Literal["follow", "refuse"]
-"""Policy if the store forks from a follower's version."""
+"""Reaction to a fork of the store from the follower's version."""
 
 FORKED: tuple[Forked, ...] = ("follow", "refuse")
 
 
 class Followed(Protocol):
-    """Receiver that a loop follows a store with, as `WeightReceiver`."""
+    """Receiver of a store or bucket, such as `WeightReceiver`."""
 
     @property
     def store(self) -> Path | str:
@@ -53,11 +53,11 @@ class Followed(Protocol):
 
     @property
     def record(self) -> OwnRecord:
-        """The receiver's record, with counts and problems."""
+        """The receiver's record: the loop reports problems and counts failures there."""
 
     @property
     def last_seen(self) -> Lineage | None:
-        """Newest version that was seen."""
+        """Newest version that the receiver has seen."""
 
     def wait_for_version(
         self,
@@ -65,10 +65,13 @@ class Followed(Protocol):
         timeout_s: float | None = ...,
         stop_event: threading.Event | None = None,
     ) -> int | None:
-        """Wait until a version above ``newer_than`` is published; return its number."""
+        """Wait until a version above ``newer_than`` is published; return the newest one's number.
+
+        Return None if ``timeout_s`` passes or ``stop_event`` is set first.
+        """
 
     def follow_fork(self) -> None:
-        """Follow the store's newest version, whatever it was before."""
+        """Accept the store's newest version, whichever run published it."""
 
 
 def wait_until_newer(
@@ -79,10 +82,15 @@ def wait_until_newer(
     timeout_s: float | None,
     stop_event: threading.Event | None,
 ) -> int | None:
-    """Wait as `Followed.wait_for_version` does; return None after the time-out or a stop.
+    """Implement `Followed.wait_for_version`.
 
-    ``look`` returns the newest version's number. ``wait`` waits for at most so many seconds, and
-    returns whether to look before the poll interval is over.
+    Args:
+        look: returns the newest version's number, or None if there is none.
+        wait: waits for at most the given seconds; returns True to look again at once.
+        poll_interval_s: returns the longest time between two looks.
+        newer_than: wait for a version above this one, or None for any version.
+        timeout_s: how long to wait, or None for no limit.
+        stop_event: ends the wait.
     """
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     step_s = math.inf if stop_event is None else TIMING.stop_check_s
@@ -101,27 +109,27 @@ def wait_until_newer(
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An attempt that failed."""
+    """Failed attempt."""
 
     error: Exception
     version: int | None
     """Version that could not be used, or None if the store could not be read."""
     retry_at: float | None
-    """Time of the next attempt, or None if only a newer version is attempted."""
+    """Time of the next attempt, or None to wait for a newer version."""
 
 
 class FollowLoop(RetryLoop):
-    """Policy and state of one follower's attempts. It serves one thread.
+    """Attempts of one follower, with retries. Only :meth:`retry_now` is thread-safe.
 
     Args:
-        receiver: waits for versions, and follows a fork.
-        doing: present participle for the log: ``"staging"``.
+        receiver: the follower's receiver.
+        doing: the follower's action, for the log, such as ``"staging"``.
         logger: the follower's logger.
-        forked: if the store forks from the version that was seen, ``"follow"``: go on with the
-            fork, and log it. ``"refuse"``: treat it as a failure like others. ``"raise"``: end
-            following.
-        final: errors that end following. They leave the block of an attempt.
-        stop: ends waits; an error of an attempt that it ended is ignored.
+        forked: reaction to a fork from the version that the receiver has seen. ``"follow"``: log
+            the fork, and follow it. ``"refuse"``: treat the fork like any other failure.
+            ``"raise"``: treat the fork as a final error.
+        final: errors that end the loop: they leave the block of an attempt.
+        stop: ends waits. An error in an attempt is ignored if this event is set.
     """
 
     def __init__(
@@ -142,9 +150,9 @@ class FollowLoop(RetryLoop):
         self._version: int | None = None
         self._is_exact = False
         self.has_forked = False
-        """Whether the last attempt found a fork, and follows it from now on."""
+        """Whether the last attempt found a fork, which the receiver now follows."""
         self.failure: Failure | None = None
-        """Last failure, until an attempt succeeds."""
+        """Last failure, or None if an attempt has succeeded since."""
 
     def attempt(self) -> Self:
         """Begin an attempt, for a ``with`` block."""
@@ -160,14 +168,14 @@ class FollowLoop(RetryLoop):
         timeout_s: float | None = None,
         interrupt: threading.Event | None = None,
     ) -> int | None:
-        """Wait for a version to use; return None after the time-out or an interrupt.
+        """Wait for a version to use; return None after the timeout or an interrupt.
 
-        A version that failed before is returned again only after a while.
+        A version whose use has failed is returned again only after the backoff.
 
         Args:
-            newer_than: only a version above this one, or any.
-            exactly: this version, when it or a later one was published.
-            timeout_s: how long to wait. Default: without end.
+            newer_than: wait for a version above this one, or None for any version.
+            exactly: wait until this version or a later one is published, and return this one.
+            timeout_s: how long to wait. Default: no limit.
             interrupt: ends the wait. Default: the loop's stop event.
         """
         if exactly is not None:
@@ -175,18 +183,18 @@ class FollowLoop(RetryLoop):
         version = self._wait(newer_than, timeout_s, interrupt or self._stop)
         self._version = version if version is None or exactly is None else exactly
         if version is not None:
-            # This attempt answers `retry_now`: if it fails, the backoff applies again.
+            # `retry_now` applies to one attempt. If that fails, the backoff applies again.
             self._is_due = False
         return self._version
 
     def used(self) -> None:
-        """Note that the version was used, which ends any failure."""
+        """Note that the version was used: clear the failure and the reported problem."""
         if self.succeeded(f"{self._doing} {self._receiver.store}"):
             self._receiver.record.write(problem=None, problem_version=None)
         self.failure = None
 
     def retry_now(self) -> None:
-        """Let the next attempt be made without backoff. Any thread may call it."""
+        """Make the next attempt without backoff. Any thread can call this method."""
         self._is_due = True
 
     def _is_final(self, error: Exception) -> bool:
@@ -207,14 +215,14 @@ class FollowLoop(RetryLoop):
     def _note_failure(self, error: Exception) -> None:
         version, last_seen = self._version, self._receiver.last_seen
         if version is not None and last_seen is not None and not self._is_exact:
-            version = max(version, last_seen.id.number)  # the version that overtook it
+            version = max(version, last_seen.id.number)  # a newer version was opened instead
         of = "" if version is None else f"version {version} of "
         problem = f"{self._doing} {of}{self._receiver.store}: {message_of(error)}"
         is_lasting = isinstance(error, errors.WeightsMismatchError) or (
             isinstance(error, errors.StoreCorruptError) and error.is_lasting
         )
         self._back_off(error, problem, is_short=version is None, is_lasting=is_lasting)
-        # Its frames hold on to the mapping of a file that may be long gone.
+        # The error's frames keep a mapping alive, and with it the space of a removed file.
         traceback.clear_frames(error.__traceback__)
         retry_at = None if is_lasting else time.monotonic() + self.retry_s
         self.failure = Failure(error, version, retry_at)
@@ -241,13 +249,16 @@ class FollowLoop(RetryLoop):
         left_s: float | None,
         interrupt: threading.Event,
     ) -> int | None:
-        """Wait out the backoff; end early, and return it, if a newer version than failed comes."""
+        """Wait until the backoff ends; return None, or a newer version if one is published first.
+
+        Newer means newer than the version that failed.
+        """
         if failure.version is not None:
-            # If exactly one version will do, a newer one does not end the backoff.
+            # If the caller waits for one exact version, a newer one does not end the backoff.
             above = MAX_INTEGER if self._is_exact else max(failure.version, newer_than or 0)
             return self._receiver.wait_for_version(above, left_s, interrupt)
         if not interrupt.wait(left_s):
-            # There may be nothing new: a look shows whether the store can be read again.
+            # Look at once whether the store can be read again: a new version may never come.
             self._receiver.wait_for_version(None, 0.0)
             self.used()
         return None
@@ -258,6 +269,6 @@ def _is_fork(error: Exception) -> bool:
 
 
 def _time_until(*times: float | None) -> float | None:
-    """Return the seconds until the first of these times, or None if all are None."""
+    """Return the seconds until the earliest of ``times``, or None if all are None."""
     ends = [end for end in times if end is not None]
     return max(0.0, min(ends) - time.monotonic()) if ends else None

@@ -1,4 +1,4 @@
-"""`VersionVerifier` verifies versions in memory; `VersionReader` brings a store's into memory."""
+"""`VersionVerifier` verifies versions in memory; `VersionReader` maps or reads stored versions."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class VersionVerifier:
-    """Verifies versions in memory against their checksums.
+    """Verifies versions in memory against the published checksums.
 
-    The receiver's record reports unreadable versions.
+    It reports unreadable versions in the receiver's record.
     """
 
     def __init__(self, store_name: str, record: OwnRecord, copier: Copier) -> None:
@@ -38,10 +38,10 @@ class VersionVerifier:
         self._verified: dict[VersionId, list[int]] = {}
 
     def verify(self, opened: OpenVersion, layout: Layout, checksums: list[int] | None) -> None:
-        """Compare checksums, unless they are None, with the published ones.
+        """Compare ``checksums``, unless they are None, with the published ones.
 
         Raises:
-            OvertakenError: they differ because a writer has moved on.
+            OvertakenError: they differ because a writer has overwritten the version.
             StoreCorruptError: they differ for another reason.
         """
         if checksums is None:
@@ -49,7 +49,8 @@ class VersionVerifier:
         wrong = wrong_tensors(opened, layout, checksums, self._verified)
         if not wrong:
             return
-        # A writer marks the buffer before its first byte: without a mark, this is damage.
+        # A writer changes the manifest before it writes the first byte. If the manifest still
+        # names this version, the version is damaged.
         if opened.is_still_named():
             raise StoreCorruptError(
                 f"{opened.name}: version {opened.manifest.version} was damaged after it was "
@@ -59,9 +60,9 @@ class VersionVerifier:
 
     @contextlib.contextmanager
     def reporting_unreadable(self, opened: OpenVersion) -> Iterator[None]:
-        """Record that a version made of an anchor and deltas cannot be read.
+        """Report in the record if the block cannot read a version that consists of deltas.
 
-        Its sender then publishes the next version whole.
+        The sender then publishes the next version as an anchor.
         """
         try:
             yield
@@ -77,11 +78,12 @@ class VersionVerifier:
         since: VersionId | None,
         opened: OpenVersion,
     ) -> list[int] | None:
-        """Turn the version ``since`` in memory into a later one by its deltas, and verify it.
+        """Apply deltas to the version ``since`` in memory, and verify the result.
 
         Returns:
-            The checksums of all tensors, or None if the version must be read whole: no deltas lead
-            to it, they cannot be read, or the memory was modified before, which is logged.
+            The checksums of all tensors, or None if the full version must be read instead. This is
+            so if no deltas lead to it from ``since``, if they cannot be read, or if the memory was
+            modified before. The log names the last two reasons.
         """
         manifest = opened.manifest
         if since not in manifest.chain:
@@ -107,10 +109,10 @@ class VersionVerifier:
 
 
 class VersionReader(VersionVerifier):
-    """Reader of open versions, which are mapped on a local mount, and else read into memory.
+    """Reader of a store's open versions: maps them on a local mount, else reads them into memory.
 
-    A mapping, or memory, is kept for the next version where that saves work. Methods that read
-    raise `OvertakenError` if a writer was faster.
+    It keeps a mapping or memory for the next version if this saves work. Methods that read raise
+    `OvertakenError` if a writer has overwritten the version.
     """
 
     def __init__(
@@ -126,23 +128,23 @@ class VersionReader(VersionVerifier):
         self._mappings = KeptMappings()
         self._keeps_snapshots = False
         self._in_memory: tuple[Manifest, FileTensors] | None = None
-        """Version that was read over a network, in memory that no other object refers to."""
+        """Version that was read over a network, kept to apply the next version's deltas to."""
         self._patience = Patience()
 
     @property
     def maps_files(self) -> bool:
-        """Whether the store's files are mapped, and not read over a network."""
+        """Whether to map the store's files, instead of reading them over a network."""
         return self._store.medium.maps_files
 
     def keep_snapshots(self) -> None:
-        """Keep the mappings of snapshots, whose tensors are not used after their block.
+        """Keep the mappings of snapshots for later versions. Tensors must not outlive a snapshot.
 
-        Mapping a file takes as long as half a copy of it, and unmapping a quarter.
+        Mapping a file takes half as long as copying it, and unmapping a quarter as long.
         """
         self._keeps_snapshots = True
 
     def unmap(self) -> None:
-        """Drop the mappings that were kept: a mapping keeps the room of a removed file."""
+        """Drop the kept mappings: a removed file's space is free only after it is unmapped."""
         self._mappings.clear()
 
     def close(self) -> None:
@@ -160,9 +162,10 @@ class VersionReader(VersionVerifier):
             opened.wait_after_loss(error, self._patience)
 
     def read(self, opened: OpenStoreVersion, *, keep: bool = False) -> FileTensors:
-        """Return a version in memory, whole.
+        """Return all tensors of a version.
 
-        ``keep``: keep its memory or mapping for the next version; the caller uses it before then.
+        With ``keep``, the next version can reuse the memory or mapping. The tensors are then valid
+        only until the next read.
         """
         if self.maps_files:
             is_kept = (keep or self._keeps_snapshots) and self._is_rewritten(opened)
@@ -176,42 +179,43 @@ class VersionReader(VersionVerifier):
         return tensors
 
     def keep_memory(self, opened: OpenStoreVersion, tensors: FileTensors) -> None:
-        """Keep the memory of a snapshot that was left, if deltas may be applied to it later.
+        """Keep the memory of a closed snapshot, to apply later deltas to it.
 
-        Its user may have written into it, which checksums show; without them it is not used.
+        The snapshot's user may have modified the memory. Only checksums detect this, so the memory
+        is kept only if versions are verified.
         """
         if opened.manifest.chain and not self.maps_files and self._must_verify(opened.manifest):
             self._in_memory = opened.manifest, tensors
 
     def expect_device(self, tensors: FileTensors) -> None:
-        """Prepare a version, whose mapping is kept, to be copied to a GPU."""
+        """Prepare a version with a kept mapping for copies to a GPU."""
         if isinstance(tensors, MappedTensors) and self._store.medium.is_in_memory:
             tensors.expect_device()
 
     @property
     def verifies_copies(self) -> bool:
-        """Whether copies of mapped tensors are verified, as the tensors are."""
-        # By default, locks and generations are enough. A version that was read into memory was
-        # verified there, where no writer reaches it.
+        """Whether to verify mapped tensors, and each copy of them."""
+        # By default, locks and generations protect mapped tensors. A version that was read into
+        # memory is verified once, because no writer can change that memory.
         return self.maps_files and self._verify is True
 
     def _must_verify(self, manifest: Manifest) -> bool:
         """Whether to verify a version that is read over a network."""
         if not manifest.is_final:
-            return True  # nothing else shows whether it was rewritten meanwhile
+            return True  # only checksums show whether the file was rewritten during the read
         return manifest.checksums_xxh3 is not None if self._verify == "auto" else self._verify
 
     def _is_rewritten(self, opened: OpenStoreVersion) -> bool:
-        """Whether later versions are mapped as this one is: else its mapping is kept for nothing.
+        """Whether later versions are written into this file, so that its mapping is worth keeping.
 
-        A mapping keeps the room of a file that was removed.
+        Otherwise the file is removed some day, and the mapping would keep its space occupied.
         """
         return self.maps_files and not opened.manifest.is_final
 
     def _map_kept(self, opened: OpenStoreVersion) -> MappedTensors:
-        """Return a mapping that is kept for later versions in its file.
+        """Return the kept mapping of a version's file, or map the file and keep the mapping.
 
-        Layout, views and page tables, which a publish does not change, are made once.
+        A publish into the file changes neither its layout nor the mapping's views and page tables.
         """
         access = mmap.ACCESS_COPY if self._keeps_snapshots else mmap.ACCESS_READ
         mapped = self._mappings.get(opened.path, opened.file.number)
@@ -221,7 +225,7 @@ class VersionReader(VersionVerifier):
         return mapped
 
     def _read_into_memory(self, opened: OpenStoreVersion) -> FileTensors:
-        """Apply deltas to the version in memory, or else read the version whole."""
+        """Apply deltas to the version in memory, or else read the full version."""
         before, self._in_memory = self._in_memory, None
         hashed, layout_xxh3 = self._must_verify(opened.manifest), opened.manifest.layout_xxh3
         memory = tensors = None
@@ -239,13 +243,13 @@ class VersionReader(VersionVerifier):
             with self.reporting_unreadable(opened):
                 opened.wait_after_loss(error, self._patience)
         self._patience = Patience()
-        # It is in memory, and the sender need not keep the file.
+        # The version is in memory, so the sender no longer needs to wait for this receiver.
         self._record.write(held=None)
         return tensors
 
 
 def map_privately(opened: OpenStoreVersion) -> MappedTensors:
-    """Map a version privately: writing into the mapping changes no other."""
+    """Map a version privately: a write into the mapping does not change the file."""
     return _map(opened, mmap.ACCESS_COPY)
 
 
@@ -266,7 +270,10 @@ def read_whole(
     *,
     hashed: bool,
 ) -> tuple[FileTensors, list[int] | None]:
-    """Read a version, into ``memory`` if that has the right size; ``hashed``: with checksums."""
+    """Read a full version into ``memory``, or into new memory if the size differs.
+
+    Return the tensors, and with ``hashed`` their checksums.
+    """
     layout = opened.read_layout()
     num_bytes = layout.checksums_offset
     if memory is None or memory.numel() != num_bytes:
@@ -284,7 +291,8 @@ def wrong_tensors(
 ) -> list[str]:
     """Return the names of the tensors whose checksums differ from the published ones.
 
-    ``verified`` has the checksums of an earlier version, which these replace if all match.
+    ``verified`` holds the checksums of an earlier version, which save work. If all checksums are
+    right, they replace these.
     """
     manifest = opened.manifest
     if manifest.checksums_xxh3 is None:

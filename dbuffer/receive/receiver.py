@@ -70,25 +70,26 @@ _NO_FAILURES = (
 
 
 class WeightReceiver(Closing, ProcessBound):
-    """Reader of a store; there may be any number, in any process.
+    """Reader of a store. Any number of receivers, in any processes, can follow one store.
 
-    It may be made before the store exists, and serves one thread at a time. It writes nothing until
-    it reads: then ``receivers/ID.TOKEN.json`` in the store names the versions that it reads and has
-    applied.
+    A receiver can be made before the store exists. Use it in one thread at a time. When it first
+    opens a version, it writes its record, ``receivers/ID.TOKEN.json``, into the store. The record
+    names the version that it holds and the version that it has applied.
 
-    If the store forks from the version that it has seen, every method that looks at the store
-    raises `VersionRegressedError`, until :meth:`follow_fork`.
+    If the store forks from the version that the receiver has seen, every method that reads the
+    version pointer raises `VersionRegressedError` until :meth:`follow_fork` is called.
 
     Args:
         store: the store's directory.
-        receiver_id: a name for acknowledgements: letters, digits and ``._-``, at most 128. A sender
-            that waits for it waits for all living receivers of that name. Default: host, process id
-            and a random part.
-        poll_interval_s: how often a wait re-reads the pointer when no event came.
+        receiver_id: name for acknowledgements: up to 128 letters, digits and ``._-``. A sender that
+            waits for a name waits for all living receivers with that name. Default: host, process
+            id and a random part.
+        poll_interval_s: how often a wait reads the version pointer if the filesystem reports no
+            events.
         verify: check every tensor against its checksum. ``"auto"``: on network mounts only.
             True refuses versions that were published without checksums.
         num_threads: threads that copy. Default: this process's cores, at most 8.
-        allow_shared_store: accept a directory that belongs to someone else, or that others can
+        allow_shared_store: accept a directory that belongs to another user, or that other users can
             write to.
 
     Raises:
@@ -123,16 +124,16 @@ class WeightReceiver(Closing, ProcessBound):
         self.record.set(is_ephemeral=is_ephemeral)
         self.reader = VersionReader(self._store, self.record, self._copier, verify)
         self._pointer: Pointer | None = None
-        """Last pointer that it has read."""
+        """Version pointer that was read last."""
         self.left: Lineage | None = None
-        """Version that it had seen before it followed a fork."""
+        """Version that this receiver had seen before it last followed a fork."""
         self._read_last: tuple[VersionId, dict[str, Any]] | None = None
-        """Version and metadata that it read last."""
+        """Id and metadata of the version that was opened last."""
         self._loaded: int | None = None
         self._has_looked = False
         self._matcher = Matcher()
         self._loaded_names: dict[str, int] = {}
-        """Names of all tensors that versions contained so far, and the first version of each."""
+        """Names of all tensors loaded so far, and the first version that contained each name."""
 
     @property
     def store(self) -> Path:
@@ -145,7 +146,7 @@ class WeightReceiver(Closing, ProcessBound):
 
     @property
     def last_seen(self) -> Lineage | None:
-        """Newest version that it has seen published, and what leads to it."""
+        """Lineage of the newest version that this receiver has seen, or None."""
         return None if self._pointer is None else self._pointer.lineage
 
     @contextlib.contextmanager
@@ -159,24 +160,25 @@ class WeightReceiver(Closing, ProcessBound):
     ) -> Iterator[Snapshot]:
         """Open the newest version for a ``with`` block.
 
-        Leaving the block without an error acknowledges the version as applied; an error that leaves
-        it is reported in the record, and raised by a sender's ``wait_applied`` for this receiver.
+        If the block ends without an error, the version is acknowledged as applied. If an error
+        leaves the block, it is reported in the receiver's record, and a sender's ``wait_applied``
+        for this receiver raises it.
 
         Args:
             newer_than: wait for a version above this one. Default: any version will do.
-            timeout_s: how long to wait for it.
-            version: exactly the version of this number, or id, and no other.
-            acknowledge: whether to acknowledge the version, or report an error.
+            timeout_s: how long to wait for the version.
+            version: open exactly this version, by number or id.
+            acknowledge: whether to acknowledge the version.
 
         Raises:
             OptionError: an argument is invalid.
-            WaitTimeoutError: no such version came in time.
-            VersionError: ``version`` is not in the store, neither in a buffer nor kept.
-            VersionRegressedError: the store was emptied, or replaced. If raised on leaving, discard
-                all data that the block read.
-            SnapshotEvictedError: on leaving: the block took longer than the sender waits. Discard
-                all data that it read.
-            StoreCorruptError, StoreAccessError: nothing was read.
+            WaitTimeoutError: the version was not published within ``timeout_s``.
+            VersionError: ``version`` is no longer in the store.
+            VersionRegressedError: the store was emptied or replaced. If this is raised at the end
+                of the block, discard all data that the block read.
+            SnapshotEvictedError: at the end of the block: the block took longer than the sender
+                waits. Discard all data that the block read.
+            StoreCorruptError, StoreAccessError: the version cannot be read.
         """
         self._check_open()
         _check_version("newer_than", newer_than)
@@ -210,10 +212,11 @@ class WeightReceiver(Closing, ProcessBound):
 
     @contextlib.contextmanager
     def reporting(self, version: VersionId | None) -> Iterator[None]:
-        """Report in the record an error that leaves the block, as one of applying ``version``.
+        """Report an error that leaves the block in the receiver's record.
 
-        If that is None, the block looks at the store, and its success ends a problem with the
-        store. A problem with a version ends when a version is acknowledged.
+        With ``version``, the error is reported as a problem with this version, which ends when a
+        version is acknowledged. With None, it is reported as a problem with the store, which ends
+        when such a block succeeds.
         """
         try:
             yield
@@ -229,9 +232,9 @@ class WeightReceiver(Closing, ProcessBound):
     def open_seen(
         self, newer_than: int | None = None
     ) -> contextlib.AbstractContextManager[OpenStoreVersion | None]:
-        """Open the version that :meth:`wait_for_version` has just returned, and read nothing.
+        """Open the version that :meth:`wait_for_version` has just returned, without reading it.
 
-        The block gets None if no version is above ``newer_than``.
+        The context manager yields None if the version is not above ``newer_than``.
         """
         self._check_open()
         find = functools.partial(self._open_newest, newer_than, reread=False)
@@ -241,7 +244,7 @@ class WeightReceiver(Closing, ProcessBound):
     def _opened(
         self, find: Callable[[], OpenStoreVersion | None], *, is_reported: bool
     ) -> Iterator[OpenStoreVersion | None]:
-        """Open a version for a block; the record names the version until the block is left."""
+        """Open a version for a block. The record names the version until the block ends."""
         reporting = self.reporting if is_reported else contextlib.nullcontext
         opened = None
         try:
@@ -263,29 +266,29 @@ class WeightReceiver(Closing, ProcessBound):
     ) -> int | None:
         """Load the newest version, unless this receiver has loaded it already.
 
-        An error is reported in the record, and raised by a sender's ``wait_applied`` for this
-        receiver.
+        An error is reported in the receiver's record, and a sender's ``wait_applied`` for this
+        receiver raises it.
 
         Args:
             target: a module or a dictionary of tensors, filled in place; or a function such as
-                vLLM's ``model.load_weights``, called with an iterator of ``(name, tensor)`` pairs,
-                which ends with the call. A coroutine function is refused.
-            partial: leave tensors unchanged that the version lacks. The target must have all of the
-                version's tensors. A version that lacks a tensor of an earlier one is refused,
-                because that tensor would keep its earlier values. The receiver remembers which
-                tensors it has loaded: use one receiver for one target.
+                vLLM's ``model.load_weights``, called with an iterator of ``(name, tensor)`` pairs.
+                The iterator is valid only during the call. A coroutine function is refused.
+            partial: leave those tensors of the target unchanged that the version lacks. The target
+                must have all of the version's tensors. A version that lacks a tensor of an earlier
+                version is refused, because that tensor would keep its earlier values. The receiver
+                remembers which tensors it has loaded: use one receiver for one target.
 
         Returns:
-            The version loaded, or None if there is nothing newer (or nothing at all).
+            Number of the loaded version, or None if there is no newer version, or none at all.
 
         Raises:
             WeightsMismatchError: names, shapes or dtypes differ, the version lacks a tensor of an
-                earlier one, or it is an adapter, and no model. The target was not touched.
+                earlier version, or the version is an adapter. The target is unchanged.
             VersionRegressedError: the newest version does not follow the last one seen.
             StoreCorruptError: the store is damaged.
 
-            If a sender has overwritten a version while it was loaded, and the next one cannot be
-            loaded, a note of the error says which version's parts the target may hold.
+            If a sender overwrites a version during the load, the newest version is loaded instead.
+            If this fails, the target can hold parts of both: a note on the error says so.
         """
         overwritten: int | None = None
         while True:
@@ -334,27 +337,27 @@ class WeightReceiver(Closing, ProcessBound):
     ) -> VersionId:
         """Save a version as a checkpoint: safetensors files that transformers and vLLM load.
 
-        Whole or not at all: it is written beside ``directory``, and renamed. It is not acknowledged
-        as applied. Needs the extra ``safetensors``.
+        The checkpoint is written beside ``directory`` and renamed once it is complete. The version
+        is not acknowledged as applied. Needs the extra ``safetensors``.
 
         Args:
-            directory: where; nothing may be there but an empty directory.
-            version: number or id of one of the newest two versions, or of a kept one. Default: the
-                newest.
-            model: checkpoint directory whose configuration and tokenizer are copied, too.
-            shard_bytes: size above which another file begins.
-            on_bytes: called with the bytes written so far, and in all.
+            directory: directory to create. If it exists, it must be empty.
+            version: number or id of one of the newest two versions, or of a kept version. Default:
+                the newest version.
+            model: checkpoint directory to copy the configuration and tokenizer from.
+            shard_bytes: maximum size of a file, unless a single tensor is larger.
+            on_bytes: called with the number of bytes written so far, and the total.
 
         Returns:
             The version's id.
 
         Raises:
-            OptionError: something is there already, or another argument is invalid.
+            OptionError: ``directory`` is not empty, or another argument is invalid.
             VersionError: ``version`` is not in the store.
             WaitTimeoutError: nothing was published yet.
-            WeightsMismatchError: the version holds an adapter: peft's ``save_adapter`` saves it.
-            SnapshotEvictedError: it took longer than the sender waits; nothing was saved.
-            StoreFullError, StoreAccessError: the filesystem refused.
+            WeightsMismatchError: the version is an adapter; use peft's ``save_adapter``.
+            SnapshotEvictedError: saving took longer than the sender waits; nothing was saved.
+            StoreFullError, StoreAccessError: the checkpoint cannot be written.
         """
         path = options.directory("directory", directory)
         options.whole_number("shard_bytes", shard_bytes)
@@ -373,23 +376,24 @@ class WeightReceiver(Closing, ProcessBound):
                     shard_bytes=shard_bytes,
                     on_bytes=on_bytes,
                 )
-            # After the snapshot was left: only then is it known that no writer took its buffer.
+            # Rename only now: closing the snapshot has shown that no writer took its buffer.
             filesystem.rename(made, path)
         return snapshot.id
 
     def follow(
         self, newer_than: int | None = None, stop_event: threading.Event | None = None
     ) -> Iterator[Snapshot]:
-        """Yield each newest version; versions that came faster than the loop are skipped.
+        """Yield a snapshot of each newest version.
 
-        A version is acknowledged when the loop asks for the next one.
+        A version is acknowledged when the loop body has ended. Versions that are published and
+        replaced during the loop body are skipped.
 
         Args:
-            newer_than: begin above this version. Default: with the newest.
-            stop_event: end the loop when it is set, within a tenth of a second.
+            newer_than: begin with a version above this one. Default: with the newest version.
+            stop_event: if set, the loop ends within a tenth of a second.
 
         Raises:
-            SnapshotEvictedError: the loop's body took longer than the sender waits.
+            SnapshotEvictedError: the loop body took longer than the sender waits.
         """
         while True:
             with self.reporting(None):
@@ -398,7 +402,7 @@ class WeightReceiver(Closing, ProcessBound):
             with self.open(newer_than) as snapshot:
                 yield snapshot
             newer_than = snapshot.version
-            del snapshot  # and its mapping, while the next version is waited for
+            del snapshot  # unmap the version before waiting for the next one
 
     def wait_for_version(
         self,
@@ -413,7 +417,7 @@ class WeightReceiver(Closing, ProcessBound):
         Raises:
             StoreNotFoundError: the store was removed.
             VersionRegressedError: the newest version does not follow the last one seen.
-            StoreAccessError, StoreCorruptError: it cannot be read.
+            StoreAccessError, StoreCorruptError: the store cannot be read.
         """
         _check_version("newer_than", newer_than)
         if timeout_s is not None:
@@ -429,16 +433,16 @@ class WeightReceiver(Closing, ProcessBound):
         timeout_s: float | None,
         stop_event: threading.Event | None = None,
     ) -> int | None:
-        """Wait as :meth:`wait_for_version` does, but follow where another run has published.
+        """Wait as :meth:`wait_for_version` does, but follow a fork instead of raising its error.
 
-        The newest version of that is returned at once, whatever its number.
+        The number of the fork's newest version is returned at once, even if it is lower.
         """
         try:
             return self.wait_for_version(newer_than, timeout_s, stop_event)
         except errors.VersionRegressedError as error:
             if not error.is_forked:
                 raise
-            newest = self.newest()  # an error from this leaves the receiver as it is
+            newest = self.newest()  # first, because it can raise
             self.follow_fork()
             self._pointer = newest
             return None if newest is None else newest.version
@@ -446,11 +450,11 @@ class WeightReceiver(Closing, ProcessBound):
     def acknowledge(self, version: int) -> None:
         """Record in the store that this receiver has applied ``version``.
 
-        The record repeats the version's metadata, if it is the version that was read last, or the
-        store still holds it.
+        The record also gets the version's metadata, if this version was read last or is still in
+        the store.
 
         Raises:
-            VersionError: no such version was published.
+            VersionError: ``version`` was not published.
         """
         self._check_open()
         options.whole_number("version", version, at_most=MAX_INTEGER)
@@ -465,8 +469,8 @@ class WeightReceiver(Closing, ProcessBound):
     def follow_fork(self) -> None:
         """Accept the store's newest version, whichever run published it.
 
-        The names that a target was filled with are still remembered: with ``partial``, a version
-        that lacks some of them is refused, because it would leave a mix.
+        :meth:`load_into` with ``partial`` still refuses a version that lacks tensors loaded before,
+        because the target would then hold a mix of versions.
         """
         self.left = self.last_seen
         self._pointer = self._loaded = None
@@ -475,13 +479,13 @@ class WeightReceiver(Closing, ProcessBound):
         )
 
     def wake(self) -> None:
-        """Let :meth:`wait_for_version` in another thread look at its stop event at once."""
+        """Wake :meth:`wait_for_version` in another thread, so that it checks its stop event."""
         self._watcher.wake()
 
     def close(self) -> None:
         """Stop watching. Acknowledgements stay in the store."""
         if self._is_inherited:
-            return  # in a fork: these belong to the parent
+            return  # in a forked process: threads and files belong to the parent
         self._is_closed = True
         self._watcher.close()
         self.record.close()
@@ -512,7 +516,7 @@ class WeightReceiver(Closing, ProcessBound):
         return pointer.version
 
     def _note_wait(self) -> None:
-        """Log, at the first look alone, if there is no store: its path may be mistyped."""
+        """Log once if the first look finds no store or version: the path may be mistyped."""
         if not self._has_looked:
             self._has_looked = True
             if state := self._store.state_without_version():
@@ -521,7 +525,10 @@ class WeightReceiver(Closing, ProcessBound):
     def _open_newest(
         self, newer_than: int | None, *, reread: bool = True
     ) -> OpenStoreVersion | None:
-        """Open the newest version; with ``reread`` False, the version of the last pointer read."""
+        """Open the newest version if it is above ``newer_than``.
+
+        With ``reread`` False, open the version of the pointer that was read last.
+        """
         opened = open_newest(
             self._store,
             newer_than=newer_than,
@@ -549,7 +556,7 @@ class WeightReceiver(Closing, ProcessBound):
         )
 
     def _remember_metadata(self, manifest: Manifest) -> None:
-        # A copy: the snapshot hands the manifest's own out, and its reader may add to it.
+        # A copy, because users can modify the snapshot's metadata.
         self._read_last = manifest.id, metadata_for_record(manifest.metadata)
 
     def _announce(self, version: VersionId) -> None:
@@ -563,7 +570,7 @@ class WeightReceiver(Closing, ProcessBound):
         deadline: float,
         timeout_s: float,
     ) -> OpenStoreVersion | None:
-        # A version that has an id was published.
+        # A version given by its id is already published: there is nothing to wait for.
         above = version - 1 if isinstance(version, int) else newer_than
         if self.wait_for_version(above, max(0.0, deadline - time.monotonic())) is None:
             missing = "no version" if above is None else f"no version above {above}"
@@ -573,7 +580,7 @@ class WeightReceiver(Closing, ProcessBound):
             )
         if version is None:
             return self._open_newest(newer_than, reread=False)
-        # The newest is not opened: it may be damaged, and this one not.
+        # The requested version is opened without opening the newest, which may be damaged.
         if not isinstance(version, VersionId) and self._pointer is not None:
             version = self._pointer.lineage.at(version) or version
         opened = open_version(self._store, version, self._announce)
@@ -606,17 +613,17 @@ class WeightReceiver(Closing, ProcessBound):
         self._remember_names(opened, tensors.layout.all_names, partial)
         if any_on_gpu(match.targets):
             self.reader.expect_device(tensors)
-        # A writer that locks do not hold back may come in between: a second look shows it.
+        # A writer that locks do not stop can overwrite the version now; verify the copy as well.
         hashed = self.reader.verifies_copies
         checksums = copy_matched(match, tensors, self._copier, hashed=hashed)
         self.reader.verify(opened, tensors.layout, checksums)
 
     def _remember_names(self, opened: OpenStoreVersion, names: Set[str], partial: bool) -> None:
-        """Remember the names that are about to be loaded; refuse names that would leave a mix."""
+        """Remember the names about to be loaded. With ``partial``, require all earlier names."""
         version = opened.manifest.version
         if partial:
             require_names(self._loaded_names, names, version)
-        # Before it is loaded: it may fail half-way, with some tensors written.
+        # Before the load, which can fail after it has written some of the tensors.
         self._loaded_names |= dict.fromkeys(names - self._loaded_names.keys(), version)
 
 

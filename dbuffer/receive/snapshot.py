@@ -1,4 +1,4 @@
-"""`Snapshot`: one version, mapped or in memory."""
+"""`Snapshot`: one open version, mapped or in memory."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 def copy_matched(
     match: Match, tensors: FileTensors, copier: Copier, *, hashed: bool
 ) -> list[int] | None:
-    """Copy tensors into the targets of a match; return their checksums, if ``hashed``."""
+    """Copy tensors into their matched targets; return the tensors' checksums if ``hashed``."""
     for alias, index in match.aliases:
         copy_one(alias, tensors.views[index])
     return copier.read(tensors, match.targets, hashed=hashed)
 
 
 class SnapshotTensors(Mapping[str, torch.Tensor]):
-    """Tensors of a version by name; a view is made by each access."""
+    """Tensors of a version by name. Each access makes a new view."""
 
     def __init__(self, data: torch.Tensor, layout: Layout) -> None:
         self._data = data
@@ -64,11 +64,11 @@ class SnapshotTensors(Mapping[str, torch.Tensor]):
 
 
 class Snapshot(ProcessBound):
-    """One version: no writer changes its bytes while it is open.
+    """Open version, which no writer changes.
 
-    The tensors are views of mapped memory, or on a network mount of memory that the file was read
-    into. They are valid until the snapshot is left: copy tensors that you keep. Writing into a
-    tensor changes this snapshot's copy of a page, and nothing else.
+    On a local mount, the tensors are views of the mapped file. On a network mount, they are views
+    of memory into which the version was read. The tensors are valid only in the ``with`` block:
+    copy the tensors that you keep. Writing into a tensor changes only this snapshot.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Snapshot(ProcessBound):
 
     @property
     def version(self) -> int:
-        """Number of the version, as published."""
+        """Number of the version."""
         return self._opened.manifest.version
 
     @property
     def id(self) -> VersionId:
-        """Run and number of the version, which no other version has."""
+        """Unique id of the version: its run and its number."""
         return self._opened.manifest.id
 
     @property
@@ -98,14 +98,14 @@ class Snapshot(ProcessBound):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Metadata that the sender published with it."""
+        """Metadata that the sender published with the version."""
         return self._opened.manifest.metadata
 
     @property
     def path(self) -> Path:
-        """The weights file, which ``TensorDict.from_consolidated`` opens as well.
+        """Path of the weights file. ``TensorDict.from_consolidated`` can open it, too.
 
-        On a network mount it may hold an earlier version, and deltas lead from that to this one.
+        On a network mount, the file can hold the anchor of this version's chain of deltas.
         """
         return self._opened.path
 
@@ -120,27 +120,30 @@ class Snapshot(ProcessBound):
 
     @property
     def data_bytes(self) -> int:
-        """Bytes from the beginning of the first tensor to the end of the last, gaps included."""
+        """Bytes of all tensors in the file, including the gaps between them."""
         return self._contents.data.numel()
 
     def copy_into(self, memory: torch.Tensor) -> SnapshotTensors:
-        """Copy all tensors into ``memory``, :attr:`data_bytes` flat bytes; return their views."""
+        """Copy all tensors into ``memory``, and return views of the copies.
+
+        ``memory`` is a one-dimensional tensor of :attr:`data_bytes` bytes.
+        """
         layout = self._contents.layout
         tensors = SnapshotTensors(memory, layout)
         if self._verify:
             targets = list(tensors.values())
             self._check_copied(self._copier.read(self._contents, targets, hashed=True))
         else:
-            # Not by tensors: each thread gets as much to do, however large one of them is.
+            # Pieces of equal size, not tensors, so that all threads get the same amount of work.
             num_pieces = self._copier.num_threads
             sources = self._contents.data.chunk(num_pieces)
             self._copier.copy_tensors(list(memory.chunk(num_pieces)), list(sources))
         return tensors
 
     def copy_parts(self, targets: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
-        """Copy views of its tensors, cast where dtypes differ.
+        """Copy views of this snapshot's tensors, and cast them where dtypes differ.
 
-        If copies are verified, all tensors are, because a checksum covers a whole tensor.
+        A checksum covers a full tensor, so verification checks all tensors, not only the views.
         """
         self._copier.copy_tensors(targets, parts)
         if self._verify:
@@ -150,23 +153,23 @@ class Snapshot(ProcessBound):
         """Copy all tensors into new memory, which outlives this snapshot.
 
         Raises:
-            StoreCorruptError: they were damaged since this snapshot was opened and verified.
+            StoreCorruptError: tensors were damaged after this snapshot was opened and verified.
         """
         return self.copy_into(new_memory(self.data_bytes))
 
     def changed_since(self, version: VersionId) -> dict[str, Integers] | None:
-        """Return the elements that differ from an earlier version, by tensor's name.
+        """Return the positions of the elements that changed since an earlier version.
 
         Returns:
-            Flat positions, ascending. A tensor without an entry is the same. None if no deltas
-            lead here from that version, or they are lost.
+            Ascending positions in each flattened tensor, by tensor name; unchanged tensors have no
+            entry. None if no deltas lead from that version to this one, or they cannot be read.
         """
         if version not in self._opened.manifest.chain:
             return None
         layout = self._contents.layout
         try:
             changes = ChainReader(self._opened, layout).changed_since(version, self._copier)
-        except DBufferError as error:  # what unpacks deltas may be missing, too
+        except DBufferError as error:  # also if the package that unpacks deltas is missing
             logger.warning("%s: reading it whole: %s", self.path, str(error))
             return None
         return {layout.specs[index].name: positions for index, positions in changes.items()}
@@ -176,7 +179,12 @@ class Snapshot(ProcessBound):
         return self._contents.layout
 
     def fill(self, match: Match) -> None:
-        """Copy all tensors into the targets of a match, after comparing tied tensors."""
+        """Copy all tensors into their matched targets.
+
+        Raises:
+            WeightsMismatchError: two tensors have one target, but different values.
+            StoreCorruptError: tensors were damaged while they were copied.
+        """
         match.require_ties(self._contents.tensor)
         self._check_copied(copy_matched(match, self._contents, self._copier, hashed=self._verify))
 
@@ -188,12 +196,12 @@ class Snapshot(ProcessBound):
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Other names of tied tensors: alias to the name in :attr:`tensors`."""
+        """Other names of tied tensors: a map from each alias to the name in :attr:`tensors`."""
         return dict(self._contents.layout.aliases)
 
     @property
     def tensordict(self) -> TensorDict:
-        """The tensors as a flat TensorDict of batch size ``[]``, zero-copy as well."""
+        """The tensors as a flat TensorDict of batch size ``[]``, without a copy."""
         from tensordict import TensorDict
 
         return TensorDict(dict(self.tensors), batch_size=[])

@@ -1,9 +1,9 @@
-"""`Stager`: keeps a version ready in the background; applying it is all that is left.
+"""`Stager`: keeps a version ready in the background, so that an engine only has to apply it.
 
-A thread follows the store. It opens and checks each newest version, or the one it was made for, and
-keeps it open and mapped; or it copies the version into memory of its own, if a mapping would read a
-network at the wrong moment, or a device copies faster out of pinned memory. The engine takes the
-version by :meth:`Stager.take`, applies it, and releases it. `TRANSITIONS` has the states.
+A thread follows the store. It opens and checks each newest version, or the version that the stager
+was made for. It keeps the version mapped, or copies it into the stager's memory if the store is on
+a network or a device copies faster from pinned memory. The engine takes the version with
+:meth:`Stager.take`, applies it, and releases it. `State` and `TRANSITIONS` describe the states.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ from dbuffer.runtime.trouble import log_once
 logger = logging.getLogger(__name__)
 
 RESERVED_S = 10.0
-"""Longest reservation of a ready version, for an engine that is about to pause."""
+"""Duration of a reservation of a ready version for an engine that is about to pause."""
 
 DEVICE_RESERVE_BYTES = 1 << 30
-"""Memory of a device that is left to others: a larger batch of the engine's, for instance."""
+"""Free device memory that staging leaves unused, for instance for the engine's next batch."""
 
 Check = Callable[[Snapshot], None]
 
 
 class Prepared(Protocol):
-    """Part of a version, in the form that an engine loads."""
+    """Part of a version, converted to the form that an engine loads."""
 
     @property
     def replaces_tensors(self) -> bool:
-        """Whether the engine needs none of the version's tensors besides it, this time."""
+        """Whether the engine needs only this part, and none of the version's tensors."""
 
     @property
     def num_bytes(self) -> int: ...
 
     def leave_device(self) -> None:
-        """Let go of memory of the engine's device that is not needed."""
+        """Free memory on the engine's device that is not needed."""
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
-        """Return this for other tensors with the same contents."""
+        """Return a copy of this that refers to ``tensors``, which have the same contents."""
 
     def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
-        """Sizes of the memories that :meth:`copied_into` needs: a device's, and main memory.
+        """Return the sizes of device memory and main memory that :meth:`copied_into` needs.
 
-        ``device_bytes``: largest size of the first.
+        The first is at most ``device_bytes``.
         """
 
     def copied_into(
@@ -76,25 +76,29 @@ class Prepared(Protocol):
         memories: tuple[torch.Tensor, torch.Tensor],
         copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
     ) -> Prepared:
-        """Return this in two memories, flat bytes, with no reference to the snapshot left.
+        """Return a copy of this in ``memories``, without references to the snapshot.
 
-        ``copy`` copies views of the snapshot's tensors, the second, into the first.
+        Args:
+            memories: device memory and main memory, as one-dimensional tensors of bytes.
+            copy: copies its second argument, views of the snapshot's tensors, into its first.
         """
 
 
 Prepare = Callable[[Snapshot], Prepared | None]
 
 Attest = Callable[["Staged", Callable[[], bool]], Sequence[str] | None]
-"""Compares an engine's weights with a version that was applied, for as long as the function says;
-returns what differs, or None if that cannot be told."""
+"""Compares an engine's weights with the applied version, while the function returns True.
+
+It returns the names of parameters and layers that differ, or None if it cannot compare them.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """A version that is ready."""
+    """Version that is ready to be applied."""
 
     lineage: Lineage
-    """The version, and what leads to it."""
+    """The version, and the runs that lead to it."""
     metadata: Mapping[str, Any]
     layout: Layout
     tensors: Mapping[str, torch.Tensor] | None
@@ -103,7 +107,7 @@ class Staged:
     """Result of the :class:`Stager`'s ``prepare``."""
     num_bytes: int
     duration_s: float
-    """Time that staging it took."""
+    """Time spent on staging the version."""
 
     @property
     def id(self) -> VersionId:
@@ -120,23 +124,25 @@ class Attestation(NamedTuple):
 
     version: VersionId
     differing: Sequence[str] | None
-    """Names of parameters and layers that differ, or None if that could not be told."""
+    """Names of parameters and layers that differ, or None if they could not be compared."""
 
 
 class State(enum.Enum):
-    """State of a stager. Only its own thread stages a version, and only in `EMPTY`."""
+    """State of a stager. Only the stager's thread stages versions, and only in `EMPTY`."""
 
     EMPTY = enum.auto()
     """No version is staged."""
     READY = enum.auto()
-    """A version is staged. A newer one may replace it, unless it answers a request, or is reserved.
+    """A version is staged. A newer one can replace it, unless a call waits for it or reserved it.
     """
     TAKEN = enum.auto()
-    """A version is in use; no other is staged meanwhile."""
+    """The engine uses the staged version. No other version is staged meanwhile."""
     APPLIED = enum.auto()
-    """A version was applied, and the stager's thread is to attest it, and let go of it. A pause
-    does not wait for that: the record may have to be flushed over a network, and unmapping takes
-    17 ms a GB."""
+    """The engine has applied the version. The stager's thread attests it, then releases it.
+
+    The engine's pause does not wait for this: the record may have to be flushed over a network, and
+    unmapping takes 17 ms per GB.
+    """
     CLOSED = enum.auto()
 
 
@@ -151,15 +157,15 @@ TRANSITIONS = {
 
 @dataclass(slots=True)
 class _Request:
-    """A call of :meth:`Stager.take` that waits."""
+    """Waiting call of :meth:`Stager.take`, or a reservation for one."""
 
     number: int
     id: VersionId | None
-    """Id of the version of this number, or None if it is not published yet."""
+    """Id of the version with this number, or None if it is not published yet."""
     newest: Lineage | None
     """Newest version when the call was made."""
     is_exact: bool
-    """Whether no later version will do."""
+    """Whether only this version meets the request, and no later version."""
     needs_tensors: bool
     error: Exception | None = None
     """Error of the attempt to stage a version for this request."""
@@ -169,7 +175,7 @@ class _Request:
             return False
         if self.id is not None:
             return staged.lineage.reaches(self.id)
-        # A number means a version that is published after the newest one of that time.
+        # The number was not published when the call was made. A fork's version does not count.
         return self.newest is None or relation(staged.lineage, self.newest) != Relation.FORKED
 
     def concerns(self, number: int) -> bool:
@@ -185,15 +191,15 @@ class StagingMemory:
         self._lock: PageLock | None = None
 
     def resized(self, num_bytes: int) -> torch.Tensor:
-        """Return memory of this size, which is made only if the size changes."""
+        """Return memory of this size. New memory is allocated only if the size changes."""
         if self._bytes.numel() != num_bytes:
-            self.free()  # before the new one is made: never two versions at once
+            self.free()  # first, so that memory for two versions is never allocated at once
             memory = new_memory(num_bytes)
             if self.is_pinned and num_bytes > PageLock.max_bytes:
                 message = "switches take longer: %d bytes of a version are too many to page-lock"
                 log_once(logger, message, num_bytes)
             elif self.is_pinned and num_bytes:
-                # torch's own pinned memory rounds up to a power of two, up to twice as much.
+                # torch's pinned memory rounds the size up to a power of two: up to twice as much.
                 self._lock = PageLock(memory.data_ptr(), num_bytes)
             self._bytes = memory
         return self._bytes
@@ -206,25 +212,28 @@ class StagingMemory:
 
 
 class DeviceMemory:
-    """Memory for a version, or for a part of one, on an engine's device."""
+    """Memory on an engine's device for a version or a part of a version."""
 
     def __init__(self, device: torch.device) -> None:
         self.may_use = False
-        """Whether to use the device: not before an engine has taken all that it needs, nor while it
-        sleeps, and others use the device."""
+        """Whether to use the device.
+
+        False until the engine has allocated its memory, and while the engine sleeps, because other
+        programs use the device then.
+        """
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def room(self) -> int:
-        """Return how many bytes may be used: those in use, while there is room for as many."""
+        """Return the number of bytes to use: the current size, if that still fits."""
         in_use = self._bytes.numel()
         free_bytes = max(0, free_on(self._bytes.device) - DEVICE_RESERVE_BYTES + in_use)
         if not self.may_use:
             return 0
-        # Free memory changes all the time; memory of that size would be made anew each time.
+        # Free memory changes all the time. Using all of it would reallocate for each version.
         return in_use if 0 < in_use <= free_bytes else free_bytes
 
     def resized(self, num_bytes: int) -> torch.Tensor:
-        """Return memory of this size; or none, if others have taken the room meanwhile."""
+        """Return memory of this size, or an empty tensor if the device has too little left."""
         if self._bytes.numel() != num_bytes:
             self._free()
             try:
@@ -234,7 +243,7 @@ class DeviceMemory:
         return self._bytes
 
     def leave(self) -> None:
-        """Give the memory back, and use none until that is allowed again."""
+        """Free the memory, and use none until ``may_use`` is set again."""
         self.may_use = False
         self._free()
 
@@ -242,31 +251,32 @@ class DeviceMemory:
         if self._bytes.numel():
             self._bytes = torch.empty(0, dtype=torch.uint8, device=self._bytes.device)
             if self._bytes.is_cuda:
-                torch.cuda.empty_cache()  # torch would keep it for this process
+                torch.cuda.empty_cache()  # otherwise torch keeps the memory for this process
 
 
 class Stager(ProcessBound):
-    """Follows a store in a thread of its own, and has its newest version ready.
+    """Follows a store in a thread, and keeps the store's newest version ready.
 
-    The thread also calls the functions that it is given.
+    The stager's thread calls ``check``, ``prepare``, ``on_found`` and ``attest``.
 
     Args:
-        receiver: reads the store; the stager closes it.
-        check: called with a version whose layout is another one than before. An error from it makes
-            the version unusable, and is raised by `take`.
-        prepare: called with each version. Its result, if any, is staged too; or alone, if versions
-            are copied and it replaces the tensors.
-        device: device of an engine, in whose memory to copy as much of a version as there is room
-            for. Default: copy into main memory alone.
-        copy: copy into memory of its own. ``"auto"``: if ``pin_memory`` or ``device``, and later
-            versions will not have less to copy. Over a network, versions are read into memory.
-        pin_memory: that memory is page-locked, for a device to copy from.
-        version: wait for this version, and keep no other ready, until it was applied.
-        applied: version that the engine has at the start; only later ones are staged.
-        forked: if another run has published in place of the versions seen so far, ``"follow"``
-            stages the newest version, and ``"refuse"`` reports a problem with every version.
-        on_found: called with each version, before it is staged.
-        attest: called with each version that was applied, before it is released.
+        receiver: receiver of the store. The stager closes it.
+        check: called with a snapshot if the version's layout has changed. If it raises, the version
+            is not staged, and :meth:`take` raises the error.
+        prepare: called with a snapshot of each version. A result other than None is staged with the
+            version's tensors, or instead of them, if it replaces them and versions are copied.
+        device: an engine's device. As much of a version as fits is copied into its memory. Default:
+            copy into main memory only.
+        copy: whether to copy a mapped version into the stager's memory. ``"auto"``: copy if
+            ``pin_memory`` or ``device`` is set, unless later versions will have less to copy.
+        pin_memory: page-lock the stager's memory, for faster copies to a device.
+        version: stage only this version until it was applied. Default: stage each newest version.
+        every: stage a version only if its number is at least this much above the applied one's.
+        applied: version that the engine has at the start. Only later versions are staged.
+        forked: reaction to a fork from the versions seen so far. ``"follow"`` stages the newest
+            version; ``"refuse"`` reports a problem with every version.
+        on_found: called without arguments before each version is staged.
+        attest: called with each applied version before the version is released.
     """
 
     def __init__(
@@ -298,25 +308,25 @@ class Stager(ProcessBound):
         self._on_found = on_found
         self._attest = attest
         self.attestation: Attestation | None = None
-        """Result for the version that was applied last, or None if it was not compared yet."""
+        """Result for the version that was compared last, or None if none was compared yet."""
         self._copy = copy
         self._memory = StagingMemory(pinned=pin_memory)
         self._device_memory = None if device is None else DeviceMemory(device)
         self._memories = threading.Lock()
-        """Locked while a version is staged, until it is ready, and while it is attested."""
+        """Locked while the thread stages a version, and while it attests one."""
         self._version = version
         self._every = every
         self._loop = FollowLoop(receiver, "staging", logger, forked=forked)
         self._interrupt = threading.Event()
         self._condition = threading.Condition()
-        """Guards all that follows."""
+        """Guards the attributes below."""
         self._state = State.EMPTY
         self._staged: Staged | None = None
         self._snapshot = contextlib.ExitStack()
-        """Open snapshot of the staged version, if it is mapped."""
+        """Snapshot of the staged version, open if the version was not copied."""
         self._request: _Request | None = None
         self._reserved: tuple[_Request, float] | None = None
-        """Version that is not replaced once it is ready, or a later one, and until when."""
+        """Reservation and its end: a ready version that meets it is not replaced until then."""
         self._applied = applied
         """Only versions after this one are staged."""
         receiver.record.count(staged=0, staged_bytes=0, stage_s=0.0, evictions=0, failures=0)
@@ -335,13 +345,13 @@ class Stager(ProcessBound):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Versions and bytes staged, seconds that took, evictions, failures."""
+        """Counts: ``staged``, ``staged_bytes``, ``stage_s``, ``evictions``, ``failures``."""
         return dict(self._receiver.record.current.stats)
 
     def reserve(self, at_least: int | VersionId) -> bool:
-        """Keep this version, or a later one, for a call of :meth:`take` to come, once it is ready.
+        """Reserve this version or a later one for a coming :meth:`take`: don't replace it if ready.
 
-        Return whether it is ready now.
+        Return whether such a version is ready now.
         """
         with self._condition:
             self._require_open()
@@ -358,17 +368,17 @@ class Stager(ProcessBound):
         needs_tensors: bool = False,
         timeout_s: float,
     ) -> Staged:
-        """Wait until a version is ready, and keep it. No other version is staged until its release.
+        """Wait until a version is ready, and take it. No other is staged until :meth:`release`.
 
         Args:
-            version: exactly this version, by number or id.
-            at_least: this version or a later one, whichever is ready. Default: the stager's
-                version, or the newest one, as of the last time that the store could be read.
-            needs_tensors: with all its tensors.
+            version: take exactly this version, by number or id.
+            at_least: take this version or a later one. Default: the version that the stager was
+                made for, or the newest version when the call is made.
+            needs_tensors: whether the version must be staged with all its tensors.
             timeout_s: how long to wait.
 
         Raises:
-            WaitTimeoutError: it was not ready in time.
+            WaitTimeoutError: the version was not ready within ``timeout_s``.
             VersionRegressedError: the version does not lead to the store's newest one.
             DBufferError, OSError: the version, or the store, cannot be used.
         """
@@ -376,13 +386,13 @@ class Stager(ProcessBound):
         for name, value in (("version", version), ("at_least", at_least)):
             if value is not None and not isinstance(value, VersionId):
                 options.whole_number(name, value)
-        self._require_open()  # a fork's copy of the lock may stay locked
+        self._require_open()  # before the lock, which can stay locked forever in a forked process
         with self._condition:
             self._require_open()
             request = self._request_for(version, at_least, needs_tensors=needs_tensors)
-            self._loop.retry_now()  # the cause of a failure may have been mended since
+            self._loop.retry_now()  # the cause of an earlier failure may be gone
             if self._applied is not None and self._applied.number >= request.number:
-                # The caller applies that version again.
+                # The caller wants to apply a version again: let the thread stage it once more.
                 self._applied = self._applied._replace(number=request.number - 1)
             self._request = request
             try:
@@ -406,7 +416,7 @@ class Stager(ProcessBound):
                 self._wake()
 
     def release(self, *, applied: VersionId | None = None) -> None:
-        """Release the version that was taken; up to ``applied``, no version is staged again."""
+        """Release the taken version. With ``applied``, stage only versions after that one."""
         with self._condition:
             if self._state is State.TAKEN:
                 self._enter(State.READY)
@@ -418,7 +428,7 @@ class Stager(ProcessBound):
             self._wake()
 
     def stage_again(self, *, applied: VersionId | None = None) -> None:
-        """Stage the newest version above ``applied`` anew; a version that is taken stays."""
+        """Drop the staged version unless it is taken; stage the newest one above ``applied``."""
         with self._condition:
             self._applied = applied
             if self._drop_unless_taken():
@@ -426,12 +436,12 @@ class Stager(ProcessBound):
             self._wake()
 
     def use_device(self) -> None:
-        """Stage in the device's memory from now on, if that is wanted and there is room."""
+        """Stage into the device's memory from now on, if a device was given and has room."""
         if self._device_memory is not None:
             self._device_memory.may_use = True
 
     def leave_device(self) -> None:
-        """Give the device's memory back, and take none until :meth:`use_device`."""
+        """Free the device's memory, and use none until :meth:`use_device`."""
         with self._condition:
             if self._staged is not None and self._staged.prepared is not None:
                 self._staged.prepared.leave_device()
@@ -445,9 +455,9 @@ class Stager(ProcessBound):
             self._device_memory.leave()
 
     def close(self) -> None:
-        """Stop following, and take the record out of the store."""
+        """Stop following, and remove the receiver's record from the store."""
         if self._is_inherited:
-            return  # a fork has no thread, and its parent's record is not its to remove
+            return  # in a forked process: thread and record belong to the parent
         with self._condition:
             if self._state is not State.CLOSED:
                 self._enter(State.CLOSED)
@@ -507,15 +517,15 @@ class Stager(ProcessBound):
         self._condition.notify_all()
 
     def _is_answered(self) -> bool:
-        """Whether a request waits for the version that is ready, or for its error."""
+        """Whether the waiting :meth:`take` can return a version or raise an error."""
         if self._request is None or self._request.error is not None:
             return self._request is not None
         is_staged = self._state in (State.READY, State.TAKEN)
         return is_staged and self._staged is not None and self._request.is_met_by(self._staged)
 
     def _may_stage(self) -> bool:
-        """Whether another version may take the place of the ready one."""
-        # A version that answers a request is about to be taken.
+        """Whether the thread may stage another version, in place of a ready one."""
+        # A version that meets the request is about to be taken.
         if self._state in (State.CLOSED, State.TAKEN) or self._is_answered():
             return False
         if self._request is None and self._reserved_s > 0:
@@ -525,14 +535,17 @@ class Stager(ProcessBound):
 
     @property
     def _reserved_s(self) -> float:
-        """Time left of the ready version's reservation."""
+        """Seconds that the ready version stays reserved, or 0."""
         if self._reserved is None or self._state is not State.READY or self._staged is None:
             return 0.0
         request, until_s = self._reserved
         return max(0.0, until_s - time.monotonic()) if request.is_met_by(self._staged) else 0.0
 
     def _drop_unless_taken(self) -> Staged | None:
-        """Let go of a version that is not in use; return it, for its memory to be freed later."""
+        """Drop the staged version unless it is taken.
+
+        Return the version, so that the caller can free its memory without holding the lock.
+        """
         staged = self._staged
         if self._state not in (State.READY, State.APPLIED):
             return None
@@ -543,7 +556,7 @@ class Stager(ProcessBound):
         return staged
 
     def _let_go(self) -> bool:
-        """Let go of the staged version; return whether it was whole until now."""
+        """Release the staged version; return False if it was evicted or cannot be checked."""
         self._staged = None
         record = self._receiver.record
         record.set(staged=None)
@@ -551,12 +564,12 @@ class Stager(ProcessBound):
             self._snapshot.close()
         except (errors.DBufferError, OSError) as error:
             if isinstance(error, errors.SnapshotEvictedError | errors.VersionRegressedError):
-                # Open for longer than the sender waits, or than there was a store: not needed.
+                # It was evicted, or the store was replaced: the version is no longer needed.
                 record.count(evictions=1)
             else:
-                # It is released anyway; opening the next version meets this error again.
+                # It is released nevertheless. Opening the next version will raise the error again.
                 logger.warning("releasing a version of %s: %s", self.store, str(error))
-            # A cycle of references, with the mapping of a file that may be long gone in it.
+            # The error's frames keep a mapping alive, and with it the space of a removed file.
             traceback.clear_frames(error.__traceback__)
             return False
         return True
@@ -585,7 +598,7 @@ class Stager(ProcessBound):
             self._settle(request)
 
     def _wait_until_free(self) -> bool:
-        """Wait until a version may be staged; return False once the stager is closed."""
+        """Wait until the thread may stage a version; return False once the stager is closed."""
         while True:
             with self._condition:
                 is_free = self._condition.wait_for(
@@ -601,28 +614,28 @@ class Stager(ProcessBound):
                 self._finish_applied()
 
     def _finish_applied(self) -> None:
-        """Attest the version that was applied, and let go of it."""
+        """Attest the applied version, and release it."""
         applied, differing = self._staged, None
         if applied is not None and self._attest is not None:
             differing = self._attest(applied, self._may_attest)
         with self._condition:
             if applied is not None and self._state is State.APPLIED and self._staged is applied:
                 self._enter(State.EMPTY)
-                # If the version was overwritten meanwhile, the comparison says nothing.
+                # If the version was overwritten during the comparison, the result is invalid.
                 is_valid = self._let_go()
                 self.attestation = Attestation(applied.id, differing if is_valid else None)
                 self._receiver.record.write()
-        # Here, without the lock, it is unmapped.
+        # The version is unmapped when this function returns, after the lock was released.
 
     def _may_attest(self) -> bool:
-        """Whether the version that was applied is still there, and no other is waited for."""
+        """Whether the applied version is still staged, and no :meth:`take` waits."""
         return self._state is State.APPLIED and self._request is None
 
     def _aim(self) -> tuple[int | None, int | VersionId | None]:
-        """Return the version above which to stage the newest, or else the one to stage."""
+        """Return what to stage: the newest version above the first value, or exactly the second."""
         if self._request is not None and self._request.is_exact:
             return None, self._request.id or self._request.number
-        # A version that does not lead to the store's is of no account.
+        # Ignore a version that does not lead to the store's newest version.
         staged, applied = (
             version if version is not None and self._leads_on(version) else None
             for version in (None if self._staged is None else self._staged.id, self._applied)
@@ -632,18 +645,18 @@ class Stager(ProcessBound):
             above += [] if applied is None else [applied.number + self._every - 1]
             return max(above, default=None), None
         if staged is not None and staged.number == self._version:
-            return MAX_INTEGER, None  # nothing, unless another run comes
+            return MAX_INTEGER, None  # stage nothing, unless the store forks
         return None, self._version
 
     def _make_room(self, version: int) -> bool:
-        """Drop the staged version for this one; return False if this one need not be staged."""
+        """Drop the staged version in favor of this one; return False if this one is not needed."""
         with self._condition:
             if not self._may_stage():
                 return False
             request = self._request
             if request is not None and request.is_exact and request.number != version:
                 return False
-            # Only now that the store was read is it known whether the applied version leads to it.
+            # The store was read since `_run` called this, so the result can differ.
             newer_than, exactly = self._aim()
             if exactly is None and newer_than is not None and version <= newer_than:
                 return False
@@ -677,7 +690,7 @@ class Stager(ProcessBound):
                 else:
                     tensors = snapshot.copy_into(self._memory.resized(snapshot.data_bytes))
                     prepared = None if prepared is None else prepared.of(tensors)
-                opened.close()  # it was read: if it was overwritten meanwhile, this says so
+                opened.close()  # raises if the version was overwritten during the copy
             with self._condition:
                 if self._is_closed:
                     return
@@ -698,7 +711,7 @@ class Stager(ProcessBound):
         record.write()
 
     def _copied_part(self, snapshot: Snapshot, prepared: Prepared) -> Prepared:
-        """Copy the prepared part into the device's memory, and into main memory if it is full."""
+        """Copy the prepared part into device memory, and into main memory what does not fit."""
         on_device = torch.empty(0, dtype=torch.uint8)
         sizes = prepared.staging_bytes(0)
         if self._device_memory is not None:
@@ -712,25 +725,25 @@ class Stager(ProcessBound):
 
     def _must_copy(self, *, later_copies_less: bool) -> bool:
         is_faster = self._memory.is_pinned or self._device_memory is not None
-        if not self._receiver.reader.maps_files:  # a snapshot is in memory of its own already
+        if not self._receiver.reader.maps_files:  # the version was already read into memory
             return is_faster
         if self._copy == "auto":
             return is_faster and not later_copies_less
         return self._copy
 
     def _settle(self, request: _Request | None) -> None:
-        """Tell the result of an attempt that was made for this request."""
+        """Pass the result of an attempt that was made for ``request`` on to the waiting call."""
         with self._condition:
             failure = None if self._loop.error is None else self._loop.failure
             if failure is not None:
-                self._receiver.reader.unmap()  # the store may be gone
+                self._receiver.reader.unmap()  # the store may have been removed
             if self._loop.has_forked:
                 self._applied = None
                 self._drop_unless_taken()
                 self._receiver.record.write()
             elif failure is not None and self._request is not None:
                 if self._request is not request:
-                    # It came during the attempt, and the cause may have been mended before it.
+                    # The waiting call was made during the attempt; the cause may be gone by now.
                     self._loop.retry_now()
                 # A store that cannot be read concerns every request.
                 elif failure.version is None or request.concerns(failure.version):
@@ -739,15 +752,15 @@ class Stager(ProcessBound):
 
 
 def _is_lost(version: VersionId, newest: Lineage, before: Iterable[Lineage]) -> bool:
-    """Whether a version does not lead to the newest one, and will not lead to any later one.
+    """Whether a version leads neither to the newest version nor to any later one.
 
-    ``before`` were the newest ones. A version of a run that is in none of them may be published
-    yet, as in a mirror that lags.
+    ``before`` holds lineages of earlier newest versions. A version of a run that none of them
+    contains can still be published, for instance by a mirror that lags.
     """
     if newest.reaches(version):
         return False
     if any(run.id == version.run for run in newest.runs[1:]):
-        return True  # the next run continued from an earlier version
+        return True  # the next run continued from an earlier version of that run
     lineages = [lineage.to(version) for lineage in before if lineage.reaches(version)]
     return any(relation(lineage, newest) is Relation.FORKED for lineage in lineages)
 
@@ -757,6 +770,6 @@ _stagers: weakref.WeakSet[Stager] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all stagers before the interpreter ends: a thread that it ends in torch aborts it."""
+    """Close all stagers at exit: a thread that still runs torch code then aborts the process."""
     for stager in list(_stagers):
         stager.close()

@@ -21,10 +21,10 @@ from dbuffer.store.open_version import (
 
 
 def verify_store(store: DoubleBuffer) -> list[dict[str, Any]]:
-    """Read and check all versions of a store, the newest first, as `dbuffer verify --json` does.
+    """Check all versions of a store; return the results of `dbuffer verify --json`, newest first.
 
-    ``problems`` has names of damaged tensors, or descriptions of other damage. A version is locked
-    while it is read: a publish may wait for that.
+    ``problems`` lists names of damaged tensors, or descriptions of other damage. A version is
+    locked while it is read, so a publish can be delayed.
     """
     store.check()
     pointer = store.newest_pointer()
@@ -45,7 +45,7 @@ def _has_version(store: DoubleBuffer, buffer: str) -> bool:
 
 
 def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> dict[str, Any]:
-    """Check a buffer; ``newest`` is the version that it must hold, None for the other buffer."""
+    """Check the version in a buffer. ``newest``: its number, if it is the newest version."""
     check: dict[str, Any] = {
         "buffer": buffer,
         "version": newest,
@@ -59,7 +59,7 @@ def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> dict
             opened = open_newest(store, newer_than=None) if newest else open_buffer(store, buffer)
             if opened is None:
                 return check
-            check["buffer"] = opened.buffer  # or of a newer version
+            check["buffer"] = opened.buffer  # differs if a newer version was published
             check["version"] = opened.manifest.version
             check["has_checksums"] = opened.manifest.checksums_xxh3 is not None
             try:
@@ -67,7 +67,7 @@ def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> dict
                     check["problems"] = _find_damage(opened)
             except StoreNotFoundError as error:
                 opened.wait_after_loss(error, patience)
-        except OvertakenError:  # its file was removed, for a newer version on a network
+        except OvertakenError:  # on a network, a newer version's publish removed the file
             store.check()
             continue
         except UNDECODABLE as error:
@@ -76,7 +76,7 @@ def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> dict
 
 
 def _find_damage(opened: OpenStoreVersion) -> list[str]:
-    """Read a version and compare its tensors with their checksums, if it has any."""
+    """Return a version's damaged tensors. Without checksums, only the layout is checked."""
     copier = Copier()
     try:
         layout = opened.read_layout()
