@@ -114,7 +114,7 @@ def require_conformance(store: Path, llm: Any) -> None:
         conformance.check_shapes: (llm, altered(fitted), "not refused: too few rows"),
         conformance.check_refusals: (TakesAnyField(llm), start, "unknown field of update_info"),
         conformance.check_half_updates: (llm, altered(up_to_a_failure), "the source fails"),
-        conformance.check_sleep: (llm, wrapped(SendsNothingTwice), "lost in sleep stay lost"),
+        conformance.check_sleep: (llm, wrapped(SendsNothingTwice), "were lost in sleep"),
         conformance.check_sparse: (llm, wrapped(LosesAPatch), "patches and a whole update differ"),
     }
     assert set(broken) == set(conformance.CHECKS)
