@@ -121,6 +121,11 @@ def kill(process: Any) -> None:
 # What TorchRL asks of a scheme.
 
 
+def test_a_tilde_is_a_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parts.DoubleBufferSyncScheme("~/stores").remote_addr == str(tmp_path / "stores")
+
+
 @MULTI
 def test_update_weights(scheme, collector_class):
     """Tied, non-contiguous, frozen, empty, without dimensions; buffers; bfloat16 and others."""

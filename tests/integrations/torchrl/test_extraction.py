@@ -27,7 +27,6 @@ from dbuffer.integrations.torchrl.extraction import (
 )
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.integrations.torchrl.loading import StagedVersion
-from dbuffer.integrations.torchrl.scheme import DoubleBufferSyncScheme
 from dbuffer.weights.targets import Matcher
 from tests.support.engines.families import make_family
 from tests.support.patterns import Tied
@@ -199,8 +198,3 @@ def test_tied_parameters_take_no_tensors_that_differ(store):
             match.ties.append((("a", 0), ("b", len(snapshot.specs) - 1)))
             with pytest.raises(WeightsMismatchError, match="'a' and 'b'"):
                 snapshot.fill(match)
-
-
-def test_a_tilde_is_a_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert DoubleBufferSyncScheme("~/stores").remote_addr == str(tmp_path / "stores")
