@@ -10,9 +10,9 @@ A follower calls the methods of `Engine` in this order:
 Each request reaches the `RankEndpoint` of every rank. The endpoint makes an `EngineRank`, gets a
 `ShapeCheck` from it, and lets it load in an update. `ModelState` says which version the rank has.
 
-The engine labels its responses with a `WeightLabel`. Weights that did not come from the store are
-not a version: the engine's checkpoint, another program's load, memory after a sleep. Then the
-engine's record names no version, and its label is :data:`UNKNOWN_VERSION`.
+The engine labels its responses with a `WeightLabel`. Its weights may come from elsewhere than the
+store: from its checkpoint, or from another program's load. A sleep may have lost them. In these
+cases the engine's record names no version, and its label is :data:`UNKNOWN_VERSION`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class WeightLabel:
     newest_run: str | None = None
     """Run of the version that the engine is getting ready, if it is another run than ``run``."""
     is_attested: bool = False
-    """Whether the weights were compared with the version's while the engine served, and equal."""
+    """Whether a comparison while the engine served found its weights equal to the version's."""
 
     @classmethod
     def of(

@@ -232,8 +232,8 @@ class UpdateRequest:
     at_least: int | None = None
     """Number of the oldest version to switch to: a later one will do if all ranks have it ready."""
     run: str | None = None
-    """Run of the version. Default: the run of the version with this number that leads to the
-    newest."""
+    """Run of the version. Default: among the versions that lead to the newest, the version
+    with this number, whatever its run."""
     update_kind: Literal["dense", "sparse_flat"] = "dense"
     """Kind of the update in vLLM's terms: complete tensors, or patches. It has no effect: the store
     has the complete version in both cases."""

@@ -699,7 +699,7 @@ class Follower(Closing):
     def close(self) -> None:
         """Stop following. The engine keeps its weights, and its ranks go on staging versions.
 
-        If this follower could not end a pause before, it tries once more.
+        If an earlier attempt to end this follower's pause failed, try once more.
         """
         if self._owes_resume:
             try:

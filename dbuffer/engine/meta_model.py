@@ -262,7 +262,7 @@ def built_without_data(make: Callable[[], Any], kind: str, keep: Collection[str]
     """Build a model on the meta device.
 
     Some constructors read values that they compute (slopes of ALiBi, a threshold), which fails on
-    the meta device. They are called again with data in tensors made of plain numbers.
+    the meta device. Then the model is built again, with data in tensors made of plain numbers.
 
     Args:
         make: builds the model.

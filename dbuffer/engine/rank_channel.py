@@ -31,7 +31,7 @@ RANK_TIMEOUT_S = 600.0
 this is noticed at once."""
 
 _GIVEN_UP = "given up {}"
-"""Key for the last step that a rank gave up; the rank's number goes into the braces."""
+"""Key for the last step that a rank gave up. The braces are replaced by the rank's number."""
 
 _STORE_S = 1.0
 """Time for the store to answer, added to the time for the ranks to answer."""

@@ -262,7 +262,10 @@ class UnusedTensors:
         """Version compared last, and descriptions of its tensors that differ from their twins."""
 
     def check(self, trace: LoadTrace) -> None:
-        """Refuse a layout with unused tensors. In a pipeline :meth:`check_pipeline` does this."""
+        """Refuse a layout with unused tensors, or do nothing in a pipeline.
+
+        A pipeline's ranks call :meth:`check_pipeline` instead, with the tensors of all ranks.
+        """
         if not self._is_pipeline:
             self._refuse_or_warn(trace.unused)
 
