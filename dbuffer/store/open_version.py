@@ -50,11 +50,11 @@ Announce = Callable[[VersionId], None]
 
 
 class OvertakenError(Exception):
-    """Signal that a writer replaced a version while it was read; never raised to callers."""
+    """A writer replaced a version while it was read. Internal: callers retry."""
 
 
 class OpenVersion(abc.ABC):
-    """A version open for reading, until it is released or its ``with`` block is left."""
+    """Version open for reading, until :meth:`release` or the end of its ``with`` block."""
 
     __slots__ = ()
     manifest: Manifest
@@ -82,11 +82,11 @@ class OpenVersion(abc.ABC):
 
     @abc.abstractmethod
     def open_delta(self, version: VersionId) -> tuple[Path | str, Descriptor]:
-        """Open the delta that leads to a version of its chain; return its name and the file."""
+        """Open the delta that leads to ``version`` in the chain; return its name and its file."""
 
     @abc.abstractmethod
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """Read bytes of the weights file."""
+        """Return ``num_bytes`` bytes of the weights file, from ``offset``."""
 
     def __enter__(self) -> Self:
         return self
@@ -129,7 +129,7 @@ class OpenVersion(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class OpenStoreVersion(OpenVersion):
-    """A version of a store, with its weights file open."""
+    """Version of a store, with its weights file open."""
 
     store: DoubleBuffer
     buffer: str

@@ -28,7 +28,7 @@ version that was being kept                          starts and with a commit, e
 ``receivers/ID.TOKEN.json``            receiver,     the same, if no sender can wait for it any
                                        mirror        more; or at once a new receiver of that id
                                                      (`RecordFile`)
-``receivers/*``, damaged               the disk      a person: the log names it
+``receivers/*``, damaged               the disk      the user: the log names the file
 CURRENT, ``A/manifest.json``,          sender,       no process: the next writer replaces them
 ``B/manifest.json``, ``writer.json``   mirror
 ``writer.lock``, ``mirror.lock``       sender,       no process: they are locked again
@@ -36,8 +36,8 @@ CURRENT, ``A/manifest.json``,          sender,       no process: the next writer
 ====================================== ============= ==========================================
 
 ``dbuffer export`` leaves ``.NAME.*`` beside the checkpoint, ``dbuffer doctor``
-``.dbuffer-doctor-*`` in the directory that it examines: a person removes them. For a bucket see
-`BucketTarget`.
+``.dbuffer-doctor-*`` in the directory that it examines: the user removes them. `BucketTarget`
+removes a bucket's old objects.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class Retention:
         manifest = self._store.root / buffer / places.MANIFEST_FILE
         dropped = manifest.with_name(places.DROPPED_FILE)
         filesystem.rename(manifest, dropped)
-        if kept.is_pinned(self._store, buffer):  # since it was looked for
+        if kept.is_pinned(self._store, buffer):  # pinned since the last check
             filesystem.rename(dropped, manifest)
             return False
         return True

@@ -91,7 +91,7 @@ class Watcher(ProcessBound):
         """Watch the directory that has the name now: a watch ends with its directory."""
         try:
             status = self._directory.stat()
-        except OSError:  # a look at the pointer tells why
+        except OSError:  # the caller gets the error when it reads the pointer
             return
         identity = (status.st_dev, status.st_ino)
         # A new directory may have the inode of the removed one, so look whether the emitter has
@@ -114,7 +114,7 @@ class Watcher(ProcessBound):
         try:
             observer = BaseObserver(_setting(self._changed, self._name))
             changes = [FileCreatedEvent, FileMovedEvent, DirCreatedEvent, DirMovedEvent]
-            handler = FileSystemEventHandler()  # which gets none
+            handler = FileSystemEventHandler()  # gets no events; see `_setting`
             observer.schedule(handler, str(directory), event_filter=changes)
             observer.start()
         except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no more threads

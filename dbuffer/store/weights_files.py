@@ -78,7 +78,7 @@ class WeightsFiles:
                 # The file has no size yet: over a network, allocated blocks may be missing.
                 filesystem.check_room(path, num_bytes)
             else:
-                # Locked before another process knows its name.
+                # Lock it now, before another process learns its name.
                 filesystem.try_lock(file.number, exclusive=True)
                 if num_bytes:
                     filesystem.allocate(file.number, num_bytes, path)
@@ -113,7 +113,7 @@ class WeightsFiles:
         file = self._open_again(self._store.root / buffer / manifest.file)
         if file is None:
             return None
-        if _has_second_name(file):  # its readers need not be waited for
+        if _has_second_name(file):  # not rewritten, so don't wait for readers
             self.close_one(file)
             return None
         if not self._lock_against_readers(file, manifest.version):
@@ -168,7 +168,7 @@ class WeightsFiles:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return the weights file at ``path``, and its parts."""
+    """Return the paths of a weights file and of its parts."""
     files = filesystem.list_matching(path.parent, "weights-*.td")
     return [path, *(file for file in files if places.is_part_of(file.name, path.name))]
 

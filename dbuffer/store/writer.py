@@ -187,7 +187,7 @@ class BufferWriter:
         return Lineage(VersionId(self.record.token, number), self._runs)
 
     def next_version(self, version: int | None) -> int:
-        """Choose the number of the version to publish, as :meth:`Contents.next_version` does.
+        """Return the number of the next version; see :meth:`Contents.next_version`.
 
         Raises:
             WriterSupersededError: another writer took the store over.
@@ -288,7 +288,7 @@ class BufferWriter:
         return filesystem.identity_at(path)
 
     def add_delta(self, claim: Claim, version: VersionId, chunks: Iterable[bytes]) -> int:
-        """Write the delta that leads to this version, and return its size."""
+        """Write the delta that leads to ``version``, and return its size."""
         self._check_open()
         directory = self.root / places.DELTAS_DIRECTORY
         path = self.store.delta_path(version)
@@ -335,7 +335,7 @@ class BufferWriter:
             WriterSupersededError: another writer took the store over.
             StoreFullError, StoreAccessError: a flush or write failed, or the version cannot be read
                 back. Nothing was published, unless the message says so.
-            ClosedError: this writer was closed meanwhile. Nothing was published.
+            ClosedError: this writer is closed. Nothing was published.
         """
         self._check_open()
         complete = replace(
@@ -348,9 +348,9 @@ class BufferWriter:
         with os_errors("publish", self.root):
             if self._sync and claim.file is not None:
                 filesystem.sync_file(claim.file.number, claim.path)
-            # A writer that was paused or cut off learns here that it has a successor, before it
-            # writes over that one's manifest, and once more before the flip. A successor that comes
-            # between a check and the line after it is not seen.
+            # A writer that was suspended or cut off finds out here if another writer has taken
+            # over: before it overwrites that writer's manifest, and again before the flip. A
+            # takeover between a check and the line after the check is not detected.
             self.store.require_writer(self.record)
             self._put(self.root / claim.buffer / places.MANIFEST_FILE, complete)
             self.store.require_writer(self.record)
@@ -481,11 +481,11 @@ class BufferWriter:
             epoch=before.epoch + 1 if before else 1,
             token=secrets.token_hex(8),
             started_at=time.time(),
-            **owner_fields(),  # type: ignore[arg-type]  # each under its name
+            **owner_fields(),  # type: ignore[arg-type]  # types differ by field
         )
         self._put(self.root / places.WRITER_FILE, record)
         self._retention.recover()
-        with contextlib.suppress(DBufferError, OSError):  # logged by the line above
+        with contextlib.suppress(DBufferError, OSError):  # `recover` has logged it
             self._written_before = {
                 (written.receiver, written.token): written.updated_at
                 for written in self.store.receivers()
@@ -498,7 +498,7 @@ class BufferWriter:
         )
 
     def _make_directories(self) -> None:
-        """Refuse a store that other users can write to; make its missing directories."""
+        """Make the store's missing directories; refuse a store that other users can write to."""
         self.store.check()
         for name in (places.SCRATCH_DIRECTORY, *places.BUFFERS, places.RECEIVERS_DIRECTORY):
             filesystem.make_directory(self.root / name)
@@ -509,7 +509,7 @@ class BufferWriter:
 
 
 def _note_close(lock: Descriptor, token: str) -> None:
-    """Write a writer's token into the lock's file, unless this is a fork."""
+    """Write a writer's token into its lock file, unless this is a forked process."""
     if lock.is_open:
         with contextlib.suppress(OSError):  # the disk may be full
             filesystem.write_at(lock.number, 0, token.encode())
