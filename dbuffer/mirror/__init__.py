@@ -1,1 +1,1 @@
-"""A remote store followed into a local one, once per node."""
+"""Mirrors: copies of a remote store in a local one, made once per node."""

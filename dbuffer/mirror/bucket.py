@@ -233,7 +233,7 @@ class Bucket(Closing):
             result = self._obstore.get(self._objects, file.name, options={"range": (at, end)})
             if result.meta["size"] != file.content.num_bytes:
                 name = self.name_of(file.name)
-                raise StoreCorruptError(f"{name} has not the size that was published")
+                raise StoreCorruptError(f"{name} has another size than the published file")
             # Copy and hash piece by piece: a piece that was just copied is still in the CPU cache.
             for piece in result.stream(min_chunk_size=_PIECE_BYTES):
                 data = memoryview(piece)

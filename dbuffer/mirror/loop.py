@@ -162,7 +162,7 @@ class MirrorLoop:
                 self._close_target()
                 self.published = None
             elif self._target.is_removed():
-                logger.warning("%s was removed: it is made anew", self._target.name)
+                logger.warning("%s was removed: making it again", self._target.name)
                 self._close()
                 self._target.resign()
                 self.published = None

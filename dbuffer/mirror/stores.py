@@ -209,7 +209,7 @@ class StoreTarget:
             self._require_source(source)
             if self._has_forked(source):
                 # Withdraw first, so that no reader takes the last run's version for the newest.
-                logger.warning("%s: withdrawing what does not lead to %s", root, source.name)
+                logger.warning("%s: withdrawing versions that forked from %s", root, source.name)
                 with contextlib.closing(self._open_writer()) as writer:
                     writer.withdraw()
         except BaseException:
@@ -245,9 +245,9 @@ class StoreTarget:
         if is_prepared:
             return False
         raise WaitTimeoutError(
-            f"{self.name} holds a version that does not lead to what {source.name} holds, and its "
-            "mirror has not replaced that: does it follow another store? If so, stop it, or name "
-            "another directory"
+            f"{self.name} holds a version that does not lead to the newest version of "
+            f"{source.name}, and the mirror of {self.name} has not replaced it: does that mirror "
+            "follow another store? If so, stop it, or name another directory"
         )
 
     def open(self, source: Upstream) -> None:

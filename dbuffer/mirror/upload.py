@@ -187,10 +187,10 @@ class BucketTarget:
             loss = f"files of version {record.id.number} are missing, or have another size"
         else:
             loss = f"{POINTER_OBJECT} went back to version {record.id.number}"
-        raise StoreCorruptError(f"{self.name}: {loss}; it gets its newest version anew")
+        raise StoreCorruptError(f"{self.name}: {loss}; uploading the newest version again")
 
     def _is_whole(self, version: BucketVersion) -> bool:
-        """Whether no file of a version is missing. If none is, delete unneeded objects.
+        """Whether a version has all its files. If it has, delete objects that are not needed.
 
         Raises:
             StoreAccessError: the objects cannot be listed.

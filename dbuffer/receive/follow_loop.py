@@ -203,7 +203,7 @@ class FollowLoop(RetryLoop):
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, errors.SnapshotEvictedError):
-            self._logger.warning("%s was overtaken, beginning anew: %s", self._doing, str(error))
+            self._logger.warning("%s was overtaken, starting again: %s", self._doing, str(error))
         elif self._forked == "follow" and _is_fork(error):
             self._logger.warning("%s (%s that)", str(error), self._doing)
             self.used()

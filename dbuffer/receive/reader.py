@@ -94,12 +94,12 @@ class VersionVerifier:
             checksums = self._copier.checksums(tensors)
             wrong = wrong_tensors(opened, tensors.layout, checksums, self._verified)
         except (*UNDECODABLE, StoreNotFoundError) as error:
-            logger.warning("reading version %d whole: %s", manifest.version, str(error))
+            logger.warning("reading all of version %d: %s", manifest.version, str(error))
             return None
         if wrong:
             logger.warning(
-                "reading version %d of %s whole: %s differs from the published version, because "
-                "the version before it was changed in memory",
+                "reading all of version %d of %s: with its deltas, %s differs from the published "
+                "version, because the earlier version was changed in memory",
                 manifest.version,
                 self._store_name,
                 listed(wrong),

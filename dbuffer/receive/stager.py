@@ -63,7 +63,7 @@ class Prepared(Protocol):
         """Free memory on the engine's device that is not needed."""
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
-        """Return a copy of this that refers to ``tensors``, which have the same contents."""
+        """Return a copy of this part that uses ``tensors``, which have the same contents."""
 
     def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
         """Return the sizes of device memory and main memory that :meth:`copied_into` needs.
