@@ -122,7 +122,7 @@ class Program:
         assert len(set(by_rank(first.store))) == 1
         assert first.store.parent == SHARED_MEMORY
         other = self.directory / "store-second"
-        with pytest.raises(dbuffer.StoreBusyError, match="must have only one"):
+        with pytest.raises(dbuffer.StoreBusyError, match="an engine has one follower"):
             BroadcastManager(trainer.actor, trainer.strategy, self.llm, store=other)
         first.close()
         with BroadcastManager(trainer.actor, trainer.strategy, self.llm, store=other) as second:
