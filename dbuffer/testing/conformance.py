@@ -146,12 +146,12 @@ class Trainer:
 
 
 def check_names(bench: Bench) -> None:
-    """Each tensor reaches its parameter; tensors that are missing or unknown are refused."""
+    """Check that each tensor reaches its parameter, and that names must match."""
     with bench.training() as trainer:
-        assert bench.state() == bench.fresh, "other weights than the engine was started on"
+        assert bench.state() == bench.fresh, "sending the initial weights changed them"
         second, _ = trainer.send(bench.second)
         stale = [name for name, digest in bench.fresh[0].items() if second[name] == digest]
-        assert not stale, f"an update does not change {stale}"
+        assert not stale, f"an update did not change {stale}"
         trainer.send(bench.first)
         name, tensor = next(iter(bench.second.items()))
         missing = dict(bench.second)
@@ -205,9 +205,9 @@ def check_half_updates(bench: Bench) -> None:
                 trainer.source.num_before_failure = None
 
         trainer.require_refused("the source fails", fail)
-        trainer.client.start_weight_update()  # and is killed
+        trainer.client.start_weight_update()  # never finished, as if the trainer was killed
     with bench.training() as trainer:
-        assert bench.state() == bench.fresh, "no update after an update that was left open"
+        assert bench.state() == bench.fresh, "an unfinished update blocked the next one"
 
 
 def check_sleep(bench: Bench) -> None:
@@ -230,7 +230,7 @@ def check_sleep(bench: Bench) -> None:
 
 
 def check_sparse(bench: Bench) -> None:
-    """Patches and a whole update to the same weights leave the engine in the same state."""
+    """Check that patches have the same result as sending all of the patched weights."""
     patched = {name: tensor.clone() for name, tensor in bench.first.items()}
     patches = []
     for name in list(patched)[::3]:
@@ -242,7 +242,7 @@ def check_sparse(bench: Bench) -> None:
     with bench.training() as trainer:
         trainer.engine.send_weights(patches)
         state = bench.state()
-        assert state != bench.fresh, "patches change nothing"
+        assert state != bench.fresh, "patches changed nothing"
         assert state == trainer.send(patched), "patches and a whole update differ"
         name, places, values = patches[0].name, patches[0].indices, patches[0].values
         beyond = torch.full_like(places, bench.first[name].numel())

@@ -46,11 +46,11 @@ class FakeRank(EngineRank):
         self.tensors = pattern.weights(0)
         self.num_loads = 0
         self.failing_loads = 0
-        """Number of the next loads that fail after their first tensor."""
+        """How many of the next loads fail after their first tensor."""
         self.on_load: Callable[[], None] = lambda: None
         """Called at the end of each load."""
         self.refuses: str | None = None
-        """Reason why it answers nothing, or None if it answers."""
+        """Reason why the rank refuses to serve, or None if it serves."""
 
     @property
     def version(self) -> int | None:

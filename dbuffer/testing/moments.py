@@ -36,13 +36,13 @@ COPIES = MOMENTS | {"_foreach_copy_", "allgather", "copy_", "preadv"}
 LOOKS = frozenset(
     {"close", "flock", "fstat", "link", "open", "pread", "preadv", "read", "replace", "unlink"}
 )
-"""Calls with which a reader looks at a store, or records a version that it reads."""
+"""Calls that a reader makes to read a store, or to record the version that it reads."""
 
 STACK_DEPTH = 5
-"""Callers that tell a file and a step of a publish from others."""
+"""Number of callers that distinguish the files and steps of a publish."""
 
 OPENS_TO_READ = frozenset({"open_regular", "refresh"})
-"""Functions of the product whose ``open`` changes nothing."""
+"""Functions of dbuffer whose ``open`` calls change nothing."""
 
 
 def at_call(

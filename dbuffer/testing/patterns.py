@@ -47,12 +47,12 @@ class Pattern:
 
 
 class Sparse(Pattern):
-    """A pattern whose versions differ in few elements, for deltas.
+    """Pattern whose versions differ in few elements, for deltas.
 
-    Each tensor still tells all versions from one another.
+    Each tensor still shows its version.
 
     Args:
-        one_in: a version changes one element in so many.
+        one_in: a version changes one in this many elements of each tensor.
     """
 
     def __init__(self, num_tensors: int = 8, numel: int = 256, one_in: int = 16) -> None:

@@ -1,4 +1,4 @@
-"""Other processes: functions in children that end with their block, and a sender."""
+"""Other processes for tests: child processes, and a sender in a child process."""
 
 from __future__ import annotations
 
