@@ -180,7 +180,7 @@ def _read_header(file: Descriptor) -> tuple[dict[str, Any], int]:
     size = os.fstat(file.number).st_size
     start = 8 + int.from_bytes(filesystem.read_at(file.number, 0, 8), "little")
     if not 8 < start <= size:
-        raise ValueError(f"a file of {size} bytes has no header that ends at byte {start}")
+        raise ValueError(f"it has {size} bytes, but its header would end at byte {start}")
     header = json.loads(filesystem.read_at(file.number, 8, start - 8))
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     end = 0
@@ -209,7 +209,9 @@ def _parse_entry(
     num_bytes = TensorSpec(name, dtype, tuple(shape)).num_bytes
     are_sizes = all(type(number) is int and number >= 0 for number in (first, end, *shape))
     if not are_sizes or end - first != num_bytes:
-        raise ValueError(f"{name!r} is {dtype} of shape {shape}, in bytes {first} to {end}")
+        raise ValueError(
+            f"{name!r} has dtype {dtype} and shape {shape}, but bytes {first} to {end}"
+        )
     return DTYPES[dtype], tuple(shape), first, num_bytes
 
 

@@ -19,7 +19,7 @@ class Comparison:
     missing: list[TensorSpec]
     """Tensors of the model that the store lacks."""
     left_over: list[TensorSpec]
-    """Tensors of the store, renamed, that the model lacks."""
+    """Tensors of the store that the model lacks, under their new names."""
     differing: list[tuple[TensorSpec, TensorSpec]]
     """Published and needed spec of each tensor whose shapes differ."""
     recast: list[tuple[TensorSpec, TensorSpec]]

@@ -26,13 +26,13 @@ Convert: TypeAlias = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]
 
 
 def shapes_of(tensors: Mapping[str, Any]) -> Shapes:
-    """Return dtypes and shapes of tensors, lazy ones included."""
+    """Return dtypes and shapes of tensors, which can be lazy."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One tensor that a conversion makes."""
+    """A tensor that a conversion makes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

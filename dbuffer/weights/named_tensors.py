@@ -49,7 +49,7 @@ def without_wrappers(name: str) -> str:
 
 
 def clean_names(names: Iterable[str]) -> list[str]:
-    """Return names without wrappers' parts, and without a ``module.`` that all of them have."""
+    """Return names without wrappers' parts, and without ``module.`` if all names begin with it."""
     names = [without_wrappers(name) for name in names]
     while names and all(name.startswith(WRAPPER_PREFIX) for name in names):
         names = [name.removeprefix(WRAPPER_PREFIX) for name in names]

@@ -91,7 +91,7 @@ class Source:
                 refuse_not_finite(specs, tensors)
 
     def finish(self) -> None:
-        """Finish reading of lazy tensors, even if some were not fetched, and call `check`."""
+        """Finish reading lazy tensors, even if some were not fetched, and call `check`."""
         if self.reader is not None:
             self.reader.finish()
         self.check()

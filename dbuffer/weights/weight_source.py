@@ -92,8 +92,8 @@ class SourceReader:
                 self.tensors[entry.name] = LazyTensor(entry.dtype, tuple(entry.shape), fetch)
         except (AttributeError, TypeError) as error:
             raise InvalidWeightsError(
-                f"metadata of this {type(source).__name__} does not give a name, dtype and shape "
-                f"for each tensor, as vLLM's sources do: {described(error)}"
+                f"metadata of this {type(source).__name__} does not have a name, dtype and shape "
+                f"for each tensor, as vLLM's sources have: {described(error)}"
             ) from error
         self._place = {name: place for place, name in enumerate(self.tensors)}
         self._held = _held_names(source, metadata)

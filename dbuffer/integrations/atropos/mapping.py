@@ -141,8 +141,8 @@ def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
         if time.monotonic() > deadline:
             raise NotReadyError(
                 f"{path} was not written within {timeout_s:g} s: Atropos' servers write it into "
-                "their LOGDIR as they start. For servers that take the trainer's names as they "
-                'are, write {"param_mappings": {}} there'
+                "their LOGDIR when they start. If the servers accept the trainer's names as they "
+                'are, write {"param_mappings": {}} into this file'
             )
         time.sleep(_RETRY_S)
     deadline = time.monotonic() + TIMING.settle_s

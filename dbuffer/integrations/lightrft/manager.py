@@ -139,7 +139,7 @@ class BroadcastManager(Closing):
         self.version = version
 
     def close(self) -> None:
-        """Stop following. Engines keep their weights, and the store its last version."""
+        """Stop following. Engines keep their weights, and the store keeps its last version."""
         self._follower = None
         self._opened.close()
 
@@ -162,7 +162,7 @@ def engine_of_rank(inference_engine: Any) -> Any:
     """
     if not hasattr(inference_engine, "tp_group_cpu"):
         return inference_engine
-    is_first = inference_engine._tp_rank == 0  # noqa: SLF001 - no other way to it
+    is_first = inference_engine._tp_rank == 0  # noqa: SLF001 - there is no public name
     return inference_engine._engine if is_first else None  # noqa: SLF001
 
 

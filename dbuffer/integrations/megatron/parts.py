@@ -37,7 +37,7 @@ class Cut(NamedTuple):
     """First index of the part along the dimension."""
     extent: int
     ranks: tuple[int, ...]
-    """Ranks of all parts, in the order of the parts."""
+    """Ranks that have the parts, in the order of the parts."""
 
     @classmethod
     def find(
@@ -86,7 +86,7 @@ def strides_of(positions: torch.Tensor, num_elements: int) -> Strided | None:
     sizes: list[int] = []
     strides: list[int] = []
     starts = positions = positions.flatten()
-    while len(starts) > 1:  # of the runs found so far, from the last dimension to the first
+    while len(starts) > 1:  # a dimension per pass, from the last dimension to the first
         steps = starts.diff()
         ends = (steps != steps[0]).nonzero()
         size = int(ends[0]) + 1 if len(ends) else len(starts)

@@ -140,7 +140,7 @@ def _lock(file: filesystem.Descriptor, *, exclusive: bool) -> bool:
     except StoreAccessError as error:
         if error.errno not in filesystem.NO_LOCKS:
             raise
-        log_once(logger, "only the newest two adapters are kept: %s", error)
+        log_once(logger, "locks do not work, so only the newest two adapters are kept: %s", error)
         return True
 
 

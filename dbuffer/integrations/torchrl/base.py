@@ -38,7 +38,7 @@ class TransportOptions(SenderOptions):
     verify: bool | Literal["auto"] = "auto"
     poll_interval_s: float = 0.5
     unused_tensors: Literal["refuse", "warn"] = "refuse"
-    """Option of an engine that follows; see :class:`EngineOptions`."""
+    """Treatment of tensors that an engine does not use; see :class:`EngineOptions`."""
 
     def make_sender(self, store: str | os.PathLike[str]) -> WeightSender:
         """Open a store for writing. Missing parent directories are created."""

@@ -176,7 +176,7 @@ def _named_values(weights: Any) -> dict[str, Any]:
     if callable(weights):
         return {}  # a policy without weights, such as a random one
     raise InvalidWeightsError(
-        f"cannot send a {type(weights).__name__}: give a module, a TensorDict or a state dict"
+        f"cannot send a {type(weights).__name__}: pass a module, a TensorDict or a state dict"
     )
 
 

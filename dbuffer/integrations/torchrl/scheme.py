@@ -109,7 +109,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         *,
         model: Any = None,
         num_workers: int | None = None,
-        **kwargs: Any,  # noqa: ARG002 - of other schemes: a multiprocessing context
+        **kwargs: Any,  # noqa: ARG002 - for other schemes: a multiprocessing context
     ) -> None:
         """Open the store, and determine whether workers must wait for first weights."""
         self.model_id = model_id or DEFAULT_MODEL_ID
@@ -235,7 +235,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         *,
         model: Any = None,
         worker_idx: int | None = None,
-        **kwargs: Any,  # noqa: ARG002 - of other schemes
+        **kwargs: Any,  # noqa: ARG002 - for other schemes
     ) -> None:
         self.model_id = model_id or DEFAULT_MODEL_ID
         self.context = context
@@ -309,7 +309,7 @@ class DoubleBufferSyncScheme(StoreScheme):
 
     # Both sides.
 
-    def create_transport(self, **kwargs: Any) -> Any:  # noqa: ARG002 - of other schemes
+    def create_transport(self, **kwargs: Any) -> Any:  # noqa: ARG002 - for other schemes
         """Raise an error: collectors need no transport."""
         raise UnsupportedError("this scheme has no transport: call send(), or follow its store")
 

@@ -138,7 +138,7 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
 class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
     """Keeps an engine on the store's newest weights, in a background thread, until `shutdown`.
 
-    An ``LLM`` can be used only in a single thread, so no background thread follows. It is switched
+    An ``LLM`` can be used only in a single thread, so it has no background thread. It is switched
     by ``poll_and_apply``, or by a sender's ``update_weights``.
     """
 

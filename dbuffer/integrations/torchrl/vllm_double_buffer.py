@@ -92,7 +92,7 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
 
     def create_transport(
         self,
-        pipe_or_context: Any = None,  # noqa: ARG002 - of other schemes
+        pipe_or_context: Any = None,  # noqa: ARG002 - for other schemes
         **kwargs: Any,  # noqa: ARG002
     ) -> VLLMDoubleBufferTransport:
         """Return a transport, whose methods write and read a version directly."""
@@ -462,7 +462,7 @@ class VLLMDoubleBufferWeightReceiver:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """Run a block that :meth:`shutdown` waits for, if this receiver is open."""
+        """Context of a call that needs an open receiver. :meth:`shutdown` waits for its end."""
         require_another_thread(engine_in(self._vllm_engine))
         with self._in_call:
             self._require_open()

@@ -24,9 +24,9 @@ class StoreWeightTransfer:
     Args:
         store: the store's directory, as the servers see it.
         receivers: number of engines that must have applied a version before TRL attributes rollouts
-            to it. With the engines' ids (``engine_id``) instead of a number, an engine that cannot
-            apply the version raises an error at once. With 0, TRL does not wait, so rollouts can
-            still come from the previous version.
+            to it, or these engines' ids (``engine_id``). With ids, an engine that cannot apply the
+            version causes an error at once. With 0, TRL does not wait, so rollouts can still come
+            from the previous version.
         timeout_s: how long TRL waits for these engines.
         **sender: fields of :class:`dbuffer.SenderOptions`.
 

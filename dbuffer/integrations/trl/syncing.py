@@ -41,9 +41,9 @@ def over_store(
         trainer_class: ``trl.GRPOTrainer``, or another class that uses TRL's ``VLLMGeneration``. Its
             ``args`` must have ``use_vllm=True, vllm_mode="server"``.
         store: the store's directory, the same on all ranks and servers.
-        receivers: number of engines that must have applied a version before TRL generates. With the
-            engines' ids (``engine_id``) instead of a number, an engine that cannot apply the
-            version raises an error at once.
+        receivers: number of engines that must have applied a version before TRL generates, or these
+            engines' ids (``engine_id``). With ids, an engine that cannot apply the version causes
+            an error at once.
         timeout_s: how long TRL waits for these engines.
         **sender: fields of :class:`dbuffer.SenderOptions`. A mirror into a bucket needs
             ``checksum=True`` to copy only changed bytes.
