@@ -172,7 +172,7 @@ class EngineEndedError(ClosedError):
 
 
 class NotReadyError(DBufferError, RuntimeError):
-    """A call was made too early, before a call that must come first, or too late.
+    """A call was made in the wrong order: before another call that it requires, or too late.
 
     The message names the call that must come first.
     """

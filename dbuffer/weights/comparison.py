@@ -92,7 +92,7 @@ def suggest(
     *,
     partial: bool = False,
 ) -> str:
-    """Return advice to append to a message about weights that do not fit; empty without advice."""
+    """Return advice to append to a message about weights that do not fit, or an empty string."""
 
     def fits(names: NameMap) -> bool:
         renamed = compare(published, needed, names)
@@ -103,7 +103,7 @@ def suggest(
 
 
 def advice(unknown: Sequence[str], missing: Iterable[str], fits: Callable[[NameMap], bool]) -> str:
-    """Return advice on names that do not match; empty without advice.
+    """Return advice on names that do not match, or an empty string.
 
     Args:
         unknown: published names that the model does not have.

@@ -26,7 +26,7 @@ from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.lazy_tensor import LazyTensor
 
-if TYPE_CHECKING:  # its import takes as long as torch's
+if TYPE_CHECKING:  # importing tensordict takes as long as importing torch
     from tensordict import TensorDictBase
 
 WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -222,8 +222,8 @@ def is_same_memory(a: Any, b: Any) -> bool:
 class WeightsSpec:
     """Names, shapes and dtypes of weights, to recognize later weights that have the same ones.
 
-    Checking 18,000 names takes as long as copying 18,000 tensors. So they are checked for the first
-    version, and again only if names, shapes or dtypes change.
+    Checking 18,000 names takes as long as copying 18,000 tensors. So names are checked only for the
+    first version, and after names, shapes or dtypes have changed.
     """
 
     names: list[str]

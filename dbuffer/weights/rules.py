@@ -98,9 +98,9 @@ PRESETS: dict[str, tuple[Rule, ...]] = {
     "base_model.model.": (Rule("prefix", "base_model.model.", ""), Rule("part", "base_layer")),
     "model.language_model.": (Rule("prefix", "model.language_model.", "model."),),
 }
-"""Rules that remove what trainers add to names, by the added text. In order, it comes from:
-torch.compile, FSDP1, DDP, a module with an actor and a critic, peft, and a vision-language model of
-which an engine serves only the language model."""
+"""Rules that remove parts of trainers' names, by that part. In this order, the parts come from
+torch.compile, FSDP1, DDP, a module with an actor and a critic, peft, and a vision-language model
+whose language model is served alone."""
 
 
 def preset_rules(name: str, source: str = "preset") -> tuple[Rule, ...]:

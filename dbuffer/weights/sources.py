@@ -36,7 +36,7 @@ from dbuffer.weights.named_tensors import (
 )
 
 if TYPE_CHECKING:
-    from tensordict import TensorDictBase  # its import takes as long as torch's
+    from tensordict import TensorDictBase  # takes as long to import as torch
 
     from dbuffer.weights.conversion import Conversion
     from dbuffer.weights.weight_source import SourceReader, WeightSource
@@ -82,7 +82,7 @@ class Source:
     """Whether a NaN or an infinity prevents the commit."""
 
     def refuse_values(self, specs: Iterable[TensorSpec], tensors: Collection[torch.Tensor]) -> None:
-        """Refuse tensors that overflow in their cast, or that must be finite and are not."""
+        """Refuse tensors that overflow in their cast, or that are not finite although they must."""
         if self.is_cast or self.must_be_finite:
             from dbuffer.weights.values import refuse_not_finite, refuse_overflow
 

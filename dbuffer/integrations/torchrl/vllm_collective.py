@@ -1,7 +1,7 @@
 """Replacements for ``torchrl.weight_update.llm.vllm_nccl``, with the same methods, over a store.
 
 As in TorchRL, engines have the weights when ``update_weights`` returns. But there is no process
-group, so that trainer and engines need neither make calls at the same time, nor Ray to coordinate.
+group, so the trainer and the engines need not make their calls at the same time.
 """
 
 from __future__ import annotations
