@@ -458,7 +458,7 @@ def made_of(kind: type[RecordT], values: Any) -> RecordT:
         return msgspec.convert(values, kind)
     except UnicodeEncodeError as error:  # a lone surrogate, which only text fields may have
         text = error.object
-        raise StoreCorruptError(f"{kind.NAME}: no field can have {text!r:.80}") from None
+        raise StoreCorruptError(f"{kind.NAME}: {text!r:.80} is not valid in any field") from None
     except (msgspec.ValidationError, OverflowError) as error:  # an integer is too large for a float
         raise StoreCorruptError(f"{kind.NAME}: {error!s:.200}") from None
 

@@ -170,7 +170,7 @@ def _decode_places(header: DeltaHeader, chunk: Chunk, streams: list[memoryview])
     tensors = header.layout.byte_ranges.within(chunk.start, chunk.end).in_words(width)
     counts = tensors.counts(places)
     if counts.sum() != len(places) or tensors.word_bytes[counts > 0].min() < width:
-        raise StoreCorruptError("delta: a chunk's positions are in no tensor with such words")
+        raise StoreCorruptError("delta: a chunk has positions outside all tensors of its word size")
     return places
 
 

@@ -94,7 +94,7 @@ class DoubleBuffer:
         return self._medium
 
     def exists(self) -> bool:
-        """Whether the store's directory exists, also before the first publish."""
+        """Whether the store's directory exists. A store may have no version yet."""
         with os_errors("look for a store", self.root):
             # Unlike is_dir(), this raises for a loop of links, or a file in the way.
             with contextlib.suppress(FileNotFoundError):

@@ -72,8 +72,9 @@ class Medium:
     def maps_files(self) -> bool:
         """Whether writers and readers map weights files, each of which holds a whole version.
 
-        Otherwise bytes are written and read by pwrite and pread, because a mapped file that is
-        removed causes a SIGBUS. A version may then be an earlier file and the deltas since.
+        If not, files are written and read by pwrite and pread: another host may remove a mapped
+        file, and the next access to the mapping would be a SIGBUS. A version may then also be an
+        earlier version's file, and the deltas since that version.
         """
         return not self.reaches_other_hosts
 

@@ -89,7 +89,9 @@ class Verifier:
             if not mismatch and switch.reloaded:
                 mismatch = self._mismatch_of_part(switch, tensors)
         except Exception as error:
-            raise UnverifiableError("a reload cannot be compared with copies", error) from error
+            raise UnverifiableError(
+                "the results of a reload and of copies cannot be compared", error
+            ) from error
         if not mismatch:
             plan.verified_for = {name: digest_of(tensors[name]) for name in stand_ins.unvaried()}
         return mismatch

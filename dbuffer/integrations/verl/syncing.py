@@ -113,7 +113,7 @@ class StoreSync:
             self._holding.close()
         except DBufferError as error:
             # The version is not needed any more. The next read meets a problem of the store again.
-            logger.info("closing the version of an unfinished sync: %s", str(error))
+            logger.info("the version of an unfinished sync could not be closed: %s", str(error))
         if self._receiver is None:
             self._mirror = start_mirror(self._store, self._local_store)
             self._receiver = WeightReceiver(self._local_store)

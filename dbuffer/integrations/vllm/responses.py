@@ -81,7 +81,7 @@ class Exchange:
     def noting(
         self, num_choices: int, outputs: AsyncGenerator[Any, None]
     ) -> AsyncGenerator[Any, None]:
-        """Return the outputs of a prompt, and note their weights as they come."""
+        """Return a prompt's outputs, and note the version of the weights that computed each."""
         spans: dict[int, list[Any]] = {}
         self.is_search |= self.admitted is not None
         self.calls.append((num_choices, spans))

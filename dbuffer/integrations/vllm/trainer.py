@@ -97,8 +97,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             raise OptionError(f"init_info is {init_info!r:.200}: use a DBufferTrainerInitInfo")
         if (source is None) == (init_info.checkpoint is None):
             raise OptionError(
-                "the first version is published whole, also by a trainer that sends patches: give "
-                "either a WeightSource to trainer_init, or a checkpoint to its init info"
+                "the first version has all tensors, also if patches follow: give either a "
+                "WeightSource to trainer_init, or a checkpoint to DBufferTrainerInitInfo"
             )
         names = {"store": init_info.store} | init_info.engine
         checked = EngineOptions.parse(names)

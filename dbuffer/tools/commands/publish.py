@@ -51,9 +51,9 @@ def publish(
         bool,
         typer.Option(
             "--watch",
-            help="Publish each checkpoint that is saved into the directory CHECKPOINT, over the "
-            "last one or into checkpoint-STEP, step_STEP or global_step_STEP, once all of it has "
-            "been saved.",
+            help="Watch the directory CHECKPOINT, and publish each checkpoint as soon as it is "
+            "completely saved: in the directory itself, or in checkpoint-STEP, step_STEP or "
+            "global_step_STEP.",
         ),
     ] = False,
     count: shared.CountOption = None,
