@@ -717,7 +717,7 @@ class Follower(Closing):
         self._engine.close()
 
     def _forget(self) -> None:
-        """Leave the table of followers, so that the engine can get another one."""
+        """Remove this follower from the table, so that the engine can get a new follower."""
         for key in [key for key, follower in _followers.items() if follower is self]:
             del _followers[key]
 

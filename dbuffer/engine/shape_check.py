@@ -241,9 +241,9 @@ class Unread(NamedTuple):
 class UnusedTensors:
     """Refuses versions with tensors that the model has no place for, or warns of the tensors once.
 
-    A tensor that duplicates a tied tensor of the model counts only if the two differ. A rank of a
-    pipeline also skips the tensors of other ranks' layers. Such ranks exchange the tensors that
-    they skipped, and a tensor counts only if all ranks skipped it.
+    A copy of a tensor that the model ties is unused only if the two differ. A pipeline's rank skips
+    the tensors of other ranks' layers: the ranks tell each other the names that they skipped, and
+    a tensor is unused only if all ranks skipped it.
     """
 
     def __init__(

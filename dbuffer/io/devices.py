@@ -173,12 +173,12 @@ class _Piece:
 
 
 class _Transfer(Closing):
-    """Copy of pairs: of some directly, and of the others in pieces.
+    """Copies pairs of a target and a source: some directly, the others in pieces.
 
     Closing waits until the device has finished all queued copies.
 
     Args:
-        pairs: at least one pair. All are of one device.
+        pairs: at least one pair. All pairs use the same device.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:

@@ -56,8 +56,8 @@ class DBufferTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     """Publishes a source's weights, or patches, then lets the engine switch to that version.
 
-    The engine's weight version becomes the store's. The caller pauses the engine and resets its
-    prefix cache, as with vLLM's own backends.
+    The engine then reports the version's number as its weight version. The caller pauses the engine
+    and resets its prefix cache, as with vLLM's own backends.
     """
 
     init_info_cls = DBufferTrainerInitInfo
