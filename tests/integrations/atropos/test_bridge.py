@@ -300,7 +300,7 @@ def test_model_of_a_trainer_that_goes_on_is_what_it_attached(store, checkpoint, 
     ("change", "problem"),
     [
         (lambda x: x.pop("model.norm.weight"), "model.norm.weight is missing"),
-        (lambda x: x.update(other=torch.ones(1)), "other is not one of its tensors"),
+        (lambda x: x.update(other=torch.ones(1)), "other is not one of the model's tensors"),
         (
             lambda x: x.update({"model.norm.weight": torch.ones(3)}),
             "size mismatch for model.norm.weight",
