@@ -188,7 +188,9 @@ class Mirror(Closing, ProcessBound):
         """
         thread = self._begin(stop_event, is_awaited=True)
         try:
-            thread.join()
+            # With a time-out: a signal that comes just before a wait without one is not handled.
+            while thread.is_alive():
+                thread.join(TIMING.stop_check_s)
         finally:
             self.close()
         if self._error is not None:

@@ -94,6 +94,39 @@ def mirror_once(remote: Path, local: Path) -> None:
         one.wait_until_current(TIMEOUT_S)
 
 
+def mirror_until_signal(connection: Connection, remote: Path, local: Path) -> None:
+    """Mirror in the main thread until SIGINT, which the main thread blocks after SIGUSR1."""
+    end = threading.Event()
+
+    def block(*_: object) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+    signal.signal(signal.SIGINT, lambda *_: end.set())
+    signal.signal(signal.SIGUSR1, block)
+    quick(remote, local, on_copied=lambda _: connection.send("copied")).run(end)
+    connection.send("ended")
+
+
+def blocks_and_sleeps(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    blocked = int(re.search(r"SigBlk:\s*(\w+)", status)[1], 16)
+    return bool(blocked >> (signal.SIGINT - 1) & 1) and "State:\tS" in status
+
+
+def test_a_signal_ends_a_mirror_though_it_wakes_no_wait(remote, local):
+    """A signal that comes just before the main thread waits is handled once the wait is over.
+
+    Here another thread gets the signal, since the main thread blocks it.
+    """
+    publish(remote, 1)
+    with Child(mirror_until_signal, remote, local) as child:
+        assert child.receive() == "copied"
+        child.signal(signal.SIGUSR1)
+        until("its main thread waits, and blocks SIGINT", lambda: blocks_and_sleeps(child.pid))
+        child.signal(signal.SIGINT)
+        assert child.receive(SOON_S) == "ended"
+
+
 def serve(connection: Connection, remote: Path, local: Path, options: dict[str, Any]) -> None:
     """Mirror in a thread; send what is asked for by name, of the mirror."""
     with quick(remote, local, **options).start() as mirror:
