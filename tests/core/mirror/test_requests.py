@@ -90,6 +90,11 @@ def costs_of(requests: list[Request]) -> tuple[dict[str, int], int]:
     return dict(count_kinds(caused)), sum(each.received_bytes + each.sent_bytes for each in caused)
 
 
+RECORDS_SOON = pytest.mark.timing(bucket_heartbeat_s=2.0)
+"""A mirror puts a record of its own progress at this interval."""
+
+
+@RECORDS_SOON
 def test_an_anchor(remote, local, proxy, bucket_url, monkeypatch):
     monkeypatch.setattr(buckets, "RANGE_BYTES", RANGE_BYTES)
     with Way(remote, bucket_url, local, proxy, delta=False) as way:
@@ -107,6 +112,7 @@ def test_an_anchor(remote, local, proxy, bucket_url, monkeypatch):
     assert 2 * file_bytes < num_bytes < 2 * file_bytes + 4 * RECORD_BYTES
 
 
+@RECORDS_SOON
 def test_a_delta(remote, local, proxy, bucket_url, monkeypatch):
     monkeypatch.setattr(buckets, "RANGE_BYTES", RANGE_BYTES)
     with Way(remote, bucket_url, local, proxy, delta=True) as way:
