@@ -470,7 +470,7 @@ class RankModel:
         self._drop_plan()
         self._num_verifications, self._num_skipped = 0, _NUM_SKIPPED
         logger.warning(
-            "the next %d versions are loaded by the engine's reload, without the fast path: %s",
+            "no fast path for %d versions: switches go through the engine's reload: %s",
             _NUM_SKIPPED,
             reason,
         )

@@ -63,9 +63,7 @@ def patch_of(
         name = layout.aliases.get(patch.name, patch.name)
         index = layout.indices.get(name)
         if index is None:
-            raise WeightsMismatchError(
-                f"there is a patch of {patch.name!r:.200}, and no published tensor has this name"
-            )
+            raise WeightsMismatchError(f"a patch of {patch.name!r:.200}, which was not published")
         if index in by_tensor:
             raise InvalidWeightsError(f"two patches of {patch.name!r}, or of a tensor tied to it")
         spec = layout.specs[index]
