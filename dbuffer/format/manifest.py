@@ -309,7 +309,7 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     is_relayed: bool
     """Whether a mirror wrote this record, for a receiver of the mirror's local store."""
     has_ended: bool
-    """Whether the receiver was closed, or has ended. Then no field changes any more."""
+    """Whether the receiver was closed, or has ended. If so, the record does not change any more."""
 
     def __post_init__(self) -> None:
         if self.applied is not None:

@@ -58,7 +58,7 @@ _TEMPORARY = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.[0-9a-f]{16}\.tmp")
 """Pattern of the names of temporary files and directories: their final name, and a random
 number."""
 _STALE_TEMPORARY_S = 60.0
-"""Age from which a temporary file counts as left behind by a killed process."""
+"""Age of a temporary file that a killed process has left behind."""
 LOCK_PAUSES_S = (0.0005, 0.02)
 """First and longest pause between attempts to lock a file, or to open a version that is being
 written."""
@@ -387,7 +387,7 @@ def make_scratch_directory(scratch: Path) -> Path:
 def remove_stale_temporaries(directory: Path, now_s: float) -> None:
     """Remove this user's temporary files and directories that dead processes left.
 
-    Those of the last minute stay, because a live process may be about to rename them. ``now_s`` is
+    Files of the last minute stay, because a live process may be about to rename them. ``now_s`` is
     the time by the clock of the files' times, which may be another host's.
     """
     oldest = now_s - _STALE_TEMPORARY_S

@@ -27,7 +27,7 @@ from dbuffer.store.weights_files import parts_of
 
 
 def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool) -> str:
-    """Keep a buffer's version, and return the buffer in which it is kept.
+    """Keep a buffer's version, and return the name of its new buffer.
 
     The caller has the version open, or is the store's writer.
 

@@ -70,7 +70,7 @@ class Medium:
 
     @property
     def maps_files(self) -> bool:
-        """Whether writers and readers map weights files, each of which holds a whole version.
+        """Whether writers and readers map weights files. If so, each file holds a whole version.
 
         If not, files are written and read by pwrite and pread: another host may remove a mapped
         file, and the next access to the mapping would be a SIGBUS. A version may then also be an

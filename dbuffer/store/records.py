@@ -150,7 +150,7 @@ class RecordFile(OwnRecord):
     """The record of a receiver of this process, and its file in the store.
 
     Senders, ``dbuffer status`` and an engine's follower read it. If the store cannot be written to,
-    that is logged once, versions are received as before, and the heartbeat tries again.
+    a warning is logged once, the receiver goes on, and the heartbeat tries again.
     """
 
     def __init__(self, store: Path, receiver_id: str) -> None:

@@ -483,7 +483,7 @@ def test_sleeping_server_is_neither_resumed_nor_paused_anew_when_following_begin
     engine = scene.engine
     pauses: list[str] = []
     engine.pause = pauses.append  # "abort" would end its requests, "wait" let them run
-    engine.is_server = engine.paused = True  # as one that sleeps says
+    engine.is_server = engine.paused = True  # a sleeping server says so
     engine.endpoint.note_asleep(is_lost=False)
     scene.publish(1)
     with scene.follower() as follower:

@@ -200,7 +200,7 @@ OPTIONS = EngineOptions(store="store", num_threads=1, attest=True)
 
 
 class Version(NamedTuple):
-    """What a rank reads of a snapshot."""
+    """Attributes of a snapshot that a rank reads."""
 
     id: VersionId
     tensors: Tensors

@@ -118,9 +118,7 @@ class _WithoutOtherRanks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            raise NotAloneError(
-                "the ranks share scales, with which they quantize their parts of a layer"
-            )
+            raise NotAloneError("all ranks quantize a layer with the same scales")
         return func(*args, **(kwargs or {}))
 
 

@@ -117,7 +117,7 @@ def test_what_cannot_be_asked_is_refused(capsys, store, two_versions):
 
 @pytest.mark.parametrize("number", [2, 3])
 def test_a_version_that_is_published_while_the_server_is_asked(capsys, store, two_versions, number):
-    """It serves what was the newest when it was asked, or already the next."""
+    """The server serves the newest version of that moment, or already the next."""
 
     def answer() -> bytes:
         with dbuffer.WeightSender(store) as sender:

@@ -17,7 +17,7 @@ from tests.support.engines.tiny_models import make_model, vary_vectors
 
 
 class Altered(Source):
-    """A source some of whose tensors never reach the sender."""
+    """A source that loses or alters tensors."""
 
     def __init__(self, source: Source, alter: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
         self.source, self.alter = source, alter
@@ -43,7 +43,7 @@ class Unchanged:
 
 
 class SendsNothingTwice(Unchanged):
-    """It takes for granted that the engine has what was sent."""
+    """A trainer that never sends the same weights again."""
 
     sent: Any = None
 
@@ -59,7 +59,7 @@ class LosesAPatch(Unchanged):
 
 
 class TakesAnyField:
-    """An engine that does not look at what it does not know."""
+    """An engine that ignores unknown fields."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
