@@ -6,8 +6,6 @@ As in `test_follower.py`, the engine is a dictionary of tensors with a real `Ran
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,19 +19,6 @@ from tests.support.patterns import SMALL
 from tests.support.stores import remove_store
 
 until = functools.partial(waiting.until, timeout_s=WAIT_S)
-
-
-@pytest.fixture
-def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
-    with dbuffer.WeightSender(store) as made:
-        yield made
-
-
-@pytest.fixture
-def scene(
-    store: Path, sender: dbuffer.WeightSender, engine_id: str, caplog: pytest.LogCaptureFixture
-) -> Scene:
-    return Scene(store, engine_id, caplog, sender=sender)
 
 
 def lag(scene: Scene) -> int | None:

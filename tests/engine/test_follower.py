@@ -60,15 +60,6 @@ NOT_IN_VAIN_S = 0.3
 
 
 @pytest.fixture
-def scene(
-    store: Path, sender: dbuffer.WeightSender, engine_id: str, caplog: pytest.LogCaptureFixture
-) -> Iterator[Scene]:
-    scene = Scene(store, engine_id, caplog, sender=sender)
-    yield scene
-    scene.engine.endpoint.end()  # of tests whose engine outlives its followers
-
-
-@pytest.fixture
 def other_store(shm_path: Path) -> str:
     """A store that holds version 1, of value 7."""
     with dbuffer.WeightSender(shm_path / "other") as other:

@@ -38,13 +38,6 @@ def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
         yield made
 
 
-@pytest.fixture
-def scene(
-    store: Path, sender: dbuffer.WeightSender, engine_id: str, caplog: pytest.LogCaptureFixture
-) -> Scene:
-    return Scene(store, engine_id, caplog, sender=sender)
-
-
 def rank(scene: Scene) -> ReceiverRecord:
     record = DoubleBuffer(scene.store).receiver(f"{scene.engine_id}.rank-0")
     assert record is not None
