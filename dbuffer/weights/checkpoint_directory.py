@@ -61,6 +61,11 @@ class Checkpoint:
     def order(self) -> Order:
         return order_of(self.metadata)
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether a file was written or removed since the directory was scanned."""
+        return any(state_of(file) != state for file, state in self.files.items())
+
     def require_one_save(self, last: Order) -> None:
         """Check that all files of the checkpoint exist and come from the same save.
 
@@ -151,6 +156,8 @@ def send_saved(
     with contextlib.closing(Watcher(directory)) as watcher:
         while True:
             for checkpoint in checkpoints.settled(last):
+                if checkpoint.has_changed:  # while an earlier one was sent; it settles again
+                    continue
                 try:
                     checkpoint.require_one_save(last)
                     send(checkpoint.path, checkpoint.metadata)

@@ -217,6 +217,26 @@ def test_a_checkpoint_that_vanishes_while_it_is_read_is_told(caplog, out, store)
         assert receiver.wait_for_version(timeout_s=0) == 1
 
 
+def test_a_checkpoint_that_is_saved_again_while_another_one_is_sent_is_waited_for(out, store):
+    """Its first file is of the new save already, and has the size that it had."""
+    sent: list[tuple[int | None, Any]] = []
+    with dbuffer.WeightSender(store) as sender:
+
+        def send(path: Path, metadata: dict[str, Any]) -> None:
+            sender.send(path, metadata=metadata)
+            with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+                number = SMALL.version_of(dict(sorted(snapshot.tensors.items())))
+            sent.append((number, metadata["step"]))
+            if len(sent) == 1:
+                save_file(shards(3)[0], out / "checkpoint-2" / FILES[0])
+                threading.Timer(0.1, save, [out / "checkpoint-2", 3]).start()
+
+        for number in (1, 2):
+            save(out / f"checkpoint-{number}", number)
+        send_saved(out, DoubleBuffer(store), send, threading.Event(), count=2)
+    assert sent == [(1, 1), (3, 2)]
+
+
 def test_a_file_that_grows_is_waited_for(watch, out):
     """Its header describes all of it from the start."""
     save(out / "complete", 1)
