@@ -174,6 +174,8 @@ class SenderProcess(Child):
         """
         self.send((weights, options, number))
         if not self.has_sent():
+            status = self.wait()
+            assert status == -signal.SIGKILL, f"the sender ended with {status}"
             return True
         self._answer()
         return False

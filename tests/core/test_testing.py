@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +55,18 @@ def test_a_sender_is_killed_at_each_call_that_changes_the_store(store):
     assert seen == sorted(seen)
     assert {1, 3} <= set(seen) <= {1, 2, 3}
     assert len(seen) > 8
+
+
+class Deadly:
+    """Weights that end the process that receives them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (3,)
+
+
+def test_a_sender_that_ends_by_itself_was_not_killed(store):
+    with SenderProcess(store) as sender, pytest.raises(AssertionError, match="ended with 3"):
+        sender.was_killed_at(1000, {"a": Deadly()})
 
 
 def test_an_engine_that_is_a_dictionary_follows(store):
