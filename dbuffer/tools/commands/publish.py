@@ -99,6 +99,8 @@ def publish(
         )
     if watch and version is not None:
         raise OptionError("--watch excludes --version")
+    if watch and checkpoint.is_file():
+        raise OptionError(f"--watch needs a directory, and {checkpoint} is a file")
     if count is not None and not watch:
         raise OptionError("--count needs --watch")
     from dbuffer.publish.draft import checked_metadata

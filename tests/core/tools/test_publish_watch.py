@@ -280,3 +280,11 @@ def test_options_that_have_no_effect_are_refused(capsys, out, store):
     for options in (["--watch", "--version", 3], ["--count", 1]):
         assert call(capsys, "publish", out, store, *options)[0] == 2
     assert not store.exists()
+
+
+def test_a_file_is_not_watched(capsys, tmp_path, store):
+    save_file(shards(1)[0], tmp_path / FILES[0])
+    code, _, errors = call(capsys, "publish", "--watch", tmp_path / FILES[0], store, "--count", 1)
+    assert code == 2
+    assert f"--watch needs a directory, and {tmp_path / FILES[0]} is a file" in errors
+    assert not store.exists()
