@@ -47,7 +47,8 @@ def is_weight_source(weights: object) -> TypeGuard[WeightSource]:
 def parameters_of(source: object, *, may_be_sharded: bool) -> dict[str, torch.Tensor] | None:
     """Return the parameters of the module in vLLM's ``ModuleSource``, or None for other sources.
 
-    None is also returned for derived classes, which may yield other tensors.
+    None is also returned for derived classes, which may yield other tensors, and for sharded
+    parameters unless ``may_be_sharded``: a pass gathers them.
     """
     library = sys.modules.get("vllm.distributed.weight_transfer.base")
     if type(source) is not getattr(library, "ModuleSource", None):
