@@ -136,6 +136,7 @@ def say(message: str) -> None:
     print(f"dev.py: {message}", flush=True)
 
 
+@functools.cache  # nvidia-smi takes up to seconds
 def takes_cpu_pins() -> bool:
     """Tell whether requirements-cpu.txt fits here: Linux on x86-64, and no GPU that answers."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
