@@ -12,7 +12,7 @@ from torchrl.weight_update.utils import _resolve_attr
 
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import NotReadyError
-from dbuffer.mirror.mirror import Mirror
+from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sender_options import SenderOptions
 from dbuffer.receive.receiver import WeightReceiver
@@ -22,12 +22,14 @@ Strategy = Literal["tensordict", "state_dict"]
 
 DEFAULT_MODEL_ID = "policy"
 
-_RECEIVER = ("num_threads", "allow_shared_store", "poll_interval_s", "verify")
+_SHARED = ("num_threads", "allow_shared_store", "poll_interval_s")
+_RECEIVER = (*_SHARED, "verify")
+_MIRROR = (*_SHARED, "reader_timeout_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransportOptions(SenderOptions):
-    """Options of the senders and receivers that a scheme makes.
+    """Options of the senders, receivers and mirrors that a scheme makes.
 
     The scheme is pickled for workers with its options, so a function as ``rename`` must be
     picklable.
@@ -57,16 +59,14 @@ class TransportOptions(SenderOptions):
         receiver_id: str | None = None,
     ) -> tuple[WeightReceiver, Mirror | None]:
         """Open ``local`` for reading, and start a mirror from ``remote`` if it is another store."""
-        mirror = self.for_engine(remote, local).start_mirror()
+        mirror = start_mirror(remote, local, **self._only(_MIRROR))
         return self.make_receiver(local, receiver_id), mirror
 
-    def for_engine(
-        self, remote: str | os.PathLike[str], local: str | os.PathLike[str]
-    ) -> EngineOptions:
+    def for_engine(self, remote: str, local: str) -> EngineOptions:
         """Return the options of an engine that follows ``remote`` through its mirror ``local``."""
-        local_store = None if local == remote else os.fspath(local)
+        local_store = None if local == remote else local
         shared = self._only((*_RECEIVER, "unused_tensors"))
-        return EngineOptions(store=os.fspath(remote), local_store=local_store, **shared)
+        return EngineOptions(store=remote, local_store=local_store, **shared)
 
     def _only(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}

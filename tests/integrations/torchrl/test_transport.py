@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from dbuffer import WeightsMismatchError
+from dbuffer import SnapshotEvictedError, WeightReceiver, WeightsMismatchError
 from dbuffer.integrations.torchrl import VLLMDoubleBufferTransport as Transport
 from dbuffer.integrations.torchrl.base import TransportOptions
 from dbuffer.testing.waiting import TIMEOUT_S
@@ -109,4 +110,23 @@ def test_options_reach_both_ends(tmp_path):
     transport = Transport(tmp_path / "store", options=options)
     transport.send_weights("policy", {"a": torch.ones(1)})
     assert transport.receive_weights()["b"].dtype is torch.bfloat16
+    transport.close()
+
+
+def test_a_hung_reader_delays_a_mirror_by_the_option_at_most(tmp_path):
+    """The mirror copies the third version into the buffer of the first, which is being read."""
+    places = tmp_path / "remote" / "store", tmp_path / "local" / "store"
+    transport = Transport(*places, options=TransportOptions(reader_timeout_s=0.1))
+
+    def transfer(value: float) -> float:
+        transport.send_weights("policy", {"a": torch.full((1,), value)})
+        received = transport.receive_weights(timeout=TIMEOUT_S)
+        return float(received["a"].item())
+
+    assert transfer(1.0) == 1.0
+    hung = WeightReceiver(places[1])
+    with hung, pytest.raises(SnapshotEvictedError), hung.open():
+        started = time.monotonic()
+        assert [transfer(value) for value in (2.0, 3.0)] == [2.0, 3.0]
+        assert time.monotonic() - started < TransportOptions.reader_timeout_s / 2
     transport.close()
