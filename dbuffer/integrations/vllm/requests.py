@@ -35,7 +35,7 @@ SPANS = "x-weight-versions"
 """Header that requests the spans of tokens by version."""
 HEADERS = (MIN_VERSION, WAIT_S, SPANS)
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
-_SECONDS = "seconds from 0 to 3600"
+_VERSION, _SECONDS = "a version's number", "seconds from 0 to 3600"
 RETRY_AFTER_S = 1
 """``Retry-After`` of a refusal: trainers publish every few seconds."""
 _LOOK_S = 0.02
@@ -87,8 +87,10 @@ def requirement_in(
     Raises:
         OptionError: a value is invalid; the message names it.
     """
-    if min_version in values:
-        version = _number(Positive, min_version, values[min_version], "a version's number")
+    if (text := values.get(min_version)) is not None:
+        if not text.isdecimal():  # msgspec accepts "7.0" and "1e3" too
+            checks.refuse(min_version, text, _VERSION)
+        version = _number(Positive, min_version, text, _VERSION)
         return version, _number(_Seconds, wait_s, values.get(wait_s, "0"), _SECONDS)
     if wait_s in values:
         raise OptionError(f"{wait_s} needs a version to wait for: add {min_version}")

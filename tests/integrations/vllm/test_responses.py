@@ -290,7 +290,7 @@ def test_labels_meet_a_least_version_or_not(label, words):
     assert reason is None if words is None else all(word in reason for word in words)
 
 
-@pytest.mark.parametrize("text", ["", " 7", "+7", "7.5", "0", "-1", "٣", "1" * 30])
+@pytest.mark.parametrize("text", ["", " 7", "+7", "7.0", "7.5", "1e3", "0", "-1", "٣", "1" * 30])
 def test_version_that_is_no_whole_number_is_refused_by_name(text):
     with pytest.raises(dbuffer.OptionError, match="x-weight-min-version"):
         requirement_in({"x-weight-min-version": text})
