@@ -120,8 +120,8 @@ class ParameterMapping:
 def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
     """Wait for the mapping file, and return its content, or an empty mapping if none is needed.
 
-    A mapping is needed if ``config`` or the environment gives its directory. The exception is a
-    stock ``server`` in local mode, which writes no mapping.
+    A mapping is needed if ``VLLM_BRIDGE_CONFIG_PATH`` names its file. It is also needed if
+    ``config.directory`` is set, except in local mode with a stock ``server``, which writes none.
 
     Raises:
         NotReadyError: (a ``RuntimeError``) the mapping is needed, and was not written in time.
