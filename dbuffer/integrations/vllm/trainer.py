@@ -100,9 +100,9 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
                 "the first version has all tensors, also if patches follow: give either a "
                 "WeightSource to trainer_init, or a checkpoint to DBufferTrainerInitInfo"
             )
-        names = {"store": init_info.store} | init_info.engine
-        checked = EngineOptions.parse(names)
-        engine_options = {name: getattr(checked, name) for name in names}
+        fields = {"store": init_info.store} | init_info.engine
+        checked = EngineOptions.parse(fields)
+        engine_options = {name: getattr(checked, name) for name in fields}
         sender: WeightSender | ShardedWeightSender | None = None
         rank, sender_options = init_info.rank, dict(init_info.sender)
         if source is not None and is_split(source):
