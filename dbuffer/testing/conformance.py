@@ -1,4 +1,6 @@
-"""Checks for weight-transfer backends of vLLM 0.26 or later, with a running engine.
+"""Checks for weight-transfer backends of vLLM, with a running engine.
+
+They were run with vLLM 0.32. In vLLM 0.33, sources have another interface.
 
 Each check is a function that takes a :class:`Bench`. If the backend does not conform, the check
 raises an :class:`AssertionError`::
