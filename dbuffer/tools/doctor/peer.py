@@ -83,10 +83,8 @@ def _receive(receiver: WeightReceiver) -> int:
         try:
             with receiver.open(version, timeout_s=8 * TIMING.peer_answer_s) as snapshot:
                 version, num_seen = snapshot.version, num_seen + 1
-        except (
-            errors.StoreNotFoundError,
-            errors.VersionRegressedError,
-        ):  # the store is removed file by file
+        # The first host removes the store file by file.
+        except (errors.StoreNotFoundError, errors.VersionRegressedError):
             return num_seen
         except errors.WaitTimeoutError as error:
             raise errors.StoreAccessError(f"the first host fell silent: {error}") from error

@@ -172,9 +172,8 @@ def _newest_size(directory: Path) -> str:
 
 def _trust(path: Path, base: Path) -> Outcome:
     with scratch(base) as place:
-        filesystem.check_trust(
-            place
-        )  # the server may change the owner or the mode of a new directory
+        # The server may change the owner or the mode of a new directory.
+        filesystem.check_trust(place)
     missing = path.relative_to(base).parts
     if missing:
         result = f"{path} does not exist"
