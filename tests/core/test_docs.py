@@ -528,7 +528,9 @@ def test_figures_in_the_text_of_pages_are_those_of_the_results():
     for file in (ROOT / "benchmarks" / "results").glob("*.txt"):
         for figure in re.findall(r"\d+(?:\.\d+)?", result(file.name).replace(",", "")):
             measured |= {figure, f"{float(figure):.0f}", f"{float(figure):.1f}"}
-    in_text = re.compile(r"(?<![\w.\-=])(\d+\.\d+(?= (?:ms|s|GB|MB|GB/s|%|times))|\d+(?= ms))\b")
+    in_text = re.compile(
+        r"(?<![\w.\-=])(\d+\.\d+(?= (?:ms|s|min|h|GB|MB|GB/s|%|times))|\d+(?= ms))\b"
+    )
     for page in (page for page in PAGES if page != TUTORIAL):
         text = re.sub("```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         figures = [
