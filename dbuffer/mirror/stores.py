@@ -421,12 +421,14 @@ class StoreTarget:
 
     def _is_prepared(self, source: Upstream) -> bool:
         """Whether another mirror is copying a version of the source into the target."""
-        newest = source.newest()
+        newest, contents = source.newest(), Contents(self._store)
+        # The manifest is complete before the pointer moves: its generation shows the copy until
+        # then. Read the manifests first, or a version that is published meanwhile would count.
+        manifests = [manifest for manifest in contents.manifests.values() if manifest is not None]
+        published = 0 if contents.pointer is None else contents.pointer.generation
         return newest is not None and any(
-            manifest is not None
-            and manifest.state == "writing"
-            and newest.lineage.reaches(manifest.id)
-            for manifest in Contents(self._store).manifests.values()
+            manifest.generation > published and newest.lineage.reaches(manifest.id)
+            for manifest in manifests
         )
 
     def _require_other_role(self, source: Upstream) -> None:

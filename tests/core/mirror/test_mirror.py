@@ -37,7 +37,7 @@ from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.mirror.stores import StoreTarget
 from dbuffer.publish.publisher import Publication
 from dbuffer.receive.follow_loop import FollowLoop
-from dbuffer.store import kept
+from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.liveness import Process
 from dbuffer.store.writer import BufferWriter
@@ -908,6 +908,17 @@ def before_each_copy(patch: pytest.MonkeyPatch, wait: Callable[[], object]) -> N
     patch.setattr(StoreTarget, "_fill", fill_later)
 
 
+def before_each_flip(patch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
+    """Wait before the pointer moves to each version, when the version's manifest is complete."""
+    unlock = filesystem.unlock
+
+    def unlock_later(descriptor: int) -> None:
+        wait()
+        unlock(descriptor)
+
+    patch.setattr(filesystem, "unlock", unlock_later)
+
+
 @pytest.mark.parametrize("source_is", ["another store", "begun anew"])
 def test_a_copy_of_another_run_is_withdrawn_before_a_mirror_has_started(
     remote, local, another, source_is, monkeypatch
@@ -934,7 +945,9 @@ def test_a_copy_of_another_run_is_withdrawn_before_a_mirror_has_started(
     assert SMALL.version_of(received(local)) == 51
 
 
-def copy_slowly(connection: Connection, remote: Path, local: Path) -> None:
+def copy_slowly(
+    connection: Connection, remote: Path, local: Path, before: Callable[..., None]
+) -> None:
     """Mirror; after the first version, wait in the middle of a copy, once."""
     has_waited = False
 
@@ -946,18 +959,21 @@ def copy_slowly(connection: Connection, remote: Path, local: Path) -> None:
             connection.recv()
 
     with pytest.MonkeyPatch.context() as patch, quick(remote, local, num_threads=1) as one:
-        before_each_copy(patch, wait)
+        before(patch, wait)
         one.run()
 
 
+@pytest.mark.parametrize(
+    "before", [before_each_copy, before_each_flip], ids=["before a copy", "before a flip"]
+)
 @pytest.mark.parametrize("then", ["killed", "alive"])
 def test_start_returns_when_readers_find_nothing_of_the_last_run(
-    remote, local, another, then, monkeypatch
+    remote, local, another, then, before, monkeypatch
 ):
     """While the first copy of a run is on its way, however long, and after a kill in it."""
     monkeypatch.setattr(mirrors, "_FIT_S", 0.1)
     publish(remote, *range(1, 6))
-    with Child(copy_slowly, remote, local) as copying:
+    with Child(copy_slowly, remote, local, before) as copying:
         until("it is copied", lambda: newest(local) == 5)
         # All at once: the copy that waits would hold the buffer of an earlier version.
         publish(another, *range(1, 8), pattern=OTHER)
