@@ -49,7 +49,7 @@ from dbuffer.store.buffer import DoubleBuffer
 logger = logging.getLogger(__name__)
 
 _FIT_S = 10.0
-"""Time after which :meth:`Mirror.start` raises the error that keeps the target from being read."""
+"""Time after which :meth:`Mirror.start` raises an error that keeps the target from being read."""
 
 
 class Mirror(Closing, ProcessBound):
@@ -156,10 +156,10 @@ class Mirror(Closing, ProcessBound):
 
         Raises:
             OptionError: the local store is a sender's.
-            WaitTimeoutError: after 10 s the local store still holds versions of another run, and no
-                mirror is replacing them.
+            WaitTimeoutError: for 10 s the local store has held versions of another run, and no
+                mirror has been replacing them.
             NotReadyError: the mirror already runs.
-            StoreAccessError, StoreCorruptError: after 10 s the mirror still cannot compare the two
+            StoreAccessError, StoreCorruptError: for 10 s the mirror could not compare the two
                 stores.
             ClosedError: the mirror was closed.
         """
@@ -296,7 +296,9 @@ class Mirror(Closing, ProcessBound):
                     raise self._error
                 return  # there is nothing to mirror
             problem = self._loop.problem
-            if problem is not None and time.monotonic() > deadline:
+            if problem is None:  # another mirror's copy may take longer than an error may last
+                deadline = time.monotonic() + _FIT_S
+            elif time.monotonic() > deadline:
                 raise problem
 
 

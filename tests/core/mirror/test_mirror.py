@@ -995,6 +995,26 @@ def test_start_returns_when_readers_find_nothing_of_the_last_run(
             waiter.join()
 
 
+def test_start_outlasts_a_failed_look_in_a_long_first_copy(remote, local, monkeypatch):
+    """The copy, by another mirror, has taken longer than an error may last."""
+    monkeypatch.setattr(mirrors, "_FIT_S", 0.0)
+    num_looks = 0
+
+    def is_fit(*_: object) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 2:  # the time since the start is over by now
+            monkeypatch.setattr(mirrors, "_FIT_S", TIMEOUT_S)
+        if num_looks == 3:
+            raise dbuffer.StoreAccessError("the network is down")
+        return num_looks > 3
+
+    monkeypatch.setattr(StoreTarget, "elect", lambda *_: False)
+    monkeypatch.setattr(StoreTarget, "is_fit", is_fit)
+    with quick(remote, local).start() as one:
+        assert not one.is_elected
+
+
 def test_two_remote_stores_do_not_share_a_local_one(remote, local, another, monkeypatch):
     """While the one's mirror is at work, the other's readers would be given its versions."""
     monkeypatch.setattr(mirrors, "_FIT_S", 0.3)
