@@ -109,7 +109,7 @@ class BucketRecords:
 
     def close(self) -> None:
         """Put the records once more; the mirror's record can now say that it has ended."""
-        self._current[:1] = [replace(self._mirror.current, is_relayed=True)]
+        self._current = [replace(self._mirror.current, is_relayed=True), *self._current[1:]]
         if self._current != self._put:
             self._put_object()
 

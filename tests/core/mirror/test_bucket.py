@@ -776,6 +776,17 @@ def test_a_receiver_whose_mirror_changed_its_id_and_back_is_heard(bucket):
         assert reader.may_live(heard)
 
 
+def test_a_mirror_that_relays_no_more_tells_its_end(bucket):
+    """Its end comes after its last relayed records, for instance if their store is gone."""
+    record = OwnRecord(f"mirror-node-{0:016}")
+    writer = BucketRecords(bucket, record)
+    writer.write([])
+    record.set(has_ended=True)
+    writer.close()
+    [told] = ReceiversOfBucket(bucket).receivers()
+    assert told.has_ended
+
+
 @pytest.mark.timing(bucket_heartbeat_s=0.1)
 def test_records_of_mirrors_that_have_gone_are_deleted(remote, bucket, timing):
     BucketRecords(bucket, OwnRecord(f"mirror-node-{0:016}")).write([])
