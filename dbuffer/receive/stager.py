@@ -149,7 +149,7 @@ class State(enum.Enum):
 TRANSITIONS = {
     State.EMPTY: (State.READY, State.CLOSED),
     State.READY: (State.TAKEN, State.APPLIED, State.EMPTY, State.CLOSED),
-    State.TAKEN: (State.TAKEN, State.READY, State.APPLIED, State.CLOSED),
+    State.TAKEN: (State.TAKEN, State.READY, State.CLOSED),
     State.APPLIED: (State.EMPTY, State.CLOSED),
     State.CLOSED: (),
 }
