@@ -67,9 +67,9 @@ class BucketVersion(Record, frozen=True, kw_only=True):
     writer: Token
     """Random name of the mirror that put it."""
     epoch: Positive
-    """Number of the mirror that put the record. A mirror takes over with the next number. If it
-    later reads a higher number, another mirror took over; a lower number comes from a restored
-    bucket."""
+    """Number of the mirror that put the record. A mirror takes over with a higher number. If it
+    later reads a number above its own, another mirror took over; a lower number comes from a
+    restored bucket."""
     manifest: Manifest
     """The version's manifest; its ``anchor_buffer`` is None."""
     weights: Token
