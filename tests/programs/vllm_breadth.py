@@ -90,8 +90,6 @@ def few_words(directory: Path, seed: int) -> Path:
     return path
 
 
-DENSE = saved("qwen3")
-
 AS_EMBEDDING = {"runner": "pooling", "skip_tokenizer_init": False}
 
 OF_THEIR_OWN = {"bert", "qwen3", "granitemoehybrid"}
