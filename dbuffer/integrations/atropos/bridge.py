@@ -224,6 +224,7 @@ class VLLMWeightBridge:
             WaitTimeoutError: some engine did not apply the version within ``timeout_seconds``.
             EngineUnreachableError: (local mode) the server does not answer.
             EngineUpdateError: (local mode) the server answers the notification with an error.
+            RankFailedError: a rank was lost.
             NotReadyError: (a ``RuntimeError``) the bridge was not initialized.
         """
         sender, version = self._require_sender(), self._version

@@ -223,7 +223,8 @@ class VLLMDoubleBufferTransport:
         """Return a copy of the newest version, or None if there is no newer one than last time.
 
         Args:
-            timeout: seconds to wait for a newer version. Default: return at once.
+            timeout: seconds to wait for a newer version. Default: 0. If this transport has a
+                mirror, the mirror first copies the newest version, for at most 60 s.
             weights: a TensorDict, or a dictionary by dotted name, to copy into and return. Default:
                 a new TensorDict with flat keys.
             model: ignored, as in TorchRL.
@@ -232,6 +233,7 @@ class VLLMDoubleBufferTransport:
         Raises:
             WeightsMismatchError: (a ``ValueError``) ``weights`` does not fit, and was not changed.
             SnapshotEvictedError: copying took longer than the sender waits. Do not use the copy.
+            WaitTimeoutError: (a ``TimeoutError``) the mirror did not copy the version in time.
         """
         if self._receiver is None:
             opened = self._options.open_reader(self.remote_addr, self.local_addr)

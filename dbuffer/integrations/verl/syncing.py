@@ -105,7 +105,7 @@ class StoreSync:
         return {"sync": [None] * actor_wg_world_size}, {"sync": syncs * rollout_world_size}
 
     def init_process_group(self, sync: str | None) -> None:
-        """Make a rollout worker wait for the version of ``sync``. It joins no process group."""
+        """Set the sync whose version a rollout worker must load. It joins no process group."""
         if sync is None:
             return
         self._snapshot = self._sync = None
