@@ -398,9 +398,11 @@ _PARTS = {
     places.DELTAS_DIRECTORY,
     places.KEPT_DIRECTORY,
     places.SCRATCH_DIRECTORY,
-    "lost+found",  # at the root of an ext4 filesystem, which may be mounted as a store
 }
 """Names in a store's directory."""
+
+_OF_FILESYSTEM = "lost+found"
+"""Name at the root of an ext4 filesystem, which may be mounted as a store."""
 
 _MARKS = (
     places.POINTER_FILE,
@@ -421,7 +423,8 @@ def other_contents(root: Path) -> str | None:
         if any((root / mark).exists() for mark in _MARKS) or not root.is_dir():
             return None
         names = sorted(path.name for path in root.iterdir() if path.name[0] != ".")
-    return listed([name for name in names if name not in _PARTS], most=3) or None
+    foreign = [name for name in names if name not in (*_PARTS, _OF_FILESYSTEM)]
+    return listed(foreign, most=3) or None
 
 
 def is_store(root: Path) -> bool:

@@ -108,6 +108,14 @@ def test_no_mode_is_to_be_changed_of_what_is_no_store(tmp_path, capsys, command)
         assert "chmod" not in err
 
 
+@pytest.mark.parametrize("command", ["status", "ls"])
+def test_an_empty_filesystem_is_no_store(tmp_path, capsys, command):
+    (tmp_path / "lost+found").mkdir()
+    code, _, err = call(capsys, command, tmp_path)
+    assert code == 1
+    assert f"there is no store at {tmp_path}" in err
+
+
 def test_the_mode_of_a_mount_is_not_to_be_changed(tmp_path):
     with small_disk(tmp_path / "mount", 8 << 20) as mount:
         mount.chmod(0o770)
