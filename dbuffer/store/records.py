@@ -205,7 +205,7 @@ class RecordFile(OwnRecord):
             if self._file is not None:
                 with contextlib.suppress(errors.StoreAccessError, errors.StoreNotFoundError):
                     if self._file.is_there():
-                        self._file.put(replace(self._record, has_ended=True))
+                        self._file.put(_anew(self._record, has_ended=True))
                 self._file.close()
                 self._file = None
 

@@ -502,6 +502,17 @@ def test_waiting_ends_at_once_when_a_named_receiver_has_ended(store):
         sender.wait_applied(1, receivers=["one"], timeout_s=0)
 
 
+@pytest.mark.timing(last_word_s=0.2)
+def test_waiting_ends_at_once_when_a_named_receiver_of_an_earlier_run_is_closed(store):
+    dbuffer.WeightSender(store).close()
+    with dbuffer.WeightReceiver(store, receiver_id="one") as receiver:
+        receiver.record.write()
+        sender = dbuffer.WeightSender(store)
+    with sender, pytest.raises(dbuffer.ReceiverFailedError, match=r"one .*at no version"):
+        sender.send(WEIGHTS)
+        sender.wait_applied(1, receivers=["one"], timeout_s=10)
+
+
 def test_of_receivers_with_one_id_the_longest_lag_counts(sender, store):
     sender.send(WEIGHTS)
     with (
