@@ -217,7 +217,7 @@ class RecordFile(OwnRecord):
                 self._file = None
 
     def _write(self) -> None:
-        record = self._record = _anew(self._record)
+        record = self._record
         if self._file is None:
             _of_process[self.path] = self
             _remove_ended(self._store, record)
