@@ -19,9 +19,9 @@ import torch
 from dbuffer.format.layout import ITEM_BYTES, Layout, Piece, TensorSpec, align
 
 SPREAD_FROM_BYTES = 1 << 20
-"""If several ranks hold a box of this size, the least busy rank writes it. The first rank writes
-smaller boxes: tensors that drift apart between ranks are small (the statistics of a batch norm),
-and all of them must come from one rank."""
+"""If several ranks hold a box of this size or larger, the least busy of them writes it; a smaller
+box, the first of them. For tensors that drift apart between ranks are small (the statistics of a
+batch norm), and all of them must come from one rank."""
 
 
 class Box(NamedTuple):

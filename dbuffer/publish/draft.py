@@ -126,7 +126,7 @@ class Draft:
 
         Claiming may wait for readers, and removes unneeded files (`BufferWriter.claim`). All ranks
         must have dropped their mappings of these files (`KeptMappings.keep_only`). A version
-        without a file is a delta of an earlier version's file.
+        without a file consists of an earlier version's file, and of deltas.
         """
         layout = None if part is None else part.whole
         try:
@@ -376,8 +376,8 @@ def fill(
     Ranks write the boxes that they hold in one step, and gathered tensors in the next: if a rank
     fails with its own boxes, no other rank waits for it in a gather.
 
-    ``verb`` names the step, as in "rank 1 could not {verb} its part"; ``progress`` is called with
-    the bytes of lazy tensors.
+    ``verb`` names the step, as in "rank 1 could not {verb} its part"; ``progress`` is called if any
+    of the source's tensors are lazy.
     """
     part, specs = target.part, target.part.layout.specs
     with world.step(f"{verb} its part"):

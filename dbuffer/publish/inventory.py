@@ -1,6 +1,6 @@
-"""`Inventory`: the tensors that a rank holds parts of. `join` makes an `Assignment` of all ranks'.
+"""`Inventory`: the tensors that a rank describes. `join` makes an `Assignment` of all ranks'.
 
-Each rank lists its tensors, and the box of each that it holds. Ranks of different pipeline stages
+Each rank lists its tensors, and the boxes that it holds. Ranks of different pipeline stages
 or experts list different tensors. `join` makes one list of all ranks' inventories.
 """
 
@@ -42,7 +42,7 @@ Ranks: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Tensors that a rank holds parts of, and the boxes that it holds.
+    """Tensors that a rank describes, whether or not it holds parts of them, and its boxes.
 
     Ranks that hold parts of one tensor describe the tensor alike, and hold different boxes.
     """

@@ -45,7 +45,7 @@ class KeptCopy:
         return FileTensors.in_memory(self.part.layout)
 
     def take_changes(self) -> Changes:
-        """Return the words that `write` has changed, or no words after the first version.
+        """Return the words that `write` has changed since the last call; none of the first version.
 
         If more than `MAX_CHANGED_SHARE` changed, some changed words are left out.
         """
@@ -86,7 +86,7 @@ class KeptCopy:
             self._copier.copy_tensors(views, new.views)
 
     def patch(self, patch: Patch) -> Changes:
-        """Apply a patch of whole tensors to the copy; return the words that changed."""
+        """Apply a patch to the copy, which must have all tensors; return the words that changed."""
         contents = self.contents
         changes = apply_patch(patch, contents.data, contents.layout, self._copier)
         self._forget_digests(changes.tensors)

@@ -83,7 +83,7 @@ class Part:
             yield [number], [fetched]
 
     def gather(self, source: Source) -> Iterator[tuple[int, torch.Tensor]]:
-        """Gather tensors one by one; yield the tensors that this rank writes, with their boxes.
+        """Gather tensors one by one; yield the tensors that this rank writes, with box numbers.
 
         Consume it to the end on each rank, since the other ranks wait in the next gather.
         """

@@ -50,10 +50,11 @@ def patch_of(
     The patch's words are as long as the smallest patched elements.
 
     Raises:
-        InvalidWeightsError: a patch is no `SparsePatch` of plain tensors, or names a position
-            twice; or a value cannot be cast, or must be finite and is not.
-        WeightsMismatchError: the layout has no such tensor; or its shape, dtype or number of
-            elements does not match the patch.
+        InvalidWeightsError: a patch is no `SparsePatch` of plain tensors, names a position twice,
+            or has more indices than values; two patches are of one tensor; or a value cannot be
+            cast, or must be finite and is not.
+        WeightsMismatchError: the layout has no such tensor, or no such position; or the tensor's
+            shape or dtype does not match the patch.
     """
     if not isinstance(patches, Iterable):
         raise InvalidWeightsError(f"patches are a list of SparsePatch, not {patches!r:.80}")

@@ -205,8 +205,9 @@ class WeightSender(Publisher):
             OptionError: this sender was made without ``delta=True``.
             WeightsMismatchError: a patch's tensor or index does not exist, its shape is another, or
                 its dtype is not cast.
-            InvalidWeightsError: a patch has an index twice, more indices than values, or is no
-                `SparsePatch` of plain tensors.
+            InvalidWeightsError: a patch has an index twice, more indices than values, or a value
+                that is refused, or is no `SparsePatch` of plain tensors.
+            StoreCorruptError: the last version was damaged after it was published.
             VersionError: this sender has published nothing yet, or its last publish failed: send
                 all weights first. Patches that were refused do no harm. Or
                 ``version`` is too low.
@@ -235,8 +236,9 @@ class WeightSender(Publisher):
         """Go back: publish an earlier version's weights again, under a new number.
 
         The weights file gets a second name, and no byte is copied. The weights are read and written
-        anew if the version has deltas, or if checksums are on now and were off then, or the other
-        way round. A sender with ``delta=True`` reads them too, and may publish a delta.
+        anew if the version consists of an earlier file and deltas, or if checksums are on now and
+        were off then, or the other way round. A sender with ``delta=True`` reads them too, and may
+        publish a delta.
 
         Args:
             version: number or id of one of the newest two versions, or of a kept one.
@@ -245,6 +247,7 @@ class WeightSender(Publisher):
 
         Raises:
             VersionError: the store does not hold that version.
+            StoreCorruptError: the version was damaged after it was published.
             StoreFullError, StoreAccessError, WriterSupersededError, ClosedError: as for `send`.
         """
         started = time.monotonic()

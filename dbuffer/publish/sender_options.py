@@ -50,7 +50,7 @@ class SenderOptions:
     checksum: bool | Literal["auto"] = "auto"
     """Write a checksum of every tensor. ``"auto"``: on network mounts only."""
     delta: bool = False
-    """Publish only what changed since the version before, if that saves enough. Needs the extra
+    """Publish what changed since the version before, if that saves enough. Needs the extra
     ``delta``; iterators are refused. On a network mount the sender keeps a copy of the weights in
     memory; each rank of a sharded trainer keeps a copy of the part that it writes."""
     dtype: torch.dtype | None = None
@@ -62,8 +62,8 @@ class SenderOptions:
     """Publish a transformers module as ``save_pretrained`` would save it. If False, publish its
     own names and tensors, with experts fused as transformers fuses them."""
     num_threads: int | None = None
-    """Threads that copy, on each rank. Default: the number of cores that the process may use,
-    divided by the ranks on the host, at most 8."""
+    """Threads that copy, on each rank. Default: the number of cores that the process may use, at
+    most 8, and at most the rank's share of the host's cores."""
     reader_timeout_s: float = 60.0
     """Longest wait for readers that still read the buffer to be written; then they are evicted.
     On network mounts a sender does not wait, and keeps an old version for readers this long."""

@@ -48,7 +48,7 @@ _LENGTH_BYTES = 8
 """Size of the length that comes before each message."""
 
 _MESSAGE_BYTES = 1 << 30
-"""Most bytes of a message to rank 0."""
+"""Most bytes that are sent to rank 0 at once. A longer message is sent in parts."""
 
 _MAX_TIMEOUT_S = 1e9
 """Longest time-out: gloo adds it to its clock, as nanoseconds in 64 bits."""
@@ -302,7 +302,7 @@ def store_of_meeting(
 
 
 _HERE, _CAME = "here", "came"
-"""Words that a rank puts into the store: while it waits, and once it has met the others."""
+"""Words that each rank puts into the store: one until it gives up waiting, the other for good."""
 
 
 def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:

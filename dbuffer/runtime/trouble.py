@@ -50,7 +50,7 @@ class RetryLoop:
     The block raises only final errors. It stores all other errors in :attr:`error`; the caller
     waits :attr:`retry_s` before the next attempt.
 
-    A failure is logged if it is the first one, or has another type than the one before. Lasting
+    A failure is logged if it is the first one, or of another type than all before it. Lasting
     failures are logged again after a minute, after two more minutes, and so on up to every hour.
     The first success is logged, too.
 

@@ -253,7 +253,7 @@ class DoubleBuffer:
         return records[-1] if records else None
 
     def records_of(self, receiver_id: str) -> list[ReceiverRecord]:
-        """Read the records of all receivers of this id, in the order of their last writes.
+        """Read the records of all receivers of this id, in the order of their files' last changes.
 
         Damaged records are ignored, as in :meth:`receivers`.
         """

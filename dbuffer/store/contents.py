@@ -110,8 +110,8 @@ class Contents:
     def next_version(self, version: int | None, *, above: int = 0) -> int:
         """Return the number to publish: ``version``, or by default the last number plus one.
 
-        It must be above all versions of the store, and above the sender's last version, even if
-        that was lost since.
+        It must be above the newest version of the store, and above the sender's last version, even
+        if that was lost since.
 
         Raises:
             VersionError: ``version`` is no version's number, or too low.

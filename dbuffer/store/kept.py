@@ -32,6 +32,7 @@ def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool)
     The caller has the version open, or is the store's writer.
 
     Raises:
+        StoreNotFoundError: a file of the version was removed meanwhile.
         VersionError: remains of the version are in its place.
     """
     kept = places.kept_buffer(manifest.id)

@@ -259,9 +259,8 @@ def open_version(
     if damage is not None:
         raise damage
     for buffer in places.BUFFERS:
-        store.manifest(
-            buffer
-        )  # raises an error if the manifest is damaged: it may be this version's
+        # Raises an error if the manifest is damaged: it may be this version's.
+        store.manifest(buffer)
     return None
 
 

@@ -138,7 +138,7 @@ class OwnRecord(ProcessBound):
             self._record = _anew(self._record, stats=stats)
 
     def write(self, **changes: Any) -> None:
-        """Change and publish fields."""
+        """Change fields. A `RecordFile` also writes its file; a mirror puts its record itself."""
         self.set(**changes)
 
     def write_problem(self, error: Exception, version: VersionId | None) -> None:

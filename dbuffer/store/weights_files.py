@@ -32,7 +32,7 @@ _QUIET_WAIT_S = 1.0
 class WeightsFiles:
     """The weights files of a store's writer. Files that it may rewrite are open.
 
-    On a network mount all files are open, for the reason given at `replace_file`.
+    On a network mount all files that it has made are open, for the reason given at `replace_file`.
     """
 
     def __init__(self, store: DoubleBuffer, reader_timeout_s: float) -> None:
