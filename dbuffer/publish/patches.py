@@ -42,9 +42,7 @@ class SparsePatch:
     shape: tuple[int, ...] | None = None
 
 
-def patch_of(
-    patches: Iterable[SparsePatch], layout: Layout, *, must_be_finite: bool = False
-) -> Patch:
+def patch_of(patches: Iterable[SparsePatch], layout: Layout, *, must_be_finite: bool) -> Patch:
     """Check patches of a layout's tensors; return them as one patch of the weights file.
 
     The patch's words are as long as the smallest patched elements.
