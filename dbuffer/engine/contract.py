@@ -97,7 +97,7 @@ class WeightLabel:
     def encode(self) -> str:
         """Return the label as a single text: the version, and the other values as JSON."""
         values = self.as_json()
-        del values["version"]
+        values.pop("version", None)  # absent if it is empty
         return f"{self.version} {json.dumps(values)}" if values else self.version
 
     @classmethod

@@ -457,6 +457,7 @@ def test_label_is_read_as_it_was_written(label):
 @pytest.mark.parametrize("text", ["my weights", "7 [1]", "7 {", UNKNOWN_VERSION, ""])
 def test_label_of_other_software_is_a_version_by_itself(text):
     assert WeightLabel.decode(text) == WeightLabel(text)
+    assert WeightLabel(text).encode() == text
 
 
 def test_run_that_the_engine_gets_ready_begins_no_span():
