@@ -113,6 +113,8 @@ class StoreView:
         * With the option ``version``, it is that version, once it is published.
         * With the option ``every``, the version must be that many numbers above ``served``, unless
           the store has forked from ``served``.
+        * While the engine keeps ``served`` (:attr:`is_kept`), only an ``at_least`` above it or a
+          fork makes the engine switch.
 
         Raises:
             VersionError: the version that the engine is to stay on is gone from the store.
@@ -142,10 +144,12 @@ class StoreView:
         due = 0
         if newest and served and relation(served, newest) is not Relation.FORKED:
             due = served.id.number + self.options.every
-            if at_least is not None:
-                at_least = max(at_least, due) if at_least > served.id.number else None
+            if at_least is not None and at_least > served.id.number:
+                at_least = max(at_least, due)
             elif self.is_kept:
                 return None
+            else:
+                at_least = None
         if at_least is not None and (newest is None or newest.id.number < at_least):
             return at_least
         return None if newest is None or newest.id.number < due else newest.id

@@ -150,6 +150,16 @@ def test_done_is_of_no_effect_on_a_later_version(scene):
         assert follower.sync() is None
 
 
+def test_a_version_is_kept_if_no_later_one_is_required(scene):
+    scene.publish(1)
+    with scene.follower(until_done=True) as follower:
+        follower.sync()
+        scene.publish(2)
+        assert follower.sync(at_least=1) is None
+        assert scene.engine.serves == (1, "1")
+        assert follower.sync(at_least=2).version == 2
+
+
 def test_a_follower_that_comes_back_keeps_the_version(scene):
     scene.publish(1)
     with scene.follower(until_done=True) as follower:
