@@ -110,6 +110,8 @@ class Follower(Closing):
         """Label that this follower set last."""
         self._failed: int | None = None
         """Version that the last attempt failed to switch to, or None."""
+        self._done_with: Lineage | None = None
+        """Version that the engine served at the last call of :meth:`done`, or None."""
 
     def _note(self, event: str) -> None:
         self._state = _AFTER[event][self._state]
@@ -219,7 +221,8 @@ class Follower(Closing):
         view.note_ranks()
         self._record = None
         self._adopt_and_label(view.engine_record())
-        view.is_kept = options.until_done and self._applied is not None
+        is_in_use = self._applied is not None and self._applied != self._done_with
+        view.is_kept = options.until_done and is_in_use
         if self._applied is None and WeightLabel(self._engine.weight_version()).number is not None:
             self._label(WeightLabel())  # the label was of another store, or of lost weights
         if was_paused and is_new:
@@ -651,6 +654,7 @@ class Follower(Closing):
 
         Versions that the engine switches to later are kept again. Any thread may call this.
         """
+        self._done_with = self._applied
         if self._view is not None:
             self._view.is_kept = False
 

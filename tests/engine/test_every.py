@@ -171,6 +171,20 @@ def test_a_follower_that_comes_back_keeps_the_version(scene):
         assert follower.sync().version == 2
 
 
+def test_done_counts_if_following_begins_again(scene):
+    scene.publish(1)
+    with scene.follower(until_done=True) as follower:
+        follower.sync()
+        follower.done()
+        follower.stop_workers()
+        assert follower.sync() is None
+        scene.publish(2)
+        assert follower.sync().version == 2
+        follower.stop_workers()
+        scene.publish(3)
+        assert follower.sync() is None
+
+
 @pytest.mark.parametrize("option", [{"every": 2}, {"until_done": True}])
 def test_an_engine_that_stays_on_a_version_takes_no_other(scene, option):
     with pytest.raises(dbuffer.OptionError, match="with version"):
