@@ -636,7 +636,9 @@ class Follower(Closing):
             EngineUpdateError, EngineBrokenError: as :meth:`sync` does.
         """
         following = self._ensure_started().options
-        options = replace(following, store=store, local_store=None, version=None)
+        options = replace(
+            following, store=store, local_store=None, version=None, every=1, until_done=False
+        )
         once = Follower(self._engine, options, pause=self._pause_mode)
         self._forget()
         try:

@@ -185,6 +185,18 @@ def test_done_counts_if_following_begins_again(scene):
         assert follower.sync() is None
 
 
+@pytest.mark.parametrize("option", [{"every": 3}, {"until_done": True}])
+def test_each_newest_version_of_another_store_is_applied_once(scene, shm_path, option):
+    scene.publish(1)
+    other_store = shm_path / "other"
+    with scene.follower(**option) as follower, dbuffer.WeightSender(other_store) as other:
+        follower.sync()
+        for number in (7, 8):
+            other.send(SMALL.weights(number))
+            follower.apply_once(str(other_store))
+            assert scene.engine.serves[0] == number
+
+
 @pytest.mark.parametrize("option", [{"every": 2}, {"until_done": True}])
 def test_an_engine_that_stays_on_a_version_takes_no_other(scene, option):
     with pytest.raises(dbuffer.OptionError, match="with version"):
