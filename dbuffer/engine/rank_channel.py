@@ -140,7 +140,7 @@ class RankChannel:
         store.set(keys[self.rank], json.dumps(answer))
         self._readable.append(keys[self.rank])
         started = time.monotonic()
-        look_for_lost_s = 0.0
+        look_for_lost_s = TIMING.look_s  # not before: the engine may be paused for this gather
         while not (store.check(keys) or is_given_up.is_set()):
             waited_s = time.monotonic() - started
             if waited_s > min(look_for_lost_s, self.timeout_s):
