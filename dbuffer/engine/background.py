@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
+import time
 from typing import Any, Self
 
 from dbuffer.engine.follower import Follower
@@ -13,6 +15,7 @@ from dbuffer.engine.reporting import Switch
 from dbuffer.errors import EngineEndedError, WaitTimeoutError
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import RetryLoop
 
 logger = logging.getLogger(__name__)
@@ -194,7 +197,10 @@ class BackgroundFollower(Closing):
 
 def _end(follower: Follower, thread: threading.Thread) -> None:
     """Wait until a follower's thread has ended, and close the follower."""
-    thread.join(_SERVER_CLOSE_S if follower.drives_server else None)
+    end = time.monotonic() + (_SERVER_CLOSE_S if follower.drives_server else math.inf)
+    # In short waits: a signal that comes just before a wait is handled only after it.
+    while thread.is_alive() and time.monotonic() < end:
+        thread.join(TIMING.stop_check_s)
     if thread.is_alive():
         logger.error(
             "%s has not answered for %g s: a switch is in progress, and it may be left paused",

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -197,6 +198,36 @@ def test_server_that_dies_costs_a_look_a_retry_and_one_line(scene):
     # Nobody knows what a server has that does not answer.
     assert during["following"] == 0
     assert not {"version_applied", "version_available", "lag_versions"} & set(during)
+
+
+def test_signal_is_handled_while_a_follower_waits_for_its_switch(scene):
+    """A signal that comes just before the main thread waits does not end the wait.
+
+    Here another thread gets the signal, since the main thread blocks it.
+    """
+    began, closes, handled = threading.Event(), threading.Event(), threading.Event()
+    in_time = []
+
+    def send_signal() -> None:
+        began.set()
+        closes.wait(WAIT_S)
+        time.sleep(NOT_IN_VAIN_S)  # until the main thread waits
+        os.kill(os.getpid(), signal.SIGINT)
+        in_time.append(handled.wait(10 * NOT_IN_VAIN_S))
+
+    before = signal.signal(signal.SIGINT, lambda *_: handled.set())
+    try:
+        with scene.following() as follower:
+            scene.engine.rank.on_load = send_signal
+            scene.publish(2)
+            assert began.wait(WAIT_S)
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            closes.set()
+            follower.close()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, before)
+    assert in_time == [True]
 
 
 def test_server_that_hangs_in_a_switch_does_not_keep_its_follower_from_closing(scene, monkeypatch):
