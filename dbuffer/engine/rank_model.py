@@ -361,8 +361,7 @@ class RankModel:
         """Load a version by a reload. If a switch was prepared for the version, verify it."""
         self._forget()
         self._rewritten = trace.rewritten
-        plan = self._plan
-        if switch is None or plan is None or switch.plan is not plan:
+        if switch is None or switch.plan is not self._plan:
             self._load(tensors, partial=False)
             return
         if self._num_verifications == _MAX_VERIFICATIONS:
@@ -372,7 +371,7 @@ class RankModel:
             )
             self._load(tensors, partial=False)
             return
-        started = time.monotonic()
+        plan, started = switch.plan, time.monotonic()
         self._num_verifications += 1
         try:
             mismatch = self._verifier.verify(switch, tensors)
