@@ -1468,6 +1468,18 @@ def test_a_patch_reaches_each_place_of_an_element():
     assert torch.equal(parameter, wanted)
 
 
+def test_a_patch_of_a_part_in_one_piece_costs_as_much_as_its_changes():
+    """By a part with more elements than any memory has room for."""
+    size = 1 << 50
+    source = random((1,)).expand(size)
+    parameter = torch.zeros(2 * size, device="meta")
+    to, part = View(size, (size,), (1,)), View(0, (size,), (1,))
+    changed = {"a": np.array([3, size - 1])}
+    patch = prepared_switch.patch_or_copy(parameter, CopyOp(to, "a", part), {"a": source}, changed)
+    assert patch.positions.tolist() == [size + 3, 2 * size - 1]
+    assert patch.values.view(torch.float32).tolist() == [source[0].item()] * 2
+
+
 def test_what_is_told_wrongly_is_found_out():
     one = {"a.weight": random()}
     switched = patched_often(lambda: Model(a=Layer()), one)

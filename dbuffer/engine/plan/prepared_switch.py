@@ -293,20 +293,36 @@ def patch_or_copy(
     """
     if op.source not in changed or op.source is None or op.part is None:
         return None
-    source, positions = tensors[op.source], torch.from_numpy(changed[op.source])
-    if len(positions) > MAX_SHARE * source.numel():
+    source, all_changed = tensors[op.source], torch.from_numpy(changed[op.source])
+    if len(all_changed) > MAX_SHARE * source.numel():
         return op.bind(parameter, tensors)
-    is_changed = torch.zeros(source.numel(), dtype=torch.bool)
-    is_changed[positions] = True
-    places = is_changed.as_strided(op.part.shape, op.part.stride, op.part.offset).nonzero()
-    if not len(places):
+    positions, targets = _positions_in(op.part, op.to, source.numel(), all_changed)
+    if not len(positions):
         return None
-    if len(places) > MAX_SHARE * op.part.num_elements:
+    if len(positions) > MAX_SHARE * op.part.num_elements:
         return op.bind(parameter, tensors)
     bits = as_integers(source.reshape(-1))  # torch cannot index every dtype
-    values = bits.index_select(0, _positions(places, op.part)).view(source.dtype)
-    bits = as_integers(values.to(parameter.dtype))
-    return Patch(flat(parameter), _positions(places, op.to), bits)
+    values = bits.index_select(0, positions).view(source.dtype)
+    return Patch(flat(parameter), targets, as_integers(values.to(parameter.dtype)))
+
+
+def _positions_in(
+    part: View, to: View, num_elements: int, changed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of a part's changed elements in the published tensor and the parameter.
+
+    ``changed``: positions in the published tensor, which has this number of elements.
+    """
+    # Most parts are in one piece, and stay so. If 50,000 of 50 million elements changed, this takes
+    # less than 1 ms, and the mask 55 ms.
+    if part.num_elements == part.end - part.offset and part.stride == to.stride:
+        first, end = torch.searchsorted(changed, torch.tensor([part.offset, part.end])).tolist()
+        positions = changed[first:end]
+        return positions, positions + (to.offset - part.offset)
+    is_changed = torch.zeros(num_elements, dtype=torch.bool)
+    is_changed[changed] = True
+    places = is_changed.as_strided(part.shape, part.stride, part.offset).nonzero()
+    return _positions(places, part), _positions(places, to)
 
 
 def _positions(places: torch.Tensor, view: View) -> torch.Tensor:
