@@ -3,8 +3,8 @@
 A follower calls the methods of `Engine` in this order:
 
 1. once: `facts`, and `call` with a `begin` request;
-2. for each version: `pause`, `call` with an `update` request, `set_weight_version`, `resume`, and
-   `call` with an `acknowledge` request;
+2. for each version: `call` with a `reserve` request, `pause`, `call` with an `update` request,
+   `set_weight_version`, `resume`, and `call` with an `acknowledge` request;
 3. at the end: `close`.
 
 Each request reaches the `RankEndpoint` of every rank. The endpoint makes an `EngineRank`, gets a

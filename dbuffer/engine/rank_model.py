@@ -132,7 +132,10 @@ class RankModel:
 
     @torch.no_grad()
     def prepare(self, snapshot: Snapshot) -> PreparedSwitch | None:
-        """Return a switch to a checked version, or None if the version needs a reload."""
+        """Return a switch to a checked version, or None if there is no plan to use now.
+
+        A reload verifies the first switch of a plan.
+        """
         layout = snapshot.layout
         self.unused.compare(self._trace_of(layout), snapshot)
         tensors = self._as_offered(snapshot.tensors, layout)

@@ -116,7 +116,8 @@ class RankReceiver:
             forked=options.forked,
             version=options.version,
             every=options.every,
-            # The version to stay on must not be staged again: the sender would wait for it.
+            # The version to stay on must not be staged again: the sender would wait for it. With
+            # ``every``, the next version to stage is counted from the present one.
             applied=self._id if options.every > 1 or self._version == options.version else None,
             on_found=self._show_engine,
             attest=self._model.attest if self._attests else None,

@@ -126,7 +126,7 @@ class FollowerReport:
         Args:
             applied: the engine's version.
             metadata: metadata of that version.
-            goal: id or number of the version to switch to, or None if the engine has it.
+            goal: id or number of the version to switch to, or None if the engine keeps its own.
             goal_manifest: manifest of that version, or None if the store does not have it.
         """
         version = 0 if applied is None else applied.id.number

@@ -189,7 +189,9 @@ class StoreView:
         """Wait until the store has a version above ``newer_than``, or a fork; return its number.
 
         Return None if there was none in time. :meth:`newer_than` decides whether the engine
-        switches to it. With the option ``version``, wait for this version alone.
+        switches to it. With the option ``version``, wait for this version alone; with ``every``,
+        for a version that many numbers above. While the engine keeps its version, wait for
+        ``timeout_s`` and return None.
         """
         only = self.options.version
         if only is not None:

@@ -187,7 +187,7 @@ class LoadRecorder:
         self.written_from.clear()
 
     def note_source(self, name: str, tensor: torch.Tensor) -> None:
-        """Note a published tensor, which must live until :meth:`end`."""
+        """Note a published tensor. It is kept alive, so that no other tensor gets its storage."""
         self._sources[storage_of(tensor)] = (name, tensor)
 
     def note_result(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
