@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -239,8 +240,12 @@ def _relayed(record: ReceiverRecord, ended: Collection[ReceiverKey]) -> Receiver
 
     The version that the receiver holds is a buffer of the mirror's target, not of the sender.
     """
-    has_ended = record.has_ended or _key_of(record) in ended
-    return replace(record, held=None, stats={}, is_relayed=True, has_ended=has_ended)
+    record = replace(record, held=None, stats={}, is_relayed=True)
+    if record.has_ended or _key_of(record) not in ended:
+        return record
+    # Later, because a sender ignores records that have not changed since it began.
+    updated_at = math.nextafter(record.updated_at, math.inf)
+    return replace(record, has_ended=True, updated_at=updated_at)
 
 
 def _key_of(record: ReceiverRecord) -> ReceiverKey:

@@ -156,6 +156,25 @@ def test_the_last_word_of_a_reader_comes_before_its_end(relay, remote, local):
             sender.wait_applied(3, receivers=["rank"], timeout_s=TIMEOUT_S)
 
 
+def acknowledge_and_stay(connection: Connection, store: Path, first: Lineage) -> None:
+    RecordFile(store, "rank").write(applied=first.id, runs=first.runs)
+    connection.send("come")
+    connection.recv()
+
+
+@pytest.mark.timing(last_word_s=0.2)
+def test_a_sender_that_began_later_hears_of_the_end_of_a_reader(relay, remote, local):
+    first = DoubleBuffer(remote).pointer().lineage
+    with Child(acknowledge_and_stay, local, first) as reader:
+        assert reader.receive() == "come"
+        relayed(remote)
+        with dbuffer.WeightSender(remote) as sender:
+            reader.kill()
+            sender.send(SMALL.weights(2))
+            with pytest.raises(dbuffer.ReceiverFailedError, match=r"\b1\b"):
+                sender.wait_applied(2, receivers=["rank"], timeout_s=TIMEOUT_S)
+
+
 def test_what_concerns_the_sender_is_relayed(relay, remote, local):
     """A version that is held in the mirror keeps no file of the remote store."""
     (local / RECEIVERS_DIRECTORY / "broken.json").write_text("{")  # holds up no other
