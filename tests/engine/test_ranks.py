@@ -21,6 +21,7 @@ from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.rank_receiver import RankReceiver
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.engines import FakeEngine, FakeRank
+from dbuffer.testing.moments import stop as freeze
 from dbuffer.testing.waiting import until
 from tests.support.children import Child
 from tests.support.light_engines import options
@@ -56,7 +57,7 @@ def gather_stopped(rank: int, bad: int) -> list[Any]:
     # The store's host may stop before the others have read its answer from there.
     ranks(TIMEOUT_S).gather("begin", begins=True)
     if rank == bad:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        freeze()
     ranks(timeout_s).gather("step")
     return ranks(timeout_s).gather("another")
 
@@ -191,7 +192,7 @@ def update(rank: int, version: int, stop_at: str = "") -> int | None:
 
     def stop() -> None:
         receiver.ranks.timeout_s = GIVEN_UP_S
-        os.kill(os.getpid(), signal.SIGSTOP)
+        freeze()
 
     if rank == BAD and stop_at == "prepare":
         stop()

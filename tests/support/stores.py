@@ -26,10 +26,14 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def receiver_records(store: Path) -> dict[str, dict[str, Any]]:
-    """Read the records of a store's receivers as JSON, by id: of each id the one written last."""
+    """Read the records of a store's receivers as JSON, by id.
+
+    Of several with one id: the last update of one that lives, or else of one that has ended.
+    """
     paths = (store / "receivers").glob("*.json")
     records = [json.loads(path.read_bytes()) for path in paths if path.name[0] != "."]
-    return {one["receiver"]: one for one in sorted(records, key=lambda one: one["updated_at"])}
+    records.sort(key=lambda record: (not record["has_ended"], record["updated_at"]))
+    return {record["receiver"]: record for record in records}
 
 
 def number_in(record: dict[str, Any], field: str) -> int | None:
