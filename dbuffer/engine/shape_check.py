@@ -20,7 +20,7 @@ from dbuffer.engine.meta_model import MetaModel
 from dbuffer.engine.plan.attestation import same_bytes
 from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.errors import WeightsMismatchError
-from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.format.layout import Layout, TensorSpec, is_of_draft
 from dbuffer.format.lineage import VersionId
 from dbuffer.io.tensors import DTYPES
 from dbuffer.receive.snapshot import Snapshot
@@ -61,12 +61,15 @@ class ShapeCheck:
 
         ``aliases``: stored names of tensors, by a further name of the same tensor. If the model
         lacks something without the further names, they are offered to it too.
+        The tensors of a draft are left out.
 
         Raises:
             WeightsMismatchError: a shape does not fit the model, or a tensor is missing.
         """
+        specs = [spec for spec in specs if not is_of_draft(spec.name)]
+        aliases = {alias: name for alias, name in (aliases or {}).items() if not is_of_draft(alias)}
         spec_of = {spec.name: spec for spec in specs}
-        stored = {alias: name for alias, name in (aliases or {}).items() if alias not in spec_of}
+        stored = {alias: name for alias, name in aliases.items() if alias not in spec_of}
         further = [spec_of[name]._replace(name=alias) for alias, name in stored.items()]
         try:
             trace = self._trace(specs)

@@ -75,8 +75,16 @@ ITEM_BYTES = {
 
 _MAX_DIMENSIONS = 64  # torch's own limit
 
+DRAFT_PREFIX = "__draft__."
+"""Prefix of the names of a draft's tensors, in a version that has a draft beside its target."""
+
 _MAX_TENSOR_BYTES = 1 << 60
 """Most bytes of a tensor: more than any memory has, and few enough for offsets in 64 bits."""
+
+
+def is_of_draft(name: str) -> bool:
+    """Whether a version's tensor of this name belongs to the draft."""
+    return name.startswith(DRAFT_PREFIX)
 
 
 class TensorSpec(NamedTuple):
@@ -178,6 +186,32 @@ class Layout:
     @cached_property
     def all_names(self) -> frozenset[str]:
         return self.names | self.aliases.keys()
+
+    @cached_property
+    def target(self) -> Layout:
+        """Layout of the target's tensors; this layout if there is no draft."""
+        return self if self.draft is None else self._part(is_draft=False)
+
+    @cached_property
+    def draft(self) -> Layout | None:
+        """Layout of the draft's tensors under the draft's own names, or None without a draft."""
+        return self._part(is_draft=True) if any(map(is_of_draft, self.all_names)) else None
+
+    def _part(self, *, is_draft: bool) -> Layout:
+        specs, offsets = [], []
+        aliases: dict[str, str] = {}
+        firsts: dict[str, str] = {}
+        for name, stored_as in ({name: name for name in self.indices} | self.aliases).items():
+            if is_of_draft(name) is not is_draft:
+                continue
+            own_name = name.removeprefix(DRAFT_PREFIX)
+            if (first := firsts.setdefault(stored_as, own_name)) != own_name:
+                aliases[own_name] = first
+                continue
+            index = self.indices[stored_as]
+            specs.append(self.specs[index]._replace(name=own_name))
+            offsets.append(self.offsets[index])
+        return Layout(tuple(specs), tuple(offsets), aliases)
 
     @cached_property
     def indices(self) -> dict[str, int]:

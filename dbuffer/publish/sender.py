@@ -79,6 +79,7 @@ class WeightSender(Publisher):
         self,
         weights: Weights,
         *,
+        draft: Weights | None = None,
         version: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
@@ -90,6 +91,7 @@ class WeightSender(Publisher):
         self,
         weights: Weights,
         *,
+        draft: Weights | None = None,
         version: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
@@ -100,6 +102,7 @@ class WeightSender(Publisher):
         self,
         weights: Weights,
         *,
+        draft: Weights | None = None,
         version: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
@@ -113,6 +116,8 @@ class WeightSender(Publisher):
                 weight source as vLLM has them.
                 An iterator is consumed tensor by tensor, for weights that do not fit into
                 memory at once. Other kinds of weights are published faster.
+            draft: weights of a draft for speculative decoding, in the same version. ``rename`` does
+                not apply to them.
             version: number of the version, above all earlier ones. Default: the last plus one.
             metadata: anything JSON can hold, a trainer's step for instance.
             progress: called with the bytes copied so far and the total (0 if unknown), if the
@@ -140,7 +145,7 @@ class WeightSender(Publisher):
             # Refuse bad input before anything is touched.
             number = self._writer.next_version(version)
             checked = checked_metadata(metadata)
-            source = self._describer.describe(weights)
+            source = self._describer.describe(weights, draft)
             if source.stream is not None and self._deltas is not None:
                 raise InvalidWeightsError(
                     "a sender with delta=True compares all weights in memory, and an iterator "

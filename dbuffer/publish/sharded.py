@@ -125,6 +125,7 @@ class ShardedWeightSender(Publisher):
         self,
         weights: Weights,
         *,
+        draft: Weights | None = None,
         version: int | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Publication:
@@ -140,6 +141,7 @@ class ShardedWeightSender(Publisher):
             weights: a module, a state dict, a TensorDict, a list of ``(name, tensor)`` pairs, the
                 path of a HuggingFace checkpoint or a weight source of vLLM's; no iterator. Pass a
                 ZeRO-3 model as the module. A rank that holds no weights passes ``{}``.
+            draft: weights of a draft for speculative decoding, on all ranks or on none.
             version: number of the version, equal on all ranks and above all earlier ones. Default:
                 the last number plus one.
             metadata: anything JSON can hold. Rank 0's is published.
@@ -154,7 +156,7 @@ class ShardedWeightSender(Publisher):
         """
         with self._world.losing_interrupted(), self._publishing(), self._world.call():
             started = time.monotonic()
-            source, number, checked = self._describe(weights, version, metadata)
+            source, number, checked = self._describe(weights, draft, version, metadata)
             layout = self._layout_of(source)
             return self._publish(started, source, layout, number, checked)
 
@@ -162,7 +164,11 @@ class ShardedWeightSender(Publisher):
         return Part(layout, self._assignment, self._world.rank)
 
     def _describe(
-        self, weights: Weights, version: int | None, metadata: Mapping[str, Any] | None
+        self,
+        weights: Weights,
+        draft: Weights | None,
+        version: int | None,
+        metadata: Mapping[str, Any] | None,
     ) -> tuple[Source, int, dict[str, Any]]:
         """Return the weights of all ranks and, on rank 0, the version's number and metadata.
 
@@ -171,7 +177,7 @@ class ShardedWeightSender(Publisher):
         ranks, number, checked = self._world, 0, dict[str, Any]()
         with ranks.step("describe its weights") as step:
             require_version(version)
-            source = self._describer.describe(weights)
+            source = self._describer.describe(weights, draft)
             if source.stream is not None:
                 raise InvalidWeightsError(
                     "an iterator is not supported here, where all ranks publish: give the module, "

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from dbuffer import errors
+from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import (
     MAX_INTEGER,
@@ -263,6 +264,7 @@ class WeightReceiver(Closing, ProcessBound):
         target: Target,
         *,
         partial: bool = False,
+        draft: bool = False,
     ) -> int | None:
         """Load the newest version, unless this receiver has loaded it already.
 
@@ -277,13 +279,14 @@ class WeightReceiver(Closing, ProcessBound):
                 must have all of the version's tensors. A version that lacks a tensor of an earlier
                 version is refused, because that tensor would keep its earlier values. The receiver
                 remembers which tensors it has loaded: use one receiver for one target.
+            draft: load the version's draft, instead of the model that it drafts for.
 
         Returns:
             Number of the loaded version, or None if there is no newer version, or none at all.
 
         Raises:
             WeightsMismatchError: names, shapes or dtypes differ, the version lacks a tensor of an
-                earlier version, or the version is an adapter. The target is unchanged.
+                earlier version, or a draft, or is an adapter. The target is unchanged.
             VersionRegressedError: the newest version does not follow the last one seen.
             StoreCorruptError: the store is damaged.
 
@@ -297,7 +300,7 @@ class WeightReceiver(Closing, ProcessBound):
                 self._note_wait()
                 return None
             try:
-                version = self._load_newest(target, partial)
+                version = self._load_newest(target, partial, draft)
                 if self._pointer is None:
                     self._note_wait()
                 return version
@@ -313,14 +316,14 @@ class WeightReceiver(Closing, ProcessBound):
                     )
                 raise
 
-    def _load_newest(self, target: Target, partial: bool) -> int | None:
+    def _load_newest(self, target: Target, partial: bool, draft: bool) -> int | None:
         find = functools.partial(self._open_newest, self._loaded)
         with self._opened(find, is_reported=True) as opened:
             if opened is None:
                 return None
             manifest = opened.manifest
             refuse_adapter(manifest.metadata)
-            self._load(opened, target, partial)
+            self._load(opened, target, partial, draft)
             opened.require_unchanged()
             self._loaded = manifest.version
             self._set_applied(manifest.lineage)
@@ -331,6 +334,7 @@ class WeightReceiver(Closing, ProcessBound):
         directory: str | os.PathLike[str],
         *,
         version: int | VersionId | None = None,
+        draft: bool = False,
         model: str | os.PathLike[str] | None = None,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         on_bytes: Callable[[int, int], None] = lambda *_: None,
@@ -344,6 +348,7 @@ class WeightReceiver(Closing, ProcessBound):
             directory: directory to create. If it exists, it must be empty.
             version: number or id of one of the newest two versions, or of a kept version. Default:
                 the newest version.
+            draft: save the version's draft, instead of the model that it drafts for.
             model: checkpoint directory to copy the configuration and tokenizer from.
             shard_bytes: maximum size of a file, unless a single tensor is larger.
             on_bytes: called with the number of bytes written so far, and the total.
@@ -355,7 +360,8 @@ class WeightReceiver(Closing, ProcessBound):
             OptionError: ``directory`` is not empty, or another argument is invalid.
             VersionError: ``version`` is not in the store.
             WaitTimeoutError: nothing was published yet.
-            WeightsMismatchError: the version is an adapter; use peft's ``save_adapter``.
+            WeightsMismatchError: the version is an adapter (use peft's ``save_adapter``), or has no
+                draft.
             SnapshotEvictedError: saving took longer than the sender waits; nothing was saved.
             StoreFullError, StoreAccessError: the checkpoint cannot be written.
         """
@@ -371,7 +377,7 @@ class WeightReceiver(Closing, ProcessBound):
                 refuse_adapter(snapshot.metadata)
                 write_checkpoint(
                     made,
-                    snapshot.tensors,
+                    snapshot.tensors.part(_part_of(snapshot.layout, draft=draft)),
                     beside=beside,
                     shard_bytes=shard_bytes,
                     on_bytes=on_bytes,
@@ -589,12 +595,14 @@ class WeightReceiver(Closing, ProcessBound):
         self._remember_metadata(opened.manifest)
         return opened
 
-    def _load(self, opened: OpenStoreVersion, target: Target, partial: bool) -> None:
+    def _load(self, opened: OpenStoreVersion, target: Target, partial: bool, draft: bool) -> None:
+        layout = self.reader.layout(opened)
+        part = _part_of(layout, draft=draft)
         if callable(target) and not isinstance(target, nn.Module | Mapping):
             tensors = self.reader.read(opened)
-            self._remember_names(opened, tensors.layout.names, partial)
+            self._remember_names(opened, part.names, partial)
             # Later versions overwrite the memory that the pairs are read from.
-            with contextlib.closing(_pairs_of(tensors)) as pairs:
+            with contextlib.closing(_pairs_of(SnapshotTensors(tensors.data, part))) as pairs:
                 returned = target(pairs)
             if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
                 returned.close()
@@ -603,19 +611,22 @@ class WeightReceiver(Closing, ProcessBound):
                     f"{type(returned).__name__}; give a function that loads before it returns"
                 )
             return
-        match = self._matcher.match(target, self.reader.layout(opened), partial=partial)
+        match = self._matcher.match(target, part, partial=partial)
         tensors = self.reader.read(opened, keep=True)  # damage shows before the target is touched
+        loaded = tensors if part is layout else FileTensors(tensors.data, part)
         try:
-            match.require_ties(tensors.tensor)
+            match.require_ties(loaded.tensor)
         except errors.WeightsMismatchError:
             opened.require_unchanged()
             raise
-        self._remember_names(opened, tensors.layout.all_names, partial)
+        self._remember_names(opened, part.all_names, partial)
         if any_on_gpu(match.targets):
             self.reader.expect_device(tensors)
         # A writer that locks do not stop can overwrite the version now; verify the copy as well.
         hashed = self.reader.verifies_copies
-        checksums = copy_matched(match, tensors, self._copier, hashed=hashed)
+        checksums = copy_matched(match, loaded, self._copier, hashed=hashed and part is layout)
+        if hashed and checksums is None:
+            checksums = self._copier.checksums(tensors)
         self.reader.verify(opened, tensors.layout, checksums)
 
     def _remember_names(self, opened: OpenStoreVersion, names: Set[str], partial: bool) -> None:
@@ -627,8 +638,17 @@ class WeightReceiver(Closing, ProcessBound):
         self._loaded_names |= dict.fromkeys(names - self._loaded_names.keys(), version)
 
 
-def _pairs_of(tensors: FileTensors) -> Generator[tuple[str, torch.Tensor]]:
-    for name, tensor in SnapshotTensors(tensors.data, tensors.layout).items():
+def _part_of(layout: Layout, *, draft: bool) -> Layout:
+    part = layout.draft if draft else layout.target
+    if part is None:
+        raise errors.WeightsMismatchError(
+            "the version has no draft: a sender publishes one with send(weights, draft=draft)"
+        )
+    return part
+
+
+def _pairs_of(tensors: SnapshotTensors) -> Generator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors.items():
         yield name, tensor.clone()
 
 

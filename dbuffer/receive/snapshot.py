@@ -50,6 +50,10 @@ class SnapshotTensors(Mapping[str, torch.Tensor]):
         self._layout = layout
         self._indices = layout.indices
 
+    def part(self, layout: Layout) -> SnapshotTensors:
+        """Return the tensors of a part of the layout: the target's, or the draft's."""
+        return SnapshotTensors(self._data, layout)
+
     def __getitem__(self, name: str) -> torch.Tensor:
         return view_tensor(self._data, self._layout, self._indices[name])
 

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy as has_no_shape
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dbuffer.errors import InvalidWeightsError
-from dbuffer.format.layout import TensorSpec
+from dbuffer.format.layout import DRAFT_PREFIX, TensorSpec, is_of_draft
 from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.lazy_tensor import LazyTensor
@@ -150,13 +150,18 @@ def by_name(names: Collection[str], tensors: Iterable[_Value]) -> dict[str, _Val
 
 
 def check_names(names: Collection[str]) -> None:
-    """Refuse a name that occurs twice, or that JSON cannot hold."""
+    """Refuse a name that occurs twice, that JSON cannot hold, or that is reserved for drafts."""
     if len(set(names)) != len(names):
         twice = sorted(name for name, count in Counter(names).items() if count > 1)[:5]
         raise InvalidWeightsError(f"several tensors have the same name after cleaning: {twice}")
     for name in names:
         if not name.isascii() and json.loads(json.dumps(name)) != name:
             raise InvalidWeightsError(f"the name {name!r:.80} contains an invalid character")
+        if is_of_draft(name):
+            raise InvalidWeightsError(
+                f"the name {name!r:.80} begins with {DRAFT_PREFIX!r}, which is reserved for the "
+                "tensors of a draft: pass the draft as send(weights, draft=draft)"
+            )
 
 
 def spec_of(

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy as has_no_shape
 
 from dbuffer.errors import InvalidWeightsError, UnsupportedError
-from dbuffer.format.layout import TensorSpec
+from dbuffer.format.layout import DRAFT_PREFIX, TensorSpec
 from dbuffer.runtime import options
 from dbuffer.weights.lazy_tensor import LazyTensor, Tensors
 from dbuffer.weights.named_tensors import (
@@ -118,6 +118,8 @@ class Describer:
     """Whether to publish a transformers module under the names of its checkpoint."""
     require_finite: bool = False
     """Whether to refuse weights with a NaN or an infinity."""
+    _of_draft: Describer | None = field(default=None, init=False)
+    """Describer of drafts, with these options but without ``rename``."""
     _conversion: Conversion | None = field(default=None, init=False)
     """Conversion of the last weights, if ``rename`` changes tensors."""
     _last: tuple[WeightsSpec, tuple[TensorSpec, ...]] | None = field(default=None, init=False)
@@ -128,9 +130,15 @@ class Describer:
         """Whether ``rename`` is a `NameMap` that changes tensors, not only names."""
         return getattr(self.rename, "changes_tensors", False)
 
-    def describe(self, weights: Weights) -> Source:
-        """Return the `Source` for weights of any kind. An iterator is not started yet."""
+    def describe(self, weights: Weights, draft: Weights | None = None) -> Source:
+        """Return the `Source` for weights of any kind. An iterator is not started yet.
+
+        ``draft``: weights of a draft, to publish beside the target's.
+        """
         source = self._describe(weights)
+        if draft is not None:
+            self._of_draft = self._of_draft or replace(self, rename=None)
+            source = _with_draft(source, self._of_draft.describe(draft))
         is_cast = self.dtype is not None
         return replace(source, is_cast=is_cast, must_be_finite=self.require_finite)
 
@@ -266,6 +274,35 @@ class Describer:
                 "transposes tensors: change the tensors yourself, and use a rename that only "
                 "changes names"
             )
+
+
+def _with_draft(target: Source, draft: Source) -> Source:
+    """Return the source of a target and its draft. A tensor that both have is published once."""
+    if target.stream is not None or draft.stream is not None or draft.reader is not None:
+        raise InvalidWeightsError(
+            "a draft and its target must be modules, dictionaries, lists or checkpoints: an "
+            "iterator cannot be one of them, and a weight source cannot be the draft"
+        )
+    in_draft = [spec._replace(name=DRAFT_PREFIX + spec.name) for spec in draft.specs]
+    specs = [*target.specs, *in_draft]
+    names = [spec.name for spec in specs]
+    named: Tensors = dict(zip(names, [*target.tensors, *draft.tensors], strict=True))
+    tensors, ties = _without_ties(named)
+    of_draft = {DRAFT_PREFIX + a: DRAFT_PREFIX + name for a, name in draft.aliases.items()}
+    aliases = target.aliases | of_draft
+
+    def check() -> None:
+        target.check()
+        draft.check()
+
+    return replace(
+        target,
+        specs=tuple(spec for spec in specs if spec.name in tensors),
+        tensors=list(tensors.values()),
+        aliases={alias: ties.get(name, name) for alias, name in aliases.items()} | ties,
+        is_lazy=target.is_lazy or draft.is_lazy,
+        check=check,
+    )
 
 
 def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:

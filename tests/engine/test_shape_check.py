@@ -241,3 +241,10 @@ def test_models_that_read_weights_are_refused_by_name():
 
     with pytest.raises(UnsupportedError, match="Slopes"):
         built_without_data(lambda: Slopes(read), "Slopes")
+
+
+def test_an_engine_without_a_draft_leaves_drafts_out():
+    draft = [ONE._replace(name=f"__draft__.{name}") for name in (LAYER, "fc.weight")]
+    trace = check_of(Model())([*UNTIED, *draft], {"__draft__.embed.weight": EMBEDDING})
+    assert not trace.unused
+    assert trace.offered == {spec.name for spec in UNTIED}

@@ -169,7 +169,8 @@ class StoreSync:
         for _ in self.waiting():
             await asyncio.sleep(_LOOK_AGAIN_S)
         assert self._snapshot is not None  # noqa: S101 - waiting() has ended
-        for name, tensor in self._snapshot.tensors.items():
+        layout = self._snapshot.layout.target
+        for name, tensor in self._snapshot.tensors.part(layout).items():
             yield name, tensor
 
     def finalize(self) -> None:

@@ -161,8 +161,9 @@ class CallbackEngine:
                     f"version {version.id.number} is not loaded, because the engine has version "
                     f"{self._loaded}, and versions never go back"
                 )
-            tensors = snapshot.tensors
-            aliases = ((alias, tensors[name]) for alias, name in snapshot.aliases.items())
+            layout = snapshot.layout.target
+            tensors = snapshot.tensors.part(layout)
+            aliases = ((alias, tensors[name]) for alias, name in layout.aliases.items())
             yield itertools.chain(tensors.items(), aliases)
             self._loaded = version.id.number
 

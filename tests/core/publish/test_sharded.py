@@ -195,6 +195,26 @@ def parts_of(store: Path, buffer: str) -> list[Path]:
     return sorted((store / buffer).glob("weights-*.r*.td"))
 
 
+def send_with_a_draft(rank: int, store: Path, mount: str) -> None:
+    torch.manual_seed(0)
+    weights, full = fsdp(distributed.get_world_size())
+    draft, full_draft = tied(distributed.get_world_size())
+    with mounted(mount):
+        with ShardedWeightSender(store / "sharded") as sender:
+            for _ in range(2):
+                sender.send(weights, draft=draft, metadata={"rank": rank})
+        if rank == 0:
+            with WeightSender(store / "whole") as sender:
+                sender.send(full, draft=full_draft, metadata={"rank": 0})
+    distributed.barrier()
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_a_draft_is_published_by_all_ranks(four, store, mount):
+    four.run(send_with_a_draft, store, mount)
+    assert_equal_stores(store, verify=False, mount=mount)
+
+
 def flushes_of(rank: int, store: Path) -> list[str]:
     """Names of the files and directories that a rank flushes as it publishes, in order."""
     flushes, flush = [], os.fsync
