@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ class SavedAdapter:
     version: int
     path: Path
     """Directory of the version. Its name is unique, also across stores."""
+    run: str
+    """Run that published the version."""
+    metadata: Mapping[str, Any]
+    """Metadata of the version, without the adapter's configuration."""
 
     @property
     def number(self) -> int:
@@ -62,8 +67,9 @@ def save_adapter(
     *,
     newer_than: int | None = None,
     timeout_s: float = 60.0,
+    acknowledge: bool = True,
 ) -> SavedAdapter:
-    """Save the newest version of an adapter in a subdirectory, and acknowledge the version.
+    """Save the newest version of an adapter in a subdirectory.
 
     A version that was saved before is not written again. The newest two saved versions are kept.
     Older ones are removed, unless a request from `adapter_request` still uses them.
@@ -74,6 +80,8 @@ def save_adapter(
             use it for other stores.
         newer_than: wait for a version above this number. Default: save any version.
         timeout_s: how long to wait for a version.
+        acknowledge: whether to acknowledge the version. If False, call ``receiver.acknowledge``
+            once the version is in use.
 
     Raises:
         WeightsMismatchError: the store holds a model, not an adapter.
@@ -101,10 +109,12 @@ def save_adapter(
         # After the `with` block, which raises an error if the sender reused the snapshot's buffer.
         if made.is_dir():
             filesystem.rename_directory(made, path)
-    saved = SavedAdapter(version=snapshot.version, path=path)
+    metadata = {key: value for key, value in snapshot.metadata.items() if key != ADAPTER_KEY}
+    run, version = snapshot.id
     _remove_old(path)
-    receiver.acknowledge(saved.version)
-    return saved
+    if acknowledge:
+        receiver.acknowledge(version)
+    return SavedAdapter(version=version, path=path, run=run, metadata=metadata)
 
 
 def _write(snapshot: Snapshot, config: dict[str, Any], path: Path) -> None:

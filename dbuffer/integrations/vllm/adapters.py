@@ -1,14 +1,32 @@
-"""LoRA adapters from a store, for an engine that was started with ``enable_lora=True``."""
+"""LoRA adapters from a store, for an engine that was started with ``enable_lora=True``.
+
+* :func:`adapter_request` returns the newest version, for one request of an ``LLM`` or ``AsyncLLM``;
+* :class:`FollowedAdapter` keeps an adapter of a server on its store's newest version.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
+import time
+from dataclasses import replace
 from typing import Any
 
 from vllm.lora.request import LoRARequest
 
-from dbuffer.integrations.peft.saved import hold, save_adapter
+from dbuffer.engine.contract import WeightLabel
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.errors import EngineEndedError, OptionError, UnsupportedError, WaitTimeoutError
+from dbuffer.format.manifest import metadata_for_record
+from dbuffer.integrations.peft.saved import SavedAdapter, hold, save_adapter
+from dbuffer.integrations.vllm.config import default_engine_id
+from dbuffer.integrations.vllm.core_labels import ADAPTER
+from dbuffer.integrations.vllm.vllm_engine import AsyncVllm
+from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.receive.receiver import WeightReceiver
+
+logger = logging.getLogger(__name__)
 
 
 class _KeptRequest(LoRARequest, array_like=True, omit_defaults=True, dict=True):  # type: ignore[call-arg,misc]
@@ -33,10 +51,166 @@ def adapter_request(
         **options: options of :func:`dbuffer.integrations.peft.save_adapter`. Its errors are raised
             here too.
     """
+    return _saved_request(receiver, directory, **options)[0]
+
+
+def _saved_request(
+    receiver: WeightReceiver, directory: str | os.PathLike[str], **options: Any
+) -> tuple[LoRARequest, SavedAdapter]:
     lock = None
     while lock is None:  # after two newer versions, another process may remove the files
         saved = save_adapter(receiver, directory, **options)
         lock = hold(saved.path)
     request = _KeptRequest(saved.path.name, saved.number, str(saved.path))
     request.__dict__["lock"] = lock  # vLLM sends fields to its processes
-    return request
+    return request, saved
+
+
+def require_slots(lora_config: Any, num_adapters: int) -> None:
+    """Require one LoRA slot more than adapters, for a version beside the one in use.
+
+    Raises:
+        UnsupportedError: the engine has fewer slots.
+    """
+    num_slots, needed = 0 if lora_config is None else lora_config.max_loras, num_adapters + 1
+    if num_slots < needed:
+        raise UnsupportedError(
+            f"this engine has {num_slots} LoRA slots, and with {num_adapters} adapters it needs "
+            f"{needed}, because it loads a new version beside the version in use: start it with "
+            f"--enable-lora --max-loras {needed}"
+        )
+
+
+def show_adapters_by_name(models: Any) -> None:
+    """Let the answers of a server's ``OpenAIServingModels`` name adapters, not their versions."""
+    model_name, show = models.model_name, models.show_available_models
+
+    def name_of(lora_request: Any = None) -> str:
+        name, _ = getattr(lora_request, ADAPTER, (None, None))
+        return str(name or model_name(lora_request))
+
+    async def show_names() -> Any:
+        shown = await show()
+        names = {request.lora_name: name for name, request in models.lora_requests.items()}
+        for card in shown.data:
+            card.id = names.get(card.id, card.id)
+        return shown
+
+    models.model_name, models.show_available_models = name_of, show_names
+
+
+class FollowedAdapter:
+    """Keeps an adapter of a server on its store's newest version, in a thread, until closed.
+
+    The engine loads a version beside the version in use. Then the version takes over the adapter's
+    name for new requests. If the engine cannot load it, the version in use stays.
+
+    Args:
+        name: name of the adapter among the server's models.
+        options: the adapter's store, and options of its receiver.
+        engine: ``AsyncLLM`` of the server.
+        models: ``OpenAIServingModels`` of the server.
+
+    Raises:
+        OptionError: the server has a model of this name already.
+    """
+
+    def __init__(self, name: str, options: EngineOptions, engine: Any, models: Any) -> None:
+        if models.is_base_model(name) or name in models.lora_requests:
+            raise OptionError(f"adapter {name!r}: the server has a model of this name already")
+        self.name = name
+        self._loop = AsyncVllm.loop_of(engine)
+        self._engine = AsyncVllm(engine, self._loop)
+        self._requests = models.lora_requests
+        self._receiver = WeightReceiver(
+            options.store,
+            receiver_id=options.engine_id or default_engine_id(engine.vllm_config.instance_id),
+            poll_interval_s=options.poll_interval_s,
+            verify=options.verify,
+            num_threads=options.num_threads,
+            allow_shared_store=options.allow_shared_store,
+        )
+        store = self._receiver.store
+        # Beside the store, so that all processes of the engine see it.
+        self._directory = store.with_name(f"{store.name}.saved")
+        self._applied: int | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._follow, args=(options,), name=f"dbuffer-adapter-{name}", daemon=True
+        )
+
+    def start(self) -> None:
+        """Load the newest version, if there is one, and follow in the thread.
+
+        Raises:
+            EngineUpdateError: the engine refuses the version.
+            DBufferError: see `save_adapter`.
+        """
+        try:
+            self._load(None)
+        except WaitTimeoutError:
+            logger.info("adapter %s has no version yet in %s", self.name, self._receiver.store)
+        self._thread.start()
+
+    @property
+    def label(self) -> WeightLabel:
+        """Label of the version that new requests get."""
+        request, seen = self._requests.get(self.name), self._receiver.last_seen
+        if request is None or seen is None:
+            return WeightLabel()
+        label: WeightLabel = getattr(request, ADAPTER)[1]
+        return label if seen.id.run == label.run else replace(label, newest_run=seen.id.run)
+
+    def close(self) -> None:
+        """Stop following. Requests in flight go on."""
+        self._stop.set()
+        self._receiver.wake()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._receiver.close()
+
+    def _follow(self, options: EngineOptions) -> None:
+        loop = FollowLoop(
+            self._receiver,
+            "loading",
+            logger,
+            forked=options.forked,
+            final=(EngineEndedError,),
+            stop=self._stop,
+        )
+        try:
+            while not self._stop.is_set():
+                with loop.attempt():
+                    if loop.wait(self._applied) is not None:
+                        self._load(self._applied)
+                        loop.used()
+                if loop.has_forked:
+                    self._applied = None
+        except EngineEndedError as error:
+            logger.warning("adapter %s is followed no longer: %s", self.name, str(error))
+
+    def _load(self, newer_than: int | None) -> None:
+        """Load the newest version, and let it take over the adapter's name."""
+        started = time.monotonic()
+        request, saved = _saved_request(
+            self._receiver,
+            self._directory,
+            newer_than=newer_than,
+            timeout_s=0.0,
+            acknowledge=False,
+        )
+        label = WeightLabel(str(saved.version), saved.run, metadata_for_record(saved.metadata))
+        request.__dict__[ADAPTER] = self.name, label
+        saved_at = time.monotonic()
+        self._engine.add_adapter(request)
+        # The event loop does this before it sees requests of clients that wait for the version.
+        self._loop.call_soon_threadsafe(self._requests.__setitem__, self.name, request)
+        self._receiver.acknowledge(saved.version)
+        self._applied = saved.version
+        logger.info(
+            "adapter %s serves version %d: saved in %.1f ms, loaded in %.1f ms",
+            self.name,
+            saved.version,
+            1e3 * (saved_at - started),
+            1e3 * (time.monotonic() - saved_at),
+        )

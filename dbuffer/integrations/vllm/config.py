@@ -9,9 +9,17 @@ from dbuffer.engine.contract import EngineFacts
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import OptionError, UnsupportedError
 from dbuffer.format.manifest import host_in_id
+from dbuffer.runtime import options as checks
 
 BACKEND = "dbuffer"
 """Name of the backend in vLLM's registries, and key of the options in ``additional_config``."""
+
+ADAPTERS = "adapters"
+"""Key of the adapters' stores in the options."""
+_OPTIONS_OF_ADAPTERS = {
+    *("engine_id", "poll_interval_s", "verify", "num_threads", "allow_shared_store", "forked")
+}
+"""Options that can stand beside the adapters' stores."""
 
 CALL = "dbuffer_call"
 """Method of the workers that a follower calls through ``collective_rpc``."""
@@ -38,13 +46,39 @@ def replica_name(index: int) -> str:
 
 
 def options_of(additional_config: Any) -> EngineOptions | None:
-    """Read the options in ``additional_config["dbuffer"]``, or return None if there are none."""
+    """Read the options in ``additional_config["dbuffer"]``.
+
+    Return None if there are none, or if they are for adapters, which the workers do not follow.
+    """
     settings = engine_settings(additional_config)
-    if not settings:
+    if not settings or ADAPTERS in settings:
         return None
     # Only the follower, in the front end, reads "pause".
     options = {key: value for key, value in settings.items() if key != "pause"}
     return EngineOptions.parse(options, f"additional_config[{BACKEND!r}]")
+
+
+def adapters_of(additional_config: Any) -> dict[str, EngineOptions]:
+    """Read the options of each adapter in ``additional_config["dbuffer"]["adapters"]``, by name.
+
+    Raises:
+        OptionError: a store is invalid, or an option is for models only.
+    """
+    options = dict(engine_settings(additional_config))
+    if ADAPTERS not in options:
+        return {}
+    stores = options.pop(ADAPTERS)
+    if not isinstance(stores, dict) or not stores or "" in stores:
+        checks.refuse(ADAPTERS, stores, "an object with the store of each adapter by its name")
+    if for_models := sorted(options.keys() - _OPTIONS_OF_ADAPTERS):
+        raise OptionError(
+            f"{', '.join(for_models)}: beside {ADAPTERS}, only these options are possible: "
+            f"{', '.join(sorted(_OPTIONS_OF_ADAPTERS))}"
+        )
+    return {
+        name: EngineOptions.parse({**options, "store": store}, f"the adapter {name!r}")
+        for name, store in stores.items()
+    }
 
 
 def engine_settings(additional_config: Any) -> dict[str, Any]:

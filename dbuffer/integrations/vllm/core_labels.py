@@ -35,6 +35,9 @@ READY = "dbuffer_ready"
 """Method of the core that returns whether the engine is ready. The API server that follows calls it
 with True."""
 
+ADAPTER = "dbuffer_adapter"
+"""Attribute of a LoRA request: name and label of an adapter that follows a store."""
+
 ADMITTED = "dbuffer_label"
 """Attribute of vLLM's outputs: encoded label of the weights of the first token."""
 
@@ -124,19 +127,27 @@ def tell_labels(request_state: Any) -> None:
     """Let the outputs of a front end, which ``RequestState`` makes, have decoded labels."""
     if not hasattr(request_state, "track_weight_version"):  # before vLLM 0.32
         return
-    make_output = request_state._new_completion_output  # noqa: SLF001
+    make_output, make_state = request_state._new_completion_output, request_state.__init__  # noqa: SLF001
     if hasattr(make_output, ADMITTED):
         return
 
+    def make_named_state(state: Any, *args: Any, **kwargs: Any) -> None:
+        make_state(state, *args, **kwargs)
+        # By the name of each version, vLLM's metrics would get one more series a version.
+        state.lora_name, _ = getattr(state.lora_request, ADAPTER, (state.lora_name, None))
+
     def make_labeled_output(state: Any, *args: Any, **kwargs: Any) -> Any:
         output = make_output(state, *args, **kwargs)
+        _, of_adapter = getattr(state.lora_request, ADAPTER, (None, None))
         if state.weight_version_starts:
-            setattr(output, ADMITTED, state.weight_version_starts[0][0])
+            encoded = of_adapter.encode() if of_adapter else state.weight_version_starts[0][0]
+            setattr(output, ADMITTED, encoded)
         for span in output.weight_versions or ():
-            label = WeightLabel.decode(span.version)
+            label = of_adapter or WeightLabel.decode(span.version)
             span.version = label.version
             span.run, span.metadata = label.run, label.metadata
         return output
 
     setattr(make_labeled_output, ADMITTED, True)
+    request_state.__init__ = make_named_state
     request_state._new_completion_output = make_labeled_output  # noqa: SLF001

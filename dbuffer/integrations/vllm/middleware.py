@@ -17,21 +17,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dbuffer.engine.background import BackgroundFollower
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import DBufferError, OptionError, UnsupportedError, WaitTimeoutError
-from dbuffer.integrations.vllm.config import engine_settings, options_of
+from dbuffer.integrations.vllm.config import adapters_of, engine_settings, options_of
 from dbuffer.integrations.vllm.core_labels import READY
 from dbuffer.integrations.vllm.follow_vllm import follow
 from dbuffer.integrations.vllm.plugin import log_as_vllm
-from dbuffer.integrations.vllm.requests import Outlook
+from dbuffer.integrations.vllm.requests import AdapterOutlook, Outlook
 from dbuffer.integrations.vllm.responses import observe, serve
 from dbuffer.integrations.vllm.vllm_engine import ask_core
 from dbuffer.runtime.trouble import message_of
+
+if TYPE_CHECKING:
+    from dbuffer.integrations.vllm.adapters import FollowedAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ class FollowStore:
         self._app = app
         self._outlook: Outlook | None = None
         self._follower: BackgroundFollower | None = None
+        self._adapters: list[FollowedAdapter] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a connection; following begins and ends with the lifespan."""
@@ -70,8 +75,9 @@ class FollowStore:
 
         try:
             try:
-                engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
-                await self._start(engine)
+                state = getattr(scope.get("app"), "state", None)
+                engine = getattr(state, "engine_client", None)
+                await self._start(engine, getattr(state, "openai_serving_models", None))
             # If an exception left this, the server would conclude that the application has no
             # lifespan, and serve. The message below ends the server.
             except Exception as error:  # noqa: BLE001
@@ -82,24 +88,34 @@ class FollowStore:
                 await send({"type": "lifespan.startup.failed", "message": message})
                 return
             self._outlook = Outlook(engine, self._follower)
+            for adapter in self._adapters:
+                self._outlook.adapters[adapter.name] = AdapterOutlook(engine, adapter)
             observe(engine)
             await self._app(scope, receive_after_us, send)
         finally:
             await self._end()
 
-    async def _start(self, engine: Any) -> None:
+    async def _start(self, engine: Any, models: Any) -> None:
         """Start to follow, and return once the engine serves the newest version."""
         if engine is None:
             raise UnsupportedError("FollowStore is for vLLM's API server, not for other servers")
         config = engine.vllm_config
+        parallel = config.parallel_config
+        is_shared = getattr(parallel, "_api_process_count", 1) > 1
+        if stores := adapters_of(config.additional_config):
+            if is_shared:
+                raise UnsupportedError(
+                    "adapters need one API server (--api-server-count 1): several servers would "
+                    "change to a version at different times"
+                )
+            await self._start_adapters(stores, engine, models)
+            return
         options = options_of(config.additional_config)
         if options is None:
             raise OptionError(
                 "FollowStore needs a store: --additional-config "
-                '\'{"dbuffer": {"store": directory}}\''
+                '\'{"dbuffer": {"store": directory}}\', or {"adapters": {name: directory}}'
             )
-        parallel = config.parallel_config
-        is_shared = getattr(parallel, "_api_process_count", 1) > 1
         if is_shared and options.until_done:
             raise UnsupportedError(
                 "until_done needs one API server (--api-server-count 1): of several, the first "
@@ -119,14 +135,31 @@ class FollowStore:
         if is_shared:
             await ask_core(engine, None, READY, True)
 
+    async def _start_adapters(
+        self, stores: Mapping[str, EngineOptions], engine: Any, models: Any
+    ) -> None:
+        # Servers without adapters do not import vLLM's LoRA modules.
+        from dbuffer.integrations.vllm import adapters
+
+        adapters.require_slots(
+            engine.vllm_config.lora_config, len(stores) + len(models.lora_requests)
+        )
+        for name, options in stores.items():
+            adapter = adapters.FollowedAdapter(name, options, engine, models)
+            self._adapters.append(adapter)
+            await asyncio.to_thread(adapter.start)
+        adapters.show_adapters_by_name(models)
+
     async def _end(self) -> None:
         """Stop following. An error is logged, so that the server can end."""
         follower, self._follower = self._follower, None
-        if follower is not None:
-            try:
+        try:
+            while self._adapters:
+                await asyncio.to_thread(self._adapters.pop().close)
+            if follower is not None:
                 await follower.aclose()
-            except (DBufferError, OSError) as error:
-                logger.warning("an error occurred when following was stopped: %s", str(error))
+        except (DBufferError, OSError) as error:
+            logger.warning("an error occurred when following was stopped: %s", str(error))
 
 
 async def _wait_for_weights(follower: BackgroundFollower, options: EngineOptions) -> None:

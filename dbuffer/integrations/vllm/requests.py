@@ -15,7 +15,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 from starlette.responses import JSONResponse
@@ -29,6 +29,9 @@ from dbuffer.integrations.vllm.core_labels import LABEL
 from dbuffer.integrations.vllm.vllm_engine import ask_core
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.timing import TIMING
+
+if TYPE_CHECKING:
+    from dbuffer.integrations.vllm.adapters import FollowedAdapter
 
 MIN_VERSION, WAIT_S = "x-weight-min-version", "x-weight-wait-s"
 SPANS = "x-weight-versions"
@@ -118,6 +121,12 @@ class Outlook:
         self._lock = asyncio.Lock()
         self._labels: list[WeightLabel] = []
         self._looked_at = 0.0
+        self.adapters: dict[str, AdapterOutlook] = {}
+        """Outlooks of adapters that follow stores of their own, by the adapters' names."""
+
+    def of(self, model: str | None) -> Outlook:
+        """Return the outlook of the model or adapter that a request names."""
+        return self.adapters.get(model or "", self)
 
     async def refusal(
         self, min_version: int | None, wait_s: float = 0.0
@@ -184,6 +193,18 @@ class Outlook:
     def _require_alive(self) -> None:
         if self._engine.errored:
             raise EngineEndedError("the engine has ended")
+
+
+class AdapterOutlook(Outlook):
+    """Label of an adapter, for requests that wait for a version."""
+
+    def __init__(self, engine: Any, adapter: FollowedAdapter) -> None:
+        super().__init__(engine)
+        self._adapter = adapter
+
+    async def _ask_cores(self) -> list[WeightLabel]:
+        self._require_alive()
+        return [self._adapter.label]
 
 
 async def readiness(outlook: Outlook, requirement: Requirement) -> JSONResponse:

@@ -31,6 +31,7 @@ from dbuffer.errors import OptionError
 from dbuffer.integrations.vllm.core_labels import ADMITTED
 from dbuffer.integrations.vllm.requests import (
     HEADERS,
+    MIN_VERSION,
     SPANS,
     Outlook,
     error_answer,
@@ -165,6 +166,8 @@ async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, 
     try:
         headers = values_by_name(Headers(scope=scope).items(), HEADERS, prefix="x-weight-")
         exchange = Exchange(_wants_spans(path, headers), path not in WITHOUT_CHOICES)
+        if outlook.adapters and MIN_VERSION in headers:
+            outlook = outlook.of(await _model_in(receive, received))
         answering = asyncio.create_task(_answer_to(path, scope, headers, outlook))
         if await _leaves_before(answering, receive, received):
             return
@@ -180,6 +183,18 @@ async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, 
 
     CURRENT.set(exchange)  # this task serves no other request
     await app(scope, receive_again, _Response(exchange, send).send)
+
+
+async def _model_in(receive: Receive, received: list[Message]) -> str | None:
+    """Return the model that a request's JSON names; append the request's messages."""
+    while not received or received[-1].get("more_body", False):
+        received.append(await receive())
+    try:
+        fields = json.loads(b"".join(message.get("body", b"") for message in received))
+    except ValueError:  # vLLM refuses the request
+        return None
+    model = fields.get("model") if isinstance(fields, dict) else None
+    return model if isinstance(model, str) else None
 
 
 async def _leaves_before(
@@ -211,9 +226,9 @@ async def _answer_to(
 ) -> JSONResponse | None:
     """Return dbuffer's answer to a request, or None if vLLM must answer it."""
     if path == "/ready":
-        names = "min_version", "wait_s"
+        names = "min_version", "wait_s", "model"
         values = values_by_name(QueryParams(scope["query_string"]).multi_items(), names)
-        return await readiness(outlook, requirement_in(values, *names))
+        return await readiness(outlook.of(values.get("model")), requirement_in(values, *names[:2]))
     if path == "/weights/done":
         if scope["method"] != "POST":
             return error_answer(_NOT_ALLOWED, "MethodNotAllowed", f"{path} takes POST")

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from dbuffer.engine.contract import PAUSE_MODES, Engine, EngineFacts, PauseMode, WeightLabel
 from dbuffer.engine.server import EngineServer
 from dbuffer.errors import (
+    DBufferError,
     EngineBusyError,
     EngineEndedError,
     EngineUnreachableError,
@@ -195,6 +196,19 @@ class AsyncVllm(Engine):
 
     def set_weight_version(self, label: WeightLabel) -> None:
         self._call("set_weight_version", label.encode())
+
+    def add_adapter(self, request: Any) -> None:
+        """Load the adapter of a ``LoRARequest`` into the engine's slots.
+
+        Raises:
+            EngineUpdateError: the engine refuses the adapter.
+        """
+        try:
+            self._call("add_lora", request)
+        except DBufferError:
+            raise
+        except Exception as error:
+            raise EngineUpdateError(f"the engine refuses {request.lora_path}: {error}") from error
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the engine's cores, or of the replica's core; wait for the result."""

@@ -26,6 +26,7 @@ from dbuffer.integrations.vllm.config import (
     BACKEND,
     CALL,
     EXTENSION,
+    adapters_of,
     default_engine_id,
     engine_settings,
     facts_here,
@@ -199,6 +200,31 @@ def test_an_engines_options_are_those_in_its_configuration(kind):
 def test_wrong_options_of_an_engine_are_named(settings, named):
     with pytest.raises(OptionError, match=named):
         options_of({BACKEND: settings})
+
+
+def test_adapters_have_stores_and_share_some_options():
+    stores = {"one": "/dev/shm/one", "two": "/dev/shm/two"}
+    additional = {BACKEND: {"adapters": stores, "verify": True}}
+    assert adapters_of(additional) == {
+        name: EngineOptions(store=store, verify=True) for name, store in stores.items()
+    }
+    assert options_of(additional) is None, "the workers do not follow adapters"
+    assert adapters_of({BACKEND: {"store": STORE}}) == adapters_of(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        *(({"adapters": wrong}, "invalid adapters") for wrong in (None, {}, [STORE], {"": STORE})),
+        ({"adapters": {"one": 1}}, "store"),
+        ({"adapters": {"one": STORE}, "verify": "yes"}, "verify"),
+        ({"adapters": {"one": STORE}, "store": STORE, "every": 2}, "every, store: beside adapters"),
+    ],
+    ids=str,
+)
+def test_wrong_options_of_adapters_are_named(settings, named):
+    with pytest.raises(OptionError, match=named):
+        adapters_of({BACKEND: settings})
 
 
 def test_the_default_engine_id_can_name_a_record(monkeypatch):

@@ -20,6 +20,7 @@ from dbuffer.integrations.vllm import requests, responses
 from dbuffer.integrations.vllm.core_labels import ADMITTED, label_cores
 from dbuffer.integrations.vllm.requests import (
     HEADERS,
+    AdapterOutlook,
     Outlook,
     requirement_in,
     unmet_by,
@@ -407,6 +408,38 @@ def test_body_that_comes_while_its_request_waits_is_passed_on():
     asked = {"X_Weight_Min_Version": "7", "X_Weight_Wait_S": "60"}
     start, _ = messages_of(app, core, "/v1/completions", receive, **asked)
     assert start["status"] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"model": "adapter"}', 409),
+        (b'{"model": "base"}', 200),
+        (b'{"model": ["adapter"]}', 200),
+        (b'["adapter"]', 200),
+        (b"no JSON", 200),
+    ],
+)
+def test_least_version_is_that_of_the_adapter_which_the_json_names(body, status):
+    """The application gets the whole body again."""
+    parts = [
+        {"type": "http.request", "body": body[:4], "more_body": True},
+        {"type": "http.request", "body": body[4:], "more_body": False},
+    ]
+    left = list(parts)
+
+    async def receive() -> Any:
+        return left.pop(0) if left else await stay()
+
+    async def app(_: Any, receive: Any, send: Any) -> None:
+        assert [await receive() for _ in parts] == parts
+        await answer(_, receive, send)
+
+    outlook = outlook_on(Core(SERVED))
+    adapter: Any = SimpleNamespace(label=WeightLabel("3", RUN))
+    outlook.adapters["adapter"] = AdapterOutlook(outlook._engine, adapter)
+    start, _ = messages_of(app, outlook, "/v1/completions", receive, X_Weight_Min_Version="4")
+    assert start["status"] == status
 
 
 @pytest.mark.timing(alive_check_s=0.01)

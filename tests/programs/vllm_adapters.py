@@ -1,0 +1,311 @@
+"""Program of `test_adapters.py`, which says what it shows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dbuffer
+from dbuffer.integrations.peft import send_adapter
+from dbuffer.testing.waiting import until
+from tests.support.engines import preforked
+from tests.support.engines.tiny_models import make_model, save_model
+from tests.support.engines.vllm_engines import (
+    PROMPTS,
+    greedy_answers,
+    judge,
+    start_llm,
+)
+from tests.support.engines.vllm_servers import FOLLOWS, WAIT_S, Server
+from tests.support.ports import free_port
+from tests.support.soak import is_soak
+from tests.support.waiting import error_of
+
+ADAPTERS = ("one", "two")
+FAMILY = "tied-qwen2"
+RANK = 8
+NUM_STREAMS = 20
+NUM_TOKENS = 100
+EVERY_S = 1.0
+"""Time between two versions of an adapter."""
+NUM_VERSIONS = 60 if is_soak() else 6
+"""Versions of each of two trainers of an adapter."""
+
+
+def model_of(name: str, rank: int = RANK) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "v_proj", "gate_proj"] if name == "one" else ["o_proj", "down_proj"]
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets)
+    return get_peft_model(make_model(FAMILY, 0), config)
+
+
+def train(model: Any, name: str, version: int) -> None:
+    """Make the adapter's weights depend on nothing but its name and version."""
+    generator = torch.Generator().manual_seed(1000 * ADAPTERS.index(name) + version)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_" in parameter_name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def publish(sender: dbuffer.WeightSender, model: Any, name: str, version: int) -> None:
+    train(model, name, version)
+    send_adapter(sender, model, version=version, metadata={"step": 10 * version})
+
+
+def publish_in_turn(directory: Path, first: int, count: int) -> None:
+    """A trainer of both adapters: publish a version of each a second, then wait to be killed."""
+    models = {name: model_of(name) for name in ADAPTERS}
+    with contextlib.ExitStack() as stack:
+        senders = {
+            name: stack.enter_context(dbuffer.WeightSender(directory / name)) for name in ADAPTERS
+        }
+        for version in range(first, first + count):
+            for name, model in models.items():
+                publish(senders[name], model, name, version)
+                time.sleep(EVERY_S / len(ADAPTERS))
+        signal.pause()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A streamed answer, and what the server told of it."""
+
+    name: str
+    prompt: int
+    tokens: list[int]
+    version: int
+    newest: int
+    """Version of the adapter's newest answer that had begun when this one ended."""
+
+
+class Streams:
+    """Clients that ask for one stream after the other until the block ends."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._stop = threading.Event()
+        self._newest = dict.fromkeys(ADAPTERS, 0)
+        self._pool = ThreadPoolExecutor(NUM_STREAMS)
+        self._asking = [self._pool.submit(self._ask, number) for number in range(NUM_STREAMS)]
+
+    def _ask(self, number: int) -> list[Answer]:
+        server = self._server.connected_anew()
+        name, prompt, answers = ADAPTERS[number % 2], number // 2 % len(PROMPTS), []
+        while not self._stop.is_set():
+            least = self._newest[name]
+            response = stream(server, name, prompt, NUM_TOKENS, least)
+            version, tokens = next(response)
+            assert version >= least, "it went back"
+            self._newest[name] = max(version, self._newest[name])
+            for _, more in response:
+                tokens = tokens + more
+            answers.append(Answer(name, prompt, tokens, version, self._newest[name]))
+        return answers
+
+    def stop(self) -> list[Answer]:
+        self._stop.set()
+        with self._pool:
+            return [answer for asking in self._asking for answer in asking.result()]
+
+
+def stream(
+    server: Server, name: str, prompt: int, num_tokens: int, least: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield the version of an answer and each chunk's tokens; check what the answer tells."""
+    question = question_of(name, prompt, num_tokens) | {"stream": True}
+    headers = {"X-Weight-Versions": "true"}
+    if least:
+        headers["X-Weight-Min-Version"] = str(least)
+    path = "/v1/completions"
+    with server.client.stream("POST", path, json=question, headers=headers) as response:
+        assert response.status_code == 200, response.read()
+        told, count = response.headers, 0
+        version = int(told["x-weight-version"])
+        assert json.loads(told["x-weight-metadata"]) == {"step": 10 * version}
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            assert chunk["model"] == name
+            [choice] = chunk["choices"]
+            yield version, list(choice["token_ids"] or ())
+            count += len(choice["token_ids"] or ())
+            if choice["finish_reason"] is not None:
+                [span] = choice["weight_versions"]
+                assert (span["start"], span["end"]) == (0, count) == (0, num_tokens)
+                assert span["version"] == str(version)
+                assert span["run"] == told["x-weight-run"]
+
+
+def question_of(name: str, prompt: int, num_tokens: int) -> dict[str, Any]:
+    return {
+        "model": name,
+        "prompt": PROMPTS[prompt],
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "detokenize": False,
+    }
+
+
+def start(checkpoint: Path, log: Path, *, max_loras: int, **options: Any) -> Server:
+    directory = log.parent
+    stores = {name: str(directory / name) for name in ADAPTERS}
+    settings = {"dbuffer": {"adapters": stores, **options}}
+    flags = ("--enable-lora", "--max-loras", str(max_loras), "--max-lora-rank", str(RANK))
+    more = ("--max-num-seqs", str(NUM_STREAMS), "--max-model-len", "256")
+    follows = ("--additional-config", json.dumps(settings), *FOLLOWS)
+    return Server(checkpoint, log, *flags, *more, *follows, port=free_port())
+
+
+def follow_adapters(directory: Path) -> None:
+    checkpoint = save_model(FAMILY, 0, directory)
+    server = start(checkpoint, directory / "server.log", max_loras=3, engine_id="e")
+    server.wait_ready()
+    follow_first_versions(server, directory)
+    answers = stream_while_trainers_publish(server, directory)
+    answers += keep_old_version_in_place_of_a_bad_one(server, directory)
+    assert server.terminate() == (0, [])
+    compare(answers, checkpoint, directory)
+
+
+def follow_first_versions(server: Server, directory: Path) -> None:
+    """Before its first version, an adapter is no model of the server."""
+    base = server.client.post("/v1/completions", json=question_of("policy", 0, 4))
+    assert (base.status_code, base.headers["x-weight-version"]) == (200, "default")
+    question = question_of("one", 0, 4)
+    assert server.client.post("/v1/completions", json=question).status_code == 404
+    needed = {"X-Weight-Min-Version": "1"}
+    refused = server.client.post("/v1/completions", json=question, headers=needed)
+    assert refused.status_code == 409, refused.text
+    assert refused.json()["error"]["message"] == "this engine has version unknown, and not yet 1"
+    assert server.status_of("GET", "/ready?min_version=1&model=one") == 503
+    assert server.status_of("GET", "/ready") == 200
+    with ThreadPoolExecutor(1) as pool:
+        patient = needed | {"X-Weight-Wait-S": "60"}
+        waiting = pool.submit(server.client.post, "/v1/completions", json=question, headers=patient)
+        for name in ADAPTERS:
+            with dbuffer.WeightSender(directory / name) as sender:
+                publish(sender, model_of(name), name, 1)
+                sender.wait_applied(1, receivers=["e"], timeout_s=WAIT_S)
+        assert waiting.result().headers["x-weight-version"] == "1"
+    assert server.status_of("GET", "/ready?min_version=1&model=one") == 200
+    assert server.status_of("GET", "/ready?min_version=2&model=one") == 503
+    assert [card["id"] for card in server.get("/v1/models")["data"]] == ["policy", *ADAPTERS]
+
+
+def stream_while_trainers_publish(server: Server, directory: Path) -> list[Answer]:
+    """Two trainers, one after the other; the first is killed between its two last publishes."""
+    streams = Streams(server)
+    try:
+        for first in (2, 2 + NUM_VERSIONS):
+            arguments = [__file__, str(directory), "publish", str(first), str(NUM_VERSIONS)]
+            trainer = preforked.start(arguments, env=dict(os.environ), output=directory / "t.log")
+            last = first + NUM_VERSIONS - 1
+            try:
+                wait_ready(server, ADAPTERS[0], last, WAIT_S)
+                if first > 2:
+                    wait_ready(server, ADAPTERS[1], last, WAIT_S)
+            finally:
+                trainer.kill()
+                trainer.wait(WAIT_S)
+    finally:
+        answers = streams.stop()
+    for name in ADAPTERS:
+        versions = {answer.version for answer in answers if answer.name == name}
+        assert len(versions) >= NUM_VERSIONS, "there were few versions to take for another"
+    overtaken = [answer for answer in answers if answer.newest > answer.version]
+    assert len(overtaken) >= 5, "few requests were in flight when a version came"
+    return answers
+
+
+def wait_ready(server: Server, name: str, version: int, timeout_s: float) -> None:
+    path = f"/ready?model={name}&min_version={version}"
+    until(path, lambda: server.status_of("GET", path) == 200, timeout_s, 0.05)
+
+
+def keep_old_version_in_place_of_a_bad_one(server: Server, directory: Path) -> list[Answer]:
+    """The engine refuses a version; the sender is told so, and the next version is served."""
+    last = 2 * NUM_VERSIONS + 1
+    with dbuffer.WeightSender(directory / "one") as sender:
+        publish(sender, model_of("one", 2 * RANK), "one", last + 1)
+        error = error_of(lambda: sender.wait_applied(last + 1, receivers=["e"], timeout_s=WAIT_S))
+        assert error is not None
+        assert re.search("the engine refuses .*rank 16", error), error
+        answers = [answer_of(server, "one", last)]
+        publish(sender, model_of("one"), "one", last + 2)
+        sender.wait_applied(last + 2, receivers=["e"], timeout_s=WAIT_S)
+        answers.append(answer_of(server, "one", last + 2))
+    return answers
+
+
+def answer_of(server: Server, name: str, version: int) -> Answer:
+    chunks = list(stream(server, name, 3, NUM_TOKENS, 0))
+    assert {told for told, _ in chunks} == {version}
+    return Answer(name, 3, [token for _, some in chunks for token in some], version, version)
+
+
+def compare(answers: list[Answer], checkpoint: Path, directory: Path) -> None:
+    """Compare every token with that of an engine that loads the versions as peft saves them."""
+    from vllm.lora.request import LoRARequest
+
+    versions = sorted({(answer.name, answer.version) for answer in answers})
+    fresh = start_llm(
+        checkpoint,
+        how="none",
+        enable_lora=True,
+        max_lora_rank=RANK,
+        max_loras=4,
+        enable_prefix_caching=False,
+    )
+    expected: dict[tuple[str, int], list[list[int]]] = {}
+    for number, (name, version) in enumerate(versions, 1):
+        model, path = model_of(name), directory / f"{name}-{version}-of-peft"
+        train(model, name, version)
+        model.save_pretrained(path)
+        request = LoRARequest(path.name, number, str(path))
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        expected[name, version] = greedy_answers(
+            fresh, prompts, max_tokens=NUM_TOKENS, lora_request=request
+        )
+    for answer in answers:
+        assert answer.tokens == expected[answer.name, answer.version][answer.prompt], answer
+    assert len({str(tokens) for tokens in expected.values()}) == len(expected)
+
+
+def require_refused(directory: Path) -> None:
+    """Start a server with as many slots as adapters, which must not come up."""
+    checkpoint, log = save_model(FAMILY, 0, directory), directory / "refused.log"
+    server = start(checkpoint, log, max_loras=2)
+    assert server.wait_end() > 0
+    [line] = [line for line in server.log().splitlines() if "this server does not start" in line]
+    assert "--enable-lora --max-loras 3" in line
+
+
+def run(directory: Path, role: str, *arguments: str) -> None:
+    match role:
+        case "follow":
+            follow_adapters(directory)
+        case "refused":
+            require_refused(directory)
+        case "publish":
+            publish_in_turn(directory, *map(int, arguments))
+
+
+if __name__ == "__main__":
+    judge(run)
