@@ -19,7 +19,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import secrets
 import threading
@@ -54,36 +53,6 @@ _followers: weakref.WeakValueDictionary[tuple[str, str], Follower] = weakref.Wea
 """This process's followers, by the id of an engine's start and the suffix of the replica."""
 
 
-class _State(enum.Enum):
-    """State of a follower: whether it knows its engine's weights, and whether it must end a pause.
-
-    Only the events in :data:`_AFTER` change the state.
-    """
-
-    NEW = "following has not begun"
-    SERVING = "the engine serves the version that its record names"
-    PAUSED = "as SERVING, in this follower's pause"
-    UNKNOWN = "the engine may serve any weights, or follow no store: following must begin again"
-    LOADING = "as UNKNOWN, in this follower's pause"
-
-
-_NEW, _SERVING, _PAUSED, _UNKNOWN, _LOADING = _State
-
-_AFTER = {
-    "known": {_NEW: _SERVING, _UNKNOWN: _SERVING, _LOADING: _PAUSED},
-    "lost": {**dict.fromkeys(_State, _UNKNOWN), _NEW: _NEW, _PAUSED: _LOADING, _LOADING: _LOADING},
-    "paused": {**dict.fromkeys(_State, _LOADING), _SERVING: _PAUSED, _PAUSED: _PAUSED},
-    "resumed": {**dict.fromkeys(_State, _UNKNOWN), _SERVING: _SERVING, _PAUSED: _SERVING},
-}
-"""State after each event, by the state before it.
-
-* ``known``: the ranks follow the store, and the engine's record is right about its weights;
-* ``lost``: this is no longer certain;
-* ``paused``: this follower began a pause;
-* ``resumed``: this follower has no pause to end.
-"""
-
-
 class Follower(Closing):
     """Switches one engine on demand. Made by :func:`follow`.
 
@@ -103,7 +72,12 @@ class Follower(Closing):
         self._pause_mode: PauseMode = pause
         self._view: StoreView | None = None
         self._report = FollowerReport()
-        self._state = _NEW
+        self._is_new = True
+        """Whether following has not begun yet."""
+        self._is_certain = False
+        """Whether the ranks follow the store, and the engine's record is known to be right."""
+        self._owes_resume = False
+        """Whether this follower began a pause that has not ended."""
         self._record: ReceiverRecord | None = None
         """The engine's record as last read, or None if there was no record."""
         self._set_label: WeightLabel | None = None
@@ -112,19 +86,6 @@ class Follower(Closing):
         """Version that the last attempt failed to switch to, or None."""
         self._done_with: Lineage | None = None
         """Version that the engine served at the last call of :meth:`done`, or None."""
-
-    def _note(self, event: str) -> None:
-        self._state = _AFTER[event][self._state]
-
-    @property
-    def _is_certain(self) -> bool:
-        """Whether the ranks follow the store, and the engine's record is known to be right."""
-        return self._state in (_SERVING, _PAUSED)
-
-    @property
-    def _owes_resume(self) -> bool:
-        """Whether this follower began a pause that has not ended."""
-        return self._state in (_PAUSED, _LOADING)
 
     @property
     def _applied(self) -> Lineage | None:
@@ -204,8 +165,7 @@ class Follower(Closing):
             EngineUpdateError: the ranks cannot follow the store now.
             EngineUnreachableError: the engine is a server and does not answer.
         """
-        is_new = self._state is _NEW
-        self._note("lost")  # until the ranks have begun
+        self._is_certain = False  # until the ranks have begun
         facts = self._engine.facts()
         was_paused = self._engine.is_paused()
         options = self._options_for(facts)
@@ -225,9 +185,9 @@ class Follower(Closing):
         view.is_kept = options.until_done and is_in_use
         if self._applied is None and WeightLabel(self._engine.weight_version()).number is not None:
             self._label(WeightLabel())  # the label was of another store, or of lost weights
-        if was_paused and is_new:
+        if was_paused and self._is_new:
             self._end_pause_left(view.engine_id)
-        self._note("known")
+        self._is_new, self._is_certain = False, True
         until = "" if self._applied else " until a version is there and loaded"
         message = "%s follows %s, and serves %s%s"
         logger.info(message, view.engine_id, options.read_store, self.weights, until)
@@ -269,7 +229,7 @@ class Follower(Closing):
         view = self._view
         if view is not None and self._is_certain:
             self._refresh_applied(view)
-        if view is None or not self._is_certain or self.has_restarted():
+        if view is None or not self._is_certain or self._has_restarted(view):
             self.start()
         elif view.has_lost_ranks():  # something ended their following
             begin = RankRequest("begin", options=view.options, takes_over=False)
@@ -285,7 +245,7 @@ class Follower(Closing):
         """Send a ``begin`` to the ranks, in a pause of this follower's if the engine needs one."""
         with contextlib.ExitStack() as pause:
             if facts.begins_paused and (self._engine.has_own_pause or not was_paused):
-                self._note("paused")
+                self._owes_resume = True
                 pause.callback(self._resume)
                 with self._translating("pause"):
                     self._engine.pause("keep")
@@ -294,7 +254,7 @@ class Follower(Closing):
 
     def _resume(self) -> None:
         self._engine.resume()
-        self._note("resumed")
+        self._owes_resume = False
 
     def _refresh_applied(self, view: StoreView) -> None:
         """Read the engine's record again, to see whether the engine still has its version."""
@@ -320,13 +280,13 @@ class Follower(Closing):
             self._label(WeightLabel.of(applied, record.metadata if record else {}))
         self._record = record
 
-    def has_restarted(self) -> bool:
+    def _has_restarted(self, view: StoreView) -> bool:
         """Whether the engine was restarted since following began. Only a server can be."""
-        if self._view is None or not self._engine.is_server:
+        if not self._engine.is_server:
             return False
         if self.applied is not None:
             return self._engine.weight_version() != str(self.applied)
-        return self._engine.facts().instance_id != self._view.facts.instance_id
+        return self._engine.facts().instance_id != view.facts.instance_id
 
     # Switching
 
@@ -470,7 +430,7 @@ class Follower(Closing):
             if isinstance(error, errors.EngineBusyError) and not self._engine.has_own_pause:
                 # There is no pause to end: the engine fell asleep, and must not compute before it
                 # is woken; or another program has resumed it.
-                self._note("resumed")
+                self._owes_resume = False
             # Raise the load's error, which says more than an error from resuming.
             try:
                 self._label_and_resume()
@@ -502,7 +462,7 @@ class Follower(Closing):
         """
         engine = self._engine
         if engine.has_own_pause or not engine.is_paused():
-            self._note("paused")  # before the call: even if it fails, the pause may have begun
+            self._owes_resume = True  # before the call: even if it fails, the pause may have begun
         else:
             # Another program's pause. Pause again below: its mode may treat requests differently.
             engine.do(RankRequest("awake"))
@@ -520,7 +480,7 @@ class Follower(Closing):
         """
         attempt = secrets.token_hex(8)
         update = _update_to(goal, attempt)
-        self._note("lost")  # until the record says how the attempt ended
+        self._is_certain = False  # until the record says how the attempt ended
         started = time.monotonic()
         error: Exception | None = None
         record: ReceiverRecord | None = None
@@ -564,15 +524,15 @@ class Follower(Closing):
             return None
         self._adopt_and_label(record)
         if not record.is_broken:
-            self._note("known")
+            self._is_certain = True
         return record
 
     def _acknowledge(self) -> None:
         """Have the engine's record written into the store. After a failure, start again."""
-        self._note("lost")  # until all ranks have answered
+        self._is_certain = False  # until all ranks have answered
         with self._translating("acknowledge its version"):
             self._engine.do(RankRequest("acknowledge"))
-        self._note("known")
+        self._is_certain = True
 
     def _label_and_resume(self) -> None:
         """End this follower's pause. If the weights are uncertain, first label them as unknown.
@@ -647,8 +607,7 @@ class Follower(Closing):
             once._forget()
             if once._view is not None:
                 once._view.close()
-            if once._owes_resume:
-                self._note("paused")
+            self._owes_resume |= once._owes_resume
             self.start()
 
     def done(self) -> None:
@@ -664,7 +623,7 @@ class Follower(Closing):
 
     def _note_failure(self, error: Exception, version: int | None) -> None:
         if isinstance(error, errors.EngineUnreachableError) and self._engine.is_server:
-            self._note("lost")  # the server may have been restarted
+            self._is_certain = False  # the server may have been restarted
         self._failed = version
         self._report.failed(version, is_engine_known=self._is_certain)
 
@@ -700,7 +659,7 @@ class Follower(Closing):
         if self._view is not None:
             with self._translating("stop following"):
                 self._engine.do(RankRequest("end"))
-        self._note("lost")  # a later sync must start again
+        self._is_certain = False  # a later sync must start again
 
     def close(self) -> None:
         """Stop following. The engine keeps its weights, and its ranks go on staging versions.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -235,7 +235,7 @@ class RankModel:
         name = str(self._random.choice(list(plan.traced)))
         sources = {op.source for op in plan.traced[name].ops}
         try:
-            part = {n: t for n, t in tensors.items() if n in sources}
+            part = [(n, t) for n, t in tensors.items() if n in sources]
             loaded = self._check.loaded(name, self._for_loaders(part))
         # Some models' loaders do not load a few tensors alone.
         except Exception as error:  # noqa: BLE001
@@ -365,14 +365,14 @@ class RankModel:
         self._forget()
         self._rewritten = trace.rewritten
         if switch is None or switch.plan is not self._plan:
-            self._load(tensors, partial=False)
+            self._load(tensors.items(), partial=False)
             return
         if self._num_verifications == _MAX_VERIFICATIONS:
             self._set_aside(
                 f"copies were verified {_MAX_VERIFICATIONS} times, and not for long: integers "
                 "change, parameters move, or reloads do more than copy"
             )
-            self._load(tensors, partial=False)
+            self._load(tensors.items(), partial=False)
             return
         plan, started = switch.plan, time.monotonic()
         self._num_verifications += 1
@@ -430,18 +430,20 @@ class RankModel:
 
     def _reload_part(self, switch: PreparedSwitch) -> None:
         if reloaded := switch.reloaded:
-            self._load(reloaded, partial=True)
+            self._load(reloaded.items(), partial=True)
 
-    def _load(self, tensors: Tensors, *, partial: bool) -> None:
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
         self._rank.load(self._for_loaders(tensors), partial=partial)
         # Some heads keep a float32 copy of their weight, and renew it if this counter went up.
         # vLLM's reload, which writes to `param.data`, and direct copies leave it unchanged.
         increment_version(self._model.parameters())
 
-    def _for_loaders(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def _for_loaders(
+        self, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors for loaders. A tensor that loaders write into is copied first."""
         # Later loads and copies use these tensors again, so they must stay as published.
-        for name, tensor in tensors.items():
+        for name, tensor in tensors:
             yield name, tensor.clone() if name in self._rewritten else tensor
 
     def _drop_plan(self) -> None:

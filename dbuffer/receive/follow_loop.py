@@ -27,7 +27,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
@@ -107,17 +106,6 @@ def wait_until_newer(
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Failed attempt."""
-
-    error: Exception
-    version: int | None
-    """Version that could not be used, or None if the store could not be read."""
-    retry_at: float | None
-    """Time of the next attempt, or None to wait for a newer version."""
-
-
 class FollowLoop(RetryLoop):
     """Attempts of one follower, with retries. Only :meth:`retry_now` is thread-safe.
 
@@ -127,7 +115,6 @@ class FollowLoop(RetryLoop):
         logger: the follower's logger.
         forked: reaction to a fork from the version that the receiver has seen. ``"follow"``: log
             the fork, and follow it. ``"refuse"``: treat the fork like any other failure.
-            ``"raise"``: treat the fork as a final error.
         final: errors that end the loop: they leave the block of an attempt.
         stop: ends waits. An error in an attempt is ignored if this event is set.
     """
@@ -138,7 +125,7 @@ class FollowLoop(RetryLoop):
         doing: str,
         logger: logging.Logger,
         *,
-        forked: Forked | Literal["raise"] = "refuse",
+        forked: Forked = "refuse",
         final: tuple[type[Exception], ...] = (),
         stop: threading.Event | None = None,
     ) -> None:
@@ -151,8 +138,13 @@ class FollowLoop(RetryLoop):
         self._is_exact = False
         self.has_forked = False
         """Whether the last attempt found a fork, which the receiver now follows."""
-        self.failure: Failure | None = None
-        """Last failure, or None if an attempt has succeeded since."""
+        self.failed_version: int | None = None
+        """Version that the last failed attempt could not use, or None if it could not read the
+        store."""
+        self.is_failing = False
+        """Whether no attempt has succeeded since the last failure."""
+        self._retry_at: float | None = None
+        """Time of the next attempt to use that version, or None to wait for a newer version."""
 
     def attempt(self) -> Self:
         """Begin an attempt, for a ``with`` block."""
@@ -191,15 +183,11 @@ class FollowLoop(RetryLoop):
         """Note that the version was used: clear the failure and the reported problem."""
         if self.succeeded(f"{self._doing} {self._receiver.store}"):
             self._receiver.record.write(problem=None, problem_version=None)
-        self.failure = None
+        self.is_failing = False
 
     def retry_now(self) -> None:
         """Make the next attempt without backoff. Any thread can call this method."""
         self._is_due = True
-
-    def _is_final(self, error: Exception) -> bool:
-        is_refused = self._forked == "raise" and _is_fork(error)
-        return is_refused or super()._is_final(error)
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, errors.SnapshotEvictedError):
@@ -224,8 +212,8 @@ class FollowLoop(RetryLoop):
         self._back_off(error, problem, is_short=version is None, is_lasting=is_lasting)
         # The error's frames keep a mapping alive, and with it the space of a removed file.
         traceback.clear_frames(error.__traceback__)
-        retry_at = None if is_lasting else time.monotonic() + self.retry_s
-        self.failure = Failure(error, version, retry_at)
+        self.is_failing, self.failed_version = True, version
+        self._retry_at = None if is_lasting else time.monotonic() + self.retry_s
         self._receiver.record.count(failures=1)
         problem_version = None if version is None or last_seen is None else last_seen.at(version)
         self._receiver.record.write_problem(error, problem_version)
@@ -235,27 +223,23 @@ class FollowLoop(RetryLoop):
     ) -> int | None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         is_due, self._is_due = self._is_due, False
-        if self.failure is not None:
-            left_s = _time_until(0.0 if is_due else self.failure.retry_at, deadline)
-            version = self._wait_to_retry(self.failure, newer_than, left_s, interrupt)
+        if self.is_failing:
+            left_s = _time_until(0.0 if is_due else self._retry_at, deadline)
+            version = self._wait_to_retry(newer_than, left_s, interrupt)
             if version is not None or interrupt.is_set():
                 return version
         return self._receiver.wait_for_version(newer_than, _time_until(deadline), interrupt)
 
     def _wait_to_retry(
-        self,
-        failure: Failure,
-        newer_than: int | None,
-        left_s: float | None,
-        interrupt: threading.Event,
+        self, newer_than: int | None, left_s: float | None, interrupt: threading.Event
     ) -> int | None:
         """Wait until the backoff ends; return None, or a newer version if one is published first.
 
         Newer means newer than the version that failed.
         """
-        if failure.version is not None:
+        if self.failed_version is not None:
             # If the caller waits for one exact version, a newer one does not end the backoff.
-            above = MAX_INTEGER if self._is_exact else max(failure.version, newer_than or 0)
+            above = MAX_INTEGER if self._is_exact else max(self.failed_version, newer_than or 0)
             return self._receiver.wait_for_version(above, left_s, interrupt)
         if not interrupt.wait(left_s):
             # Look at once whether the store can be read again: a new version may never come.

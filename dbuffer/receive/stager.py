@@ -734,20 +734,16 @@ class Stager(ProcessBound):
     def _settle(self, request: _Request | None) -> None:
         """Pass the result of an attempt that was made for ``request`` on to the waiting call."""
         with self._condition:
-            failure = None if self._loop.error is None else self._loop.failure
-            if failure is not None:
+            error, version = self._loop.error, self._loop.failed_version
+            if error is not None:
                 self._receiver.reader.unmap()  # the store may have been removed
-            if self._loop.has_forked:
-                self._applied = None
-                self._drop_unless_taken()
-                self._receiver.record.write()
-            elif failure is not None and self._request is not None:
+            if error is not None and self._request is not None:
                 if self._request is not request:
                     # The waiting call was made during the attempt; the cause may be gone by now.
                     self._loop.retry_now()
                 # A store that cannot be read concerns every request.
-                elif failure.version is None or request.concerns(failure.version):
-                    request.error = failure.error
+                elif version is None or request.concerns(version):
+                    request.error = error
             self._condition.notify_all()
 
 

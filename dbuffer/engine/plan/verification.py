@@ -10,7 +10,7 @@ loads the version, which changes everything that derives from a loaded value. Af
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +49,7 @@ class Verifier:
 
     model: torch.nn.Module
     """The model that serves."""
-    reload: Callable[[Tensors], None]
+    reload: Callable[[Iterable[tuple[str, torch.Tensor]]], None]
     """Function that reloads all of the model."""
     reload_part: Callable[[PreparedSwitch], None]
     """Function that reloads the layers that a switch leaves to the reload."""
@@ -71,19 +71,25 @@ class Verifier:
         """
         plan = switch.plan
         plan.verified_for = None
-        stand_ins = StandIns(tensors, plan.reloaded_sources, self.random)
+
+        def stand_ins() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors.items():
+                number = float(self.random.uniform(*_RANGE))
+                is_reloaded = name in plan.reloaded_sources
+                yield name, _stand_in(tensor, number, is_reloaded=is_reloaded)
+
         # A model may contain anything. A switch must not fail because a part cannot be inspected.
         try:
-            self.reload(stand_ins)
+            self.reload(stand_ins())
             # Reload the part as a switch does: later changes by a reload of the model must show.
             self.reload_part(switch)
             before = self._fingerprint(switch)
         except Exception as error:
-            self.reload(tensors)
+            self.reload(tensors.items())
             reason = "stand-ins for a version's values cannot be loaded"
             raise UnverifiableError(reason, error) from error
         # After the stand-ins, this reload changes everything that derives from a loaded value.
-        self.reload(tensors)
+        self.reload(tensors.items())
         try:
             mismatch = self._mismatch(switch, before)
             if not mismatch and switch.reloaded:
@@ -93,7 +99,11 @@ class Verifier:
                 "the results of a reload and of copies cannot be compared", error
             ) from error
         if not mismatch:
-            plan.verified_for = {name: digest_of(tensors[name]) for name in stand_ins.unvaried()}
+            plan.verified_for = {
+                name: digest_of(tensors[name])
+                for name, stand_in in stand_ins()
+                if not _is_varied(tensors[name], stand_in)
+            }
         return mismatch
 
     def _fingerprint(self, switch: PreparedSwitch) -> ModelFingerprint:
@@ -127,11 +137,11 @@ class Verifier:
             self.reload_part(switch)
             changed = switch.mismatches(self.copier)
         except Exception:
-            self.reload(tensors)
+            self.reload(tensors.items())
             raise
         if not changed:
             return {}
-        self.reload(tensors)
+        self.reload(tensors.items())
         reason = f"reloading a part changes {listed(list(changed))} too"
         return dict.fromkeys(switch.plan.reloaded, reason)
 
@@ -150,51 +160,34 @@ def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
     return layers
 
 
-class StandIns(Mapping[str, torch.Tensor]):
-    """Tensors with the forms of a version's tensors and other elements, made at each access.
+def _stand_in(tensor: torch.Tensor, number: float, *, is_reloaded: bool) -> torch.Tensor:
+    """Return a tensor of the same form with other elements, or the tensor if it has none to vary.
 
-    * A floating-point tensor is filled with a single number, and takes no memory.
+    * A floating-point tensor is filled with ``number``, or with twice the number if the tensor
+      begins with it, and takes no memory.
     * Integers may be indices or codes, so a matrix of integers gets only integers that it has
       already: in another order, and one of them more often, since a model may derive a value from
       their order or from their sum.
-    * Other tensors of integers stay unchanged, unless they are ``reloaded`` with each switch.
+    * Other tensors of integers stay unchanged, unless they are reloaded with each switch.
     """
-
-    def __init__(
-        self, tensors: Tensors, reloaded: Collection[str], random: np.random.Generator
-    ) -> None:
-        self._tensors, self._reloaded = tensors, reloaded
-        self._number = {name: float(random.uniform(*_RANGE)) for name in tensors}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._tensors[name]
-        if not tensor.numel():
-            return tensor
-        if _has_numbers(tensor):
-            value = torch.tensor(self._number[name]).to(tensor.dtype)
-            if tensor[(0,) * tensor.dim()].float() == value.float():
-                value = (2 * value.float()).to(tensor.dtype)
-            return value.expand(tensor.shape)
-        if name in self._reloaded:
-            return tensor[(-1,) * tensor.dim()].expand(tensor.shape)
-        if tensor.dim() < 2:
-            return tensor
-        codes = as_integers(tensor).flatten().flip(0)
-        codes[: len(codes) // 2] = codes[0]
-        return codes.view(tensor.shape).view(tensor.dtype)
-
-    def unvaried(self) -> list[str]:
-        """Return the names of tensors that have most elements in common with their stand-ins."""
-        return [name for name, tensor in self._tensors.items() if not _differ(tensor, self[name])]
+    if not tensor.numel():
+        return tensor
+    if _has_numbers(tensor):
+        value = torch.tensor(number).to(tensor.dtype)
+        if tensor[(0,) * tensor.dim()].float() == value.float():
+            value = (2 * value.float()).to(tensor.dtype)
+        return value.expand(tensor.shape)
+    if is_reloaded:
+        return tensor[(-1,) * tensor.dim()].expand(tensor.shape)
+    if tensor.dim() < 2:
+        return tensor
+    codes = as_integers(tensor).flatten().flip(0)
+    codes[: len(codes) // 2] = codes[0]
+    return codes.view(tensor.shape).view(tensor.dtype)
 
 
-def _differ(tensor: torch.Tensor, stand_in: torch.Tensor) -> bool:
+def _is_varied(tensor: torch.Tensor, stand_in: torch.Tensor) -> bool:
+    """Whether most elements of a tensor differ from its stand-in's."""
     if stand_in is tensor or _has_numbers(tensor):
         return stand_in is not tensor
     return 2 * int((as_integers(tensor) == as_integers(stand_in)).sum()) <= tensor.numel()
