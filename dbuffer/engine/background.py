@@ -27,13 +27,10 @@ _SERVER_CLOSE_S = 30.0
 class BackgroundFollower(Closing):
     """Keeps an engine, or each of its replicas, on the newest version. Made by :func:`follow`.
 
-    Each replica has its own thread and switches on its own, while the other replicas serve. A
-    failure is logged, counted, and retried with backoff. Until a retry succeeds, the engine serves
-    its old weights under their label. A thread ends when the follower is closed, or when an engine
-    in this process is dead, which is logged once.
-
-    Args:
-        *replicas: one follower for each replica, not started.
+    Each replica has its own thread and switches while the others serve. A failure is logged,
+    counted, and retried with backoff. Until a retry succeeds, the engine serves its old weights
+    under their label. A thread ends when the follower is closed, or when an engine in this process
+    is dead, which is logged once.
 
     Raises:
         OptionError, UnsupportedError, StoreBusyError: see :meth:`Follower.start`.
@@ -43,7 +40,6 @@ class BackgroundFollower(Closing):
         for follower in replicas:
             follower.require_followable()
         self.replicas = replicas
-        """One follower for each replica."""
         self._stop = threading.Event()
         self._attempted = threading.Condition()
         """Notified after each attempt, and when a thread ends."""
@@ -66,10 +62,7 @@ class BackgroundFollower(Closing):
 
     @property
     def applied(self) -> int | None:
-        """Number of the version that the engine serves. With replicas: their oldest version.
-
-        None if the weights of the engine, or of any replica, did not come from the store.
-        """
+        """Number of the version that the engine serves, or None. With replicas: the oldest."""
         applied = [follower.applied for follower in self.replicas]
         return None if None in applied else min(filter(None, applied))
 
@@ -88,7 +81,6 @@ class BackgroundFollower(Closing):
         """Wait until the engine serves ``version`` or a later one; return the version served.
 
         Raises:
-            OptionError: a value is invalid.
             WaitTimeoutError: the engine did not switch in time, or its thread has ended; the
                 message has the last problem.
         """
@@ -122,8 +114,7 @@ class BackgroundFollower(Closing):
     async def wait_started_async(self) -> None:
         """Wait until the engine serves the version that was newest when following began.
 
-        Raises:
-            DBufferError: error of an attempt that failed.
+        Raise the error of an attempt that failed.
         """
 
         def wait() -> None:
@@ -135,17 +126,14 @@ class BackgroundFollower(Closing):
             raise self.error
 
     def done(self) -> None:
-        """Let the engine leave the version that it keeps because of ``until_done``.
-
-        The engine looks for the next version within ``poll_interval_s``.
-        """
+        """Let the engine leave the version that it keeps because of ``until_done``."""
         for follower in self.replicas:
             follower.done()
 
     def close(self) -> None:
         """Stop following, after the switch in progress; the engine's event loop must run.
 
-        A server that does not answer is given 30 seconds to end its switch.
+        A server that does not answer is given 30 seconds.
         """
         self._stop.set()
         with contextlib.ExitStack() as stack:
@@ -196,7 +184,6 @@ class BackgroundFollower(Closing):
 
 
 def _end(follower: Follower, thread: threading.Thread) -> None:
-    """Wait until a follower's thread has ended, and close the follower."""
     end = time.monotonic() + (_SERVER_CLOSE_S if follower.drives_server else math.inf)
     # In short waits: a signal that comes just before a wait is handled only after it.
     while thread.is_alive() and time.monotonic() < end:

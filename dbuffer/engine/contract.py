@@ -1,18 +1,10 @@
 """The contract of an engine: `Engine` where it is driven, `EngineRank` in each of its processes.
 
-A follower calls the methods of `Engine` in this order:
+A follower calls `facts` and a `begin` request once. For each version it then calls a `reserve`
+request, `pause`, an `update` request, `set_weight_version`, `resume`, and an `acknowledge` request.
 
-1. once: `facts`, and `call` with a `begin` request;
-2. for each version: `call` with a `reserve` request, `pause`, `call` with an `update` request,
-   `set_weight_version`, `resume`, and `call` with an `acknowledge` request;
-3. at the end: `close`.
-
-Each request reaches the `RankEndpoint` of every rank. The endpoint makes an `EngineRank`, gets a
-`ShapeCheck` from it, and lets it load in an update. `ModelState` says which version the rank has.
-
-The engine labels its responses with a `WeightLabel`. Its weights may come from elsewhere than the
-store: from its checkpoint, or from another program's load. A sleep may have lost them. In these
-cases the engine's record names no version, and its label is :data:`UNKNOWN_VERSION`.
+The engine labels its responses with a `WeightLabel`. If its weights are its checkpoint's, another
+program's, or lost in a sleep, its record names no version, and its label is `UNKNOWN_VERSION`.
 """
 
 from __future__ import annotations
@@ -134,7 +126,7 @@ PAUSE_MODES = ("keep", "wait", "abort")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """Facts about one start of an engine that a follower needs."""
+    """Facts about one start of an engine."""
 
     instance_id: str
     """Id of this start of the engine."""
@@ -151,10 +143,7 @@ class EngineFacts:
 
 
 class Engine:
-    """An engine that can follow a store. :meth:`call` is the only way to its ranks.
-
-    The defaults fit an engine in this process that does nothing between two calls.
-    """
+    """An engine that can follow a store. :meth:`call` is the only way to its ranks."""
 
     is_server: bool = False
     """Whether the engine runs outside this process. It can then be restarted while it is followed,
@@ -176,16 +165,10 @@ class Engine:
         return False
 
     def require_pause(self, mode: PauseMode) -> None:
-        """Raise if the engine cannot be paused in this mode.
-
-        Raises:
-            OptionError: this kind of engine does not have the mode.
-            UnsupportedError: this engine was started in a way that excludes the mode.
-        """
+        """Raise if this kind of engine, or the way it was started, excludes a pause mode."""
         checks.choice("pause", mode, self.pauses)
 
     def facts(self) -> EngineFacts:
-        """Return the facts about this start of the engine."""
         raise NotImplementedError
 
     def call(self, request: messages.RankRequest) -> list[messages.RankAnswer]:
@@ -199,8 +182,7 @@ class Engine:
     def do(self, request: messages.RankRequest) -> ReceiverRecord | None:
         """Send a request to all ranks; return the engine's record if a rank answers with it.
 
-        Raises:
-            DBufferError: the worst error that a rank answers with.
+        Raise the worst error that a rank answers with.
         """
         answers = self.call(request)
         if (worst := messages.worst_of(answers)) is not None:
@@ -222,7 +204,6 @@ class Engine:
         """End the pause of this follower, or a pause that a killed follower left."""
 
     def weight_version(self) -> str:
-        """Return the version in the label of the engine's responses."""
         raise NotImplementedError
 
     def set_weight_version(self, label: WeightLabel) -> None:
@@ -251,8 +232,7 @@ def require_unchanged(before: Mapping[str, object], present: Mapping[str, object
 def tied_to(parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return, for each parameter, the name of the first parameter in the same memory.
 
-    A parameter that shares its memory with no other maps to its own name. A load into one of two
-    parameters that share memory changes both.
+    A load into one of two parameters that share memory changes both.
     """
     first: dict[tuple[torch.device, int], str] = {}
     return {
@@ -264,15 +244,12 @@ def tied_to(parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
 class EngineRank:
     """One rank of an engine, and its model. Each integration has a subclass.
 
-    It lives as long as the model. Its methods are called between two steps of the engine.
+    Its methods are called between two steps of the engine.
     """
 
     ranks: RankChannel
-    """All ranks of the engine."""
     module: torch.nn.Module
-    """The model that serves."""
     device: torch.device
-    """Device of the model's weights."""
     is_pipeline_stage: bool = False
     """Whether this rank has only some of the model's layers, and other ranks have the others."""
     not_weights: Collection[str] = (ENDPOINT_ATTR,)
@@ -284,7 +261,6 @@ class EngineRank:
 
     @property
     def on_device(self) -> bool:
-        """Whether the weights are in a device's memory, and not in main memory."""
         return self.device.type != "cpu"
 
     def engine_id(self, options: EngineOptions) -> str:
@@ -298,16 +274,13 @@ class EngineRank:
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
         """Load the weights of a version, which have passed the check of :meth:`make_check`.
 
-        If this fails, the model has a mix of two versions, and the caller must repair it at once.
-        ``partial``: the tensors are for some layers only; the other layers keep their weights.
+        If this fails, the caller must repair the model. ``partial``: the tensors are for some
+        layers only; the other layers keep their weights.
         """
         raise NotImplementedError
 
     def require_reloadable(self) -> None:
-        """Raise :class:`UnsupportedError` if :meth:`load` cannot fill every tensor in use.
-
-        Something may have replaced a layer or a parameter since following began.
-        """
+        """Raise :class:`UnsupportedError` if :meth:`load` cannot fill every tensor in use."""
 
     def load_checkpoint(self) -> None:
         """Load the weights that the engine was started with, from their original place."""
@@ -325,8 +298,7 @@ class EngineRank:
 class ModelState:
     """State of one rank's model: the version of its weights, and whether they may be used.
 
-    The model's endpoint keeps the state, so it outlives each receiver. The engine's record is made
-    from the state, and the engine's label from the record.
+    The model's endpoint keeps the state, so it outlives each receiver.
     """
 
     version: Lineage | None = None

@@ -1,8 +1,7 @@
 """`RankEndpoint`: the object in each worker of an engine that answers a follower's requests.
 
-The endpoint must also notice when other code writes or discards the weights. An integration passes
-the engine's functions that do so to `watch`, with the context for their calls: `loading`,
-`falling_asleep` or `waking_up`. The context tells the endpoint.
+It must also notice when other code writes or discards the weights. So an integration passes the
+engine's functions that do so to `watch`, with `loading`, `falling_asleep` or `waking_up`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class RankEndpoint:
 
     def __init__(self) -> None:
         self.receiver: RankReceiver | None = None
-        """Receiver that follows a store, or None if the rank follows no store."""
+        """Receiver that follows a store, or None."""
         self.state = ModelState()
         self._rank: EngineRank | None = None
 
@@ -58,7 +57,7 @@ class RankEndpoint:
         """Return the endpoint of a model; the first call makes it.
 
         The endpoint notices each call of ``load_weights`` outside an update, also on a part of the
-        model: a program may load just the language model of a multimodal model.
+        model, such as the language model of a multimodal model.
         """
         endpoint = getattr(model, ENDPOINT_ATTR, None)
         if endpoint is None:
@@ -88,10 +87,7 @@ class RankEndpoint:
             self.state.note_foreign_load()
 
     def note_asleep(self, *, is_lost: bool) -> None:
-        """Stop using the weights until :meth:`note_awake`. Call it before they go to sleep.
-
-        ``is_lost``: whether the engine discards the weights.
-        """
+        """Stop using the weights until :meth:`note_awake`. Call it before they go to sleep."""
         self.state.is_asleep = True
         if self.receiver is not None:
             self.receiver.note_asleep()
@@ -153,11 +149,7 @@ class RankEndpoint:
         """Follow a store, on all ranks or on none.
 
         If all ranks follow the store with these options already, only write their records.
-
-        Args:
-            make_rank: makes this rank, at the first call.
-            options: the store, and how to follow it.
-            takes_over: whether to begin even if a rank follows with other options.
+        ``takes_over``: whether to begin even if a rank follows with other options.
 
         Raises:
             UnsupportedError: a rank cannot follow with these options, and a retry cannot help.
@@ -212,11 +204,7 @@ class RankEndpoint:
             raise
 
     def following(self) -> RankReceiver:
-        """Return the receiver that follows a store.
-
-        Raises:
-            UnsupportedError: the rank follows no store.
-        """
+        """Return the receiver, or raise :class:`UnsupportedError` if the rank follows no store."""
         if self.receiver is None:
             raise errors.UnsupportedError(NO_STORE_YET)
         return self.receiver
@@ -236,14 +224,8 @@ def watch(
 ) -> bool:
     """Run each call of a function in a context. Watching a function twice has no further effect.
 
-    Args:
-        owner: class or module that has the function.
-        name: name of the function.
-        around: makes the context from the call's arguments.
-        function: function to call instead. Default: the owner's function.
-
-    Returns:
-        Whether there is a function to watch.
+    ``around`` makes the context from the call's arguments. ``function`` is called instead of the
+    owner's function. Return whether there is a function to watch.
     """
     current = getattr(owner, name, None)
     called = function or current

@@ -1,8 +1,7 @@
 """`EngineOptions` and `UpdateRequest`: where an engine's store is, and which version to load.
 
 An integration's ``follow`` takes the options. vLLM also accepts them as ``init_info`` of its weight
-transfer, and as ``additional_config["dbuffer"]``. With ``additional_config``, its workers load the
-newest version and begin to follow before the engine is ready.
+transfer, and as ``additional_config["dbuffer"]``, which makes its workers follow as they start.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dbuffer.format.layout import digest
 from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, relation
 from dbuffer.format.manifest import ATTEMPT, MAX_INTEGER, is_receiver_id, is_run
 from dbuffer.mirror.mirror import Mirror, start_mirror
-from dbuffer.receive.follow_loop import FORKED, Forked
+from dbuffer.receive.follow_loop import Forked
 from dbuffer.runtime import options as checks
 
 NO_STORE_YET = (
@@ -33,11 +32,7 @@ def rank_id(engine_id: str, rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of an engine's workers. They can come from JSON, so the types are checked.
-
-    Raises:
-        OptionError: (a ``ValueError``) a value is invalid.
-    """
+    """Options of an engine's workers. They can come from JSON, so the types are checked."""
 
     store: str
     """The store's directory, as the workers see it: a text or a ``Path``."""
@@ -136,7 +131,7 @@ class EngineOptions:
         checks.flag("allow_shared_store", self.allow_shared_store)
         checks.flag("allow_stale_kv", self.allow_stale_kv)
         checks.choice("unused_tensors", self.unused_tensors, ("refuse", "warn"))
-        checks.choice("forked", self.forked, FORKED)
+        checks.choice("forked", self.forked, ("follow", "refuse"))
         checks.flag("plan", self.plan)
         checks.flag("images", self.images)
         checks.choice("attest", self.attest, (True, False, "auto"))
@@ -145,11 +140,7 @@ class EngineOptions:
 
     @property
     def record_token(self) -> str:
-        """Token of the records that this start of the engine and its ranks write.
-
-        Replicas started by the same command share their ids; their tokens differ. Needs
-        ``instance_id``.
-        """
+        """Token of the records of this start of the engine: replicas can share their ids."""
         return digest((self.instance_id or "").encode())
 
     @property
@@ -158,14 +149,10 @@ class EngineOptions:
         return self.local_store or self.store
 
     def attests(self, *, on_device: bool) -> bool:
-        """Whether a rank attests its weights. ``on_device``: whether they are on a device."""
         return on_device if self.attest == "auto" else self.attest
 
     def start_mirror(self) -> Mirror | None:
-        """Mirror the store into the local store, or return None if there is no local store.
-
-        If another process mirrors already, this mirror stands by to take over.
-        """
+        """Mirror the store into the local store, or return None if there is no local store."""
         return start_mirror(
             self.store,
             self.local_store,
@@ -175,11 +162,7 @@ class EngineOptions:
         )
 
     def admit(self, request: UpdateRequest) -> UpdateRequest:
-        """Return the request; if the engine stays on a version, return a request for that version.
-
-        Raises:
-            OptionError: the request is for another version than the engine stays on.
-        """
+        """Return the request, for the version that the engine stays on if there is one."""
         if self.version is None:
             return request
         if request.version in (None, self.version) and (request.at_least or 0) <= self.version:
@@ -193,8 +176,7 @@ class EngineOptions:
     def has_forked(self, served: Lineage, newest: Lineage) -> bool:
         """Whether the store has forked from the engine's version, and the engine must follow it.
 
-        Raises:
-            VersionRegressedError: the store has forked, and ``forked`` is ``"refuse"``.
+        If ``forked`` is ``"refuse"``, raise :class:`VersionRegressedError` instead.
         """
         if relation(served, newest) is not Relation.FORKED:
             return False
@@ -221,14 +203,9 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRequest:
-    """Request to switch to a version. Without a number: to the store's newest version.
-
-    Raises:
-        OptionError: (a ``ValueError``) a value is invalid.
-    """
+    """Request to switch to a version. Without a number: to the store's newest version."""
 
     version: int | None = None
-    """Number of the version to switch to."""
     at_least: int | None = None
     """Number of the oldest version to switch to: a later one will do if all ranks have it ready."""
     run: str | None = None

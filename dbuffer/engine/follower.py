@@ -1,19 +1,16 @@
 """`Follower`: switches an engine to a store's newest version, call by call.
 
-`Follower.sync` makes a switch in its caller's thread; the ranks act in the engine's processes:
+`Follower.sync` makes a switch in its caller's thread:
 
-1. `_wait_ready` waits while the engine serves. Each rank's stager (`receive.stager`, which has a
-   thread) holds the version, lets `RankModel` check and prepare it, and copies or maps it. The
-   rank's record then says that the version is ready. The ranks reserve the version, so that no
-   newer version replaces it.
-2. `_pause` begins the pause: the engine makes no step. It drops its caches, unless the mode is
-   ``in_place``. Dropping them can fail, so it must happen before the weights change.
-3. `_load`: the ranks agree on the version and load it (`RankReceiver.update`, in each worker's main
-   thread). The first rank answers with the engine's record, which alone decides whether the switch
-   succeeded. Other answers only explain a failure. `_adopt_and_label` sets the engine's label.
+1. `_wait_ready` waits until each rank's stager has the version ready, while the engine serves. The
+   ranks reserve the version, so that no newer version replaces it.
+2. `_pause` stops the engine. Its caches are dropped before the weights change, since this can fail.
+3. `_load`: the ranks agree on the version and load it (`RankReceiver.update`). The first rank
+   answers with the engine's record, which alone decides whether the switch succeeded. Then the
+   engine gets the version's label.
 4. `_label_and_resume` ends the pause.
-5. `_acknowledge` lets the first rank write the engine's record into the store, in a thread. Senders
-   wait for this record. The stagers attest the version and release it.
+5. `_acknowledge` lets the first rank write the engine's record, which senders wait for. The stagers
+   attest the version and release it.
 """
 
 from __future__ import annotations
@@ -54,9 +51,9 @@ _followers: weakref.WeakValueDictionary[tuple[str, str], Follower] = weakref.Wea
 
 
 class Follower(Closing):
-    """Switches one engine on demand. Made by :func:`follow`.
+    """Switches one engine, which has no other follower. Made by :func:`follow`.
 
-    Use it from a single thread. The engine must not have another follower.
+    Use it from a single thread.
     """
 
     def __init__(
@@ -98,10 +95,7 @@ class Follower(Closing):
 
     @property
     def applied_metadata(self) -> dict[str, Any]:
-        """Metadata of the version :attr:`applied`; empty if that is None.
-
-        If the metadata has more than 1,024 bytes, only its entry ``step`` is here.
-        """
+        """Metadata of the version :attr:`applied`; only its ``step`` if it is over 1,024 bytes."""
         return self._record.metadata if self._record and self._applied else {}
 
     @property
@@ -112,8 +106,7 @@ class Follower(Closing):
     def has_applied(self, version: int) -> bool:
         """Whether the engine serves ``version`` or a later one, and the store has not forked since.
 
-        With the option ``version``, it must serve exactly that version. The engine's record is read
-        again: the engine may have lost its weights since the last switch.
+        The engine's record is read again: the engine may have lost its weights.
         """
         view, applied = self._view, self._applied
         if view is None or applied is None:
@@ -135,17 +128,12 @@ class Follower(Closing):
 
     @property
     def drives_server(self) -> bool:
-        """Whether the engine is a server, which may never answer."""
         return self._engine.is_server
 
     # Beginning
 
     def require_followable(self) -> None:
-        """Raise the errors of :meth:`start` that a retry cannot fix. A server need not answer yet.
-
-        Raises:
-            OptionError, UnsupportedError, StoreBusyError, VersionError: as :meth:`start` does.
-        """
+        """Raise the errors of :meth:`start` that a retry cannot fix."""
         with contextlib.suppress(errors.EngineUnreachableError, errors.EngineUpdateError):
             facts = self._engine.facts()
             options = self._options_for(facts)
@@ -193,7 +181,6 @@ class Follower(Closing):
         logger.info(message, view.engine_id, options.read_store, self.weights, until)
 
     def _require_alone(self, facts: EngineFacts) -> None:
-        """Raise if the engine has another follower in this process."""
         view = _followers.get((facts.instance_id, facts.replica), self)._view  # noqa: SLF001
         if view is not None and view is not self._view:
             raise errors.StoreBusyError(
@@ -300,8 +287,6 @@ class Follower(Closing):
     ) -> Switch | None:
         """Switch to the newest version. Return the switch, or None if the engine has the version.
 
-        With the option ``version``, the engine is switched to that version instead.
-
         Args:
             at_least: number of a version that was published. If it has not arrived in a local store
                 yet, wait for it.
@@ -312,7 +297,6 @@ class Follower(Closing):
             stop_event: set it to end the wait for the ranks.
 
         Raises:
-            OptionError: ``at_least`` is above the version that the engine stays on.
             VersionError: the version that the engine is to stay on is no longer in the store.
             EngineBusyError: the weights are asleep, or (an ``LLM``) requests are unfinished. The
                 weights did not change.
@@ -455,11 +439,7 @@ class Follower(Closing):
         return switch
 
     def _pause(self) -> None:
-        """Pause the engine for a switch; dbuffer never ends a pause that it did not start.
-
-        Raises:
-            EngineBusyError: the weights are asleep, or another program has ended the pause.
-        """
+        """Pause the engine for a switch; dbuffer never ends a pause that it did not start."""
         engine = self._engine
         if engine.has_own_pause or not engine.is_paused():
             self._owes_resume = True  # before the call: even if it fails, the pause may have begun
@@ -473,10 +453,8 @@ class Follower(Closing):
     def _load(self, view: StoreView, goal: int | VersionId) -> tuple[ReceiverRecord, float]:
         """Load on all ranks; return the engine's record, and the seconds that loading took.
 
-        Raises:
-            EngineBrokenError: some ranks are half loaded, and the engine refuses to serve.
-            EngineUpdateError: the engine serves the version that its record names; or no record
-                names this attempt, and the engine's weights are unknown.
+        If this raises, the engine serves the version that its record names, refuses to serve, or
+        has unknown weights.
         """
         attempt = secrets.token_hex(8)
         update = _update_to(goal, attempt)
@@ -514,7 +492,7 @@ class Follower(Closing):
     ) -> ReceiverRecord | None:
         """Return the engine's record, or None if it does not name this attempt.
 
-        ``record`` is the ranks' answer. If the answer was lost, ask the ranks again.
+        ``record`` is the ranks' answer. If it was lost, ask the ranks again.
         """
         record = record or view.readable_record()
         if record is None or record.attempt != attempt:
@@ -528,7 +506,6 @@ class Follower(Closing):
         return record
 
     def _acknowledge(self) -> None:
-        """Have the engine's record written into the store. After a failure, start again."""
         self._is_certain = False  # until all ranks have answered
         with self._translating("acknowledge its version"):
             self._engine.do(RankRequest("acknowledge"))
@@ -537,7 +514,7 @@ class Follower(Closing):
     def _label_and_resume(self) -> None:
         """End this follower's pause. If the weights are uncertain, first label them as unknown.
 
-        If the label cannot be set, the engine stays paused: it must not answer under a wrong label.
+        If the label cannot be set, the engine stays paused.
         """
         if not self._is_certain:
             self._label(WeightLabel())
@@ -572,11 +549,7 @@ class Follower(Closing):
         return TranslatedErrors(translate)
 
     def mismatches(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
-        """Check whether tensors would fit; return a message for each rank on which they do not.
-
-        Args:
-            tensors: name, dtype (``"bfloat16"``) and shape of each tensor.
-        """
+        """Check name, dtype and shape of tensors; return the message of each rank that refuses."""
         with self._translating("check the tensors"):
             may_warn = self._options_for(self._engine.facts()).unused_tensors == "warn"
             answers = self._engine.call(
@@ -591,9 +564,6 @@ class Follower(Closing):
         """Load the newest version of another store once, then follow the present store again.
 
         The engine then has no version of the present store, so the next sync switches it.
-
-        Raises:
-            EngineUpdateError, EngineBrokenError: as :meth:`sync` does.
         """
         following = self._ensure_started().options
         options = replace(
@@ -611,10 +581,7 @@ class Follower(Closing):
             self.start()
 
     def done(self) -> None:
-        """Let the engine leave the version that it keeps because of ``until_done``.
-
-        Versions that the engine switches to later are kept again. Any thread may call this.
-        """
+        """Let the engine leave the version that it keeps because of ``until_done``. Thread-safe."""
         self._done_with = self._applied
         if self._view is not None:
             self._view.is_kept = False
@@ -628,10 +595,7 @@ class Follower(Closing):
         self._report.failed(version, is_engine_known=self._is_certain)
 
     def wait_to_retry(self, timeout_s: float, stop_event: threading.Event) -> None:
-        """Wait until the store has a newer version than the failed one, or the time is over.
-
-        Wait half a second at least: a store in trouble may report a newer version at once.
-        """
+        """Wait until the store has a newer version than the failed one, or the time is over."""
         end = time.monotonic() + timeout_s
         stop_event.wait(min(timeout_s, TIMING.retry_min_s))
         if self._view is not None and self._failed and not stop_event.is_set():
@@ -662,10 +626,7 @@ class Follower(Closing):
         self._is_certain = False  # a later sync must start again
 
     def close(self) -> None:
-        """Stop following. The engine keeps its weights, and its ranks go on staging versions.
-
-        If an earlier attempt to end this follower's pause failed, try once more.
-        """
+        """Stop following. The engine keeps its weights, and its ranks go on staging versions."""
         if self._owes_resume:
             try:
                 self._label_and_resume()

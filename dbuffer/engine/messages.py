@@ -1,7 +1,6 @@
 """Requests to an engine's ranks, and the ranks' answers. Both are sent as JSON.
 
-An answer is None, the engine's record, or an error, whose class tells the engine's state. After an
-update, the first rank answers with the engine's record, which tells whether the update succeeded.
+An answer is None, the engine's record, or an error, whose class tells the engine's state.
 """
 
 from __future__ import annotations
@@ -41,13 +40,10 @@ class RankRequest:
     ]
     _: KW_ONLY
     options: EngineOptions | None = None
-    """Options of ``begin``."""
     takes_over: bool = True
     """Whether to ``begin`` even if a rank follows another store, or with other options."""
     update: UpdateRequest | None = None
-    """Version of ``reserve`` or ``update``."""
     tensors: tuple[TensorSpec, ...] = ()
-    """Tensors of ``check``."""
     allows_unused: bool = False
     """Whether ``check`` accepts tensors that the model has no place for."""
 
@@ -57,11 +53,7 @@ class RankRequest:
 
     @classmethod
     def parse(cls, values: Any) -> Self:
-        """Decode a request.
-
-        Raises:
-            OptionError: (a ``ValueError``) ``values`` is not a request, or a value is invalid.
-        """
+        """Decode a request, or raise :class:`OptionError`."""
         try:
             parsers = _ARGUMENTS[values["call"]]
             if values.keys() != {"call", *parsers}:
@@ -126,10 +118,7 @@ def as_answer(error: Exception) -> errors.DBufferError:
 def worst_of(answers: Sequence[RankAnswer]) -> errors.DBufferError | None:
     """Return the most severe error among the answers, or None if no answer is an error.
 
-    Of equally severe errors, return the first.
-
-    Raises:
-        EngineUpdateError: there are no answers, so the request may not have been served.
+    If there are no answers, the request may not have been served: raise `EngineUpdateError`.
     """
     if not answers:
         raise errors.EngineUpdateError("no rank of the engine has answered")
@@ -158,11 +147,7 @@ def encode_answer(answer: RankAnswer) -> dict[str, Any]:
 
 
 def decode_answer(values: Any) -> RankAnswer:
-    """Decode an answer.
-
-    Raises:
-        EngineUpdateError: ``values`` is not an answer.
-    """
+    """Decode an answer, or raise :class:`EngineUpdateError`."""
     kinds = {kind.__name__: kind for kind in _ANSWERS}
     with contextlib.suppress(errors.StoreCorruptError):  # of a record with other fields
         match values:

@@ -1,10 +1,8 @@
 """`MetaModel`: a copy of an engine's model without data, whose loaders are watched.
 
-A version is loaded into the copy, without data, while the engine serves. The copy records:
-
-* the number of elements that loaders write into each parameter. Engines fuse parameters (q, k and v
-  become one), so the names of the loaded parameters would not show that a part is missing;
-* the tensors that loaders read. Loaders skip names that they do not know.
+A version is loaded into the copy while the engine serves. The copy counts the elements that loaders
+write into each parameter: engines fuse parameters (q, k and v become one), so names would not show
+that a part is missing. It also records the tensors that loaders read, as they skip unknown names.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ Loader = Callable[..., Any]
 class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A model on the meta device that counts the elements which loaders write into its tensors.
 
-    A load is complete if all elements of all parameters were written. A subclass can ask for less.
-
     Args:
         model: the copy, made on the meta device. Parameters that a layer has put on another device
             are moved to the meta device.
@@ -40,9 +36,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             checkpoint has the padding, and the loaders check the number of rows.
         default_loader: loader for tensors without a ``weight_loader``.
         tp_size: number of ranks that may share a tensor, unless a subclass says otherwise.
-        serving: the model that serves, if there is one. Parameters that are tied in it are tied in
-            the copy too. Parameters that the serving model's loaders have registered must be
-            registered by the copy's loaders, too.
+        serving: the model that serves, or None. Parameters that are tied in it, or that its loaders
+            have registered, must be so in the copy, too.
     """
 
     def __init__(
@@ -65,7 +60,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tp_size = tp_size
         self._thread: int | None = None
         self._of_thread = threading.local()
-        self.recorder = LoadRecorder(dict(model.named_parameters()) | dict(model.named_buffers()))
+        self._tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        self.recorder = LoadRecorder(self._tensors)
         self.names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         """All names of the copy's parameters. A tied parameter has several."""
         self._loaded: dict[int, int] = {}
@@ -88,7 +84,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._late.clear()
         self._loaded.clear()
         self._thread = threading.get_ident()
-        self.recorder.begin()
+        self.recorder = LoadRecorder(self._tensors)
 
     def require_complete(self) -> None:
         """Raise :class:`WeightsMismatchError` if a parameter was not loaded completely."""
@@ -103,11 +99,9 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
 
     def num_shares(self, tensor: Any) -> int:  # noqa: ARG002
-        """Return the number of ranks that may share a tensor."""
         return self._tp_size
 
     def count_of(self, tensor: Any) -> int:
-        """Return the number of elements of a tensor that were written."""
         return self._loaded.get(id(tensor), 0)
 
     def end(self) -> LoadTrace:
@@ -203,7 +197,6 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def _num_copied(self) -> int:
-        """Number of elements that this thread has copied."""
         return getattr(self._of_thread, "num_copied", 0)
 
     def _wrap_loader(self, tensor: Any, loader: Loader) -> None:
@@ -259,18 +252,11 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def built_without_data(make: Callable[[], Any], kind: str, keep: Collection[str] = ()) -> Any:
-    """Build a model on the meta device.
+    """Build a model on the meta device, in which the buffers named in ``keep`` have data.
 
     Some constructors read values that they compute (slopes of ALiBi, a threshold), which fails on
-    the meta device. Then the model is built again, with data in tensors made of plain numbers.
-
-    Args:
-        make: builds the model.
-        kind: name of the model, for errors.
-        keep: names of the buffers that keep their data.
-
-    Raises:
-        UnsupportedError: the second call fails, too.
+    the meta device. Then the model is built again, with data in tensors made of plain numbers. If
+    that fails too, raise :class:`UnsupportedError`.
     """
     try:
         with torch.device("meta"):
@@ -310,7 +296,7 @@ class _NumbersWithData(TorchFunctionMode):
 def _tie_as_serving(model: torch.nn.Module, serving: torch.nn.Module) -> None:
     """Tie the parameters of a copy that are tied in the model that serves.
 
-    An engine may tie a head to the embedding once it has loaded both, and they were equal.
+    An engine may tie a head to the embedding if it has loaded equal values into both.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     firsts: dict[tuple[int, int], str] = {}

@@ -1,8 +1,7 @@
 """`RankChannel`: exchange of answers among the ranks of one engine.
 
-Ranks exchange answers through the engine's store of torch.distributed, and not by its collectives.
-In a collective, a rank that is stopped, but not dead, makes all others hang for half an hour, and
-no error names the stopped rank.
+The ranks use the engine's store of torch.distributed. In a collective, a rank that is stopped, but
+not dead, makes all others hang for half an hour, and no error names the stopped rank.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ _LOOK_MIN_S = 1e-4
 class RankChannel:
     """Connection of one rank to all ranks of its engine. All ranks must take part in each gather.
 
-    The first gather sets up the connection.
-
-    Args:
-        group: a ``GroupCoordinator`` of vLLM or SGLang.
+    ``group`` is a ``GroupCoordinator`` of vLLM or SGLang.
     """
 
     def __init__(self, group: Any) -> None:
@@ -54,7 +50,6 @@ class RankChannel:
         self.process_group: Any = group.cpu_group
         """Group of torch.distributed that has these ranks, for tensors in main memory."""
         self.timeout_s = RANK_TIMEOUT_S
-        """Longest wait for another rank."""
         self._step = (0, 0)
         """Current step: the number of gathers with ``begins``, and of gathers since the last one.
         """
@@ -81,11 +76,8 @@ class RankChannel:
     def gather(self, answer: AnswerT, *, begins: bool = False) -> list[AnswerT]:
         """Return all ranks' answers, by rank, on every rank.
 
-        Args:
-            answer: a JSON value; a tuple is a list on arrival.
-            begins: whether this is the first of several gathers that belong together. If a rank
-                comes so late that others have given up waiting, its gather fails. The next gather
-                with ``begins`` brings the rank back in step.
+        An answer is a JSON value. ``begins``: whether this is the first of several gathers that
+        belong together. It brings ranks back in step if some had given up waiting for others.
 
         Raises:
             RankFailedError: a rank did not answer within ``timeout_s``, or its process has ended.
@@ -181,7 +173,6 @@ class RankChannel:
         return RankFailedError("; ".join(problems))
 
     def _store_failure(self, error: Exception) -> RankFailedError:
-        """Make the error for a store whose process has ended, or is stopped."""
         # The kernel closes a dead process's connections before the process counts as dead.
         deadline = time.monotonic() + TIMING.ranks_end_within_s
         problems: list[str] = []

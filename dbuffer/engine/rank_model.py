@@ -1,13 +1,12 @@
 """`RankModel`: the model of one rank, into which versions are loaded.
 
 A version is checked and prepared in the stager's thread, while the engine serves. It is loaded in
-the worker's main thread, between two steps of the engine: by direct copies if they are verified,
-otherwise by the engine's reload.
+the worker's main thread, between two steps of the engine.
 
-The first version of a layout is loaded by a reload. The result is compared with the planned copies
-(`verification`); if they are equal, later versions are copied. If a reload does more to a layer
-than copy, the next plan has an image of the layer, or reloads just this layer. A plan is used only
-if its result equals a reload of the model. Without such a plan, every version is reloaded.
+The first version of a layout is loaded by the engine's reload, and the result is compared with the
+planned copies. If they are equal, later versions are copied. If a reload does more to a layer than
+copy, the next plan has an image of the layer, or reloads just this layer. Without a plan whose
+result equals a reload of the model, every version is reloaded.
 """
 
 from __future__ import annotations
@@ -62,10 +61,9 @@ _NEVER = float("inf")
 class RankModel:
     """Checks versions against the model, prepares switches to them, and loads them.
 
-    A layout is *unplanned*, *planned*, *verified*, or *set aside*. The next version of an unplanned
-    layout makes a plan, and its reload verifies the plan. A mismatch, a failure or a replaced layer
-    makes the layout unplanned again. A layout that is set aside is reloaded, for some versions or
-    for all.
+    A layout that has no plan gets one with its next version, which verifies the plan. A mismatch, a
+    failure or a replaced layer drops the plan. If plans keep failing, the layout is reloaded, for
+    some versions or for all.
     """
 
     def __init__(self, rank: EngineRank, options: EngineOptions, state: ModelState) -> None:
@@ -132,10 +130,7 @@ class RankModel:
 
     @torch.no_grad()
     def prepare(self, snapshot: Snapshot) -> PreparedSwitch | None:
-        """Return a switch to a checked version, or None if there is no plan to use now.
-
-        A reload verifies the first switch of a plan.
-        """
+        """Return a switch to a checked version, or None if there is no plan to use now."""
         layout = snapshot.layout
         self.unused.compare(self._trace_of(layout), snapshot)
         tensors = self._as_offered(snapshot.tensors, layout)
@@ -154,7 +149,6 @@ class RankModel:
             return switch
 
     def _bind(self, tensors: Tensors, snapshot: Snapshot) -> PreparedSwitch | None:
-        """Make a version's switch by the layout's plan, or return None if there is no plan."""
         plan = self._plan_of(self._trace_of(snapshot.layout))
         if plan is None:
             return None
@@ -176,7 +170,6 @@ class RankModel:
         )
 
     def _plan_of(self, trace: LoadTrace) -> CopyPlan | None:
-        """Return the plan of a trace, or None. Make the plan if there is none yet."""
         if not self._plans:
             return None
         if trace is not self._trace:
@@ -263,12 +256,9 @@ class RankModel:
     def attest(self, staged: Staged, is_wanted: Callable[[], bool]) -> Sequence[str] | None:
         """Compare the model with ``staged``, the version that was loaded last.
 
-        Layers that stay with the reload are not compared.
-
-        Returns:
-            Names of parameters and layers that differ or were replaced. None if the version has no
-            verified copies to compare with, if the weights must not be read, or once ``is_wanted``
-            returns False.
+        Return the names of parameters and layers that differ or were replaced. Return None if the
+        version has no verified copies to compare with, if the weights must not be read, or once
+        ``is_wanted`` returns False. Layers that stay with the reload are not compared.
         """
         switch = self._switch_of(staged)
         try:
@@ -319,8 +309,7 @@ class RankModel:
     def is_loadable(self, staged: Staged) -> bool:
         """Whether the staged part of a version is enough to load the version now.
 
-        Raises:
-            UnsupportedError: the version needs a reload, which cannot fill every tensor in use.
+        Raise :class:`UnsupportedError` if a reload is needed, and cannot fill every tensor in use.
         """
         switch = self._switch_of(staged)
         if switch is not None and switch.replaces_tensors:
@@ -401,13 +390,11 @@ class RankModel:
         self._reloaded = {**mismatch, **plan.reloaded}
 
     def load_checkpoint(self) -> None:
-        """Load the weights that the engine was started with."""
         self._forget()
         self._rank.load_checkpoint()
         increment_version(self._model.parameters())
 
     def refuse_to_serve(self, reason: str) -> None:
-        """Make every step of the model fail, until :meth:`serve_again`."""
         self._state.broken = reason
         self._rank.refuse_to_serve(reason)
 
@@ -482,11 +469,9 @@ class RankModel:
     # Parts of a staged version
 
     def unread(self, staged: Staged) -> Unread:
-        """Return the tensors of a version that this rank does not read."""
         return self.unused.unread(staged.layout, staged.id, self._trace_of(staged.layout))
 
     def _switch_of(self, staged: Staged) -> PreparedSwitch | None:
-        """Return the copies prepared for a version, or None if only a reload can load it."""
         if self._state.must_reload or not isinstance(staged.prepared, PreparedSwitch):
             return None
         return staged.prepared

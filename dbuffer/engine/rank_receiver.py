@@ -67,8 +67,7 @@ class _Offer(NamedTuple):
 class RankReceiver:
     """Follows a store for one rank of an engine.
 
-    Call its methods on all ranks, in the worker's main thread. Two are exceptions:
-    :meth:`acknowledge` may be called in any thread, and the stager's thread calls `_show_engine`.
+    Call its methods on all ranks, in the worker's main thread; :meth:`acknowledge` in any thread.
     """
 
     def __init__(self, rank: EngineRank, options: EngineOptions, state: ModelState) -> None:
@@ -124,7 +123,6 @@ class RankReceiver:
         )
 
     def close(self) -> None:
-        """Stop following. The engine's acknowledgements stay in the store."""
         self._stager.close()
         self._model.close()
         self._record.close()
@@ -153,10 +151,7 @@ class RankReceiver:
     # Before a switch
 
     def catch_up(self) -> None:
-        """Switch a starting engine to the newest version, or to the version to stay on.
-
-        If the store does not have the version yet, do nothing.
-        """
+        """Switch a starting engine to the newest version, or to the version to stay on."""
         # Every rank must take part in the gather, even if it has no mirror.
         if self.options.local_store is not None:
             mirror, timeout_s = self._mirror, self.options.timeout_s
@@ -179,8 +174,7 @@ class RankReceiver:
     def reserve(self, request: UpdateRequest) -> None:
         """Keep the version that is ready until the update, which follows in a pause.
 
-        Raises:
-            EngineUpdateError: this rank is staging a newer version in its place.
+        Raise :class:`EngineUpdateError` if this rank is staging a newer version in its place.
         """
         request = self.options.admit(request)
         if not self._has_already(request) and not self._stager.reserve(request.goal or 1):
@@ -191,12 +185,8 @@ class RankReceiver:
     def update(self, request: UpdateRequest | OptionError) -> None:
         """Switch the engine to a version, unless the engine has it. It must not be generating.
 
-        The engine's record is written at once if the request names no attempt. Otherwise the
-        follower calls :meth:`acknowledge`, once the engine generates under the new label.
-
-        Args:
-            request: the version. An invalid request is passed as its error, so that this rank takes
-                part in the exchange and all ranks refuse.
+        If the request names no attempt, the engine's record is written at once. An invalid request
+        is passed as its error, so that all ranks refuse.
 
         Raises:
             OptionError: (a ``ValueError``) on all ranks, the request was invalid, or the engine
@@ -226,10 +216,7 @@ class RankReceiver:
             self._stager.release(applied=self._id)
 
     def _take_on_all_ranks(self, request: UpdateRequest | OptionError) -> Staged | None:
-        """Take the same version on all ranks, or raise on all ranks.
-
-        Return None if the engine has the version already.
-        """
+        """Take the same version on all ranks, or raise on all ranks. None: the engine has it."""
         must_load = False
         for round_ in range(_MAX_ROUNDS):
             staged, error = self._take(request, must_load=must_load, is_first=round_ == 0)
@@ -295,10 +282,7 @@ class RankReceiver:
         return staged, None
 
     def _require_published(self, version: int) -> None:
-        """Raise :class:`VersionError` for a version above the newest.
-
-        The engine is paused, so the version is not waited for.
-        """
+        """Raise :class:`VersionError` for a version above the newest: the engine is paused."""
         origin = DoubleBuffer(
             self.options.store, allow_shared_store=self.options.allow_shared_store
         )
@@ -345,8 +329,8 @@ class RankReceiver:
     ) -> list[_Offer]:
         """Exchange offers with all ranks; return the offers, or raise if a rank has a problem.
 
-        If all ranks have a problem, and this rank's is an invalid request or a busy engine, raise
-        it unchanged: vLLM's contract requires a ``ValueError`` for an invalid request.
+        If all ranks have a problem, raise an invalid request or a busy engine unchanged: vLLM's
+        contract requires a ``ValueError`` for an invalid request.
         """
         offer = _Offer(self._version)
         if staged is not None:
@@ -376,7 +360,6 @@ class RankReceiver:
             ) from None
 
     def _load_on_all_ranks(self, staged: Staged) -> dict[str, float]:
-        """Load a version on all ranks; return the duration and the bytes, for the record."""
         started = time.monotonic()
         try:
             failures = self._on_all_ranks(lambda: self._model.load(staged))
@@ -397,14 +380,10 @@ class RankReceiver:
         }
 
     def _recover(self, failure: str, staged: Staged) -> Staged:
-        """After a failed load, load the previous version again, on all ranks.
+        """After a failed load, load the previous version again, on all ranks, and raise.
 
         If the engine had no version of this store, load the weights of its start instead. If this
         fails, or the previous weights are unknown, load ``staged`` once more and return it.
-
-        Raises:
-            EngineUpdateError: all ranks went back to the previous version.
-            EngineBrokenError: a rank could load neither version.
         """
         attempts = [failure, "the weights before were not of this store"]
         if not self._state.must_reload:
@@ -460,10 +439,7 @@ class RankReceiver:
     # After a switch
 
     def attest(self) -> bool:
-        """Collect the attestations of all ranks; return whether the record has the result now.
-
-        If the weights of a rank differ from the version, the next update reloads all ranks.
-        """
+        """Collect the attestations of all ranks; return whether the record has the result now."""
         attestation = self._attestation
         result = None if attestation is None else [attestation.differing]
         answers = self.ranks.gather(result, begins=True)
@@ -480,7 +456,6 @@ class RankReceiver:
 
     @property
     def _attestation(self) -> Attestation | None:
-        """Attestation of this rank's version, or None while the weights are not compared."""
         last = self._stager.attestation
         return None if last is None or last.version != self._id else last
 
@@ -501,10 +476,7 @@ class RankReceiver:
         self.note_foreign_load("they were compared with it")
 
     def note_foreign_load(self, cause: str) -> None:
-        """Treat the weights as unknown, after ``cause`` wrote or discarded them.
-
-        The engine's record then names no version, and the newest version is staged for a reload.
-        """
+        """Treat the weights as unknown, after ``cause`` wrote or discarded them."""
         if self._version is not None:
             logger.warning(
                 "rank %d no longer has version %d of %s after %s: its weights are unknown until "
@@ -555,7 +527,7 @@ class RankReceiver:
     def _show_engine(self) -> None:
         """Write the engine's record into a store that was made after it.
 
-        Do not wait for an update to write it: a version that does not fit causes no update.
+        A version that does not fit causes no update, which would write it.
         """
         if not self._record.is_open:
             self.acknowledge()

@@ -1,7 +1,6 @@
 """`FollowerReport`: a follower's Prometheus metrics and log.
 
-The metrics are in prometheus-client's default registry. vLLM's ``/metrics`` shows them if the
-engine is in this process, or is a server that follows by itself.
+The metrics are in prometheus-client's default registry, which vLLM's ``/metrics`` shows.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ class FollowerReport:
         self._families: dict[str, Any] = {}
         """Metrics by name; empty before :meth:`begin`."""
         self._run: str | None = None
-        """Run that was reported last, or None."""
 
     def begin(self, engine_id: str) -> None:
         """Report on an engine of this name from now on. Earlier calls report nothing."""
@@ -123,11 +121,8 @@ class FollowerReport:
     ) -> None:
         """Report how far the engine is behind the store.
 
-        Args:
-            applied: the engine's version.
-            metadata: metadata of that version.
-            goal: id or number of the version to switch to, or None if the engine keeps its own.
-            goal_manifest: manifest of that version, or None if the store does not have it.
+        ``goal`` is the version to switch to, or None; ``goal_manifest`` is None if the store does
+        not have that version.
         """
         version = 0 if applied is None else applied.id.number
         newest = version if goal is None else number_of(goal)

@@ -1,7 +1,4 @@
-"""`ask_server`: whether a server serves a version of a store, and has attested its weights.
-
-The server must answer `GET /ready` as :class:`~dbuffer.integrations.vllm.FollowStore` does.
-"""
+"""`ask_server`: whether a server serves a version of a store, and has attested its weights."""
 
 from __future__ import annotations
 
@@ -21,17 +18,8 @@ _ANSWER_S = 30.0
 def ask_server(store: DoubleBuffer, url: str, version: int | VersionId | None) -> dict[str, Any]:
     """Describe the weights of a server's replicas, as `dbuffer verify --engine --json` prints it.
 
-    Args:
-        store: the store that the server should follow.
-        url: the server's address.
-        version: the version that the server should serve. Default: the newest, either before the
-            request or after the answer.
-
-    Raises:
-        EngineUnreachableError: the server does not answer, or its engine has ended.
-        UnsupportedError: the server does not follow a store by itself.
-        VersionError: the store has no such version.
-        WaitTimeoutError: nothing was published yet.
+    The server must answer `GET /ready` as :class:`~dbuffer.integrations.vllm.FollowStore` does.
+    ``version`` defaults to the newest, either before the request or after the answer.
     """
     before = _newest(store)
     answers = _ask(options.server_url("--engine", url))
@@ -54,7 +42,6 @@ def _newest(store: DoubleBuffer) -> Lineage:
 
 
 def _ask(url: str) -> list[dict[str, Any]]:
-    """Return the label of each replica's weights."""
     with needed_for("--engine"):
         import httpx
     try:
@@ -76,7 +63,6 @@ def _ask(url: str) -> list[dict[str, Any]]:
 
 
 def _compare(answer: dict[str, Any], expected: list[VersionId], newest: Lineage) -> dict[str, Any]:
-    """Compare the label of a replica's weights with the expected versions."""
     number, run = str(answer.get("version")), answer.get("run")
     served = VersionId(str(run), int(number)) if number.isdecimal() else None
     is_of_store = served is not None and newest.reaches(served)

@@ -34,10 +34,6 @@ _RESUME_RETRY_S = 0.2
 class EngineServer(Engine):
     """A server that is driven over HTTP. Each of its methods can raise the errors below.
 
-    Args:
-        url: address, such as ``http://host:8000``.
-        api_key: key to send as a bearer token.
-
     Raises:
         OptionError: ``url`` is not a server's address, or the server refuses the API key.
         EngineUnreachableError: (a ``ConnectionError``) the server does not answer, or is not
@@ -48,7 +44,6 @@ class EngineServer(Engine):
 
     is_server = True
     IS_WHAT: str
-    """Name of the server's software, for messages."""
     WITHOUT_ROUTE: str
     """Advice if a route is missing, for messages."""
 
@@ -82,7 +77,6 @@ class EngineServer(Engine):
         return body[key]
 
     def _response(self, method: str, path: str, **options: Any) -> Any:
-        """Send a request; return its response, whatever the status."""
         try:
             return self._client.request(method, path, **options)
         except self._httpx.HTTPError as error:

@@ -1,8 +1,7 @@
 """`ShapeCheck`: whether a version fits an engine's model, and how the model's loaders load it.
 
 Tensors without data are loaded into a copy of the model (:class:`MetaModel`) while the engine
-serves. The resulting trace lists tensors that no loader has read. `UnusedTensors` refuses a version
-because of them, or warns of them.
+serves. `UnusedTensors` refuses a version with tensors that no loader has read, or warns of them.
 """
 
 from __future__ import annotations
@@ -38,11 +37,8 @@ class ShapeCheck:
     """Checks versions by loading tensors without data into a copy of a model.
 
     Make the copy on the worker's main thread, as this changes settings of the whole process. A
-    check changes none, and may run in another thread while the engine serves.
-
-    Args:
-        meta: the copy.
-        is_spare: whether the engine is right to leave out a tensor of this name.
+    check may run in another thread while the engine serves. ``is_spare``: whether the engine is
+    right to leave out a tensor of this name.
     """
 
     def __init__(
@@ -90,8 +86,7 @@ class ShapeCheck:
     def of_part(self, names: Collection[str]) -> LoadTrace:
         """Trace how the model's loaders load only these tensors of the last check.
 
-        Raises:
-            WeightsMismatchError: the loaders do not load these tensors without the others.
+        Raise :class:`WeightsMismatchError` if they do not load these tensors without the others.
         """
         self._load([spec for spec in self._specs if spec.name in names])
         return self._meta.end()
@@ -126,7 +121,6 @@ class ShapeCheck:
         )
 
     def _advice(self, specs: Sequence[TensorSpec]) -> str:
-        """Return advice for a message about tensors that the loaders refuse."""
 
         def fits(names: NameMap) -> bool:
             changed = [spec._replace(name=names(spec.name)) for spec in specs]
@@ -170,10 +164,8 @@ class ShapeCheck:
     ) -> tuple[dict[str, torch.Tensor], TensorSpec | None, Exception | None]:
         """Load tensors without data, until the loaders raise or are done.
 
-        Returns:
-            * The tensors that the loaders took, by name.
-            * The tensor on which the loaders raised, or None.
-            * The error that the loaders raised, or None.
+        Return the tensors that the loaders took, by name; and the tensor on which they raised, with
+        the error, or None and None.
         """
         tensors: dict[str, torch.Tensor] = {}
         current: TensorSpec | None = None
@@ -198,7 +190,7 @@ class ShapeCheck:
     def loaded(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
         """Load some tensors with data; return the parameter of this name, as they fill it.
 
-        Call it in the same thread as the check. Errors of the loaders are raised.
+        Call it in the same thread as the check.
         """
         with self._meta.with_data(name) as real:
             self._meta.model.load_weights(iter(tensors))
@@ -244,9 +236,8 @@ class Unread(NamedTuple):
 class UnusedTensors:
     """Refuses versions with tensors that the model has no place for, or warns of the tensors once.
 
-    A copy of a tensor that the model ties is unused only if the two differ. A pipeline's rank skips
-    the tensors of other ranks' layers: the ranks tell each other the names that they skipped, and
-    a tensor is unused only if all ranks skipped it.
+    A copy of a tensor that the model ties is unused only if the two differ. In a pipeline, a tensor
+    is unused only if all ranks skipped it.
     """
 
     def __init__(
@@ -265,10 +256,7 @@ class UnusedTensors:
         """Version compared last, and descriptions of its tensors that differ from their twins."""
 
     def check(self, trace: LoadTrace) -> None:
-        """Refuse a layout with unused tensors, or do nothing in a pipeline.
-
-        A pipeline's ranks call :meth:`check_pipeline` instead, with the tensors of all ranks.
-        """
+        """Refuse a layout with unused tensors. A pipeline calls :meth:`check_pipeline` instead."""
         if not self._is_pipeline:
             self._refuse_or_warn(trace.unused)
 

@@ -1,7 +1,4 @@
-"""`StoreView`: a follower's view of the store's versions, and of its engine's records.
-
-A follower makes a new view for each start of the engine.
-"""
+"""`StoreView`: a follower's view of the store's versions, and of its engine's records."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ The pause grows with the time waited."""
 
 
 class StoreView:
-    """The store's versions, and the records of one engine and its ranks."""
+    """The store's versions, and the records of one start of an engine and its ranks."""
 
     def __init__(self, facts: EngineFacts, options: EngineOptions) -> None:
         self.facts = facts
@@ -76,7 +73,7 @@ class StoreView:
         return self._record(self.engine_id)
 
     def readable_record(self) -> ReceiverRecord | None:
-        """Return the engine's record, or None if there is no record or it is not readable now."""
+        """Return the engine's record, or None if there is none that is readable now."""
         with contextlib.suppress(errors.DBufferError, OSError):
             return self.engine_record()
         return None
@@ -95,11 +92,7 @@ class StoreView:
         return newest is None or relation(version, newest) is not Relation.FORKED
 
     def require_version(self) -> None:
-        """Refuse to stay on a version that is gone from the store, unless the engine has it.
-
-        Raises:
-            VersionError: the store has later versions, but not this one.
-        """
+        """Refuse to stay on a version that is gone from the store, unless the engine has it."""
         if self.options.version is not None:
             self.newer_than(served_by(self.engine_record()))
 
@@ -108,13 +101,8 @@ class StoreView:
     ) -> int | VersionId | None:
         """Return the version to switch to, or None if the engine is to keep its version.
 
-        * By default, it is the newest version.
-        * If ``at_least`` is above the newest version in the store, it is this number.
-        * With the option ``version``, it is that version, once it is published.
-        * With the option ``every``, the version must be that many numbers above ``served``, unless
-          the store has forked from ``served``.
-        * While the engine keeps ``served`` (:attr:`is_kept`), only an ``at_least`` above it or a
-          fork makes the engine switch.
+        By default, it is the newest version, or ``at_least`` if this is above it. The options
+        ``version``, ``every`` and ``until_done`` limit it, except after a fork.
 
         Raises:
             VersionError: the version that the engine is to stay on is gone from the store.
@@ -157,9 +145,8 @@ class StoreView:
     def _newest_in(self, store: DoubleBuffer, served: Lineage | None) -> Lineage | None:
         """Return a store's newest version, or None if it has none.
 
-        Raises:
-            VersionRegressedError: the store went back to before ``served``; or it has forked from
-                ``served``, and ``forked`` is ``"refuse"``.
+        Raise :class:`VersionRegressedError` if the store went back to before ``served``; or has
+        forked from ``served``, and ``forked`` is ``"refuse"``.
         """
         if self._store.exists():
             self._store.check()
@@ -180,7 +167,6 @@ class StoreView:
         return newest
 
     def manifest_of(self, goal: int | VersionId) -> Manifest | None:
-        """Return the manifest of a version, or None if this store does not have it now."""
         return self._store.manifest_of(goal) if isinstance(goal, VersionId) else None
 
     def wait_for_version(
@@ -188,10 +174,8 @@ class StoreView:
     ) -> int | None:
         """Wait until the store has a version above ``newer_than``, or a fork; return its number.
 
-        Return None if there was none in time. :meth:`newer_than` decides whether the engine
-        switches to it. With the option ``version``, wait for this version alone; with ``every``,
-        for a version that many numbers above. While the engine keeps its version, wait for
-        ``timeout_s`` and return None.
+        Return None if there was none in time, or if the engine keeps its version.
+        :meth:`newer_than` decides whether the engine switches to it.
         """
         only = self.options.version
         if only is not None:
@@ -230,9 +214,7 @@ class StoreView:
         *,
         require_alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until every rank has ``goal`` or a later version ready.
-
-        Also end the wait if the engine has the version: another process may have switched a server.
+        """Wait until every rank has ``goal`` or a later version ready, or the engine has it.
 
         Raises:
             EngineUpdateError: a rank cannot get the version ready, or no longer follows the store.
@@ -240,7 +222,6 @@ class StoreView:
             VersionRegressedError: the store has forked from the version, or lost it.
             WaitTimeoutError: a rank did not have the version ready in time.
             ClosedError: ``stop_event`` was set.
-            DBufferError: an error of ``require_alive``.
         """
         started = time.monotonic()
         complete_s = 0.0
@@ -289,7 +270,6 @@ class StoreView:
     def _lost(
         self, goal: int | VersionId, absent: Sequence[str], ended: Sequence[str]
     ) -> errors.DBufferError:
-        """Make the error for ranks that left the store, or whose processes ended."""
         if ended:
             return errors.EngineUnreachableError(
                 f"{', '.join(ended)} ended before version {number_of(goal)} of "
@@ -353,8 +333,7 @@ def _is_hindered(
 ) -> bool:
     """Whether a rank's record says that it cannot get this version ready.
 
-    If the record is unchanged since the wait began, a problem with the store does not count: it may
-    be over.
+    A problem with the store that the record has named since the wait began does not count.
     """
     is_of_the_store = record.problem is not None and record.problem_version is None
     is_old = at_start is not None and at_start.updated_at == record.updated_at

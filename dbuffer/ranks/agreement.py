@@ -1,15 +1,11 @@
 """`Agreement`: the ranks of a trainer take each step together, or learn together that one failed.
 
 If a rank raised an error alone, the other ranks would wait in the next collective. So at the end of
-each step, ranks exchange its outcome on every rank. If the step failed on a rank, all ranks raise
-that rank's error. The exchange has its own process group, so the trainer's collectives cannot
-interfere with it. If a rank drops the group, its connections close, and other ranks notice at once.
+each step all ranks exchange its outcome, over a process group of their own, as JSON. If the step
+failed on a rank, all ranks raise that rank's error.
 
 Ranks at different steps must never exchange messages. If an error leaves a call on one rank alone,
-such as an interrupt, that rank drops its connections. Each exchange also has the step's number and
-name, which must be the same on all ranks.
-
-Messages are JSON or bytes: nothing is unpickled.
+that rank drops its connections, which the others notice at once.
 """
 
 from __future__ import annotations
@@ -85,9 +81,7 @@ class _Outcome(NamedTuple):
 
 
 class Agreement(World):
-    """Ranks of a process group, or all ranks, which take steps together.
-
-    All ranks must make one together, and take each step together.
+    """Ranks of a process group, or all ranks, which make an agreement and take steps together.
 
     Raises:
         OptionError: torch.distributed was not initialized, or this rank is not in the group.
@@ -118,8 +112,7 @@ class Agreement(World):
     def call(self) -> TranslatedErrors:
         """Return a ``with`` block for the steps of one call, on all ranks.
 
-        If an error leaves the block on this rank alone, the connections are dropped: other ranks
-        must neither continue without this rank nor wait for it.
+        If an error leaves the block on this rank alone, the connections are dropped.
         """
         self._number += 1
         self._fails_together = False
@@ -144,8 +137,7 @@ class Agreement(World):
         Raises:
             DBufferError: the error of the first rank that failed, on all ranks. A lost connection
                 or a time-out is raised only if no rank failed in another way.
-            RankFailedError: dbuffer does not define the error's class; or a rank was lost,
-                interrupted, or at another step.
+            RankFailedError: a rank was lost, interrupted, or at another step.
         """
         if error is not None and not isinstance(error, Exception):
             self.close()
@@ -260,12 +252,8 @@ class Agreement(World):
 def connect(group: distributed.ProcessGroup | None, rank: int, size: int, timeout_s: float) -> Any:
     """Make a process group of the same ranks. Its connections close when it is dropped.
 
-    It uses gloo on main memory, also if the trainer's group has another backend.
-    `torch.distributed.new_group` cannot make it: a second group of the same ranks would hang,
-    because it finds the addresses of the first group in the store.
-
-    Raises:
-        RankFailedError: a rank did not join in time.
+    It uses gloo, whatever the trainer's backend. `torch.distributed.new_group` cannot make it: a
+    second group of the same ranks finds the addresses of the first in the store, and hangs.
     """
     timeout_s = min(timeout_s, _MAX_TIMEOUT_S)
     store = store_of_meeting(group, rank, size, timeout_s, purpose="trainer")
@@ -284,11 +272,7 @@ def store_of_meeting(
     *,
     purpose: str,
 ) -> PrefixStore:
-    """Wait for all ranks of a group; return an empty part of torch's store for this meeting.
-
-    Raises:
-        RankFailedError: a rank did not join in time.
-    """
+    """Wait for all ranks of a group; return an empty part of torch's store for this meeting."""
     ranks = "-".join(map(str, distributed.get_process_group_ranks(group)))
     store = PrefixStore(f"dbuffer/{purpose}/{ranks}", _get_default_store())
     # The number is in the store, which all ranks see: a rank that was interrupted during a meeting,
@@ -308,11 +292,8 @@ _HERE, _CAME = "here", "came"
 def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
     """Wait until all ranks have called this. Ranks can meet only once in a store.
 
-    The error names the missing ranks; torch.distributed would say only ``Wait timeout``. So each
-    rank first puts a word into the store.
-
     Raises:
-        RankTimeoutError: some ranks did not come in time.
+        RankTimeoutError: some ranks did not come in time. The message names them.
         RankFailedError: the store does not answer. Its process has probably ended.
     """
     where, timeout = place_of(store), datetime.timedelta(seconds=timeout_s)

@@ -41,9 +41,7 @@ class World:
     """Ranks that take steps together. This class has one rank; `Agreement` has several."""
 
     rank: int = 0
-    """Index of this process among the ranks."""
     size: int = 1
-    """Number of ranks."""
     timeout_s: float = math.inf
     """Longest time that ranks wait for a missing rank."""
 
@@ -54,23 +52,19 @@ class World:
         """Return a step that all ranks take. If it fails on one rank, all ranks raise an error.
 
         The block must not contain a collective that can fail on some ranks while others wait in it.
-
-        ``action``: completes "rank 1 could not …"; the same on all ranks.
+        ``action`` completes "rank 1 could not …".
         """
         return Step(self, action)
 
     def begin_step(self) -> None: ...
 
     def end_step(self, step: Step, error: BaseException | None) -> None:
-        """Exchange the outcomes of a step, which ended with ``error`` on this rank, or with None.
-
-        In a world of one rank, nothing is exchanged.
-        """
+        """Exchange the outcomes of a step, which ended with ``error`` on this rank, or None."""
         if error is None:
             step.results = [step.result]
 
     def losing_interrupted(self) -> AbstractContextManager[None]:
-        """Drop the connections if an interrupt, or an error of another library, leaves the block.
+        """Return a block that drops the connections if an interrupt or a foreign error leaves it.
 
         Otherwise, this rank's next call would meet the other ranks in their current call.
         """

@@ -1,6 +1,6 @@
-"""`FollowLoop`: waits for versions, retries, logs and follows forks, for all who follow a store.
+"""`FollowLoop`: waits for versions, retries and logs, for all that follow a store.
 
-A follower makes attempts in a loop until it stops::
+A follower makes attempts until it stops::
 
     loop = FollowLoop(receiver, "copying", logger, forked="follow", stop=stop)
     newer_than = None
@@ -14,9 +14,8 @@ A follower makes attempts in a loop until it stops::
         if loop.has_forked:
             newer_than = None
 
-Only the loop's ``final`` errors leave the block of an attempt. Any other error is logged once,
-reported in the receiver's record, and retried with backoff. An evicted snapshot does not count as a
-failure: the next attempt looks for a newer version at once.
+An error in an attempt is logged once, reported in the receiver's record, and retried with backoff.
+An evicted snapshot is no failure: the next attempt looks for a newer version at once.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ from dbuffer.store.records import OwnRecord
 
 Forked = Literal["follow", "refuse"]
 """Reaction to a fork of the store from the follower's version."""
-
-FORKED: tuple[Forked, ...] = ("follow", "refuse")
 
 
 class Followed(Protocol):
@@ -83,13 +80,9 @@ def wait_until_newer(
 ) -> int | None:
     """Implement `Followed.wait_for_version`.
 
-    Args:
-        look: returns the newest version's number, or None if there is none.
-        wait: waits for at most the given seconds; returns True to look again at once.
-        poll_interval_s: returns the longest time between two looks.
-        newer_than: wait for a version above this one, or None for any version.
-        timeout_s: how long to wait, or None for no limit.
-        stop_event: ends the wait.
+    ``look`` returns the newest version's number, or None if there is none. ``wait`` waits for at
+    most the given seconds, and returns True to look again at once. ``poll_interval_s`` returns the
+    longest time between two looks.
     """
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     step_s = math.inf if stop_event is None else TIMING.stop_check_s
@@ -110,13 +103,11 @@ class FollowLoop(RetryLoop):
     """Attempts of one follower, with retries. Only :meth:`retry_now` is thread-safe.
 
     Args:
-        receiver: the follower's receiver.
         doing: the follower's action, for the log, such as ``"staging"``.
-        logger: the follower's logger.
         forked: reaction to a fork from the version that the receiver has seen. ``"follow"``: log
             the fork, and follow it. ``"refuse"``: treat the fork like any other failure.
         final: errors that end the loop: they leave the block of an attempt.
-        stop: ends waits. An error in an attempt is ignored if this event is set.
+        stop: ends waits. Errors after it is set are ignored.
     """
 
     def __init__(
@@ -147,7 +138,6 @@ class FollowLoop(RetryLoop):
         """Time of the next attempt to use that version, or None to wait for a newer version."""
 
     def attempt(self) -> Self:
-        """Begin an attempt, for a ``with`` block."""
         self._version, self._is_exact = None, False
         self.has_forked = False
         return super().attempt()
@@ -233,10 +223,7 @@ class FollowLoop(RetryLoop):
     def _wait_to_retry(
         self, newer_than: int | None, left_s: float | None, interrupt: threading.Event
     ) -> int | None:
-        """Wait until the backoff ends; return None, or a newer version if one is published first.
-
-        Newer means newer than the version that failed.
-        """
+        """Wait until the backoff ends, or a version newer than the failed one is published."""
         if self.failed_version is not None:
             # If the caller waits for one exact version, a newer one does not end the backoff.
             above = MAX_INTEGER if self._is_exact else max(self.failed_version, newer_than or 0)

@@ -26,10 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class VersionVerifier:
-    """Verifies versions in memory against the published checksums.
-
-    It reports unreadable versions in the receiver's record.
-    """
+    """Verifies versions in memory against the published checksums."""
 
     def __init__(self, store_name: str, record: OwnRecord, copier: Copier) -> None:
         self._store_name = store_name
@@ -60,7 +57,7 @@ class VersionVerifier:
 
     @contextlib.contextmanager
     def reporting_unreadable(self, opened: OpenVersion) -> Iterator[None]:
-        """Report in the record if the block cannot read a version that consists of deltas.
+        """Report in the receiver's record if the block cannot read a version made of deltas.
 
         The sender then publishes the next version as an anchor.
         """
@@ -80,10 +77,8 @@ class VersionVerifier:
     ) -> list[int] | None:
         """Apply deltas to the version ``since`` in memory, and verify the result.
 
-        Returns:
-            The checksums of all tensors, or None if the full version must be read instead. This is
-            so if no deltas lead to it from ``since``, if they cannot be read, or if the memory was
-            modified before. The log names the last two reasons.
+        Return the checksums of all tensors. Return None if the full version must be read instead:
+        no deltas lead to it from ``since``, they cannot be read, or the memory was modified.
         """
         manifest = opened.manifest
         if since not in manifest.chain:
@@ -111,8 +106,7 @@ class VersionVerifier:
 class VersionReader(VersionVerifier):
     """Reader of a store's open versions: maps them on a local mount, else reads them into memory.
 
-    It keeps a mapping or memory for the next version if this saves work. Methods that read raise
-    `OvertakenError` if a writer has overwritten the version.
+    Methods that read raise `OvertakenError` if a writer has overwritten the version.
     """
 
     def __init__(
@@ -126,22 +120,16 @@ class VersionReader(VersionVerifier):
         self._store = store
         self._verify = verify
         self._mappings = KeptMappings()
-        self._keeps_snapshots = False
+        self.keeps_snapshots = False
+        """Whether mappings of snapshots are kept for later versions. If True, tensors must not
+        outlive their snapshot. Mapping a file takes half as long as copying it."""
         self._in_memory: tuple[Manifest, FileTensors] | None = None
         """Version that was read over a network, kept to apply the next version's deltas to."""
         self._patience = Patience()
 
     @property
     def maps_files(self) -> bool:
-        """Whether to map the store's files, instead of reading them over a network."""
         return self._store.medium.maps_files
-
-    def keep_snapshots(self) -> None:
-        """Keep the mappings of snapshots for later versions. Tensors must not outlive a snapshot.
-
-        Mapping a file takes half as long as copying it, and unmapping a quarter as long.
-        """
-        self._keeps_snapshots = True
 
     def unmap(self) -> None:
         """Drop the kept mappings: a removed file's space is free only after it is unmapped."""
@@ -164,11 +152,10 @@ class VersionReader(VersionVerifier):
     def read(self, opened: OpenStoreVersion, *, keep: bool = False) -> FileTensors:
         """Return all tensors of a version.
 
-        With ``keep``, the next version can reuse the memory or mapping. The tensors are then valid
-        only until the next read.
+        With ``keep``, they are valid only until the next read, which can reuse their memory.
         """
         if self.maps_files:
-            is_kept = (keep or self._keeps_snapshots) and self._is_rewritten(opened)
+            is_kept = (keep or self.keeps_snapshots) and self._is_rewritten(opened)
             mapped = self._map_kept(opened) if is_kept else map_privately(opened)
             if self.verifies_copies:
                 self.verify(opened, mapped.layout, self._copier.checksums(mapped))
@@ -181,8 +168,7 @@ class VersionReader(VersionVerifier):
     def keep_memory(self, opened: OpenStoreVersion, tensors: FileTensors) -> None:
         """Keep the memory of a closed snapshot, to apply later deltas to it.
 
-        The snapshot's user may have modified the memory. Only checksums detect this, so the memory
-        is kept only if versions are verified.
+        Only if versions are verified: the snapshot's user may have modified the memory.
         """
         if opened.manifest.chain and not self.maps_files and self._must_verify(opened.manifest):
             self._in_memory = opened.manifest, tensors
@@ -200,24 +186,17 @@ class VersionReader(VersionVerifier):
         return self.maps_files and self._verify is True
 
     def _must_verify(self, manifest: Manifest) -> bool:
-        """Whether to verify a version that is read over a network."""
         if not manifest.is_final:
             return True  # only checksums show whether the file was rewritten during the read
         return manifest.checksums_xxh3 is not None if self._verify == "auto" else self._verify
 
     def _is_rewritten(self, opened: OpenStoreVersion) -> bool:
-        """Whether later versions are written into this file, so that its mapping is worth keeping.
-
-        Otherwise the file is removed some day, and the mapping would keep its space occupied.
-        """
+        """Whether later versions are written into this file, so that a mapping is worth keeping."""
         return self.maps_files and not opened.manifest.is_final
 
     def _map_kept(self, opened: OpenStoreVersion) -> MappedTensors:
-        """Return the kept mapping of a version's file, or map the file and keep the mapping.
-
-        A publish into the file changes neither its layout nor the mapping's views and page tables.
-        """
-        access = mmap.ACCESS_COPY if self._keeps_snapshots else mmap.ACCESS_READ
+        """Return the kept mapping of a version's file, or map the file and keep the mapping."""
+        access = mmap.ACCESS_COPY if self.keeps_snapshots else mmap.ACCESS_READ
         mapped = self._mappings.get(opened.path, opened.file.number)
         if mapped is None:
             mapped = _map(opened, access)
@@ -225,7 +204,6 @@ class VersionReader(VersionVerifier):
         return mapped
 
     def _read_into_memory(self, opened: OpenStoreVersion) -> FileTensors:
-        """Apply deltas to the version in memory, or else read the full version."""
         before, self._in_memory = self._in_memory, None
         hashed, layout_xxh3 = self._must_verify(opened.manifest), opened.manifest.layout_xxh3
         memory = tensors = None
@@ -291,8 +269,8 @@ def wrong_tensors(
 ) -> list[str]:
     """Return the names of the tensors whose checksums differ from the published ones.
 
-    ``verified`` holds the checksums of an earlier version, which save work. If all checksums are
-    right, they replace these.
+    ``verified``: right checksums of an earlier version, which save work. They are replaced by this
+    version's if these are right.
     """
     manifest = opened.manifest
     if manifest.checksums_xxh3 is None:

@@ -73,12 +73,10 @@ _NO_FAILURES = (
 class WeightReceiver(Closing, ProcessBound):
     """Reader of a store. Any number of receivers, in any processes, can follow one store.
 
-    A receiver can be made before the store exists. Use it in one thread at a time. When it first
-    opens a version, it writes its record, ``receivers/ID.TOKEN.json``, into the store. The record
-    names the version that it holds and the version that it has applied.
-
-    If the store forks from the version that the receiver has seen, every method that reads the
-    version pointer raises `VersionRegressedError` until :meth:`follow_fork` is called.
+    A receiver can be made before the store exists. Use it in one thread at a time. With its first
+    version it writes its record, ``receivers/ID.TOKEN.json``, into the store. If the store forks
+    from the version that the receiver has seen, methods that read the version pointer raise
+    `VersionRegressedError` until :meth:`follow_fork` is called.
 
     Args:
         store: the store's directory.
@@ -92,9 +90,6 @@ class WeightReceiver(Closing, ProcessBound):
         num_threads: threads that copy. Default: this process's cores, at most 8.
         allow_shared_store: accept a directory that belongs to another user, or that other users can
             write to.
-
-    Raises:
-        OptionError: an option is invalid.
     """
 
     def __init__(
@@ -125,7 +120,6 @@ class WeightReceiver(Closing, ProcessBound):
         self.record.set(is_ephemeral=is_ephemeral)
         self.reader = VersionReader(self._store, self.record, self._copier, verify)
         self._pointer: Pointer | None = None
-        """Version pointer that was read last."""
         self.left: Lineage | None = None
         """Version that this receiver had seen before it last followed a fork."""
         self._read_last: tuple[VersionId, dict[str, Any]] | None = None
@@ -138,7 +132,6 @@ class WeightReceiver(Closing, ProcessBound):
 
     @property
     def store(self) -> Path:
-        """The store's directory."""
         return self._store.root
 
     def newest(self) -> Pointer | None:
@@ -161,9 +154,8 @@ class WeightReceiver(Closing, ProcessBound):
     ) -> Iterator[Snapshot]:
         """Open the newest version for a ``with`` block.
 
-        If the block ends without an error, the version is acknowledged as applied. If an error
-        leaves the block, it is reported in the receiver's record, and a sender's ``wait_applied``
-        for this receiver raises it.
+        If the block ends without an error, the version is acknowledged as applied. An error that
+        leaves the block is reported to senders that wait for this receiver.
 
         Args:
             newer_than: wait for a version above this one. Default: any version will do.
@@ -172,7 +164,6 @@ class WeightReceiver(Closing, ProcessBound):
             acknowledge: whether to acknowledge the version.
 
         Raises:
-            OptionError: an argument is invalid.
             WaitTimeoutError: the version was not published within ``timeout_s``.
             VersionError: ``version`` is no longer in the store.
             VersionRegressedError: the store was emptied or replaced. If this is raised at the end
@@ -215,9 +206,8 @@ class WeightReceiver(Closing, ProcessBound):
     def reporting(self, version: VersionId | None) -> Iterator[None]:
         """Report an error that leaves the block in the receiver's record.
 
-        With ``version``, the error is reported as a problem with this version, which ends when a
-        version is acknowledged. With None, it is reported as a problem with the store, which ends
-        when such a block succeeds.
+        With ``version`` it is a problem with this version, which ends when a version is
+        acknowledged; else with the store, which ends when such a block succeeds.
         """
         try:
             yield
@@ -235,7 +225,7 @@ class WeightReceiver(Closing, ProcessBound):
     ) -> contextlib.AbstractContextManager[OpenStoreVersion | None]:
         """Open the version that :meth:`wait_for_version` has just returned, without reading it.
 
-        The context manager yields None if the version is not above ``newer_than``.
+        The block gets None if the version is not above ``newer_than``.
         """
         self._check_open()
         find = functools.partial(self._open_newest, newer_than, reread=False)
@@ -268,17 +258,14 @@ class WeightReceiver(Closing, ProcessBound):
     ) -> int | None:
         """Load the newest version, unless this receiver has loaded it already.
 
-        An error is reported in the receiver's record, and a sender's ``wait_applied`` for this
-        receiver raises it.
-
         Args:
             target: a module or a dictionary of tensors, filled in place; or a function such as
-                vLLM's ``model.load_weights``, called with an iterator of ``(name, tensor)`` pairs.
-                The iterator is valid only during the call. A coroutine function is refused.
+                vLLM's ``model.load_weights``, called with an iterator of ``(name, tensor)`` pairs
+                that is valid only during the call. A coroutine function is refused.
             partial: leave those tensors of the target unchanged that the version lacks. The target
-                must have all of the version's tensors. A version that lacks a tensor of an earlier
-                version is refused, because that tensor would keep its earlier values. The receiver
-                remembers which tensors it has loaded: use one receiver for one target.
+                must have all of the version's tensors. A version that lacks a tensor loaded earlier
+                is refused, because that tensor would keep its earlier values: use one receiver for
+                one target.
             draft: load the version's draft, instead of the model that it drafts for.
 
         Returns:
@@ -346,8 +333,7 @@ class WeightReceiver(Closing, ProcessBound):
 
         Args:
             directory: directory to create. If it exists, it must be empty.
-            version: number or id of one of the newest two versions, or of a kept version. Default:
-                the newest version.
+            version: number or id of a version in the store. Default: the newest version.
             draft: save the version's draft, instead of the model that it drafts for.
             model: checkpoint directory to copy the configuration and tokenizer from.
             shard_bytes: maximum size of a file, unless a single tensor is larger.
@@ -357,7 +343,6 @@ class WeightReceiver(Closing, ProcessBound):
             The version's id.
 
         Raises:
-            OptionError: ``directory`` is not empty, or another argument is invalid.
             VersionError: ``version`` is not in the store.
             WaitTimeoutError: nothing was published yet.
             WeightsMismatchError: the version is an adapter (use peft's ``save_adapter``), or has no
@@ -389,10 +374,9 @@ class WeightReceiver(Closing, ProcessBound):
     def follow(
         self, newer_than: int | None = None, stop_event: threading.Event | None = None
     ) -> Iterator[Snapshot]:
-        """Yield a snapshot of each newest version.
+        """Yield a snapshot of each newest version, which is acknowledged after the loop body.
 
-        A version is acknowledged when the loop body has ended. Versions that are published and
-        replaced during the loop body are skipped.
+        Versions that are published and replaced during the loop body are skipped.
 
         Args:
             newer_than: begin with a version above this one. Default: with the newest version.
@@ -423,7 +407,6 @@ class WeightReceiver(Closing, ProcessBound):
         Raises:
             StoreNotFoundError: the store was removed.
             VersionRegressedError: the newest version does not follow the last one seen.
-            StoreAccessError, StoreCorruptError: the store cannot be read.
         """
         _check_version("newer_than", newer_than)
         if timeout_s is not None:
@@ -439,10 +422,7 @@ class WeightReceiver(Closing, ProcessBound):
         timeout_s: float | None,
         stop_event: threading.Event | None = None,
     ) -> int | None:
-        """Wait as :meth:`wait_for_version` does, but follow a fork instead of raising its error.
-
-        The number of the fork's newest version is returned at once, even if it is lower.
-        """
+        """Wait as :meth:`wait_for_version` does, but follow a fork instead of raising its error."""
         try:
             return self.wait_for_version(newer_than, timeout_s, stop_event)
         except errors.VersionRegressedError as error:
@@ -455,9 +435,6 @@ class WeightReceiver(Closing, ProcessBound):
 
     def acknowledge(self, version: int) -> None:
         """Record in the store that this receiver has applied ``version``.
-
-        The record also gets the version's metadata, if this version was read last or is still in
-        the store.
 
         Raises:
             VersionError: ``version`` was not published.
@@ -475,8 +452,7 @@ class WeightReceiver(Closing, ProcessBound):
     def follow_fork(self) -> None:
         """Accept the store's newest version, whichever run published it.
 
-        :meth:`load_into` with ``partial`` still refuses a version that lacks tensors loaded before,
-        because the target would then hold a mix of versions.
+        :meth:`load_into` with ``partial`` still requires all tensors that were loaded before.
         """
         self.left = self.last_seen
         self._pointer = self._loaded = None
@@ -506,7 +482,6 @@ class WeightReceiver(Closing, ProcessBound):
             )
 
     def _look(self) -> int | None:
-        """Read the pointer; return the newest version's number."""
         self._check_open()
         if not self._store.exists():
             if self._pointer is not None:

@@ -70,9 +70,9 @@ class SnapshotTensors(Mapping[str, torch.Tensor]):
 class Snapshot(ProcessBound):
     """Open version, which no writer changes.
 
-    On a local mount, the tensors are views of the mapped file. On a network mount, they are views
-    of memory into which the version was read. The tensors are valid only in the ``with`` block:
-    copy the tensors that you keep. Writing into a tensor changes only this snapshot.
+    The tensors are views of the mapped file or, on a network mount, of memory. They are valid only
+    in the ``with`` block: copy the tensors that you keep. Writing into a tensor changes only this
+    snapshot.
     """
 
     def __init__(
@@ -87,7 +87,6 @@ class Snapshot(ProcessBound):
 
     @property
     def version(self) -> int:
-        """Number of the version."""
         return self._opened.manifest.version
 
     @property
@@ -97,7 +96,6 @@ class Snapshot(ProcessBound):
 
     @property
     def lineage(self) -> Lineage:
-        """The version, and the runs that lead to it."""
         return self._opened.manifest.lineage
 
     @property
@@ -128,10 +126,7 @@ class Snapshot(ProcessBound):
         return self._contents.data.numel()
 
     def copy_into(self, memory: torch.Tensor) -> SnapshotTensors:
-        """Copy all tensors into ``memory``, and return views of the copies.
-
-        ``memory`` is a one-dimensional tensor of :attr:`data_bytes` bytes.
-        """
+        """Copy all tensors into ``memory``, flat bytes; return views of the copies."""
         layout = self._contents.layout
         tensors = SnapshotTensors(memory, layout)
         if self._verify:
@@ -145,10 +140,7 @@ class Snapshot(ProcessBound):
         return tensors
 
     def copy_parts(self, targets: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
-        """Copy views of this snapshot's tensors, and cast them where dtypes differ.
-
-        A checksum covers a full tensor, so verification checks all tensors, not only the views.
-        """
+        """Copy views of this snapshot's tensors, and cast them where dtypes differ."""
         self._copier.copy_tensors(targets, parts)
         if self._verify:
             self._check_copied(self._copier.checksums(self._contents))
@@ -157,16 +149,15 @@ class Snapshot(ProcessBound):
         """Copy all tensors into new memory, which outlives this snapshot.
 
         Raises:
-            StoreCorruptError: tensors were damaged after this snapshot was opened and verified.
+            StoreCorruptError: tensors were damaged after this snapshot was opened.
         """
         return self.copy_into(new_memory(self.data_bytes))
 
     def changed_since(self, version: VersionId) -> dict[str, Integers] | None:
         """Return the positions of the elements that changed since an earlier version.
 
-        Returns:
-            Ascending positions in each flattened tensor, by tensor name; unchanged tensors have no
-            entry. None if no deltas lead from that version to this one, or they cannot be read.
+        They are ascending positions in each flattened tensor, by tensor name; unchanged tensors
+        have no entry. None if no deltas lead from that version to this one, or they cannot be read.
         """
         if version not in self._opened.manifest.chain:
             return None

@@ -1,9 +1,8 @@
 """`Stager`: keeps a version ready in the background, so that an engine only has to apply it.
 
-A thread follows the store. It opens and checks each newest version, or the version that the stager
-was made for. It keeps the version mapped, or copies it into the stager's memory if the store is on
-a network or a device copies faster from pinned memory. The engine takes the version with
-:meth:`Stager.take`, applies it, and releases it. `State` and `TRANSITIONS` describe the states.
+A thread follows the store, and opens and checks each newest version. It keeps the version mapped,
+or copies it into the stager's memory if the store is on a network or a device copies faster from
+pinned memory. The engine takes the version with :meth:`Stager.take`, applies it, and releases it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -32,7 +30,6 @@ from dbuffer.io.tensors import new_memory
 from dbuffer.receive.follow_loop import FollowLoop, Forked
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
-from dbuffer.runtime import options
 from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.messages import first_line
@@ -45,8 +42,6 @@ RESERVED_S = 10.0
 
 DEVICE_RESERVE_BYTES = 1 << 30
 """Free device memory that staging leaves unused, for instance for the engine's next batch."""
-
-Check = Callable[[Snapshot], None]
 
 
 class Prepared(Protocol):
@@ -63,34 +58,20 @@ class Prepared(Protocol):
         """Free memory on the engine's device that is not needed."""
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
-        """Return a copy of this part that uses ``tensors``, which have the same contents."""
+        """Return this part for ``tensors``, which have the same contents."""
 
     def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
-        """Return the sizes of device memory and main memory that :meth:`copied_into` needs.
-
-        The first is at most ``device_bytes``.
-        """
+        """Return the device bytes, at most ``device_bytes``, and the main memory to copy into."""
 
     def copied_into(
         self,
         memories: tuple[torch.Tensor, torch.Tensor],
         copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
     ) -> Prepared:
-        """Return a copy of this in ``memories``, without references to the snapshot.
+        """Copy this part into device memory and main memory; return the copy.
 
-        Args:
-            memories: device memory and main memory, as one-dimensional tensors of bytes.
-            copy: copies its second argument, views of the snapshot's tensors, into its first.
+        ``copy`` copies its second argument, views of the snapshot's tensors, into its first.
         """
-
-
-Prepare = Callable[[Snapshot], Prepared | None]
-
-Attest = Callable[["Staged", Callable[[], bool]], Sequence[str] | None]
-"""Compares an engine's weights with the applied version, while the function returns True.
-
-It returns the names of parameters and layers that differ, or None if it cannot compare them.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,19 +121,9 @@ class State(enum.Enum):
     APPLIED = enum.auto()
     """The engine has applied the version. The stager's thread attests it, then releases it.
 
-    The engine's pause does not wait for this: the record may have to be flushed over a network, and
-    unmapping takes 17 ms per GB.
+    The engine's pause does not wait for this: unmapping takes 17 ms per GB.
     """
     CLOSED = enum.auto()
-
-
-TRANSITIONS = {
-    State.EMPTY: (State.READY, State.CLOSED),
-    State.READY: (State.TAKEN, State.APPLIED, State.EMPTY, State.CLOSED),
-    State.TAKEN: (State.TAKEN, State.READY, State.CLOSED),
-    State.APPLIED: (State.EMPTY, State.CLOSED),
-    State.CLOSED: (),
-}
 
 
 @dataclass(slots=True)
@@ -216,11 +187,7 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.may_use = False
-        """Whether to use the device.
-
-        False until the engine has allocated its memory, and while the engine sleeps, because other
-        programs use the device then.
-        """
+        """Whether the engine is awake and has allocated its memory, so that some may be used."""
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def room(self) -> int:
@@ -265,26 +232,26 @@ class Stager(ProcessBound):
             is not staged, and :meth:`take` raises the error.
         prepare: called with a snapshot of each version. A result other than None is staged with the
             version's tensors, or instead of them, if it replaces them and versions are copied.
-        device: an engine's device. As much of a version as fits is copied into its memory. Default:
-            copy into main memory only.
+        device: an engine's device. As much of a version as fits is copied into its memory.
         copy: whether to copy a mapped version into the stager's memory. ``"auto"``: copy if
             ``pin_memory`` or ``device`` is set, unless later versions will have less to copy.
         pin_memory: page-lock the stager's memory, for faster copies to a device.
         version: stage only this version until it was applied. Default: stage each newest version.
         every: stage a version only if its number is at least this much above the applied one's.
         applied: version that the engine has at the start. Only later versions are staged.
-        forked: reaction to a fork from the versions seen so far. ``"follow"`` stages the newest
-            version; ``"refuse"`` reports a problem with every version.
-        on_found: called without arguments before each version is staged.
-        attest: called with each applied version before the version is released.
+        forked: ``"follow"`` stages the newest version after a fork; ``"refuse"`` reports a problem.
+        on_found: called before each version is staged.
+        attest: compares an engine's weights with each applied version before its release, while its
+            second argument returns True. It returns the names of parameters and layers that differ,
+            or None if it cannot compare them.
     """
 
     def __init__(
         self,
         receiver: WeightReceiver,
         *,
-        check: Check | None = None,
-        prepare: Prepare | None = None,
+        check: Callable[[Snapshot], None] | None = None,
+        prepare: Callable[[Snapshot], Prepared | None] | None = None,
         copy: bool | Literal["auto"] = "auto",
         device: torch.device | None = None,
         pin_memory: bool = False,
@@ -293,15 +260,11 @@ class Stager(ProcessBound):
         applied: VersionId | None = None,
         forked: Forked = "refuse",
         on_found: Callable[[], None] | None = None,
-        attest: Attest | None = None,
+        attest: Callable[[Staged, Callable[[], bool]], Sequence[str] | None] | None = None,
     ) -> None:
         super().__init__()
-        options.choice("copy", copy, (True, False, "auto"))
-        options.flag("pin_memory", pin_memory)
-        if version is not None:
-            options.whole_number("version", version)
         self._receiver = receiver
-        receiver.reader.keep_snapshots()
+        receiver.reader.keeps_snapshots = True
         self._check = check
         self._checked: Layout | None = None
         self._prepare = prepare
@@ -335,24 +298,11 @@ class Stager(ProcessBound):
         self._thread.start()
         _stagers.add(self)
 
-    @property
-    def store(self) -> Path:
-        return self._receiver.store
-
     def newest(self) -> Pointer | None:
-        """Return the pointer to the store's newest version, or None if there is none."""
         return self._receiver.newest()
 
-    @property
-    def stats(self) -> dict[str, float]:
-        """Counts: ``staged``, ``staged_bytes``, ``stage_s``, ``evictions``, ``failures``."""
-        return dict(self._receiver.record.current.stats)
-
     def reserve(self, at_least: int | VersionId) -> bool:
-        """Reserve this version or a later one for a coming :meth:`take`: don't replace it if ready.
-
-        Return whether such a version is ready now.
-        """
+        """Keep this version or a later one for a coming :meth:`take`; return whether it's ready."""
         with self._condition:
             self._require_open()
             request = self._request_for(None, at_least, needs_tensors=False)
@@ -382,10 +332,6 @@ class Stager(ProcessBound):
             VersionRegressedError: the version does not lead to the store's newest one.
             DBufferError, OSError: the version, or the store, cannot be used.
         """
-        options.seconds("timeout_s", timeout_s)
-        for name, value in (("version", version), ("at_least", at_least)):
-            if value is not None and not isinstance(value, VersionId):
-                options.whole_number(name, value)
         self._require_open()  # before the lock, which can stay locked forever in a forked process
         with self._condition:
             self._require_open()
@@ -402,13 +348,13 @@ class Stager(ProcessBound):
                 if not self._is_answered():
                     newest = self.newest()
                     raise errors.WaitTimeoutError(
-                        f"version {request.number} of {self.store} was not ready within "
+                        f"version {request.number} of {self._receiver.store} was not ready within "
                         f"{timeout_s:g} s; the newest is {newest and newest.version}"
                     )
                 if request.error is not None:
                     raise request.error
                 assert self._staged is not None  # noqa: S101 - that was the answer
-                self._enter(State.TAKEN)
+                self._state = State.TAKEN
                 self._reserved = None
                 return self._staged
             finally:
@@ -419,12 +365,12 @@ class Stager(ProcessBound):
         """Release the taken version. With ``applied``, stage only versions after that one."""
         with self._condition:
             if self._state is State.TAKEN:
-                self._enter(State.READY)
+                self._state = State.READY
             if applied is not None and self._leads_on(applied):
                 self._applied = applied
                 staged = self._staged if self._state is State.READY else None
                 if staged is not None and staged.version <= applied.number:
-                    self._enter(State.APPLIED)
+                    self._state = State.APPLIED
             self._wake()
 
     def stage_again(self, *, applied: VersionId | None = None) -> None:
@@ -460,7 +406,7 @@ class Stager(ProcessBound):
             return  # in a forked process: thread and record belong to the parent
         with self._condition:
             if self._state is not State.CLOSED:
-                self._enter(State.CLOSED)
+                self._state = State.CLOSED
             self._wake()
         self._thread.join()
         self._let_go()
@@ -488,7 +434,7 @@ class Stager(ProcessBound):
             return _Request(goal, goal_id, newest, version is not None, needs_tensors)
         before = [lineage for lineage in (last_seen, self._receiver.left) if lineage is not None]
         if newest is not None and _is_lost(goal, newest, before):
-            message = describe_fork(self.store, goal, newest.id)
+            message = describe_fork(self._receiver.store, goal, newest.id)
             raise errors.VersionRegressedError(message, is_forked=True)
         return _Request(goal.number, goal, newest, version is not None, needs_tensors)
 
@@ -500,16 +446,13 @@ class Stager(ProcessBound):
     def _require_open(self) -> None:
         if self._is_closed or self._is_inherited:
             raise errors.ClosedError(
-                f"this stager of {self.store} is closed, or was made before a fork; make a new one"
+                f"this stager of {self._receiver.store} is closed, or was made before a fork; "
+                "make a new one"
             )
 
     @property
     def _is_closed(self) -> bool:
         return self._state is State.CLOSED
-
-    def _enter(self, state: State) -> None:
-        assert state in TRANSITIONS[self._state], (self._state, state)  # noqa: S101
-        self._state = state
 
     def _wake(self) -> None:
         self._interrupt.set()
@@ -541,19 +484,15 @@ class Stager(ProcessBound):
         request, until_s = self._reserved
         return max(0.0, until_s - time.monotonic()) if request.is_met_by(self._staged) else 0.0
 
-    def _drop_unless_taken(self) -> Staged | None:
-        """Drop the staged version unless it is taken.
-
-        Return the version, so that the caller can free its memory without holding the lock.
-        """
-        staged = self._staged
+    def _drop_unless_taken(self) -> bool:
+        """Drop the staged version unless it is taken; return whether there was one to drop."""
         if self._state not in (State.READY, State.APPLIED):
-            return None
-        if self._state is State.APPLIED and staged is not None:
-            self.attestation = Attestation(staged.id, None)
-        self._enter(State.EMPTY)
+            return False
+        if self._state is State.APPLIED and self._staged is not None:
+            self.attestation = Attestation(self._staged.id, None)
+        self._state = State.EMPTY
         self._let_go()
-        return staged
+        return True
 
     def _let_go(self) -> bool:
         """Release the staged version; return False if it was evicted or cannot be checked."""
@@ -568,7 +507,7 @@ class Stager(ProcessBound):
                 record.count(evictions=1)
             else:
                 # It is released nevertheless. Opening the next version will raise the error again.
-                logger.warning("releasing a version of %s: %s", self.store, str(error))
+                logger.warning("releasing a version of %s: %s", self._receiver.store, str(error))
             # The error's frames keep a mapping alive, and with it the space of a removed file.
             traceback.clear_frames(error.__traceback__)
             return False
@@ -614,13 +553,12 @@ class Stager(ProcessBound):
                 self._finish_applied()
 
     def _finish_applied(self) -> None:
-        """Attest the applied version, and release it."""
         applied, differing = self._staged, None
         if applied is not None and self._attest is not None:
             differing = self._attest(applied, self._may_attest)
         with self._condition:
             if applied is not None and self._state is State.APPLIED and self._staged is applied:
-                self._enter(State.EMPTY)
+                self._state = State.EMPTY
                 # If the version was overwritten during the comparison, the result is invalid.
                 is_valid = self._let_go()
                 self.attestation = Attestation(applied.id, differing if is_valid else None)
@@ -694,7 +632,7 @@ class Stager(ProcessBound):
             with self._condition:
                 if self._is_closed:
                     return
-                self._enter(State.READY)
+                self._state = State.READY
                 self._snapshot = opened.pop_all()
                 self._staged = staged = Staged(
                     lineage=snapshot.lineage,
@@ -711,7 +649,6 @@ class Stager(ProcessBound):
         record.write()
 
     def _copied_part(self, snapshot: Snapshot, prepared: Prepared) -> Prepared:
-        """Copy the prepared part into device memory, and into main memory what does not fit."""
         on_device = torch.empty(0, dtype=torch.uint8)
         sizes = prepared.staging_bytes(0)
         if self._device_memory is not None:
@@ -750,8 +687,8 @@ class Stager(ProcessBound):
 def _is_lost(version: VersionId, newest: Lineage, before: Iterable[Lineage]) -> bool:
     """Whether a version leads neither to the newest version nor to any later one.
 
-    ``before`` holds lineages of earlier newest versions. A version of a run that none of them
-    contains can still be published, for instance by a mirror that lags.
+    ``before``: earlier newest versions. A version of a run that none of them contains can still be
+    published, for instance by a mirror that lags.
     """
     if newest.reaches(version):
         return False

@@ -23,8 +23,7 @@ from dbuffer.store.open_version import (
 def verify_store(store: DoubleBuffer) -> list[dict[str, Any]]:
     """Check all versions of a store; return the results of `dbuffer verify --json`, newest first.
 
-    ``problems`` lists names of damaged tensors, or descriptions of other damage. A version is
-    locked while it is read, so a publish can be delayed.
+    A version is locked while it is read, so a publish can be delayed.
     """
     store.check()
     pointer = store.newest_pointer()

@@ -1,12 +1,8 @@
 """Attestation: whether a model that serves has the weights of its last switch.
 
 After a switch, `RankModel.attest` compares the parameters with the staged version, byte by byte, in
-the stager's thread. It also takes a digest of the parameters, on their device. A later check then
-needs the digest alone, and not the version.
-
-At a follower's request, `RankReceiver.attest` collects the results of all ranks and writes
-``attested_at`` into the engine's record. The follower reads it there, for the label and the metric.
-If a rank's weights differ, all ranks load the version again.
+the stager's thread. It also takes a digest of the parameters, for a later check without the
+version. `RankReceiver.attest` collects the results of all ranks for the engine's record.
 
 Not detected: writes after the comparison, unless the next switch patches; writes into layers that
 stay with the reload, into buffers that are not published, and into a kernel's own memory.
@@ -70,9 +66,9 @@ def _same_bits(*blocks: torch.Tensor) -> bool:
 def digest_of_all(parameters: Iterable[torch.Tensor]) -> int:
     """Return a digest of the bytes of parameters, and of their order. All are on the same device.
 
-    The digest is a sum of 64-bit words, each multiplied by a number of its own (multilinear
-    hashing, Carter and Wegman, 1979). A change of a single word always changes the digest. Changes
-    of several words leave it unchanged only by chance. It does not protect from chosen bytes.
+    It is a sum of 64-bit words, each multiplied by a number of its own (multilinear hashing, Carter
+    and Wegman, 1979). It always shows a change of a single word, and changes of several but by
+    chance. It does not protect from chosen bytes.
     """
     sums: list[torch.Tensor] = []
     numbers = torch.empty(0)

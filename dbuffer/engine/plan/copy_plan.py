@@ -1,11 +1,8 @@
 """`CopyPlan`: how a switch fills each layer of a model from the tensors of one layout.
 
-* Most layers are filled by copies, according to the trace of their loaders.
-* A layer that packs or quantizes its weights gets an image.
-* A layer stays with the engine's reload if its loader computes, or if other values depend on the
-  layer. If it shares published tensors with other layers, there is no plan.
-
-`verification` finds out whether a reload does more to a layer than copy.
+Most layers are filled by copies, and layers that pack or quantize their weights by an image. A
+layer stays with the engine's reload if its loader computes, or if other values depend on the layer.
+If it shares published tensors with other layers, there is no plan.
 """
 
 from __future__ import annotations
@@ -94,11 +91,7 @@ class CopyPlan:
         return [*self.parameters.values(), *images]
 
     def replaced(self) -> str | None:
-        """Return the name of a module or tensor that was replaced or moved, or None.
-
-        Other code may do so: a library that quantizes a layer, a method of a worker extension, or
-        ``param.data = ...``.
-        """
+        """Return the name of a module or tensor that other code has replaced or moved, or None."""
         return next((str(place) for place in self.places if not place.is_as_planned()), None)
 
     @cached_property
@@ -112,7 +105,6 @@ class CopyPlan:
 
     @cached_property
     def copied_bytes(self) -> int:
-        """Bytes that copies load from published tensors."""
         return sum(traced.copied_bytes for traced in self.traced.values())
 
     def copies_of(self, tensors: Tensors) -> dict[str, list[Copy]]:
@@ -166,7 +158,6 @@ def plan_copies(
 
 
 def _refused_layers(live: Tensors, trace: LoadTrace, *, without: Collection[str]) -> dict[str, str]:
-    """Return the reasons why copies cannot fill some layers, by the layer's name."""
     refused = trace.refused
     for name, traced in trace.tensors.items():
         tensor = live.get(name)
@@ -184,9 +175,8 @@ def _sources_to_reload(
 ) -> Collection[str]:
     """Return the published tensors that only these layers are loaded from.
 
-    Raises:
-        UnsupportedError: the layers cannot be loaded from such tensors alone, or the other layers
-            have too few elements.
+    Raise :class:`UnsupportedError` if the layers cannot be loaded from such tensors alone, or the
+    other layers have too few elements.
     """
     reasons = listed(list(dict.fromkeys(layers.values())), "; ")
     reloaded = {name: t for name, t in trace.tensors.items() if layer_of(name) in layers}
@@ -205,10 +195,7 @@ def _sources_to_reload(
 
 
 def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan) -> None:
-    """Refuse a plan that does not fill all parameters.
-
-    A reload would fill them, such as with the values of the engine's start.
-    """
+    """Refuse a plan that leaves out a parameter, which a reload would fill."""
     tensors = [*model.named_parameters(), *model.named_buffers()]  # some buffers are views
     loaded = {address_of(tensor) for tensor in plan.written} | {
         address_of(tensor) for name, tensor in tensors if layer_of(unwrapped(name)) in plan.reloaded
@@ -223,7 +210,6 @@ def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan) -> None:
 
 
 def _places_of(model: torch.nn.Module, written: Sequence[torch.Tensor]) -> list[_Place]:
-    """Return the places of a model's modules, and of the tensors that a switch writes."""
     places = {id(tensor): (tensor.data_ptr(), form_of(tensor)) for tensor in written}
     return [
         _Place(module, table, name, thing, *places.get(id(thing), (0, None)))

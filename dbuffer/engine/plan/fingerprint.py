@@ -1,10 +1,9 @@
 """`ModelFingerprint`: everything that a model can read when it computes, at one moment.
 
-Two fingerprints show the changes of a reload. It can change anything: a parameter, a plain
-attribute, another layer, a closure, a kernel's object, a handle that Python cannot look into. So
-the fingerprint walks all objects that can be reached from the model. It keeps a digest of a
-tensor's bytes, the value of a number or text, and the identity of any other object. An object that
-Python cannot look into counts as changed.
+Two fingerprints show the changes of a reload, which can change anything: an attribute, another
+layer, a closure, a kernel's object. So the fingerprint walks all objects that can be reached from
+the model. It keeps a digest of a tensor's bytes, the value of a number or text, and the identity of
+any other object. An object that Python cannot look into counts as changed.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ class ModelFingerprint:
     """Everything that can be reached from a model at one moment.
 
     Args:
-        model: the model.
         without: names of attributes to skip in all objects, such as caches that serving fills.
         undigested: addresses of the storages whose bytes are not compared.
         replaced: attributes to skip in single objects: the object's identity, the attribute's name.
@@ -158,7 +156,6 @@ class ModelFingerprint:
 
 
 def _is_code(thing: Any) -> bool:
-    """Whether an object holds no weights: code, or an object that the whole process shares."""
     return isinstance(thing, _NOT_LOOKED_INTO) or type(thing).__module__.startswith(
         (*_COMPILED, *_GROUPS)
     )

@@ -1,9 +1,8 @@
 """`Image`: the next weights of a layer that packs or quantizes its weights, made while it serves.
 
-The engine loads such a layer by copying and then processing. Processing changes the form of
-parameters, fills further parameters (scales), or fills a kernel's memory that no copy can reach. So
-a shadow of the layer is loaded and processed on the layer's device while the layer serves. The
-switch copies the shadow's tensors into the layer, and gives the layer the shadow's attributes.
+Processing such a layer changes the form of parameters, fills further parameters (scales), or fills
+a kernel's memory that no copy can reach. So a shadow of the layer is loaded and processed while the
+layer serves. The switch copies the shadow's tensors and attributes into the layer.
 """
 
 from __future__ import annotations
@@ -50,12 +49,8 @@ class Packing(Protocol):
     def pack(self, shadow: Any, layer: torch.nn.Module) -> Sequence[tuple[Any, Any]]:
         """Process a shadow of the layer, which has loaded weights.
 
-        Returns:
-            Pairs of a further object of the layer that processing changes, and the shadow's
-            processed copy of the object.
-
-        Raises:
-            NotAloneError: processing needs other ranks.
+        Return pairs of a further object of the layer that processing changes, and the shadow's
+        processed copy of the object. Raise `NotAloneError` if processing needs other ranks.
         """
         ...
 
@@ -78,8 +73,8 @@ class PackedLayer(NamedTuple):
 class Image:
     """A processed shadow of a layer. A switch gives its tensors and attributes to the layer.
 
-    The shadow is filled from published ``tensors`` according to the ``trace``. The tensors of a
-    layer on a device wait in page-locked main memory, as the device may not have room for all.
+    The tensors of a layer on a device wait in page-locked main memory, as the device may not have
+    room for all.
 
     Raises:
         UnsupportedError: the layer has a tensor in another form than the processed tensor.
@@ -130,7 +125,6 @@ class Image:
         return {(id(change.owner), change.name) for change in changes}
 
     def copies(self) -> list[Copy]:
-        """Return the copies of the shadow's tensors into the layer's tensors."""
         for change in self._tensors:
             if not change.is_copied():
                 raise UnsupportedError(
@@ -217,10 +211,9 @@ def _waiting(tensor: torch.Tensor) -> torch.Tensor:
 def packed_layers(
     model: torch.nn.Module, packing: Packing, trace: LoadTrace, derived: Collection[str]
 ) -> dict[str, PackedLayer]:
-    """Return the layers of a model that need images: the engine processes them after loading.
+    """Return the layers that the engine processes after loading, and that copies can load.
 
-    Layers that the trace's copies do not fill are left out. ``derived``: names of layers that a
-    reload changes further after copying.
+    ``derived``: names of layers that a reload changes further after copying.
     """
     names = {
         id(parameter): unwrapped(name)

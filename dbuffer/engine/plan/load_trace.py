@@ -1,8 +1,8 @@
 """`LoadTrace`: how a model's loaders use published tensors, as recorded by `LoadRecorder`.
 
-The recorder watches each operation of a load into a copy of the model on the meta device. A copy of
-a part of a published tensor into a part of a parameter becomes a `CopyOp`. If a parameter is
-written in any other way, its trace has no copies and says why.
+The recorder watches each operation of a load into a copy of the model on the meta device. A copy
+into a part of a parameter becomes a `CopyOp`. If a parameter is written in any other way, its trace
+says why.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ class CopyOp:
     to: View
     """Part of the parameter that is written."""
     source: str | None
-    """Name of the published tensor, or None for a constant."""
     part: View | None = None
     """Part of the published tensor that is read, or None for a constant."""
     value: float = 0
@@ -103,7 +102,6 @@ class TracedTensor:
         return num_copied * self.form[2].itemsize
 
     def bind(self, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> list[Copy]:
-        """Return the copies from published tensors into a tensor of this form."""
         return [op.bind(tensor, tensors) for op in self.ops]
 
     def filled(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -140,7 +138,6 @@ class LoadTrace:
         return {name: t.refused for name, t in self.tensors.items() if t.refused}
 
     def is_copied(self, name: str) -> bool:
-        """Whether copies fill the parameter or buffer of this name."""
         return name in self.tensors and self.tensors[name].refused is None
 
 
@@ -148,16 +145,11 @@ _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 
 
 class LoadRecorder:
-    """Records what operations do to the tensors of a model without data.
-
-    Args:
-        tensors: the model's parameters and buffers, by name.
-    """
+    """Records what the operations of one load do to a model's parameters and buffers."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         # A tied tensor has several names. The last one is kept here.
         self._tensors = {storage_of(tensor): (name, tensor) for name, tensor in tensors.items()}
-        self._registered: list[int] = []
         self._lock = threading.Lock()  # some models load in threads
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
         self.read: set[str] = set()
@@ -172,19 +164,6 @@ class LoadRecorder:
         result's storage. They are kept alive, so that no storage is reused."""
         self.written_from: dict[str, str] = {}
         """Name of the model's tensor that another one was computed from, by the latter's name."""
-
-    def begin(self) -> None:
-        for storage in self._registered:
-            del self._tensors[storage]
-        self._registered.clear()
-        self._sources.clear()
-        self.read.clear()
-        self._embedded.clear()
-        self._rewritten.clear()
-        self._ops.clear()
-        self._refused.clear()
-        self._computed.clear()
-        self.written_from.clear()
 
     def note_source(self, name: str, tensor: torch.Tensor) -> None:
         """Note a published tensor. It is kept alive, so that no other tensor gets its storage."""
@@ -213,10 +192,7 @@ class LoadRecorder:
 
     def note_registered(self, name: str, parameter: torch.Tensor) -> None:
         """Note a parameter that a loader has just made from a published tensor."""
-        storage = storage_of(parameter)
-        if storage not in self._tensors:
-            self._registered.append(storage)
-        self._tensors[storage] = name, parameter
+        self._tensors[storage_of(parameter)] = name, parameter
         self._refused[name] = "is registered by its loader"
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -248,15 +224,15 @@ class LoadRecorder:
     def is_written(self, tensor: torch.Tensor) -> bool:
         """Whether published data went into a parameter or buffer.
 
-        False for a tensor that is newer than this recorder: engines sometimes replace the position
-        embeddings that all their models share.
+        False for a tensor that is newer than the model, such as position embeddings that all models
+        of an engine share.
         """
         name, _ = self._tensors.get(storage_of(tensor), ("", tensor))
         ops = self._ops.get(name, ())
         return name in self._refused or any(op.source is not None for op in ops)
 
     def end(self, loaded: Iterable[tuple[torch.Tensor, int]]) -> LoadTrace:
-        """Return the trace since :meth:`begin`.
+        """Return the trace of the load.
 
         ``loaded``: the model's tensors, with the number of elements that loaders have written.
         """
@@ -279,7 +255,6 @@ class LoadRecorder:
         )
 
     def _origin_of(self, tensor: torch.Tensor) -> str | None:
-        """Return the name of the model's tensor that a tensor comes from, or None."""
         storage = storage_of(tensor)
         name, _ = self._tensors.get(storage) or self._computed.get(storage) or (None, None)
         return name
@@ -361,8 +336,5 @@ def unwrapped(name: str) -> str:
 
 
 def tables_of(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a module's own tables of parameters and buffers.
-
-    Write to the tables to replace a tensor: registering it again would change the order.
-    """
+    """Return a module's own tables of parameters and buffers, to replace a tensor in its place."""
     return layer.__dict__["_parameters"], layer.__dict__["_buffers"]

@@ -1,11 +1,8 @@
 """`PreparedSwitch`: the copies that switch a model to one version, prepared while it serves.
 
-If only some elements of a tensor changed, a `Patch` writes just these in the pause. Their positions
-in parameters are computed from positions in published tensors while the engine serves. If too many
-elements changed, all of the tensor is copied.
-
-Only weights on a device are patched, as copies to a device must pass a slow link. In main memory,
-patches made a pause shorter by half at most.
+If only some elements of a tensor changed, a `Patch` writes just these in the pause. Only weights on
+a device are patched, as copies to a device must pass a slow link. In main memory, patches made a
+pause shorter by half at most.
 """
 
 from __future__ import annotations
@@ -44,9 +41,6 @@ MAX_SHARE = 0.05
 write 3 % of 50 million bfloat16 one by one took 0.6 of the time of copying all of them. To write
 10 % took more than twice this time."""
 
-CopyTensors = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
-"""Function that copies its second list of tensors into its first."""
-
 
 class Patch(NamedTuple):
     """New values for some elements of a parameter."""
@@ -58,7 +52,6 @@ class Patch(NamedTuple):
     values: torch.Tensor
 
     def apply(self) -> None:
-        """Write the values."""
         self.target.scatter_(0, self.positions.long(), self.values)
 
     def on_device(self) -> Patch:
@@ -130,13 +123,11 @@ class PreparedSwitch:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the switch copies and reloads."""
         return self.plan.copied_bytes + sum(tensor.nbytes for tensor in self.reloaded.values())
 
     # While the engine serves
 
     def compared(self) -> Iterator[tuple[str, Sequence[Copy]]]:
-        """Yield the name and the copies of each parameter, then of each image."""
         yield from self.copies.items()
         yield from ((image.name, image.copies()) for image in self.images)
 
@@ -153,22 +144,20 @@ class PreparedSwitch:
         self.patches = None
 
     def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
-        """Return the bytes that :meth:`copied_into` needs on a device, and in main memory.
-
-        ``device_bytes``: most bytes to use on the device.
-        """
+        """Return the device bytes, at most ``device_bytes``, and the main memory to copy into."""
         parameters = self.plan.parameters.values()
         sizes = [align(tensor.nbytes) for tensor in (*parameters, *self.reloaded.values())]
         on_device = sum(size for size in _fitting(sizes[: len(parameters)], device_bytes))
         return on_device, sum(sizes) - on_device
 
     def copied_into(
-        self, memories: tuple[torch.Tensor, torch.Tensor], copy: CopyTensors
+        self,
+        memories: tuple[torch.Tensor, torch.Tensor],
+        copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
     ) -> PreparedSwitch:
         """Copy the switch's sources into two memories; return the switch that reads from there.
 
-        The first memory gets the parameters' new values while they fit. The second memory gets the
-        other values, and the published tensors that are reloaded.
+        The first memory gets the parameters' new values while they fit.
         """
         parameters = self.plan.parameters
         sizes = [align(tensor.nbytes) for tensor in parameters.values()]
@@ -199,10 +188,7 @@ class PreparedSwitch:
         )
 
     def patches_from(self, base: VersionId, changed: Changed, copier: Copier) -> Patches:
-        """Return the patches and copies that switch a model from an earlier version, the base.
-
-        ``changed``: positions where this version may differ from the base.
-        """
+        """Return the patches and copies that switch a model from an earlier version, the base."""
         traced = self.plan.traced
         ops = [(name, op) for name in self.copies for op in traced[name].ops]
         parts: list[Patch | Copy | None] = [None] * len(ops)
@@ -229,9 +215,7 @@ class PreparedSwitch:
     def apply(self, copier: Copier, digest: int | None = None) -> None:
         """Switch the model. If this fails, the model has a mix, which the caller must repair.
 
-        Args:
-            copier: copies in main memory with its threads. A device makes its copies itself.
-            digest: digest of the parameters at the patches' base. Default: copy everything.
+        ``digest``: digest of the parameters at the patches' base, or None to copy everything.
         """
         copies = itertools.chain(*self._patch(copier, digest).values())
         # A tied tensor is in the images of two layers; copy it once.
@@ -271,7 +255,7 @@ class PreparedSwitch:
     def mismatches(self, copier: Copier) -> dict[str, str]:
         """Return the layers of parameters and images that differ from the result of this switch.
 
-        The keys are names of parameters and images. The copier's threads compare byte by byte.
+        The keys are names of parameters and images.
         """
         copies = [(name, copy) for name, copies in self.copies.items() for copy in copies]
         differing: set[str] = set()
@@ -309,10 +293,7 @@ def patch_or_copy(
 def _positions_in(
     part: View, to: View, num_elements: int, changed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of a part's changed elements in the published tensor and the parameter.
-
-    ``changed``: positions in the published tensor, which has this number of elements.
-    """
+    """Return the positions of a part's changed elements in the tensor and in the parameter."""
     # Most parts are in one piece, and stay so. If 50,000 of 50 million elements changed, this takes
     # less than 1 ms, and the mask 55 ms.
     if part.num_elements == part.end - part.offset and part.stride == to.stride:
@@ -338,11 +319,7 @@ def _fitting(sizes: Sequence[int], num_bytes: int) -> Sequence[int]:
 def _laid_out(
     memory: torch.Tensor, tensors: Tensors
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Make tensors of the same forms in flat bytes, one behind the other.
-
-    Returns:
-        The new tensors by name, and the bytes behind them.
-    """
+    """Make tensors of the same forms in flat bytes, one behind the other; also return the rest."""
     laid_out = {}
     for name, tensor in tensors.items():
         elements = memory[: tensor.nbytes].view(tensor.dtype)

@@ -1,10 +1,9 @@
 """`Verifier`: verifies that a switch by copies gives the same result as the engine's reload.
 
-The engine's reload first loads stand-ins: tensors with other values than the version's. It then
-loads the version, which changes everything that derives from a loaded value. After that:
-
-* every parameter must equal its copies, to the byte, and every layer its image;
-* everything else that can be reached from the model must be as it was with the stand-ins.
+The reload first loads stand-ins: tensors with other values than the version's. It then loads the
+version, which changes everything that derives from a loaded value. After that, every parameter must
+equal its copies, to the byte, and every layer its image. Everything else that can be reached from
+the model must be as it was with the stand-ins.
 """
 
 from __future__ import annotations
@@ -48,26 +47,19 @@ class Verifier:
     """Compares a model after a reload with the result of a switch."""
 
     model: torch.nn.Module
-    """The model that serves."""
     reload: Callable[[Iterable[tuple[str, torch.Tensor]]], None]
-    """Function that reloads all of the model."""
     reload_part: Callable[[PreparedSwitch], None]
     """Function that reloads the layers that a switch leaves to the reload."""
     copier: Copier
-    """Copier whose threads compare tensors."""
     not_weights: Collection[str]
     """Names of attributes in the model that serving changes."""
     random: np.random.Generator
 
     def verify(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
-        """Load a version by a reload, and verify the plan of the switch to this version.
+        """Load a version by a reload; return its mismatch with the switch to this version.
 
-        Returns:
-            The mismatch between reload and switch. If it is empty, the plan is verified.
-
-        Raises:
-            UnverifiableError: reload and switch cannot be compared. The version is loaded.
-            Exception: the reload of the version failed.
+        If the mismatch is empty, the plan is verified. `UnverifiableError`: reload and switch
+        cannot be compared, and the version is loaded. Any other error: its reload failed.
         """
         plan = switch.plan
         plan.verified_for = None
@@ -107,7 +99,6 @@ class Verifier:
         return mismatch
 
     def _fingerprint(self, switch: PreparedSwitch) -> ModelFingerprint:
-        """Return the fingerprint of everything that the switch's copies do not write."""
         return ModelFingerprint(
             self.model,
             without=_NOT_READ.union(self.not_weights),
@@ -129,10 +120,7 @@ class Verifier:
         return mismatch
 
     def _mismatch_of_part(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
-        """Reload the switch's part; return a mismatch if other parameters change.
-
-        If they change, load the version again.
-        """
+        """Reload the switch's part; return a mismatch if other parameters change."""
         try:
             self.reload_part(switch)
             changed = switch.mismatches(self.copier)
@@ -147,10 +135,7 @@ class Verifier:
 
 
 def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
-    """Return the layers at a place of a :class:`ModelFingerprint`, or else the nearest layers.
-
-    If the layer at the place is not loaded, its value must derive from layers near it.
-    """
+    """Return the layers at a place of a :class:`ModelFingerprint`, or else the nearest layers."""
     matched = _MODULES.match(place)
     path = re.findall(r"\['([^']*)'\]", matched[0]) if matched else []
     for length in range(len(path), 0, -1):

@@ -21,7 +21,6 @@ from dbuffer.integrations.atropos.mapping import mapping_path
 from dbuffer.integrations.lightrft.manager import BroadcastManager
 from dbuffer.mirror.mirror import start_mirror
 from dbuffer.publish.sender_options import SenderKeywords
-from dbuffer.receive.stager import Stager
 from dbuffer.runtime import options
 from tests.support.children import call
 
@@ -126,10 +125,6 @@ def test_one_text_is_one_name():
 # Who takes options. The checks are tested above: a value that none accepts shows who asks them
 
 
-def make_stager(store: Path, **wrong: Any) -> Any:
-    return Stager(dbuffer.WeightReceiver(store, receiver_id="stager"), **wrong)
-
-
 MAKERS: dict[str, tuple[Any, str]] = {
     "WeightSender": (
         dbuffer.WeightSender,
@@ -141,7 +136,6 @@ MAKERS: dict[str, tuple[Any, str]] = {
         "poll_interval_s poll_interval_s=0 num_threads num_threads=0 verify receiver_id "
         "allow_shared_store",
     ),
-    "Stager": (make_stager, "copy pin_memory version version=0"),
     "Mirror": (
         lambda store, **wrong: dbuffer.Mirror(store, store.with_name("local"), **wrong),
         "poll_interval_s poll_interval_s=0 reader_timeout_s num_threads num_threads=0 "
@@ -230,18 +224,15 @@ def test_times_of_methods_are_checked_as_they_are_called(tmp_path):
         dbuffer.Mirror(store, tmp_path / "local") as mirror,
     ):
         version = sender.send({"a": torch.ones(2)}).version
-        stager = make_stager(store)
         timed = [
             lambda value: sender.wait_applied(version, timeout_s=value),
             mirror.wait_until_current,
-            lambda value: stager.take(timeout_s=value),
             lambda value: receiver.open(1, value).__enter__(),
             lambda value: receiver.wait_for_version(1, value),
         ]
         for call, value in itertools.product(timed, (math.nan, "5")):
             with pytest.raises(OptionError, match="invalid timeout_s "):
                 call(value)
-        stager.close()
         versioned = [
             ("newer_than", lambda value: receiver.wait_for_version(value, 0)),
             ("version", lambda value: receiver.open(version=value).__enter__()),
