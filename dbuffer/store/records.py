@@ -1,9 +1,4 @@
-"""`RecordFile`: a receiver's record in the store; `OwnRecord`: a record without a file.
-
-Each receiver has a record of its own, ``receivers/ID.TOKEN.json``, also if several receivers have
-one id. The medium decides how a record shows that its receiver lives: by a lock, or by a file that
-is touched regularly.
-"""
+"""`RecordFile`: a receiver's record in the store; `OwnRecord`: a record without a file."""
 
 from __future__ import annotations
 
@@ -45,7 +40,6 @@ class PublishedRecord:
     def __init__(self, store: DoubleBuffer, receiver_id: str, token: str) -> None:
         self.path = store.record_path(receiver_id, token)
         self.record: ReceiverRecord | None = None
-        """Record that was written last."""
         self._store = store
         self._file: Descriptor | None = None
 
@@ -68,13 +62,11 @@ class PublishedRecord:
             os.utime(self.path)
 
     def close(self) -> None:
-        """Stop showing that the receiver lives; the file stays."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def is_there(self) -> bool:
-        """Whether the file that was written last is still at its path."""
         if self._file is None or not self._file.is_open:  # closed in a forked child
             return False
         with contextlib.suppress(OSError):
@@ -130,7 +122,6 @@ class OwnRecord(ProcessBound):
             self._record = _anew(self._record, **changes)
 
     def count(self, **amounts: float) -> None:
-        """Add to the record's stats; :meth:`write` publishes them."""
         with self._lock:
             stats = dict(self._record.stats)
             for name, amount in amounts.items():
@@ -142,21 +133,21 @@ class OwnRecord(ProcessBound):
         self.set(**changes)
 
     def write_problem(self, error: Exception, version: VersionId | None) -> None:
-        """Report why a version cannot be applied, or why the store cannot be read."""
         self.write(problem=described(error), problem_version=version)
 
 
 class RecordFile(OwnRecord):
     """The record of a receiver of this process, and its file in the store.
 
-    Senders, ``dbuffer status`` and an engine's follower read it. If the store cannot be written to,
-    a warning is logged once, the receiver goes on, and the heartbeat tries again.
+    If the store cannot be written to, a warning is logged once, and the heartbeat tries again.
     """
 
     def __init__(self, store: Path, receiver_id: str) -> None:
         super().__init__(receiver_id)
         self._store = DoubleBuffer(store, allow_shared_store=True)
         self._directory = store / RECEIVERS_DIRECTORY
+        # Not `_lock`: the network may be down, and `set` is called while an engine is paused.
+        self._file_lock = threading.Lock()
         self._can_write = True
         self._is_closed = False
         self._file: PublishedRecord | None = None
@@ -172,15 +163,12 @@ class RecordFile(OwnRecord):
         return self._file is not None
 
     def write(self, **changes: Any) -> None:
-        """Change fields and replace the file. Without a store, a later write makes the file.
-
-        After :meth:`close`, the file does not change any more.
-        """
+        """Change fields and replace the file. Without a store, a later write makes the file."""
         self.set(**changes)
         # Not Path.is_dir(), which raises some errors of network mounts.
         if self._file is None and not os.path.isdir(self._directory):  # noqa: PTH112
             return
-        with self._lock:
+        with self._file_lock:
             if self._is_closed:
                 return
             try:
@@ -199,7 +187,7 @@ class RecordFile(OwnRecord):
         """Record that the receiver has ended; the record stays, and is not written again."""
         if self._is_inherited:
             return  # the parent's heartbeat may have held the lock during the fork
-        with self._lock:
+        with self._file_lock:
             self._is_closed = True
             self._stop_heartbeat()
             if self._file is not None:
@@ -210,7 +198,7 @@ class RecordFile(OwnRecord):
                 self._file = None
 
     def remove(self) -> None:
-        with self._lock:
+        with self._file_lock:
             self._stop_heartbeat()
             if self._file is not None:
                 self._file.remove()
@@ -226,8 +214,7 @@ class RecordFile(OwnRecord):
         self._can_write = True
 
     def _beat(self) -> None:
-        """Write the record if that failed before; otherwise show life."""
-        with self._lock, contextlib.suppress(errors.DBufferError):
+        with self._file_lock, contextlib.suppress(errors.DBufferError):
             if self._heartbeat is None:  # closed or removed meanwhile
                 return
             if not self._can_write:

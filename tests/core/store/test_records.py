@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -18,7 +19,7 @@ from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
-from dbuffer.testing.waiting import until
+from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.children import Child
 from tests.support.patterns import SMALL
 from tests.support.stores import RUN, applied, fill, small_disk
@@ -156,6 +157,28 @@ def test_threads_that_set_and_write_lose_nothing(made):
     assert [getattr(record.current, field) for field in fields] == [VersionId(RUN, 200)] * 4
     assert read(made) == record.current
     assert os.listdir(made / RECEIVERS_DIRECTORY) == [record.path.name]  # noqa: PTH208
+
+
+@pytest.mark.timing(heartbeat_s=0.02)
+def test_a_heartbeat_that_hangs_delays_no_change_of_the_record(made, network, monkeypatch):
+    """As on a hard mount whose server is away."""
+    record, begun, is_back = RecordFile(made, "one"), threading.Event(), threading.Event()
+    record.write()
+
+    def hang(*arguments: object) -> None:
+        begun.set()
+        is_back.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(os, "utime", hang)
+    assert begun.wait(TIMEOUT_S)
+    change = threading.Thread(target=record.set, kwargs={"staged": FOURTH}, daemon=True)
+    change.start()
+    change.join(1)
+    is_changed = not change.is_alive()
+    is_back.set()
+    record.close()
+    assert is_changed
+    assert record.current.staged == FOURTH
 
 
 @pytest.mark.timing(heartbeat_s=0.02)
