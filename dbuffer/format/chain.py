@@ -1,7 +1,4 @@
-"""Rule for the length of a chain of deltas: when the next version is published as an anchor.
-
-Senders and mirrors share the rule. `dbuffer status` shows when the next anchor comes.
-"""
+"""Rule for the length of a chain of deltas: when the next version is published as an anchor."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ MAX_CHAIN = 64
 """Most deltas in a chain. A reader without an earlier version applies all of them."""
 
 MAX_CHAIN_SHARE = 0.5
-"""Most bytes of a chain's deltas, as a fraction of the version's bytes."""
 
 
 def until_anchor(num_deltas: int, delta_bytes: int, version_bytes: int) -> tuple[int, int]:
@@ -25,7 +21,6 @@ def until_anchor(num_deltas: int, delta_bytes: int, version_bytes: int) -> tuple
 
 
 def is_long(delta_bytes: Sequence[int], version_bytes: int) -> bool:
-    """Whether a chain with deltas of these sizes is so long that a new anchor is better."""
     num_deltas, num_bytes = until_anchor(len(delta_bytes), sum(delta_bytes), version_bytes)
     return num_deltas <= 0 or num_bytes < 0
 
@@ -36,12 +31,8 @@ def trimmed(
     """Drop the oldest versions of a long chain. The anchor and its deltas stay.
 
     If the newest delta alone is too long, it is dropped too: then no delta leads to the version.
-
-    Args:
-        delta_bytes: size of the delta that leads to each version, oldest first; 0 for the first
-            version of the chain.
-        version_bytes: bytes of the version's tensors.
-        anchor: the version's anchor, or None if the version has a weights file.
+    ``delta_bytes`` has the size of the delta that leads to each version, oldest first; 0 for the
+    first. ``anchor`` is None if the version has a weights file.
     """
     versions = list(delta_bytes)
     while len(versions) > 1 and versions[0] != anchor:

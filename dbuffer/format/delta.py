@@ -1,24 +1,10 @@
 """Format of a delta file, which has the changed words between two versions of one layout.
 
-The file consists of, in this order::
-
-    prefix       magic, number of the format, the header's size as stored and unpacked, its xxh3
-    header       one line of JSON (:class:`DeltaRecord`), packed
-    chunks       one after another, each with its digest in the header
-
-A chunk changes *words*: unsigned numbers of 1, 2, 4 or 8 bytes. A word is an element, or a part of
-a longer element. A chunk extends from its first changed word to its last, over all tensors and
-padding in between. Chunks are sorted by their first words. Chunks of different ranks may overlap,
-but no word is changed by two chunks.
-
-A chunk begins with the stored length of each of its streams (4 bytes each, little-endian). The
-streams follow. The first five hold the *gaps*: the number of unchanged words before each changed
-word. The first stream has the lowest byte of each gap, the second stream the next byte of each, and
-so on. The other streams hold the differences of the changed words in the same way: new minus old,
-zigzag encoded, so that small differences of either sign are small numbers. A stream of zeros may
-have length 0.
-
-The header and each stream are compressed with zstd if that makes them shorter.
+``docs/design.md`` ("Deltas") specifies the file: a prefix, a header (:class:`DeltaRecord`), and
+chunks, each with its digest in the header. A chunk changes *words*: unsigned numbers of 1, 2, 4 or
+8 bytes, each an element or a part of one. Its streams hold the *gaps* between changed words, and
+the differences of the words, one byte of each number per stream. The header and each stream are
+compressed with zstd if that makes them shorter.
 """
 
 from __future__ import annotations
@@ -40,7 +26,6 @@ from dbuffer.runtime.lazy import cached_property
 
 MAGIC = b"dbufdelt"
 DELTA_FORMAT = 1
-"""Version of the format. It goes up when an older reader would misread a newer file."""
 
 _PREFIX = struct.Struct("<8sIIIQ")
 PREFIX_BYTES = _PREFIX.size
@@ -50,7 +35,6 @@ GAP_BYTES = 5
 so few that the sum of a chunk's gaps is below 2**63."""
 
 MAX_HEADER_BYTES = 1 << 26
-"""Most bytes of a header, stored and unpacked."""
 
 CHUNK_BYTES = 4 << 20
 """Bytes that are compared for a chunk, and most bytes that a chunk changes. This bounds the memory
@@ -58,18 +42,13 @@ that a thread needs for a chunk."""
 
 
 class Chunk(NamedTuple):
-    """Description of a chunk in the header."""
-
     start: Count
     """Place of the first changed word, in bytes from the beginning of the first tensor."""
     num_bytes: Count
-    """Number of bytes from ``start`` to the end of the last changed word."""
     word_bytes: Count
     num_changed: Count
-    """Number of changed words."""
     stored_bytes: Count
     xxh3: Token
-    """Checksum of the stored bytes."""
 
     @property
     def end(self) -> int:
@@ -82,18 +61,13 @@ class Chunk(NamedTuple):
 
 @decodable
 class DeltaRecord(Record, frozen=True, kw_only=True):
-    """Header of a delta file."""
-
     NAME: ClassVar = "delta"
 
     base: VersionId
-    """Version that the delta starts from."""
     id: VersionId
-    """Version that the delta leads to."""
     layout_xxh3: Token
     checksums: list[tuple[Count, Token]] | None
-    """Index and new checksum of each tensor whose checksum changed, ascending by index; None if the
-    version has no checksums."""
+    """Index and new checksum of each tensor that changed, ascending; None without checksums."""
     chunks: list[Chunk]
 
 
@@ -104,7 +78,6 @@ class DeltaHeader:
     record: DeltaRecord
     layout: Layout
     header_bytes: int
-    """Stored size of the prefix and the header."""
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -118,7 +91,6 @@ class DeltaHeader:
 
 
 def encode_header(record: DeltaRecord) -> bytes:
-    """Encode the prefix and the header of a delta file."""
     line = encode(record)
     data = pack(line)
     prefix = _PREFIX.pack(MAGIC, DELTA_FORMAT, len(data), len(line), int(digest(data), 16))
@@ -130,10 +102,8 @@ def decode_header(
 ) -> DeltaHeader:
     """Read and check the prefix and the header of a delta file.
 
-    Args:
-        read: function that returns bytes of the file, given their offset and number.
-        layout: layout of the delta's two versions.
-        layout_xxh3: digest of the layout, which the header must have.
+    ``read`` returns bytes of the file, given their offset and number. ``layout`` is the layout of
+    the delta's two versions, and ``layout_xxh3`` its digest, which the header must have.
 
     Raises:
         UnsupportedError: this version of dbuffer does not know the file's format.
@@ -174,7 +144,6 @@ def decode_header(
 
 
 def _check_chunks(chunks: list[Chunk], layout: Layout) -> None:
-    """Check that chunks are in order, inside the weights file, and of possible sizes."""
     starts = [-1, *(chunk.start for chunk in chunks)]
     for before, chunk in zip(starts, chunks, strict=False):
         lengths, raw_bytes = 4 * chunk.num_streams, chunk.num_streams * chunk.num_changed
@@ -190,62 +159,57 @@ def _check_chunks(chunks: list[Chunk], layout: Layout) -> None:
             )
 
 
-class _Tools(threading.local):
-    """A thread's compressor and decompressor. Making them takes as long as using them."""
+_of_thread = threading.local()
+"""A thread's compressor and decompressor. Making them takes as long as using them."""
 
-    @cached_property
-    def zstandard(self) -> ModuleType:
-        with needed_for("a delta"):
-            import zstandard
-        return zstandard
 
-    @cached_property
-    def compressor(self) -> Any:
+def require_compression() -> ModuleType:
+    """Return zstandard, or raise a DBufferError if it is not installed."""
+    with needed_for("a delta"):
+        import zstandard
+    return zstandard
+
+
+def _compressor() -> Any:
+    if not hasattr(_of_thread, "compressor"):
+        zstandard = require_compression()
         # The bytes are nearly random: Huffman coding shortens them, and matches only cost time and
         # space. These parameters find few matches: 2 to 10 % fewer bytes than plain level 1.
-        parameters = self.zstandard.ZstdCompressionParameters.from_level(
+        parameters = zstandard.ZstdCompressionParameters.from_level(
             1,
-            strategy=self.zstandard.STRATEGY_FAST,
+            strategy=zstandard.STRATEGY_FAST,
             min_match=7,
             hash_log=6,
             write_content_size=True,
             write_checksum=False,
         )
-        return self.zstandard.ZstdCompressor(compression_params=parameters)
-
-    @cached_property
-    def decompressor(self) -> Any:
-        return self.zstandard.ZstdDecompressor(max_window_size=2 * MAX_HEADER_BYTES)
+        _of_thread.compressor = zstandard.ZstdCompressor(compression_params=parameters)
+    return _of_thread.compressor
 
 
-_tools = _Tools()
-
-
-def require_compression() -> None:
-    """Raise a DBufferError if zstandard, which compresses deltas, is not installed."""
-    _ = _tools.zstandard
+def _decompressor() -> Any:
+    if not hasattr(_of_thread, "decompressor"):
+        zstandard = require_compression()
+        _of_thread.decompressor = zstandard.ZstdDecompressor(max_window_size=2 * MAX_HEADER_BYTES)
+    return _of_thread.decompressor
 
 
 def pack(data: Any) -> bytes:
     """Return the bytes to store for a buffer: compressed if that is shorter."""
-    packed: bytes = _tools.compressor.compress(data)
+    packed: bytes = _compressor().compress(data)
     return packed if len(packed) < memoryview(data).nbytes else bytes(data)
 
 
 def unpack(stored: bytes | memoryview, raw_bytes: int) -> bytes | memoryview:
-    """Return the ``raw_bytes`` bytes that `pack` has stored. It takes no more memory than these.
-
-    Raises:
-        StoreCorruptError: `pack` has not made ``stored`` from ``raw_bytes`` bytes.
-    """
+    """Return the ``raw_bytes`` bytes that `pack` has stored. It takes no more memory than these."""
     if len(stored) == raw_bytes:
         return stored
-    zstandard = _tools.zstandard
+    zstandard = require_compression()
     try:
         # zstandard allocates the size that a frame states, even if it is above max_output_size.
         if zstandard.frame_content_size(stored) != raw_bytes:
             raise StoreCorruptError(f"delta: a stream is not of {raw_bytes} bytes")
-        data: bytes = _tools.decompressor.decompress(
+        data: bytes = _decompressor().decompress(
             stored, max_output_size=raw_bytes, allow_extra_data=False
         )
     except zstandard.ZstdError as error:

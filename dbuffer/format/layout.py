@@ -1,18 +1,8 @@
 """Layout of a weights file: the place of each tensor, and the file's description of itself.
 
-A weights file is, in this order::
-
-    data         the tensors' bytes, each at a multiple of 64
-    checksums    one little-endian 64-bit number a tensor
-    layout       this module's JSON: name, dtype, shape, offset of every tensor
-    tensordict   tensordict's own JSON, and its length in the last 8 bytes
-
-so that ``TensorDict.from_consolidated(file)`` opens it without dbuffer. Only the layout describes
-tensors that tensordict cannot hold: float8, and tensors with names that tensordict reserves.
-
-If the ranks of a trainer share no memory, each rank writes a part: a file with its pieces of
-tensors. The weights file then has a hole instead of data, and no tensordict section. Its layout has
-the place of each piece in the parts. A reader joins the pieces in memory.
+``docs/design.md`` ("Weights file") specifies the file. If the ranks of a trainer share no memory,
+each rank writes a part: a file with its pieces of tensors. The weights file then has a hole instead
+of data, and its layout has the place of each piece in the parts.
 """
 
 from __future__ import annotations
@@ -71,7 +61,6 @@ ITEM_BYTES = {
     "float8_e8m0fnu": 1,
     "float4_e2m1fn_x2": 1,
 }
-"""Bytes of an element, by the dtype's name in torch."""
 
 _MAX_DIMENSIONS = 64  # torch's own limit
 
@@ -107,7 +96,6 @@ class Block(NamedTuple):
 
     tensor: int
     offset: int
-    """Bytes from the beginning of the tensor."""
     num_bytes: int
 
 
@@ -116,11 +104,9 @@ class Piece(NamedTuple):
 
     tensor: Count
     offset: Count
-    """Bytes from the beginning of the tensor."""
     num_bytes: Positive
     part: Count
     place: Count
-    """Bytes from the beginning of the part."""
 
 
 class Span(NamedTuple):
@@ -134,23 +120,16 @@ class Span(NamedTuple):
     part: int | None
     """Number of the part that has these bytes, or None if the weights file has them."""
     place: int
-    """Bytes from the beginning of the part."""
 
 
-class _Row(NamedTuple):
-    """Description of a tensor in a file."""
-
-    name: str
-    dtype: str
-    shape: Annotated[tuple[Count, ...], Meta(max_length=_MAX_DIMENSIONS)]
-    offset: Count
+_Shape = Annotated[tuple[Count, ...], Meta(max_length=_MAX_DIMENSIONS)]
 
 
 @decodable
 class _LayoutRecord(Record, frozen=True, kw_only=True):
     NAME: ClassVar = "layout"
 
-    tensors: list[_Row]
+    tensors: list[tuple[str, str, _Shape, Count]]
     aliases: dict[str, str]
     parts: tuple[Count, ...]
     pieces: tuple[Piece, ...]
@@ -223,7 +202,6 @@ class Layout:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of all tensors, without padding."""
         return sum(self.sizes)
 
     @property
@@ -259,7 +237,6 @@ class Layout:
         return ByteRanges.of(self.offsets, self.sizes, word_bytes)
 
     def _cuts(self) -> list[tuple[int, int, int]]:
-        """Return index, first byte and end of each tensor, or of each piece if there are pieces."""
         tensors = [(index, 0, size) for index, size in enumerate(self.sizes)]
         if not self.pieces:
             return tensors
@@ -268,7 +245,6 @@ class Layout:
 
     @cached_property
     def spans(self) -> list[Span]:
-        """Spans of all data, in the order of the files."""
         if self.is_in_parts:
             return sorted(self._spans_of_pieces(), key=lambda span: (span.part, span.place))
         blocks, spans = self.blocks, []
@@ -305,14 +281,10 @@ class Layout:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the weights file."""
         return self.layout_offset + len(self.encoded) + len(self.tail)
 
     def describe_file(self, table_xxh3: str | None) -> dict[str, Any]:
-        """Return the fields of a manifest that describe a file with this layout.
-
-        ``table_xxh3``: digest of the table of checksums in the file, or None without one.
-        """
+        """Return the fields of a manifest that describe a file with this layout."""
         return {
             "file_bytes": self.file_bytes,
             "num_tensors": len(self.specs),
@@ -326,12 +298,10 @@ class Layout:
 
     @cached_property
     def xxh3(self) -> str:
-        """Digest of the encoded layout."""
         return digest(self.encoded)
 
     @cached_property
     def encoded(self) -> bytes:
-        """Encoded layout, as the file has it."""
         tensors = [
             [spec.name, spec.dtype, spec.shape, offset]
             for spec, offset in zip(self.specs, self.offsets, strict=True)
@@ -348,10 +318,9 @@ class Layout:
     @classmethod
     @functools.lru_cache(maxsize=4)
     def decode(cls, data: bytes, end: int) -> Layout:
-        """Read an encoded layout, strictly; every tensor must lie below ``end``.
+        """Decode and check a layout; every tensor must lie below ``end``.
 
-        The last layouts are cached: decoding 100,000 tensors takes a second, and the encoded bytes
-        change only with the weights' names, dtypes or shapes.
+        The last layouts are cached: decoding 100,000 tensors takes a second.
         """
         record = decode(_LayoutRecord, data)
         aliases = record.aliases
@@ -375,12 +344,12 @@ class Layout:
     def tail(self) -> bytes:
         """End of the file for ``TensorDict.from_consolidated``; empty if data is in parts.
 
-        It is nested metadata and their length, as tensordict 0.10 to 0.15 write them. Tensors that
-        tensordict cannot hold are left out: float8, float4, and tensors with reserved names.
+        It is nested metadata and their length, as tensordict 0.10 to 0.15 write them.
         """
         if self.is_in_parts:  # tensordict would find no data, and refuses a file without this end
             return b""
         padding = 0
+        # Tensors that tensordict cannot hold are left out.
         leaves = {
             spec.name: [f"torch.{spec.dtype}", spec.shape, at, at + spec.num_bytes, padding]
             for spec, at in zip(self.specs, self.offsets, strict=True)
@@ -414,7 +383,6 @@ def _checked_spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
 def _check_pieces(
     parts: tuple[int, ...], pieces: tuple[Piece, ...], specs: list[TensorSpec]
 ) -> None:
-    """Check that pieces are inside their parts, do not overlap, and cover all tensors."""
     if not parts and not pieces:
         return
     covered = [0] * len(specs)

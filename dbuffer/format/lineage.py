@@ -1,9 +1,8 @@
 """`VersionId`, and `relation`, which compares a reader's version with the newest of a store.
 
-Each start of a sender is a *run*. It continues from the newest version in the store, and its own
-versions have higher numbers. A version names its own run, the run before that, and so on back.
-These names alone decide which of two versions is later, or that the two have forked; it does not
-matter which files were copied, replaced or renamed.
+Each start of a sender is a *run*, which continues from the newest version in the store. A version
+names the runs that led to it. These names alone decide which of two versions is later, or that the
+two have forked, whichever files were copied, replaced or renamed.
 """
 
 from __future__ import annotations
@@ -19,12 +18,9 @@ MAX_RUNS = 64
 """Most runs that a version names. To a reader of an earlier run, the version is a fork."""
 
 MAX_NUMBER = 2**63 - 1
-"""Highest number of a version."""
 
 RUN = re.compile(r"[0-9a-f]{16}")
-"""Pattern of a run's id."""
 VERSION_ID = re.compile(r"([0-9a-f]{16})-([0-9]{1,19})")
-"""Pattern of a version's id as text."""
 
 Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
@@ -59,7 +55,6 @@ class Run(NamedTuple):
 
     id: Token
     name: str | None
-    """Name of the run, given by its trainer."""
     host: str
     pid: Count
     started_at: float
@@ -97,7 +92,6 @@ class Lineage(NamedTuple):
         return False
 
     def to(self, version: VersionId) -> Lineage:
-        """Return the lineage of an earlier version that leads to this one."""
         runs = list(self.runs)
         while runs[0].id != version.run:
             del runs[0]
@@ -118,12 +112,10 @@ class Lineage(NamedTuple):
 
 
 def number_of(version: int | VersionId) -> int:
-    """Return the number of a version, given by its number or its id."""
     return version.number if isinstance(version, VersionId) else version
 
 
 def describe_fork(store: object, before: VersionId, newest: VersionId) -> str:
-    """Describe that an earlier version in a store does not lead to its newest version."""
     return (
         f"{store} held version {before.number} of run {before.run}, which does not lead to the "
         f"newest one, version {newest.number} of run {newest.run}"
@@ -131,7 +123,6 @@ def describe_fork(store: object, before: VersionId, newest: VersionId) -> str:
 
 
 def relation(version: Lineage, newest: Lineage) -> Relation:
-    """Return how a version relates to a store's newest version."""
     if version.id == newest.id:
         return Relation.SAME
     if newest.reaches(version.id):

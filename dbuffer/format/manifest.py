@@ -1,8 +1,7 @@
 """The small records of a store, and the strict codec that reads them.
 
-A record is one JSON object with exactly the fields of its class. The codec refuses a field that is
-missing, unknown, of another type or out of range; the error names the record. Records come from a
-shared disk, and decide which bytes a model loads.
+``docs/design.md`` ("Records") specifies them. The codec refuses a field that is missing, unknown,
+of another type or out of range.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ _FILE_FIELDS = (
     *("file", "file_bytes", "num_tensors", "num_bytes", "layout_offset", "layout_bytes"),
     *("layout_xxh3", "checksums_offset", "checksums_xxh3"),
 )
-"""Fields of a manifest that describe its weights file."""
 
 
 class Lag(NamedTuple):
@@ -88,10 +86,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def decodable(kind: type[RecordT]) -> type[RecordT]:
-    """Let msgspec analyze the types of a record's fields now.
-
-    Otherwise it does so at the first decode, and crashes if that happens in two threads at once.
-    """
+    """Let msgspec analyze a record's fields now: two threads that do so at once crash it."""
     msgspec.json.Decoder(kind)
     return kind
 
@@ -107,17 +102,14 @@ class Versioned(Record, frozen=True, kw_only=True):
 
     @property
     def version(self) -> int:
-        """The version's number."""
         return self.id.number
 
     @property
     def lineage(self) -> Lineage:
-        """The version with its runs, for `relation`."""
         return Lineage(self.id, self.runs)
 
 
 def require_runs(name: str, version: VersionId, runs: list[Run]) -> None:
-    """Check that the first of these runs can have published the version."""
     if not runs or runs[0].id != version.run:
         raise StoreCorruptError(f"{name}: its runs do not lead to {version}: {runs!r:.200}")
 
@@ -151,7 +143,6 @@ class Manifest(Versioned, frozen=True, kw_only=True):
     file_bytes: Count
     num_tensors: Count
     num_bytes: Count
-    """Sum of the tensors' own bytes, without padding and footer."""
     layout_offset: Count
     layout_bytes: Count
     layout_xxh3: Token | None
@@ -165,7 +156,6 @@ class Manifest(Versioned, frozen=True, kw_only=True):
     """Earlier version that is in the weights file. Deltas of :attr:`chain` lead from it to this
     version. None if this version is in the file."""
     anchor_buffer: _BufferName | None
-    """Buffer with the anchor's weights file, or None if there is no anchor."""
     chain: list[VersionId]
     """Versions that deltas connect, oldest first; the last one is this version. To each version
     except the first, a delta leads from the version before. Empty if there are no deltas."""
@@ -198,12 +188,10 @@ class Manifest(Versioned, frozen=True, kw_only=True):
 
     @property
     def is_copy(self) -> bool:
-        """Whether a mirror wrote the manifest."""
         return self.writer != self.id.run
 
     @property
     def of_file(self) -> dict[str, Any]:
-        """Fields that describe the weights file, except its name."""
         return {name: getattr(self, name) for name in _FILE_FIELDS if name != "file"}
 
     @property
@@ -223,11 +211,8 @@ class Manifest(Versioned, frozen=True, kw_only=True):
         return fields | {"anchor": self.file_version, "anchor_buffer": directory}
 
     def deltas_after(self, version: VersionId) -> list[VersionId]:
-        """Return the versions after a version of the chain. Their deltas lead from it to this one.
-
-        For this version itself, which may have an empty chain, there are none.
-        """
-        if version == self.id:
+        """Return the versions after a version of the chain: their deltas lead to this version."""
+        if version == self.id:  # its chain may be empty
             return []
         return self.chain[self.chain.index(version) + 1 :]
 
@@ -239,7 +224,6 @@ class WriterRecord(Record, frozen=True, kw_only=True):
     NAME: ClassVar = "writer record"
 
     epoch: Count
-    """Number of the writer."""
     token: Token
     """Token of the writer; of a sender, its run. A writer that reads another token has lost the
     store."""
@@ -266,18 +250,14 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     pid: Count
     updated_at: float
     applied: VersionId | None
-    """Version that it has applied last."""
     runs: Annotated[list[Run], Meta(max_length=MAX_RUNS)]
-    """Runs that lead to ``applied``."""
     held: VersionId | None
-    """Version that the receiver is reading now."""
     metadata: dict[str, Any]
     """Metadata of ``applied``, as :func:`metadata_for_record` returns it. Empty if no version was
     applied."""
     part_of: _ReceiverId | None
     """Id of the engine that this rank is part of. Only the engine's own receiver acknowledges."""
     staged: VersionId | None
-    """Version that is ready to be applied."""
     problem: str | None
     """Reason why the receiver cannot stage or apply a version, or None."""
     problem_version: VersionId | None
@@ -285,7 +265,6 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     unreadable: VersionId | None
     """Version whose deltas the receiver could not read. The sender then publishes an anchor."""
     stats: dict[str, int | float]
-    """Counts and durations since the receiver started."""
     state: Literal["serving", "broken"] | None
     """State of an engine. ``serving``: all ranks serve ``applied``. ``broken``: a rank is half
     loaded, and the engine refuses to serve. None if unknown, or if the receiver is no engine."""
@@ -299,7 +278,6 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     every: Count
     """Least difference between the numbers of two versions that an engine serves."""
     attempt: Token | None
-    """Id of the last attempt to switch the engine. The record has its outcome."""
     boot: _Boot
     """Identity of the process among all hosts and containers, with the next two; see `liveness`."""
     pid_namespace: Count
@@ -327,10 +305,8 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
 
     @property
     def copied(self) -> VersionId | None:
-        """Newest version that a mirror has copied. None if it has copied none, or is no mirror.
-
-        A receiver's id can look like a mirror's; but only a receiver applies versions.
-        """
+        """Newest version that a mirror has copied. None if it has copied none, or is no mirror."""
+        # A receiver's id can look like a mirror's; but only a receiver applies versions.
         is_mirror = self.applied is None and _MIRROR_ID.fullmatch(self.receiver)
         return self.staged if is_mirror else None
 
@@ -340,14 +316,9 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
         return self.state == "broken"
 
     def lag_behind(self, newest: Lineage, metadata: Mapping[str, Any]) -> Lag | None:
-        """Return the receiver's lag behind the newest version.
+        """Return the receiver's lag behind the newest version, which has this metadata.
 
-        Return None if it has no version, or stays on a version on purpose. If its version does not
-        lead to the newest one, it lacks all versions that do.
-
-        Args:
-            newest: the newest version.
-            metadata: metadata of the newest version.
+        Return None if the receiver has no version, or stays on a version on purpose.
         """
         if self.lineage is None or self.only_version is not None:
             return None
@@ -358,7 +329,7 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     def has_problem_with(self, number: int, newest: Lineage | None) -> bool:
         """Whether the receiver reports a problem with the store, or with a recent version.
 
-        A recent version has at least this number, and leads to ``newest`` or is the newest.
+        A recent version has at least this number, and leads to ``newest``.
         """
         if self.problem is None or self.problem_version is None:
             return self.problem is not None  # a problem with the store
@@ -385,10 +356,7 @@ def lag_between(
 
 
 def metadata_for_record(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a version's metadata for a receiver's record.
-
-    If it is longer than :data:`MAX_APPLIED_METADATA_BYTES`, only the entry ``step`` is copied.
-    """
+    """Return a copy of a version's metadata for a receiver's record: all, or only ``step``."""
     step = {name: value for name, value in metadata.items() if name == "step"}
     for kept in (metadata, step):
         text = json.dumps(kept, separators=(",", ":"))
@@ -431,11 +399,7 @@ def host_in_id() -> str:
 
 
 def encode(record: Record) -> bytes:
-    """Encode a record as one line of JSON in ASCII.
-
-    Raises:
-        StoreCorruptError: a value is out of range, and readers would refuse it.
-    """
+    """Encode a record as one line of JSON, or raise an error if readers would refuse it."""
     fields = fields_of(record)
     made_of(type(record), fields)
     data = {"format": FORMAT, **fields}
@@ -449,11 +413,7 @@ def fields_of(record: Record) -> dict[str, Any]:
 
 
 def made_of(kind: type[RecordT], values: Any) -> RecordT:
-    """Make a record of fields with JSON types.
-
-    Raises:
-        StoreCorruptError: a field is missing, unknown, of another type or out of range.
-    """
+    """Make a record of fields with JSON types, and check them."""
     try:
         return msgspec.convert(values, kind)
     except UnicodeEncodeError as error:  # a lone surrogate, which only text fields may have

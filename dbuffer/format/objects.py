@@ -1,8 +1,7 @@
-"""Records and names of a bucket's objects. Versions go through a bucket from store to store.
+"""Records and names of a bucket's objects, which ``docs/design.md`` ("Buckets") specifies.
 
-``CURRENT`` describes the newest version. Each file of a version is one immutable object, named with
-the digest of its content. So a mirror that puts an object late, after another mirror took over,
-never replaces other content.
+Each file of a version is one immutable object, named with the digest of its content. So a mirror
+that puts an object late, after another mirror took over, never replaces other content.
 """
 
 from __future__ import annotations
@@ -67,9 +66,7 @@ class BucketVersion(Record, frozen=True, kw_only=True):
     writer: Token
     """Random name of the mirror that put it."""
     epoch: Positive
-    """Number of the mirror that put the record. A mirror takes over with a higher number. If it
-    later reads a number above its own, another mirror took over; a lower number comes from a
-    restored bucket."""
+    """Number of the mirror that put the record. A mirror takes over with a higher number."""
     manifest: Manifest
     """The version's manifest; its ``anchor_buffer`` is None."""
     weights: Token
@@ -77,8 +74,7 @@ class BucketVersion(Record, frozen=True, kw_only=True):
     deltas: list[Content]
     """Deltas that lead to the versions of the chain, except its first."""
     xxh3: Token
-    """Digest of the other fields. A reader remembers the version, so it must not read a damaged
-    record."""
+    """Digest of the other fields."""
 
     @classmethod
     def sealed(cls, **fields: Any) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from dbuffer.format.lineage import VersionId
 
@@ -31,7 +32,6 @@ _DELTA_FILE = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}\.delta")
 
 
 def record_file(receiver_id: str, token: str) -> str:
-    """Return the name of the file with a receiver's record."""
     return f"{receiver_id}.{token}.json"
 
 
@@ -41,9 +41,9 @@ def receiver_of(name: str) -> str | None:
     return match and match[1]
 
 
-def part_name(file: str, part: int) -> str:
-    """Return the name of a part of the weights file ``file``; see `layout`."""
-    return f"{file.removesuffix('.td')}.r{part}.td"
+def part_path(path: Path, part: int | None) -> Path:
+    """Return the path of a part of the weights file at ``path``, or ``path`` if part is None."""
+    return path if part is None else path.with_name(f"{path.stem}.r{part}.td")
 
 
 def version_file(name: str) -> str:
@@ -52,30 +52,21 @@ def version_file(name: str) -> str:
 
 
 def is_weights_file(name: str) -> bool:
-    """Whether a file of this name is a weights file, or a part of one."""
     return WEIGHTS_FILE.fullmatch(version_file(name)) is not None
 
 
 def delta_file(version: VersionId) -> str:
-    """Return the name of the file with the delta that leads to this version."""
     return f"{version}.delta"
 
 
 def is_delta_file(name: str) -> bool:
-    """Whether a file of this name is a delta."""
     return _DELTA_FILE.fullmatch(name) is not None
 
 
 def kept_buffer(version: VersionId | str) -> str:
-    """Return the name of a kept version's buffer, by the version's id or the id's text."""
     return f"{KEPT_DIRECTORY}/{version}"
 
 
 def is_kept(buffer: str) -> bool:
     """Whether a buffer is one of a kept version, and not ``A`` or ``B``."""
     return buffer not in BUFFERS
-
-
-def is_part_of(name: str, file: str) -> bool:
-    """Whether a file of this name is a part of the weights file ``file``."""
-    return name.startswith(f"{file.removesuffix('.td')}.r") and name.endswith(".td")

@@ -15,7 +15,6 @@ class ByteRanges(NamedTuple):
     """Byte ranges of tensors, in ascending order, without overlaps. Empty tensors are left out."""
 
     tensors: Integers
-    """Index of each tensor."""
     starts: Integers
     ends: Integers
     word_bytes: Integers
@@ -30,7 +29,6 @@ class ByteRanges(NamedTuple):
         return cls(tensors, starts[tensors], (starts + sizes)[tensors], word_bytes[tensors])
 
     def within(self, start: int, end: int) -> Self:
-        """Return the tensors that have bytes in a range."""
         first = int(self.ends.searchsorted(start, side="right"))
         rows = slice(first, int(self.starts.searchsorted(end)))
         return type(self)(*(column[rows] for column in self))
@@ -40,7 +38,6 @@ class ByteRanges(NamedTuple):
         return self._replace(starts=self.starts // width, ends=self.ends // width)
 
     def counts(self, places: Integers) -> Integers:
-        """Return the number of ascending places in each tensor."""
         counts: Integers = places.searchsorted(self.ends) - places.searchsorted(self.starts)
         return counts
 

@@ -1,9 +1,4 @@
-"""`ChainReader`: reads the deltas that lead from an earlier version to an open one.
-
-On a network mount, a version without a weights file of its own consists of an anchor and deltas. On
-a local mount, a reader of an earlier version reads the deltas instead of all bytes. `ChainReader`
-changes memory in place: if it raises, the memory holds no version.
-"""
+"""`ChainReader`: reads the deltas that lead from an earlier version to an open one."""
 
 from __future__ import annotations
 
@@ -33,12 +28,7 @@ T = TypeVar("T")
 
 
 class ChainReader:
-    """The deltas of an open version. It opens one delta at a time, and reads each header once.
-
-    All methods raise:
-        StoreNotFoundError: a file was removed meanwhile.
-        StoreCorruptError, StoreAccessError: a file cannot be read.
-    """
+    """The deltas of an open version. Each header is read once."""
 
     def __init__(self, opened: OpenVersion, layout: Layout) -> None:
         self._opened = opened
@@ -53,17 +43,10 @@ class ChainReader:
         since: VersionId | None = None,
         hashed: bool = False,
     ) -> list[int] | None:
-        """Read the open version into memory.
+        """Read the open version into memory; return the checksums of all tensors, if ``hashed``.
 
-        Args:
-            memory: memory that may hold the version ``since``. After an error, it holds no version.
-            copier: its threads read, check and apply the chunks.
-            since: the version in ``memory``, if deltas lead from it to the open version. If None,
-                or another version, the weights file is read first.
-            hashed: whether to hash the open version in memory.
-
-        Returns:
-            The checksums of all tensors, if ``hashed``.
+        ``since`` is the version in memory, or None. Without deltas from it, the weights file is
+        read first. After an error, the memory holds no version.
         """
         manifest, opened = self._opened.manifest, self._opened
         if since is None or since not in (manifest.file_version, *manifest.chain):
@@ -81,23 +64,19 @@ class ChainReader:
     def changed_since(self, version: VersionId, copier: Copier) -> dict[int, Integers]:
         """Return the elements that differ between an earlier version of the chain and the open one.
 
-        Returns:
-            Flat positions of elements, ascending, by the tensor's index.
+        They are flat positions, ascending, by the tensor's index.
         """
-        changed = [np.empty(0, np.int64)]
-        for later in self._opened.manifest.deltas_after(version):
-            changed.append(
-                self._use(later, lambda header, read: changed_places(header, read, copier))
-            )
-        return elements_at(self._layout, np.concatenate(changed))
+        places = [
+            self._use(later, lambda header, read: changed_places(header, read, copier))
+            for later in self._opened.manifest.deltas_after(version)
+        ]
+        return elements_at(self._layout, np.concatenate([np.empty(0, np.int64), *places]))
 
     def expected(self, verified: Mapping[VersionId, list[int]]) -> list[int] | None:
         """Return the checksums that the tensors of the open version were published with.
 
-        Return None if the table of checksums in the weights file is damaged.
-
-        Args:
-            verified: checksums of earlier versions. Only deltas after the latest of them are read.
+        Return None if the table of checksums in the weights file is damaged. Only deltas after the
+        latest version in ``verified`` are read.
         """
         manifest = self._opened.manifest
         earlier = [manifest.file_version, *manifest.since_anchor]
@@ -119,7 +98,6 @@ class ChainReader:
         return expected
 
     def header(self, version: VersionId) -> DeltaHeader:
-        """Return the header of the delta that leads to a version."""
         return self._headers.get(version) or self._use(version, lambda header, _: header)
 
     def _table(self) -> list[int] | None:
@@ -159,8 +137,6 @@ class ChainReader:
 
 
 def _naming(path: Path | str) -> TranslatedErrors:
-    """Put the file's name in front of the messages of decoding errors."""
-
     def translate(error: BaseException) -> None:
         if isinstance(error, UNDECODABLE):
             raise type(error)(f"{path}: {error}") from None

@@ -1,11 +1,7 @@
 """Compares two versions of one layout, and encodes the changed words as chunks of a delta.
 
-It compares bits, not numbers: -0.0 differs from 0.0, and a NaN equals a NaN with the same bits.
-`dbuffer.format.delta` describes words and chunks. `dbuffer.io.delta` writes chunks into a file, and
-applies them.
-
-The copier's threads compare words with numpy. torch is slower with short words, and slower at
-finding the words that differ; and torch's own threads wait for each other if cores are busy.
+It compares bits, not numbers: -0.0 differs from 0.0, and a NaN equals a NaN with the same bits. The
+copier's threads compare with numpy, which is faster than torch with short words.
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ from dbuffer.format.ranges import Integers
 from dbuffer.io.copier import Copier
 
 Words = npt.NDArray[Any]
-"""Array of unsigned numbers of 1, 2, 4 or 8 bytes."""
 
 WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
@@ -46,7 +41,6 @@ class Changes(msgspec.Struct, frozen=True):
 
     @classmethod
     def joined(cls, parts: Iterable[Changes]) -> Changes:
-        """Join the changes that were found in several parts of a version."""
         parts = list(parts)
         return cls(
             sorted(chunk for part in parts for chunk in part.chunks),
@@ -66,10 +60,8 @@ _Range: TypeAlias = tuple[int, int, int]
 """Range of memory that becomes one chunk: first byte, end, and size of its words in bytes."""
 
 _FindChanges: TypeAlias = Callable[[int, int, int], tuple[Integers, Words]]
-"""Function that finds changed words in a range, given as start, end and word size.
-
-It returns their ascending positions in the range, and for each word, new minus old.
-"""
+"""Function that returns the ascending positions of the changed words in a range, which is given as
+start, end and word size; and for each word, new minus old."""
 
 
 def find_changes(
@@ -82,15 +74,14 @@ def find_changes(
     share: tuple[int, int] = (0, 1),
     max_bytes: float = math.inf,
 ) -> Changes:
-    """Compare a version with the next, and encode the changes.
+    """Compare the bytes of two versions of one layout, and encode the changes.
 
     Args:
-        before: bytes of the version to start from.
-        after: bytes of the next version.
+        before: bytes of the earlier version.
+        after: bytes of the later version.
         layout: layout of both.
         copier: its threads compare and encode.
-        file_starts: first byte of each tensor in the weights file, or None if the layout is the
-            file's.
+        file_starts: first byte of each tensor in the weights file, if the layout is not the file's.
         share: number of this rank, and number of ranks. Each rank compares an equal share.
         max_bytes: the comparison stops once the changed words have more bytes than this.
     """
@@ -140,7 +131,6 @@ def _encode(
     file_starts: Sequence[int] | None = None,
     max_bytes: float = math.inf,
 ) -> Changes:
-    """Encode the changes in each range; see `find_changes`."""
     chunks: list[tuple[Chunk, bytes]] = []
     changed: set[int] = set()
     num_bytes = 0
@@ -170,10 +160,7 @@ def _encode(
 
 
 class _Scratch(threading.local):
-    """A thread's memory for the differences and flags of one range after another.
-
-    Allocating it for each range would take longer than the comparison.
-    """
+    """A thread's memory for a range: allocating it takes longer than comparing the range."""
 
     def __init__(self) -> None:
         self.differences = np.empty(CHUNK_BYTES, np.uint8)
@@ -183,8 +170,7 @@ class _Scratch(threading.local):
 def _compare(old: Words, new: Words, scratch: _Scratch) -> tuple[Integers, Words]:
     """Return the positions of the words that differ, and for each of them, new minus old.
 
-    It compares eight bytes at a time, and looks at single words only where eight bytes differ. The
-    length is a multiple of `ALIGNMENT_BYTES`: ranges begin at multiples of it.
+    Eight bytes are compared at a time: ranges are multiples of `ALIGNMENT_BYTES` long.
     """
     differences = scratch.differences[: new.nbytes].view(new.dtype)
     np.subtract(new, old, out=differences)
@@ -212,7 +198,6 @@ def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:
 
 
 def _encode_chunk(places: Integers, differences: Words) -> tuple[Chunk, bytes]:
-    """Encode a chunk: the differences of words, at ascending places in the file."""
     width = differences.itemsize
     gaps = np.zeros(len(places), np.int64)
     np.subtract(places[1:], places[:-1], out=gaps[1:])
@@ -230,7 +215,6 @@ def _encode_chunk(places: Integers, differences: Words) -> tuple[Chunk, bytes]:
 
 
 def words_in(memory: torch.Tensor, width: int) -> Words:
-    """Return flat bytes of main memory as words."""
     return memory.numpy().view(WORDS[width])
 
 

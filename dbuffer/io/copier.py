@@ -35,15 +35,13 @@ _PIECE_BYTES = 1 << 18
 
 
 _SHARES_A_THREAD = 8
-"""Slices of work for each thread. The smaller they are, the less threads wait for the last one."""
 
 
 class _Batch:
     """Slices of work, which several threads take one by one.
 
     The caller takes slices too, so the work is done even if no other thread can be started. When
-    :meth:`settle` returns, no thread is working any more, even after a Control-C, which interrupts
-    the main thread only.
+    :meth:`settle` returns, no thread is working any more, even after a Control-C.
     """
 
     def __init__(self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]) -> None:
@@ -104,8 +102,7 @@ class _Batch:
 def _callers_streams() -> list[torch.cuda.Stream]:
     """Return this thread's current streams, on each GPU where it is not the default stream.
 
-    Each thread has current streams of its own. A copy on another stream would not wait for the work
-    that the caller has queued.
+    A copy on another stream would not wait for the work that the caller has queued.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
@@ -145,11 +142,7 @@ class Copier(ProcessBound):
     def write(
         self, contents: FileTensors, sources: list[torch.Tensor], *, hashed: bool = False
     ) -> list[int] | None:
-        """Copy each source into the file, casting where dtypes differ.
-
-        Returns:
-            The checksum of each tensor's bytes in the file, if ``hashed``.
-        """
+        """Copy each source into the file, casting; return the file's checksums if ``hashed``."""
         if hashed:
             return self._copy_and_hash(contents, sources, into_file=True)
         self.copy_tensors(contents.views, sources, contents.cut_tensors(self.num_threads))
@@ -158,7 +151,7 @@ class Copier(ProcessBound):
     def read(
         self, contents: FileTensors, targets: list[torch.Tensor], *, hashed: bool = False
     ) -> list[int] | None:
-        """Copy each tensor out of the file; return the checksums of the file's bytes if ``hashed``.
+        """Copy each tensor out of the file; return the file's checksums if ``hashed``.
 
         Bytes are hashed after they were copied. A writer that overwrites them never writes the old
         bytes again, so a correct checksum proves that the earlier copy was correct.
@@ -177,7 +170,6 @@ class Copier(ProcessBound):
         return join_blocks(blocks, self.digests(contents, blocks))
 
     def digests(self, contents: FileTensors, blocks: Sequence[Block]) -> list[int]:
-        """Return the digests of some blocks."""
         digests = [0] * len(blocks)
 
         def work(first: int, end: int) -> None:
@@ -198,8 +190,7 @@ class Copier(ProcessBound):
     ) -> None:
         """Copy each source into its destination, casting where dtypes differ.
 
-        ``slices``: equal shares of the tensors, if the caller has them. They are used if no tensor
-        is on a GPU.
+        ``slices``: equal shares of the tensors, for copies without a GPU, if the caller has them.
         """
         # Looking at each of 18,867 tensors would take 8 ms, perhaps in an engine's pause.
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -233,7 +224,6 @@ class Copier(ProcessBound):
         sources: list[torch.Tensor],
         slices: Sequence[tuple[int, int]] | None = None,
     ) -> None:
-        """Copy tensors of one device in slices of equal size."""
         if slices is None:
             slices = split_evenly([tensor.nbytes for tensor in destinations], self.num_threads)
 
@@ -284,7 +274,6 @@ class Copier(ProcessBound):
         return addresses
 
     def cut_work(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Cut work of these sizes into slices for `in_parallel`, several for each thread."""
         return split_evenly(sizes, self.num_threads * _SHARES_A_THREAD)
 
     def in_parallel(

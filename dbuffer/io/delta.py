@@ -1,7 +1,4 @@
-"""Makes a delta file of the chunks from `dbuffer.io.changes`, and applies a delta file.
-
-`dbuffer.format.delta` describes the file.
-"""
+"""Makes a delta file of the chunks from `dbuffer.io.changes`, and applies a delta file."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ from dbuffer.io.changes import WORDS, Changes, Words, planes_of
 from dbuffer.io.copier import Copier
 
 ReadChunk: TypeAlias = Callable[[int], bytes | memoryview]
-"""Function that returns the stored bytes of the chunk with this number.
-
-Several threads call it, in any order of chunks.
-"""
+"""Function that returns the stored bytes of a chunk, by its number. Several threads call it."""
 
 
 def encode_delta(
@@ -37,15 +31,9 @@ def encode_delta(
     version: VersionId,
     layout_xxh3: str,
 ) -> list[bytes]:
-    """Return the parts of a delta file, its header first.
+    """Return the parts of the delta file from ``base`` to ``version``, its header first.
 
-    Args:
-        changes: changes of all ranks.
-        checksums: checksums of all tensors in the earlier and in the later version, or None if the
-            versions have no checksums.
-        base: the earlier version.
-        version: the later version.
-        layout_xxh3: digest of the layout of the two versions.
+    ``checksums`` are those of all tensors in the two versions, or None if they have none.
     """
     changed = None
     if checksums is not None:
@@ -62,31 +50,17 @@ def encode_delta(
 
 
 def apply_delta(
-    header: DeltaHeader,
-    read_chunk: ReadChunk,
-    memory: torch.Tensor,
-    copier: Copier,
+    header: DeltaHeader, read_chunk: ReadChunk, memory: torch.Tensor, copier: Copier
 ) -> None:
-    """Turn the earlier version in memory into the later one.
+    """Turn the earlier version, whose bytes are in memory, into the later one.
 
     A delta must not be applied twice: chunks hold differences. Each chunk is checked whole before
     its first word is written. The caller verifies the checksums of the result.
 
-    Args:
-        header: the delta's header.
-        read_chunk: returns a chunk's bytes.
-        memory: bytes of the earlier version. During the call, no other thread may write to them.
-        copier: its threads read, check and apply the chunks.
-
     Raises:
-        StoreCorruptError: a chunk was damaged, or contradicts the header, and other chunks may have
-            been applied; or the memory has another size than the version.
+        StoreCorruptError: a chunk was damaged, or contradicts the header. Other chunks may have
+            been applied.
     """
-    if len(memory) != header.layout.checksums_offset:
-        raise StoreCorruptError(
-            f"delta {header.record.id} is for {header.layout.checksums_offset} bytes, and there "
-            f"are {len(memory)}"
-        )
 
     def work(first: int, end: int) -> None:
         for number in range(first, end):
@@ -103,11 +77,7 @@ def apply_delta(
 
 
 def changed_places(header: DeltaHeader, read_chunk: ReadChunk, copier: Copier) -> Integers:
-    """Return the place of each changed word: its first byte in the file. They are in any order.
-
-    Raises:
-        StoreCorruptError: a chunk was damaged, or contradicts the header.
-    """
+    """Return the first byte of each changed word in the file, in any order."""
     parts = [np.empty(0, np.int64)] * (1 + len(header.chunks))
 
     def work(first: int, end: int) -> None:
@@ -142,7 +112,6 @@ def _cut_chunks(header: DeltaHeader, copier: Copier) -> list[tuple[int, int]]:
 
 
 def _streams(header: DeltaHeader, number: int, body: bytes | memoryview) -> list[memoryview]:
-    """Check a chunk's digest, and cut the chunk into its streams."""
     chunk = header.chunks[number]
     if len(body) != chunk.stored_bytes or digest(body) != chunk.xxh3:
         raise StoreCorruptError(

@@ -2,10 +2,8 @@
 
 A GPU copies at full speed only from and to page-locked memory, in large pieces: on an H200, 55 GB/s
 against 7 GB/s into the GPU, and 17 GB/s out of it, for memory that is not page-locked. So tensors
-that are long, contiguous and page-locked are copied directly. All others (not page-locked, short,
-strided, or cast to another dtype) are packed into page-locked pieces. The GPU packs, unpacks and
-casts at its end of the link, and threads do so in main memory. While threads work on one piece, the
-link transfers the next.
+that are long, contiguous and page-locked are copied directly. All others are packed into
+page-locked pieces. While threads work on one piece, the link transfers the next.
 
 The device works on the current stream, after the work that the caller has queued there.
 """
@@ -32,7 +30,6 @@ CopyInMemory = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 """Function that copies the tensors of its second list into the first's, all in main memory."""
 
 _PIECE_BYTES = (64 << 20, 8 << 20, 1 << 20)
-"""Possible sizes of a piece. The largest that the device has room for is used."""
 
 _NUM_SLOTS = 2
 """Pieces in flight: threads work on one while the link transfers the other."""
@@ -41,7 +38,6 @@ _LONG_BYTES = 1 << 20
 """Least size of a tensor that is copied directly. Its copy reaches 0.9 of the link's speed."""
 
 _REGISTER_READ_ONLY = 8
-"""``cudaHostRegisterReadOnly``."""
 
 
 def any_on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
@@ -77,10 +73,7 @@ def free_on(device: torch.device) -> int:
 
 
 def to_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
-    """Copy from main memory into tensors of one device, and wait until all bytes are there.
-
-    Dtypes may differ.
-    """
+    """Copy from main memory into tensors of one device, casting, and wait for all bytes."""
     with _Transfer(pairs) as transfer:
         for piece in transfer.pieces():
             piece.upload(copy_in_memory)
@@ -91,10 +84,7 @@ def to_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
 
 
 def from_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
-    """Copy tensors of one device into main memory, and wait until all bytes are there.
-
-    Dtypes may differ.
-    """
+    """Copy tensors of one device into main memory, casting, and wait for all bytes."""
     with _Transfer(pairs) as transfer:
         for host, source in transfer.direct:
             host.copy_(source, non_blocking=True)
@@ -110,8 +100,6 @@ def from_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
 
 
 class _Slot:
-    """Memory for one piece, in main memory and on the device."""
-
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         self._has_queue = device.type == "cuda"
         self.device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -152,13 +140,11 @@ class _Piece:
         self.slot.record()
 
     def download(self) -> None:
-        """Queue the copy of the tensors that the device has packed, to main memory."""
         used = slice(0, self._num_bytes)
         self.slot.host[used].copy_(self.slot.device[used], non_blocking=True)
         self.slot.record()
 
     def take(self, copy_in_memory: CopyInMemory) -> None:
-        """Wait for the download, and copy each tensor to its place."""
         self.slot.wait()
         copy_in_memory([host for host, _ in self.pairs], self._views(self.slot.host))
 
@@ -173,12 +159,9 @@ class _Piece:
 
 
 class _Transfer(Closing):
-    """Copies pairs of a target and a source: some directly, the others in pieces.
+    """Copies pairs on one device: some directly, the others in pieces.
 
     Closing waits until the device has finished all queued copies.
-
-    Args:
-        pairs: at least one pair. All pairs use the same device.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
@@ -214,7 +197,6 @@ class _Transfer(Closing):
 
 
 def _make_slots(device: torch.device, num_bytes: int) -> list[_Slot]:
-    """Make slots of equal size, for pieces of ``num_bytes`` in all."""
     for limit in _PIECE_BYTES[:-1]:
         with contextlib.suppress(torch.OutOfMemoryError):
             return [_Slot(device, min(limit, num_bytes)) for _ in range(_NUM_SLOTS)]
@@ -256,11 +238,6 @@ class PageLock(ProcessBound):
 
     A mapping of a file must be shared: locking a private mapping copies each page.
 
-    Args:
-        address: address of the first byte.
-        num_bytes: length of the memory.
-        read_only: whether the memory is read-only.
-
     Raises:
         StoreAccessError: CUDA refuses to lock the memory, or it is longer than `max_bytes`.
     """
@@ -293,7 +270,6 @@ class PageLock(ProcessBound):
 
     @classmethod
     def owned_by(cls, owner: object, address: int, num_bytes: int, *, read_only: bool) -> PageLock:
-        """Return a lock that is released when ``owner``, which owns the memory, is deleted."""
         lock = cls(address, num_bytes, read_only=read_only)
         weakref.finalize(owner, lock.release).atexit = False  # the kernel unlocks all at exit
         return lock

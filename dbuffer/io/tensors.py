@@ -1,8 +1,4 @@
-"""Typed views of the tensors in a weights file, mapped or in memory, and their checksums.
-
-The checksum of a tensor is the xxh3 (64 bits) of its bytes. For a tensor longer than a block, it is
-the xxh3 of the digests of its blocks, so that several threads can hash one tensor.
-"""
+"""Typed views of the tensors in a weights file, mapped or in memory, and their checksums."""
 
 from __future__ import annotations
 
@@ -30,7 +26,6 @@ from dbuffer.store import filesystem
 logger = logging.getLogger(__name__)
 
 _MAP_NORESERVE = 0x4000 if os.uname().machine in ("x86_64", "aarch64") else 0
-"""``MAP_NORESERVE`` of Linux, which Python 3.11 has no name for."""
 
 _PAGE_MAP = Path("/proc/self/pagemap")
 _PAGE_IN_USE, _PAGE_OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
@@ -43,12 +38,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class FileTensors:
-    """The tensors of a weights file, in memory.
-
-    Args:
-        data: flat bytes, from the first tensor's first byte to the last tensor's end, or longer.
-        layout: names, dtypes, shapes and offsets of the tensors.
-    """
+    """The tensors of a weights file, in memory. ``data`` are the first bytes of the file."""
 
     def __init__(self, data: torch.Tensor, layout: Layout) -> None:
         self.layout = layout
@@ -60,7 +50,6 @@ class FileTensors:
 
     @classmethod
     def in_memory(cls, layout: Layout) -> FileTensors:
-        """Allocate memory for a layout's tensors; its content is undefined."""
         return cls(new_memory(layout.checksums_offset), layout)
 
     def tensor(self, index: int) -> torch.Tensor:
@@ -96,14 +85,9 @@ class FileTensors:
 class MappedTensors(FileTensors):
     """A weights file mapped into memory.
 
-    Args:
-        file: open file.
-        file_bytes: size of the file.
-        layout: layout of the file.
-        access: ``mmap.ACCESS_WRITE`` for a writer: its copies into the mapping change the file.
-            ``ACCESS_COPY`` for tensors that a reader returns to users: a user who changes one
-            changes a private copy of the page, never the file. ``ACCESS_READ`` for a reader that
-            copies tensors out.
+    ``access`` is ``mmap.ACCESS_WRITE`` for a writer; ``ACCESS_COPY`` for tensors that a reader
+    returns to users, who can change a private copy of a page, never the file; and ``ACCESS_READ``
+    for a reader that copies tensors out.
     """
 
     def __init__(self, file: int, file_bytes: int, layout: Layout, *, access: int) -> None:
@@ -116,7 +100,6 @@ class MappedTensors(FileTensors):
             _read_mappings[self.address] = self
 
     def read_ahead(self) -> None:
-        """Read a byte of every page, without the interpreter's lock."""
         self._bytes[:: mmap.PAGESIZE].amax()
 
     def is_unwritten(self) -> bool:
@@ -135,11 +118,10 @@ class MappedTensors(FileTensors):
         return len(pages) == num_pages and not bool(is_own.any())
 
     def expect_device(self) -> None:
-        """Expect a copy between the file and a GPU. At the second call, page-lock the file.
+        """Expect a copy between the file and a GPU; page-lock the file at the second call.
 
         Page-locking takes as long as four later copies, so a file that is written once is not
-        locked. The file must be in main memory: locking pages that the kernel writes to a disk is
-        not safe.
+        locked. Locking pages that the kernel writes to a disk is not safe.
         """
         if self._device_copies == 1:
             try:
@@ -175,10 +157,7 @@ class KeptMappings:
         self._mapped: dict[Path, MappedTensors] = {}
 
     def get(self, path: Path, file: int) -> MappedTensors | None:
-        """Return the mapping of an open file, or None without one, or if it has private pages.
-
-        If it returns None, it drops the mapping of the file that this one replaces.
-        """
+        """Return the mapping of an open file. Without one, drop that of the file it replaces."""
         mapped = self._mapped.get(path)
         if (
             mapped is not None
@@ -195,15 +174,10 @@ class KeptMappings:
         return None
 
     def keep(self, path: Path, mapped: MappedTensors) -> None:
-        """Keep the mapping of the file at ``path``."""
         self._mapped[path] = mapped
 
     def keep_only(self, layout: Layout | None) -> None:
-        """Unmap all files of other layouts. If None, unmap all files.
-
-        Files of other layouts are not written again. The new file may need their room, which is
-        free only once they are unmapped.
-        """
+        """Unmap all files of other layouts. If None, unmap all files: a new file may need room."""
         self._mapped = {
             path: mapped for path, mapped in self._mapped.items() if mapped.layout is layout
         }
@@ -213,11 +187,7 @@ class KeptMappings:
 
 
 def new_memory(num_bytes: int) -> torch.Tensor:
-    """Allocate flat bytes of main memory. Their content is undefined.
-
-    Raises:
-        StoreAccessError: there is not enough memory.
-    """
+    """Allocate flat bytes of main memory with undefined content, or raise a StoreAccessError."""
     try:
         return torch.empty(num_bytes, dtype=torch.uint8)
     except (MemoryError, RuntimeError) as error:
@@ -228,23 +198,19 @@ def new_memory(num_bytes: int) -> torch.Tensor:
 
 
 def as_bytes(data: torch.Tensor) -> memoryview:
-    """Return the memory of a flat tensor of bytes."""
     array: Any = data.numpy()  # a buffer; numpy's types say so only from Python 3.12 on
     return memoryview(array)
 
 
 def flat_view(tensor: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """View a contiguous tensor's memory as a flat tensor of another dtype.
-
-    A tensor of one element is contiguous with any stride, but torch views it as another dtype only
-    if the stride is 1.
-    """
+    """View a contiguous tensor's memory as a flat tensor of another dtype."""
+    # A tensor of one element is contiguous with any stride, but torch views it as another dtype
+    # only if the stride is 1.
     flat = tensor.detach().reshape(-1)
     return flat.as_strided(flat.shape, (1,)).view(dtype)
 
 
 def view_tensor(data: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
-    """View the bytes of one of a layout's tensors with its dtype and shape."""
     spec = layout.specs[index]
     start = layout.offsets[index]
     flat = data[start : start + spec.num_bytes]
@@ -281,16 +247,13 @@ def map_file(file: int, file_bytes: int, access: int) -> torch.Tensor:
 
 
 def copy_one(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a single tensor, casting if dtypes differ."""
     with torch.inference_mode():
         destination.copy_(source)
 
 
 def can_cast_to(dtype: torch.dtype) -> bool:
-    """Whether floating-point tensors can be published in this dtype.
-
-    A dtype with two numbers in one element cannot, and a dtype for scales, which has no sign.
-    """
+    """Whether floating-point tensors can be published in this dtype."""
+    # Not in a dtype with two numbers in one element, or in a dtype for scales, without a sign.
     is_special = DTYPE_NAMES.get(dtype) in ("float4_e2m1fn_x2", "float8_e8m0fnu")
     return dtype in DTYPE_NAMES and dtype.is_floating_point and not is_special
 
@@ -336,10 +299,8 @@ def join_digests(digests: Sequence[int]) -> int:
 
 
 def pack_checksums(checksums: Sequence[int]) -> bytes:
-    """Encode the table of checksums of a weights file."""
     return b"".join(checksum.to_bytes(8, "little") for checksum in checksums)
 
 
 def unpack_checksums(data: bytes) -> list[int]:
-    """Decode the table of checksums of a weights file."""
     return [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]

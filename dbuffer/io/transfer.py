@@ -1,11 +1,8 @@
 """Reads and writes weights files on network mounts, without mapping them.
 
-A file on a network mount is not mapped: if it is removed, a read of the mapping is a SIGBUS, and
-before a page is written, the kernel reads it over the network. Threads read and write long spans
-with `pread` and `pwrite`, and hash each span while it is in a core's cache.
-
-If the ranks of a trainer share no memory, each rank writes a part: a file with its share of the
-data. A weights file without parts is read in the same way, as its only part.
+If a mapped file is removed, a read of the mapping is a SIGBUS. So threads read and write long spans
+with `pread` and `pwrite`, and hash each span while it is in a core's cache. A weights file without
+parts is read as its only part.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import xxhash
 
 from dbuffer.errors import StoreAccessError, StoreCorruptError
 from dbuffer.format.layout import BLOCK_BYTES, SPAN_BYTES, Layout, Span
-from dbuffer.format.places import part_name
+from dbuffer.format.places import part_path
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import (
     DTYPES,
@@ -41,11 +38,6 @@ OnBytes = Callable[[int], None]
 DIGEST_OF_NOTHING = xxhash.xxh3_64_intdigest(b"")
 
 
-def part_path(path: Path, part: int | None) -> Path:
-    """Return the path of a part of the weights file at ``path``, or ``path`` if part is None."""
-    return path if part is None else path.with_name(part_name(path.name, part))
-
-
 def read_tensors(
     file: int,
     path: Path,
@@ -55,10 +47,9 @@ def read_tensors(
     *,
     hashed: bool,
 ) -> list[int] | None:
-    """Read all tensors of an open weights file; return their checksums, if ``hashed``.
+    """Read all tensors of an open weights file, and its parts; return checksums, if ``hashed``.
 
-    The tensors go into memory, or into another open file, which has no parts. The file's parts, if
-    its layout has some, are beside ``path``.
+    The tensors go into memory, or into another open file, which has no parts.
 
     Raises:
         StoreCorruptError: a file is shorter than its layout says, or a part is longer.
@@ -93,11 +84,7 @@ def write_tensors(
     *,
     hashed: bool,
 ) -> list[int] | None:
-    """Write all tensors into an open file, cast to its dtypes; return checksums if ``hashed``.
-
-    Each thread needs memory for two spans of :data:`SPAN_BYTES`, and for a copy of any tensor that
-    is not contiguous.
-    """
+    """Write all tensors into an open file, cast to its dtypes; return checksums if ``hashed``."""
     digests = [0] * len(layout.blocks)
 
     def work(first: int, end: int) -> None:
@@ -133,11 +120,8 @@ def write_tensor(
 
 
 def _spans_of(source: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yield a tensor's bytes, span by span, as the file holds them. Spans share one memory.
-
-    Each span is copied, even if the tensor's memory has the same bytes: the trainer may change its
-    tensor after a span was written and before it is hashed.
-    """
+    """Yield a tensor's bytes, span by span, as the file holds them. Spans share one memory."""
+    # Each span is copied: the trainer may change its tensor between the write and the hash.
     elements = source.detach().reshape(-1)
     step = SPAN_BYTES // dtype.itemsize
     memory = torch.empty(min(step, elements.numel()), dtype=dtype)
@@ -147,7 +131,6 @@ def _spans_of(source: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
 
 
 def chunks_of(file: Descriptor, path: Path | str) -> Iterator[bytes]:
-    """Yield all bytes of an open file, :data:`SPAN_BYTES` at a time."""
     offset = 0
     with filesystem.os_errors("read", path):
         while chunk := filesystem.read_at(file.number, offset, SPAN_BYTES):
@@ -158,10 +141,7 @@ def chunks_of(file: Descriptor, path: Path | str) -> Iterator[bytes]:
 def _open_parts(
     stack: contextlib.ExitStack, file: int, path: Path, layout: Layout
 ) -> dict[int | None, int]:
-    """Open all parts; return their descriptors, and the weights file's.
-
-    A part must not be writable by more users than the weights file.
-    """
+    """Open all parts; return their descriptors, and the weights file's."""
     files: dict[int | None, int] = {None: file}
     trusted = os.fstat(file)
     for part, num_bytes in enumerate(layout.part_bytes):
@@ -182,7 +162,6 @@ def _open_parts(
 
 
 def _read_span(file: int, span: Span, into: FileTensors | Descriptor, path: Path) -> memoryview:
-    """Read a span into memory or another file; return its bytes."""
     if isinstance(into, FileTensors):
         data = into.raw[span.start : span.end]
     else:

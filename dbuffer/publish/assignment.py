@@ -1,8 +1,7 @@
 """`Assignment`: the boxes of tensors that each rank of a sharded trainer writes.
 
-A box has a first index and an extent in every dimension. If the boxes of all ranks cover a tensor,
-each box is written by one of the ranks that hold it. Otherwise the ranks that hold parts of the
-tensor gather it, and one of these ranks writes the whole tensor and drops it.
+If the boxes of all ranks cover a tensor, each box is written by one of the ranks that hold it.
+Otherwise the ranks that hold parts of the tensor gather it, and one of them writes it whole.
 """
 
 from __future__ import annotations
@@ -20,17 +19,15 @@ from dbuffer.format.layout import ITEM_BYTES, Layout, Piece, TensorSpec, align
 
 SPREAD_FROM_BYTES = 1 << 20
 """If several ranks hold a box of this size or larger, the least busy of them writes it; a smaller
-box, the first of them. For tensors that drift apart between ranks are small (the statistics of a
-batch norm), and all of them must come from one rank."""
+box, the first of them. Small tensors may differ between ranks, as a batch norm's statistics do, and
+must all come from one rank."""
 
 
 class Box(NamedTuple):
     """A region of a tensor."""
 
     tensor: int
-    """Index of the tensor in the layout."""
     start: tuple[int, ...]
-    """First index in each dimension."""
     shape: tuple[int, ...]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -46,12 +43,10 @@ class Assignment:
     specs: tuple[TensorSpec, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
     boxes: tuple[tuple[Box, ...], ...] = ()
-    """Boxes that each rank holds and writes, by rank."""
     gathered: tuple[tuple[int, int], ...] = ()
     """Tensors to gather, in this order, each with the rank that writes it."""
 
     def boxes_of(self, rank: int) -> list[Box]:
-        """Return all boxes that a rank writes, in the order of the tensors."""
         to_gather = [index for index, writer in self.gathered if writer == rank]
         gathered = [whole_box(index, self.specs[index].shape) for index in to_gather]
         return sorted((*self.boxes[rank], *gathered))
@@ -118,13 +113,11 @@ def _num_bytes(box: Box, spec: TensorSpec) -> int:
 
 
 def _is_contiguous(box: Box, shape: tuple[int, ...]) -> bool:
-    """Whether the elements of a box are contiguous in the whole tensor, as rows are."""
     pairs = itertools.dropwhile(lambda pair: pair[0] == 1, zip(box.shape, shape, strict=True))
     return all(extent == full for extent, full in itertools.islice(pairs, 1, None))
 
 
 def layout_in_parts(layout: Layout, assignment: Assignment) -> Layout:
-    """Return a layout of the same tensors with a part for each rank."""
     part_bytes, pieces = [], []
     for rank in range(len(assignment.boxes)):
         end = 0
@@ -138,7 +131,6 @@ def layout_in_parts(layout: Layout, assignment: Assignment) -> Layout:
 
 
 def whole_box(index: int, shape: tuple[int, ...]) -> Box:
-    """Return the box of all of a tensor."""
     return Box(index, (0,) * len(shape), tuple(shape))
 
 
@@ -151,7 +143,6 @@ def file_offset(box: Box, spec: TensorSpec) -> int:
 
 
 def _owners(index: int, boxes: Sequence[Boxes]) -> dict[Box, list[int]] | None:
-    """Return the ranks that hold each box of a tensor, or None if a rank's part is no box."""
     owners: dict[Box, list[int]] = defaultdict(list)
     for rank, of_rank in enumerate(boxes):
         if index not in of_rank:

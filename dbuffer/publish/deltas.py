@@ -61,7 +61,6 @@ from dbuffer.weights.sources import Source
 logger = logging.getLogger(__name__)
 
 _UNREADABLE = (*UNDECODABLE, StoreAccessError, StoreNotFoundError)
-"""Errors of an unreadable or damaged version."""
 
 _FAILED = "the last publish failed"
 
@@ -72,18 +71,13 @@ class DeltaBase:
 
     manifest: Manifest
     buffer: str
-    """Buffer that has the version's manifest."""
     checksums: Sequence[int] | None
-    """Published checksums of the version's tensors, or None if it has none."""
     delta_bytes: dict[VersionId, int]
     """Bytes of the delta that leads to each version of the chain, oldest first; 0 for the chain's
     first version."""
 
     def problem(self, writer: BufferWriter) -> str | None:
-        """Return why readers cannot read the version or its deltas, or None if they can.
-
-        It checks the files, which other users must not be able to write, and receivers' records.
-        """
+        """Return why readers cannot read the version or its deltas, or None if they can."""
         store = writer.store
         manifest = store.undamaged_manifest(self.buffer)
         if manifest is None or manifest.id != self.manifest.id:
@@ -103,15 +97,7 @@ class DeltaBase:
 
 
 class Deltas:
-    """Makes the deltas of a sender's versions, or of the versions that several ranks publish.
-
-    Args:
-        store: the store.
-        world: the ranks.
-        copier: its threads copy, compare and hash.
-        maps_files: whether the store is on a local mount.
-        hashed: whether versions have checksums.
-    """
+    """Makes the deltas of a sender's versions, or of the versions that several ranks publish."""
 
     def __init__(
         self,
@@ -128,19 +114,12 @@ class Deltas:
         self._maps_files = maps_files
         self._hashed = hashed
         self._version = 0
-        """Number of the version that is being published, on rank 0."""
         self._part: Part | None = None
-        """This rank's part of the last version, or of the version that is being published."""
         self._copy: KeptCopy | None = None
-        """Copy of the last version, on a network mount."""
         self._file: MappedTensors | None = None
-        """File of the last version, on a local mount."""
         self._base: DeltaBase | None = None
-        """The last version, on rank 0."""
         self._has_last = False
-        """Whether this sender has published a last version, so that the next can have a delta."""
         self._why_none = "this sender has published no version yet"
-        """Reason why the next version has no delta, if there is no last version."""
         self._changes: Changes | None = None
         """Changes from the last version to the one being published, on rank 0, once found."""
 
@@ -152,7 +131,6 @@ class Deltas:
     def patch_of(
         self, patches: Iterable[SparsePatch], *, must_be_finite: bool
     ) -> tuple[Layout, Patch]:
-        """Check patches of the last version; return its layout, and the patches as one."""
         if self._part is None or not self._has_last:
             raise VersionError(
                 f"this sender has not published what patches in {self._store.root} could follow: "
@@ -171,12 +149,8 @@ class Deltas:
     ) -> None:
         """Begin a version. On a network mount, copy its weights into the kept copy. Collective.
 
-        Args:
-            part: this rank's part of the version.
-            source: the weights.
-            version: number of the version, on rank 0.
-            patch: new words for the last version, published instead of ``source``; or None.
-            progress: function that is called while the weights are copied.
+        ``version`` is its number on rank 0. A ``patch`` of the last version is published instead of
+        ``source``.
         """
         world, self._version = self._world, version
         if self._has_last and self._part is not part:
@@ -241,11 +215,7 @@ class Deltas:
     def write(
         self, draft: Draft, source: Source, patch: Patch | None, progress: Progress | None
     ) -> list[int] | None:
-        """Write all boxes into the draft's weights file, if it has one. Collective.
-
-        Returns:
-            The checksums of all tensors, or None if versions have no checksums.
-        """
+        """Write all boxes into the draft's file, if it has one; return checksums. Collective."""
         world, copy = self._world, self._copy
         if copy is not None and draft.has_file:
             with world.step("write its part"):
@@ -275,14 +245,7 @@ class Deltas:
         return checksums
 
     def _write_patch(self, draft: Draft, patch: Patch) -> list[int] | None:
-        """Write the last version and a patch of it into a draft's file.
-
-        Returns:
-            The checksums of all tensors, or None if versions have no checksums.
-
-        Raises:
-            StoreCorruptError: the last version was damaged in the store.
-        """
+        """Write the last version and a patch of it into a draft's file; return checksums."""
         mapped, copier, base = draft.mapped, self._copier, self._base
         assert base is not None  # noqa: S101 - patches follow a version
         assert self._file is not None  # noqa: S101
@@ -301,9 +264,9 @@ class Deltas:
         return list((dict(enumerate(base.checksums)) | dict(new)).values())
 
     def _apply_deltas(self, draft: Draft, base: DeltaBase) -> bool:
-        """Apply deltas to the version in a draft's file, if they lead from it to the last version.
+        """Make the version in a draft's file the last version, if deltas lead to that.
 
-        Return whether the file holds the last version now. Checksums are verified if it has any.
+        Return whether the file holds the last version now.
         """
         mapped, since = draft.mapped, draft.claim.earlier
         with (
@@ -326,14 +289,7 @@ class Deltas:
     ) -> int | None:
         """Write the delta that leads to a draft, and publish the draft, on rank 0.
 
-        Args:
-            draft: the version. All ranks have written it.
-            source: the version's weights.
-            metadata: the version's metadata.
-            checksums: checksums of all tensors, or None if the version has no checksums.
-
-        Returns:
-            The bytes of the delta, or None without one.
+        All ranks have written the draft. Return the bytes of the delta, or None without one.
         """
         num_bytes = self._write_delta(draft, checksums)
         base, delta_bytes, fields = self._base, {draft.id: 0}, dict[str, Any]()
@@ -354,7 +310,6 @@ class Deltas:
         self._has_last = True
 
     def _write_delta(self, draft: Draft, checksums: list[int] | None) -> int | None:
-        """Write the delta that leads to a draft. Return its size, or None if there is no delta."""
         base, changes, layout = self._base, self._changes, draft.layout
         if base is None or changes is None or not self._is_worth(changes):
             return None
@@ -387,13 +342,11 @@ class Deltas:
         return False
 
     def _explain(self, reason: str) -> None:
-        """Log on rank 0 why the version comes without a delta."""
         if self._world.rank == 0:
             logger.info("%s: version %d has no delta: %s", self._store.root, self._version, reason)
 
 
 def _damaged(mapped: MappedTensors, base: DeltaBase, copier: Copier) -> str | None:
-    """Return the name of a tensor that differs from the base's checksums, or None."""
     if base.checksums is None:
         return None
     checksums = zip(mapped.layout.specs, base.checksums, copier.checksums(mapped), strict=True)

@@ -18,6 +18,7 @@ from dbuffer.errors import ClosedError, InvalidWeightsError, StoreAccessError
 from dbuffer.format.layout import Layout, TensorSpec, align, digest
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import MAX_RECORD_BYTES, Manifest
+from dbuffer.format.places import part_path
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import any_on_gpu
 from dbuffer.io.tensors import (
@@ -31,7 +32,6 @@ from dbuffer.io.tensors import (
 from dbuffer.io.transfer import (
     DIGEST_OF_NOTHING,
     OnBytes,
-    part_path,
     write_tensor,
     write_tensors,
 )
@@ -71,8 +71,7 @@ class Draft:
         part: boxes that this rank writes, or None for a stream.
         is_mapped: whether the file is mapped, as on a local mount.
         hashed: whether its checksums are computed.
-        writer: the store's writer, on rank 0.
-        claim: the writer's claim, on rank 0.
+        writer, claim: the store's writer and its claim, on rank 0.
     """
 
     def __init__(
@@ -107,7 +106,6 @@ class Draft:
         """Digests of the blocks of each box that was hashed while it was copied, by number. Empty
         boxes have none."""
         self._checksums: list[int] | None = None
-        """Checksums of all tensors, if this rank alone wrote them."""
         self._is_done = False
 
     @classmethod
@@ -122,10 +120,9 @@ class Draft:
         hashed: bool,
         with_file: bool = True,
     ) -> Self:
-        """Claim the idle buffer for a version, on rank 0 for all ranks.
+        """Claim the idle buffer for a version, on rank 0 for all ranks; see `BufferWriter.claim`.
 
-        Claiming may wait for readers, and removes unneeded files (`BufferWriter.claim`). All ranks
-        must have dropped their mappings of these files (`KeptMappings.keep_only`). A version
+        It removes files: all ranks must have unmapped them (`KeptMappings.keep_only`). A version
         without a file consists of an earlier version's file, and of deltas.
         """
         layout = None if part is None else part.whole
@@ -154,19 +151,16 @@ class Draft:
 
     @property
     def writer(self) -> BufferWriter:
-        """The store's writer, on rank 0."""
         assert self._writer is not None  # noqa: S101
         return self._writer
 
     @property
     def claim(self) -> Claim:
-        """Claim of the writer, on rank 0."""
         assert self._claim is not None  # noqa: S101
         return self._claim
 
     @property
     def id(self) -> VersionId:
-        """Id of the version, on rank 0."""
         return self.claim.marked.id
 
     @property
@@ -212,7 +206,6 @@ class Draft:
         return file
 
     def memory(self) -> FileTensors:
-        """Return memory to write all tensors into: the mapped file, or new memory."""
         return self.mapped if self.is_mapped else FileTensors.in_memory(self.layout)
 
     def write(self, numbers: Sequence[int], elements: list[torch.Tensor]) -> None:
@@ -264,7 +257,6 @@ class Draft:
             self._digests[number] = digests
 
     def _file_to_write(self) -> Descriptor:
-        """Return the weights file, or the file of this rank's part if ranks write parts."""
         if self.part.has_all:
             return self.claim.weights
         if self._part_file is None:
@@ -275,8 +267,7 @@ class Draft:
     def finish_parts(self, world: World) -> list[int] | None:
         """Flush all ranks' parts, and return the checksums if ``hashed``. Collective.
 
-        A file without parts is flushed by the commit: if processes of one machine map a file, a
-        flush writes the bytes of all of them.
+        The commit flushes a file without parts.
         """
         layout = self.layout
         if self._checksums is not None or (self.is_mapped and not self.hashed):
@@ -299,11 +290,7 @@ class Draft:
     def commit(
         self, metadata: dict[str, Any], checksums: list[int] | None, **described: Any
     ) -> Manifest:
-        """Publish the version on rank 0 (`BufferWriter.commit`).
-
-        ``checksums`` is None if the version has none; ``described`` are further fields of the
-        manifest.
-        """
+        """Publish the version on rank 0. ``described`` are further fields of the manifest."""
         if self._is_done:
             raise ClosedError("this draft was committed, or abandoned")
         if self.has_file:
@@ -314,10 +301,7 @@ class Draft:
         return manifest
 
     def _seal(self, checksums: list[int] | None) -> dict[str, Any]:
-        """Write layout and checksums behind the tensors; return the manifest's fields of the file.
-
-        They are written again into a file that has them already, which may be damaged by now.
-        """
+        """Write layout and checksums behind the tensors; return a manifest's fields of the file."""
         layout, file, table_xxh3 = self.layout, self.claim.weights.number, None
         with filesystem.os_errors("write the layout", self.path):
             if checksums is not None:
@@ -328,7 +312,6 @@ class Draft:
         return layout.describe_file(table_xxh3)
 
     def _check_parts(self) -> None:
-        """Raise unless this host sees each rank's part with its full size."""
         path, layout = self.path, self.layout
         if not layout.is_in_parts:
             return
@@ -374,9 +357,7 @@ def fill(
     """Write the elements of all ranks' boxes into a draft's file, or into a copy. Collective.
 
     Ranks write the boxes that they hold in one step, and gathered tensors in the next: if a rank
-    fails with its own boxes, no other rank waits for it in a gather.
-
-    ``verb`` names the step, as in "rank 1 could not {verb} its part"; ``progress`` is called if any
+    fails with its own boxes, no other rank waits for it in a gather. ``progress`` is called if any
     of the source's tensors are lazy.
     """
     part, specs = target.part, target.part.layout.specs
@@ -404,10 +385,7 @@ def fill(
 
 
 def join_digests_of_parts(layout: Layout, by_rank: Sequence[list[int]]) -> list[int]:
-    """Compute each tensor's checksum from the digests of the blocks that ranks have written.
-
-    A rank's digests are in the order of the tensors. Empty tensors have none.
-    """
+    """Compute each tensor's checksum from the digests of the blocks that ranks have written."""
     queues = [iter(digests) for digests in by_rank]
     part_at = {(piece.tensor, piece.offset): piece.part for piece in layout.pieces}
     digests, part = [], 0
@@ -446,7 +424,6 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def counter(progress: Progress | None, total: int) -> OnBytes | None:
-    """Return a function that counts bytes copied by several threads, and calls ``progress``."""
     if progress is None:
         return None
     done = 0

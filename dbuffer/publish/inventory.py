@@ -1,7 +1,6 @@
 """`Inventory`: the tensors that a rank describes. `join` makes an `Assignment` of all ranks'.
 
-Each rank lists its tensors, and the boxes that it holds. Ranks of different pipeline stages
-or experts list different tensors. `join` makes one list of all ranks' inventories.
+Ranks of different pipeline stages or experts list different tensors.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
@@ -34,7 +33,6 @@ if TYPE_CHECKING:  # importing it takes half as long as importing torch
     from torch.distributed.tensor import DTensor
 
 _SAMPLED_ELEMENTS = 512
-"""Number of a tensor's elements that are compared with other ranks' tensors of the same name."""
 
 Ranks: TypeAlias = tuple[int, ...]
 """Ranks that hold parts of a tensor; empty if each rank holds all of it."""
@@ -42,32 +40,25 @@ Ranks: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Tensors that a rank describes, whether or not it holds parts of them, and its boxes.
-
-    Ranks that hold parts of one tensor describe the tensor alike, and hold different boxes.
-    """
+    """Tensors that a rank describes, whether or not it holds parts of them, and its boxes."""
 
     specs: tuple[TensorSpec, ...]
     aliases: dict[str, str]
-    """Other names of tied tensors."""
     ranks: list[Ranks]
     """Ranks that hold parts of each tensor."""
     boxes: Boxes
 
     def encode_description(self) -> dict[str, Any]:
-        """Return the inventory without its boxes, as JSON."""
         groups = list(dict.fromkeys(self.ranks))
         number = {group: index for index, group in enumerate(groups)}
         numbers = [number[ranks] for ranks in self.ranks]
         return {"specs": self.specs, "aliases": self.aliases, "groups": groups, "ranks": numbers}
 
     def encode_boxes(self) -> list[Any]:
-        """Return the boxes as JSON."""
         return [[index, *(box or ())[1:]] for index, box in self.boxes.items()]
 
     @classmethod
     def decode_description(cls, encoded: dict[str, Any]) -> Self:
-        """Return the inventory, without boxes, that `encode_description` has encoded."""
         groups = [tuple(group) for group in encoded["groups"]]
         return cls(
             tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in encoded["specs"]),
@@ -108,7 +99,6 @@ def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> 
 
 
 def _part_ranks(sharded: Any, group_rank: Mapping[int, int], name: str) -> tuple[Ranks, bool]:
-    """Return the ranks that hold parts of a tensor, and whether this rank holds any of it."""
     if sharded is None:
         return (), True
     if hasattr(sharded, "ds_shape"):
@@ -124,7 +114,6 @@ def _part_ranks(sharded: Any, group_rank: Mapping[int, int], name: str) -> tuple
 
 
 def _holders(sharded: DTensor | HeldRows) -> tuple[list[int], bool]:
-    """Return the ranks of the job that hold a tensor, and whether this rank is one of them."""
     if isinstance(sharded, HeldRows):
         return list(sharded.ranks), True
     mesh = sharded.device_mesh
@@ -138,11 +127,9 @@ def _holders(sharded: DTensor | HeldRows) -> tuple[list[int], bool]:
 def join(ranks: Agreement, source: Source, inventory: Inventory, *, rows_only: bool) -> Assignment:
     """Join the inventories of all ranks, and assign a writer to each box. Collective.
 
-    ``rows_only``: gather each tensor with a box that is not contiguous in the whole tensor.
-
     Raises:
-        InvalidWeightsError: the inventories do not fit together: a tensor differs between ranks,
-            its boxes overlap or leave a gap, or no rank holds it.
+        InvalidWeightsError: a tensor differs between ranks, its boxes overlap or leave a gap, or no
+            rank holds it.
     """
     description = inventory.encode_description()
     xxh3 = digest(json.dumps(description).encode())
@@ -169,20 +156,26 @@ def _join(
     *,
     rows_only: bool,
 ) -> Assignment:
-    """Join ranks' descriptions, ``described`` by their digests, with the ranks' encoded boxes."""
     describing: dict[str, list[int]] = defaultdict(list)
     for rank, xxh3 in enumerate(digests):
         describing[xxh3].append(rank)
-    tensors: dict[str, _JoinedTensor] = {}
+    specs: dict[str, TensorSpec] = {}
+    indices: dict[str, int] = {}
+    ranks_of: dict[str, dict[Ranks, list[int]]] = {}
     aliases: dict[str, str] = {}
     boxes: list[Boxes] = [{} for _ in encoded]
     for xxh3, ranks in describing.items():
         inventory = described[xxh3]
         index_of = []
         for spec, holding in zip(inventory.specs, inventory.ranks, strict=True):
-            tensor = tensors.setdefault(spec.name, _JoinedTensor(len(tensors), spec, ranks[0]))
-            tensor.add(ranks, spec, holding)
-            index_of.append(tensor.index)
+            of_tensor = ranks_of.setdefault(spec.name, {})
+            if spec != (known := specs.setdefault(spec.name, spec)):
+                raise InvalidWeightsError(
+                    f"rank {ranks[0]} is to publish {spec}, and rank {_first(of_tensor)} {known}: "
+                    "give a tensor of one name the same shape and dtype on all ranks that hold it"
+                )
+            of_tensor.setdefault(holding, []).extend(ranks)
+            index_of.append(indices.setdefault(spec.name, len(indices)))
         for rank in ranks:
             boxes[rank] = _decode_boxes(encoded[rank], index_of)
         for alias, name in inventory.aliases.items():
@@ -191,64 +184,51 @@ def _join(
                     f"rank {ranks[0]} ties {alias!r} to {name!r}, and another rank to "
                     f"{aliases[alias]!r}"
                 )
-    if not tensors:
+    if not specs:
         raise InvalidWeightsError("no rank holds a tensor to publish")
-    for alias in aliases.keys() & tensors.keys():
+    for alias in aliases.keys() & specs.keys():
         raise InvalidWeightsError(
             f"{alias!r} is tied to {aliases[alias]!r} on one rank, and a tensor of its own on "
-            f"rank {tensors[alias].rank}: give one of the two names on all ranks"
+            f"rank {_first(ranks_of[alias])}: give one of the two names on all ranks"
         )
     on_some_rank = set().union(*boxes)
-    for tensor in tensors.values():
-        tensor.check()
-        if tensor.index not in on_some_rank:
-            raise InvalidWeightsError(f"no rank holds {tensor.spec}")
-    specs = tuple(tensor.spec for tensor in tensors.values())
-    return assign_writes(specs, aliases, boxes, rows_only=rows_only)
+    for name, spec in specs.items():
+        _check_parts(spec, ranks_of[name])
+        if indices[name] not in on_some_rank:
+            raise InvalidWeightsError(f"no rank holds {spec}")
+    return assign_writes(tuple(specs.values()), aliases, boxes, rows_only=rows_only)
 
 
 def _decode_boxes(encoded: list[Any], index_of: Sequence[int]) -> Boxes:
-    """Return a rank's boxes, by the indices of the tensors in the joined layout."""
     return {
         index_of[index]: Box(index_of[index], tuple(place[0]), tuple(place[1])) if place else None
         for index, *place in encoded
     }
 
 
-@dataclass(slots=True)
-class _JoinedTensor:
-    """One tensor, as all ranks describe it."""
+def _check_parts(spec: TensorSpec, describing: dict[Ranks, list[int]]) -> None:
+    """Raise if the parts of a tensor overlap, or leave a gap.
 
-    index: int
-    spec: TensorSpec
-    rank: int
-    """First rank that describes it."""
-    described: dict[Ranks, list[int]] = field(default_factory=dict)
-    """Ranks that describe it, by the ranks that hold parts of it."""
-
-    def add(self, ranks: Sequence[int], spec: TensorSpec, holding: Ranks) -> None:
-        if spec != self.spec:
+    ``describing`` has the ranks that describe the tensor, by the ranks that hold parts of it.
+    """
+    unsharded = describing.get((), [])
+    for holding, ranks in describing.items():
+        if holding and unsharded:
             raise InvalidWeightsError(
-                f"rank {ranks[0]} is to publish {spec}, and rank {self.rank} {self.spec}: give a "
-                "tensor of one name the same shape and dtype on all ranks that hold it"
+                f"{_named(unsharded)} the whole of {spec}, and {_named(ranks)} parts: give it "
+                "whole or sharded, alike on all ranks that hold it"
             )
-        self.described.setdefault(holding, []).extend(ranks)
+        if missing := sorted(set(holding).difference(ranks)):
+            raise InvalidWeightsError(
+                f"{spec} has a gap: {_named(missing)} parts of it, as rank {ranks[0]} says, but "
+                "not under this name: give every tensor on all ranks that hold parts of it, under "
+                "one name"
+            )
 
-    def check(self) -> None:
-        """Raise if the parts of this tensor overlap, or leave a gap."""
-        unsharded = self.described.get((), [])
-        for holding, describing in self.described.items():
-            if holding and unsharded:
-                raise InvalidWeightsError(
-                    f"{_named(unsharded)} the whole of {self.spec}, and {_named(describing)} "
-                    "parts: give it whole or sharded, alike on all ranks that hold it"
-                )
-            if missing := sorted(set(holding).difference(describing)):
-                raise InvalidWeightsError(
-                    f"{self.spec} has a gap: {_named(missing)} parts of it, as rank "
-                    f"{describing[0]} says, but not under this name: give every tensor on all "
-                    "ranks that hold parts of it, under one name"
-                )
+
+def _first(describing: dict[Ranks, list[int]]) -> int:
+    """Return the first rank that describes a tensor."""
+    return next(iter(describing.values()))[0]
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -1,7 +1,4 @@
-"""`KeptCopy`: one rank's part of the last version, in memory, to compare the next version with.
-
-On a local mount the published buffer is compared instead.
-"""
+"""`KeptCopy`: one rank's part of the last version, in memory, to compare the next version with."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ MAX_CHANGED_SHARE = 0.5
 """Largest fraction of a version's bytes that a delta may change; if more, there is no delta."""
 
 _BATCH_BYTES = 32 << 20
-"""Size of a batch of new elements to compare. A box that is larger is a batch by itself."""
 
 
 class KeptCopy:
@@ -38,27 +34,19 @@ class KeptCopy:
 
     @cached_property
     def contents(self) -> FileTensors:
-        """Memory of the copy, allocated at its first use.
-
-        The first use is in a step of all ranks, which fails on all of them if one has no memory.
-        """
+        """Memory of the copy, allocated at its first use."""
         return FileTensors.in_memory(self.part.layout)
 
     def take_changes(self) -> Changes:
-        """Return the words that `write` has changed since the last call; none of the first version.
-
-        If more than `MAX_CHANGED_SHARE` changed, some changed words are left out.
-        """
+        """Return the words that `write` has changed; if too many changed, some are left out."""
         changes, self._changes = Changes.joined(self._changes or ()), []
         has_all = changes.num_bytes <= self._max_bytes
         self._forget_digests(changes.tensors if has_all else set(self._digests))
         return changes
 
     def write(self, numbers: Sequence[int], elements: list[torch.Tensor]) -> None:
-        """Compare elements of some boxes with the copy, and copy them, cast if dtypes differ.
-
-        Each of the trainer's elements is read once, so that the delta and the copy agree.
-        """
+        """Compare elements of some boxes with the copy, and copy them, cast if dtypes differ."""
+        # Each of the trainer's elements is read once, so that the delta and the copy agree.
         contents, specs = self.contents, self.part.layout.specs
         by_number = dict(zip(numbers, elements, strict=True))
         for batch in self._batches(numbers):
@@ -86,7 +74,6 @@ class KeptCopy:
             self._copier.copy_tensors(views, new.views)
 
     def patch(self, patch: Patch) -> Changes:
-        """Apply a patch to the copy, which must have all tensors; return the words that changed."""
         contents = self.contents
         changes = apply_patch(patch, contents.data, contents.layout, self._copier)
         self._forget_digests(changes.tensors)
@@ -97,10 +84,7 @@ class KeptCopy:
             self._digests.pop(number, None)
 
     def digests(self) -> list[int]:
-        """Return the digests of the blocks of all boxes, in their order.
-
-        A box is hashed only if it has changed since the last call. Empty boxes have no digests.
-        """
+        """Return the digests of the blocks of all boxes that are not empty, in their order."""
         blocks = [
             block
             for block in self.contents.layout.blocks
@@ -112,7 +96,6 @@ class KeptCopy:
         return [digest for _, digests in sorted(self._digests.items()) for digest in digests]
 
     def _batches(self, numbers: Sequence[int]) -> Iterator[range]:
-        """Yield consecutive boxes in batches of bounded size."""
         if not numbers:
             return
         first, num_bytes, sizes = numbers[0], 0, self.part.layout.sizes

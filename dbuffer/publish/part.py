@@ -1,8 +1,4 @@
-"""`Part`: the boxes of tensors that one rank writes of each version.
-
-In a sharded trainer the `Assignment` says which boxes a rank writes: boxes that the rank holds, and
-whole tensors that all ranks gather first. A sender without other ranks writes all tensors.
-"""
+"""`Part`: the boxes of tensors that one rank writes of each version."""
 
 from __future__ import annotations
 
@@ -25,7 +21,6 @@ class Part:
 
     def __init__(self, layout: Layout, assignment: Assignment | None = None, rank: int = 0) -> None:
         self.whole = layout
-        """Layout of whole versions."""
         self.rank = rank
         self.has_all = assignment is None
         self.layout = layout
@@ -33,7 +28,6 @@ class Part:
         self.file_starts: Sequence[int] = layout.offsets
         """Offset of each box in the data of all ranks, if each box is contiguous in its tensor."""
         self.gathered: tuple[tuple[int, int], ...] = ()
-        """Tensors that all ranks gather, each with the rank that writes it."""
         specs = layout.specs
         if assignment is None:
             self.boxes = [whole_box(index, spec.shape) for index, spec in enumerate(specs)]
@@ -47,14 +41,13 @@ class Part:
     def views_in(
         self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Return views of some boxes in the tensors of a whole version."""
         boxes = [self.boxes[number] for number in numbers]
         return [box.of(tensors[box.tensor]) for box in boxes]
 
     def local_boxes(self, source: Source) -> Iterator[tuple[Sequence[int], list[torch.Tensor]]]:
         """Yield the numbers of boxes that this rank holds, with their elements.
 
-        First all boxes that are in memory, together; then each lazy tensor's box by itself.
+        All boxes that are in memory come first, together; then each lazy tensor's box.
         """
         if self.has_all and not source.is_lazy:  # was checked before the version was begun
             yield range(len(source.specs)), source.eager

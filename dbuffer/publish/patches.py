@@ -45,14 +45,8 @@ class SparsePatch:
 def patch_of(patches: Iterable[SparsePatch], layout: Layout, *, must_be_finite: bool) -> Patch:
     """Check patches of a layout's tensors; return them as one patch of the weights file.
 
-    The patch's words are as long as the smallest patched elements.
-
-    Raises:
-        InvalidWeightsError: a patch is no `SparsePatch` of plain tensors, names a position twice,
-            or has more indices than values; two patches are of one tensor; or a value cannot be
-            cast, or must be finite and is not.
-        WeightsMismatchError: the layout has no such tensor, or no such position; or the tensor's
-            shape or dtype does not match the patch.
+    The patch's words are as long as the smallest patched elements. `WeightSender.send_patches`
+    lists the errors.
     """
     if not isinstance(patches, Iterable):
         raise InvalidWeightsError(f"patches are a list of SparsePatch, not {patches!r:.80}")
@@ -83,13 +77,13 @@ def patch_of(patches: Iterable[SparsePatch], layout: Layout, *, must_be_finite: 
 
 
 def require_form(patch: Any) -> None:
-    """Raise :class:`InvalidWeightsError` unless this is a `SparsePatch` of plain tensors."""
     if not isinstance(patch, SparsePatch):
         raise InvalidWeightsError(f"a patch must be a SparsePatch, not {patch!r:.80}")
     if not isinstance(patch.name, str):
         raise InvalidWeightsError(f"the name of a patch must be a string, not {patch.name!r:.80}")
     for field in ("indices", "values"):
-        if not is_dense(value := getattr(patch, field)):
+        value = getattr(patch, field)
+        if not isinstance(value, torch.Tensor) or problem_of_memory(value):
             raise InvalidWeightsError(
                 f"the patch of {patch.name!r:.200}: {field} must be a dense torch.Tensor with data "
                 f"(no sparse, meta or composed one), not this {type(value).__name__}"
@@ -100,16 +94,9 @@ def require_form(patch: Any) -> None:
         )
 
 
-def is_dense(tensor: Any) -> bool:
-    """Whether it is a tensor with all its data: not sharded, not on ``meta``, not sparse."""
-    return isinstance(tensor, torch.Tensor) and not problem_of_memory(tensor)
-
-
 def _cast(patch: SparsePatch, spec: TensorSpec) -> SparsePatch:
-    """Return a patch with its floating-point values cast to the tensor's dtype.
-
-    Dtypes of eight bits are not cast: they need scales, which the patch does not have.
-    """
+    """Return a patch with its floating-point values cast to the tensor's dtype."""
+    # Dtypes of eight bits are not cast: they need scales, which the patch does not have.
     pair = (patch.values.dtype, dtype := DTYPES[spec.dtype])
     if pair[0] is dtype or not all(kind.is_floating_point and kind.itemsize > 1 for kind in pair):
         return patch
@@ -118,7 +105,6 @@ def _cast(patch: SparsePatch, spec: TensorSpec) -> SparsePatch:
 
 
 def _checked(patch: SparsePatch, spec: TensorSpec) -> tuple[Integers, torch.Tensor]:
-    """Return ascending positions in the tensor, and the new value at each position."""
     label, dtype, count = f"the patch of {patch.name!r}", DTYPES[spec.dtype], math.prod(spec.shape)
     if patch.shape is not None and tuple(patch.shape) != spec.shape:
         raise WeightsMismatchError(

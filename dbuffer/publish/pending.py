@@ -1,9 +1,4 @@
-"""`PendingPublication`: a version that is published while the trainer goes on.
-
-The trainer must not write to the weights meanwhile. A backward pass does not, but an optimizer's
-step does. Short tensors, such as a batch norm's statistics, are copied first, because a forward
-pass may write them.
-"""
+"""`PendingPublication`: a version that is published while the trainer goes on."""
 
 from __future__ import annotations
 
@@ -61,7 +56,6 @@ class PendingPublication(ProcessBound):
         threading.Thread(target=run, name="dbuffer-send").start()
 
     def cancel(self) -> None:
-        """Give the publish up without an error, if it has not begun."""
         self._future.cancel()
 
     @property
@@ -128,8 +122,8 @@ def with_short_copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def watch_writes(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     """Return a function that raises `InvalidWeightsError` if a tensor was written to meanwhile.
 
-    It compares autograd's counts of writes. It does not detect writes that bypass autograd
-    (``tensor.data``, NumPy, another process), writes under way, or writes to inference tensors.
+    It compares autograd's counts of writes, so it does not detect writes that bypass autograd
+    (``tensor.data``, NumPy, another process), or writes to inference tensors.
     """
     watched = [
         (name, tensor, tensor._version)  # noqa: SLF001 - autograd's own count

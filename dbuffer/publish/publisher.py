@@ -8,15 +8,13 @@
 5. Commit: `Deltas.commit` writes the delta; then `Draft.commit` and `BufferWriter.commit` replace
    the pointer, and receivers see the version.
 
-A sender without other ranks is a world of one rank. Several ranks take each step together; rank 0
-takes steps 3 and 5 for all. Only a sender with ``delta=True`` has `Deltas`.
+Several ranks take each step together; rank 0 takes steps 3 and 5 for all. Only a sender with
+``delta=True`` has `Deltas`. The trainer may write to its memory at any time, so the delta, the
+checksums and the next comparison are computed from the file, or from the sender's copy.
 
-The trainer may write to its memory at any time. So the delta, the checksums and the next comparison
-are computed from the file, or from the sender's copy, and never from the trainer's memory.
-
-One thread at a time publishes or closes. If a writer could be closed during a publish, the publish
-would write into another file that has got the descriptor's number. A forked child does neither: a
-lock that was held during the fork is never released there.
+One thread at a time publishes or closes: a publish must not write into another file that has got
+the number of a closed one. A forked child does neither: a lock that was held during the fork is
+never released there.
 """
 
 from __future__ import annotations
@@ -84,12 +82,10 @@ class Publication:
 class Publisher(Closing, ProcessBound):
     """Base of all senders: publishes into one store until it is closed.
 
-    Only rank 0 has a `BufferWriter`. What its medium says, ``maps_files`` and ``rewrites_files``,
-    holds for all ranks. If ``hashed``, versions have checksums.
+    Only rank 0 has a `BufferWriter`. If ``hashed``, versions have checksums.
     """
 
     _closed_message: str
-    """Message of the error of a closed sender, with ``{store}`` for the path."""
 
     def __init__(
         self,
@@ -120,9 +116,7 @@ class Publisher(Closing, ProcessBound):
         self._hashed = hashed
         self._deltas: Deltas | None = None
         self._part: Part | None = None
-        """This rank's part of the last version."""
         self._layout: Layout | None = None
-        """Layout of the last version."""
         if has_deltas:
             # Imported here: a sender of whole versions does not need the modules of deltas.
             from dbuffer.publish.deltas import Deltas
@@ -200,7 +194,6 @@ class Publisher(Closing, ProcessBound):
                 self._close()
 
     def _close(self) -> None:
-        """Close the sender for good. Calling it again does nothing."""
         self._world.close()
         self._copier.close()
         self._mappings.clear()
@@ -239,7 +232,6 @@ class Publisher(Closing, ProcessBound):
         return publication
 
     def _layout_of(self, source: Source) -> Layout:
-        """Return the layout of a source's file: the last layout, if the tensors are the same."""
         last = self._layout
         if last is None or (last.specs, last.aliases) != (source.specs, source.aliases):
             self._layout = last = self._make_layout(source)
@@ -250,7 +242,6 @@ class Publisher(Closing, ProcessBound):
 
     @property
     def _writer(self) -> BufferWriter:
-        """The store's writer, on rank 0."""
         assert self._writer_on_0 is not None  # noqa: S101
         return self._writer_on_0
 
@@ -280,11 +271,8 @@ class Publisher(Closing, ProcessBound):
     ) -> Publication:
         """Publish weights, or a patch of the last version. Collective.
 
-        The number and the checked metadata of rank 0 count. A stream has no layout yet.
-
-        Raises:
-            DBufferError: nothing was published on any rank, unless the message says so. The next
-                version has no delta.
+        The number and the checked metadata of rank 0 count. A stream has no layout yet. If this
+        raises, nothing was published on any rank, unless the message says so.
         """
         world, deltas, draft = self._world, self._deltas, None
         part = self._part_of(layout)
@@ -344,7 +332,6 @@ class Publisher(Closing, ProcessBound):
         return self._count(publication)
 
     def _write(self, draft: Draft, source: Source, progress: Progress | None) -> list[int] | None:
-        """Write all tensors into a draft's file; return their checksums. Collective."""
         if source.stream is None:
             fill(draft, "write", source, self._world, progress)
         else:

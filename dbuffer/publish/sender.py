@@ -293,11 +293,8 @@ class WeightSender(Publisher):
         return steps.register_step_pre_hook(lambda *_: self._settle())
 
     def _settle(self) -> None:
-        """Wait for pending publications, and raise an error that was not raised before.
-
-        Do nothing in a forked child, where no thread publishes, and in a thread that is publishing
-        itself, which would wait for itself.
-        """
+        """Wait for pending publications, and raise an error that was not raised before."""
+        # In a forked child no thread publishes, and a publishing thread would wait for itself.
         if self._is_inherited or self._publishing_thread == threading.get_ident():
             return
         settled = list(self._pending)
@@ -342,7 +339,6 @@ class WeightSender(Publisher):
         return published
 
     def _read_whole(self, opened: OpenStoreVersion, layout: Layout) -> FileTensors:
-        """Read a version into memory, and compare it with its checksums, if it has any."""
         # Imported here: a sender reads weights nowhere else.
         from dbuffer.io.chain_reader import ChainReader
 

@@ -105,7 +105,6 @@ class SenderOptions:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
-        """Make them from keyword arguments."""
         names = [option.name for option in fields(cls)]
         if unknown := [name for name in values if name not in names]:
             raise OptionError(f"unknown options {unknown}; known are {', '.join(names)}")
@@ -131,5 +130,4 @@ class SenderOptions:
         )
 
     def has_checksums(self, medium: Medium) -> bool:
-        """Whether versions on this medium get checksums."""
         return medium.reaches_other_hosts if self.checksum == "auto" else self.checksum

@@ -1,8 +1,7 @@
 """`ShardedWeightSender`: all ranks of a trainer publish together, each its own part.
 
-`inventory` and `assignment` assign boxes of tensors to ranks. Each rank writes its boxes. On one
-machine all ranks map the weights file. On a network mount each rank writes a file of its own, and
-flushes it. Rank 0 is the store's writer, and commits when every rank has written its part.
+On one machine all ranks map the weights file. On a network mount each rank writes a file of its
+own. Rank 0 is the store's writer, and commits when every rank has written its part.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from dbuffer.weights.sources import Source, Weights
 DEFAULT_RANK_TIMEOUT_S = 600.0
 
 _ELSEWHERE = torch.empty(0)
-"""Placeholder for a tensor that only other ranks hold."""
 
 
 class ShardedWeightSender(Publisher):
@@ -116,9 +114,7 @@ class ShardedWeightSender(Publisher):
             opened.pop_all()
         of_job = distributed.get_process_group_ranks(group)
         self._group_rank = {rank: number for number, rank in enumerate(of_job)}
-        """Rank in the group, by the rank in the job."""
         self._inventory: Inventory | None = None
-        """Inventory of this rank at the last join, or None before the first join."""
         self._assignment = Assignment()
 
     def send(
@@ -211,7 +207,6 @@ class ShardedWeightSender(Publisher):
         return layout if self._maps_files else layout_in_parts(layout, self._assignment)
 
     def _placed(self, source: Source) -> Source:
-        """Return the source with its tensors at their places in the joined layout."""
         joined = self._assignment
         if source.specs == joined.specs:
             return replace(source, specs=joined.specs, aliases=joined.aliases)

@@ -37,7 +37,6 @@ class HeldParts:
         return box if tensor.view is None else _overlap(box, tensor.view)[0]
 
     def elements(self, tensor: torch.Tensor | LazyTensor, name: str) -> torch.Tensor:
-        """Return the elements in a tensor's box."""
         if not isinstance(tensor, LazyTensor):
             return tensor
         if tensor.sharded is None:
@@ -109,7 +108,6 @@ def _box_of_dtensor(tensor: DTensor) -> Box | None:
 
 @contextlib.contextmanager
 def gathered(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor]:
-    """Gather a sharded tensor for a ``with`` block that all ranks enter together."""
     if isinstance(tensor, LazyTensor) and hasattr(tensor.sharded, "ds_shape"):
         import deepspeed  # the parameter whose shard this is, now gathered
 
@@ -128,7 +126,6 @@ def sharded_in(tensor: torch.Tensor | LazyTensor) -> Any:
 
 
 def viewed(tensor: torch.Tensor | LazyTensor, gathered: torch.Tensor) -> torch.Tensor:
-    """Return the view that a lazy tensor takes of its gathered tensor, or the gathered tensor."""
     if isinstance(tensor, LazyTensor) and tensor.view is not None:
         return tensor.view.of(gathered)
     return gathered

@@ -9,8 +9,6 @@ from dbuffer.errors import ClosedError
 
 
 class Closing:
-    """Base class of objects that a ``with`` block closes."""
-
     def close(self) -> None:
         raise NotImplementedError
 

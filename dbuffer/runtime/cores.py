@@ -1,8 +1,7 @@
 """Chooses the cores that dbuffer's threads run on.
 
-On a CPU, vLLM binds each worker to its cores by variables of OpenMP, which bind the worker's main
-thread to one core. Threads started there would stay on that core: they would share it with each
-other, and with the engine.
+On a CPU, vLLM binds each worker's main thread to one core. Threads started there would stay on that
+core.
 """
 
 from __future__ import annotations

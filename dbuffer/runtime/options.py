@@ -1,8 +1,7 @@
-"""Checks of options, in constructors and methods.
+"""Checks of options. A check raises an `OptionError`, which names the option and the rule.
 
 An unchecked option fails late: a wait of NaN seconds never ends, since no comparison with NaN is
-true, and a string as a number is a ``TypeError`` at some later publish. A check raises an
-`OptionError`, which names the option, its value and the valid values.
+true.
 """
 
 from __future__ import annotations
@@ -25,27 +24,23 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 """Pattern of a URL's beginning. One slash is enough: a `Path` drops the second one."""
 
 _BUCKETS = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "https", "memory")
-"""Schemes of the URLs of object storages."""
 
 T = TypeVar("T")
 
 
 def positive_seconds(name: str, value: Any) -> float:
-    """Return a time above 0 that a thread can wait."""
     if not (_is_time(value) and value > 0):
         refuse(name, value, f"seconds above 0, at most {MAX_SECONDS:.0f}")
     return float(value)
 
 
 def seconds(name: str, value: Any) -> float:
-    """Return a time of at least 0 that a thread can wait."""
     if not _is_time(value):
         refuse(name, value, f"seconds from 0 to {MAX_SECONDS:.0f}")
     return float(value)
 
 
 def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | None = None) -> int:
-    """Return an integer within bounds; ``1.0`` and True are refused."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not is_whole or value < at_least or (at_most is not None and value > at_most):
         bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
@@ -69,7 +64,6 @@ def flag(name: str, value: Any) -> bool:
 
 
 def path(name: str, value: str | os.PathLike[str]) -> Path:
-    """Return a path, with a leading ``~`` or ``~user`` replaced by the home directory."""
     try:
         return Path(value).expanduser()
     except RuntimeError:
@@ -112,12 +106,10 @@ def directory_or_bucket(name: str, value: Any) -> Path | str:
 
 
 def is_url(text: str) -> bool:
-    """Whether a text begins like a URL, or like a mistyped one such as ``s3:/bucket``."""
     return _URL.match(text) is not None
 
 
 def _no_url(rule: str, url: SplitResult) -> str:
-    """Return the advice for a URL that is not of an object storage."""
     if url.scheme in ("http", "https"):
         return f"{rule}; this is the address of a server (are two arguments swapped?)"
     return (
@@ -126,7 +118,6 @@ def _no_url(rule: str, url: SplitResult) -> str:
 
 
 def _mirror_between(url: SplitResult) -> str:
-    """Return the advice for a bucket's URL that was given instead of a directory."""
     # A `Path` made of the URL has one slash.
     bucket = f"{url.scheme}://{url.netloc}{url.path if url.netloc else url.path.lstrip('/')}"
     local = f"/dev/shm/{PurePosixPath(url.path).name or 'policy'}"  # noqa: S108 - an example

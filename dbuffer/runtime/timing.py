@@ -93,7 +93,6 @@ class Timing:
 
 
 TIMING = Timing()
-"""The timings of this process."""
 
 
 def doubling(first_s: float, most_s: float) -> Iterator[float]:

@@ -1,8 +1,4 @@
-"""Handling of errors: `RetryLoop`, `log_once` and `TranslatedErrors`.
-
-`RetryLoop` retries with backoff, and logs ever less often. `log_once` logs lasting conditions that
-are no failures. `TranslatedErrors` replaces exceptions.
-"""
+"""Handling of errors: `RetryLoop`, `log_once` and `TranslatedErrors`."""
 
 from __future__ import annotations
 
@@ -26,19 +22,14 @@ ErrorT = TypeVar("ErrorT", bound=BaseException)
 _LOG_MIN_S = 60.0
 """Time after which a lasting failure is logged again. It doubles with each message."""
 _LOG_MAX_S = 3600.0
-"""Longest time after which a lasting failure is logged again."""
 
 
 @dataclass(slots=True)
 class _Failures:
-    """Failures since the last success."""
-
     since: float
-    """Time of the first failure."""
     number: int = 0
     kinds: set[tuple[type[Exception], str | None]] = field(default_factory=set)
     next_retry_s: float = field(default_factory=lambda: TIMING.retry_min_s)
-    """Backoff after the next failure."""
     log_s: float = _LOG_MIN_S
     log_at: float = 0.0
     """Earliest time at which the next failure is logged, whatever its kind."""
@@ -54,11 +45,8 @@ class RetryLoop:
     failures are logged again after a minute, after two more minutes, and so on up to every hour.
     The first success is logged, too.
 
-    Args:
-        logger: the caller's logger.
-        failed: beginning of messages about failures, as ``"cannot look: "``.
-        final: errors that the block raises.
-        stop: event that is set when the caller closes. Errors after that are ignored.
+    Messages about failures begin with ``failed``, as ``"cannot look: "``. Errors after the event
+    ``stop`` are ignored.
     """
 
     def __init__(
@@ -74,11 +62,9 @@ class RetryLoop:
         self._final = final
         self._stop = stop or threading.Event()
         self._failures: _Failures | None = None
-        """Failures since the last success, or None if there were none."""
         self.error: Exception | None = None
         """Error of the last attempt, or None if it worked."""
         self.retry_s = 0.0
-        """Backoff after the last failure."""
 
     def attempt(self) -> Self:
         self.error = None
@@ -127,8 +113,7 @@ class RetryLoop:
     ) -> None:
         """Log a failure, unless it was logged recently, and set the backoff.
 
-        ``is_short``: keep the backoff short, because a retry costs little. ``is_lasting``: log that
-        the caller does not retry the same operation.
+        ``is_short``: a retry costs little. ``is_lasting``: the caller does not retry the operation.
         """
         now_s = time.monotonic()
         failures = self._failures = self._failures or _Failures(now_s)
@@ -164,9 +149,8 @@ def message_of(error: Exception) -> str:
 def without_frames(error: ErrorT) -> ErrorT:
     """Drop the frames of an error that is kept, and return it.
 
-    Frames refer to weights and mapped files. If they are in a cycle with the error's owner, they
-    would keep that memory until Python collects garbage. If users cannot expect the error, the text
-    of its traceback is added as a note.
+    Frames refer to weights and mapped files, and would keep that memory until Python collects
+    garbage. If users cannot expect the error, the text of its traceback is added as a note.
     """
     if not _is_known(error):
         error.add_note("".join(traceback.format_exception(error)))
@@ -190,12 +174,9 @@ def log_once(logger: logging.Logger, message: str, *arguments: object) -> None:
 class TranslatedErrors(contextlib.AbstractContextManager[None]):
     """Calls ``translate`` with each exception that leaves a ``with`` block.
 
-    To replace the exception, ``translate`` raises another one. If it returns, the exception stays.
-
-    A generator with `contextlib.contextmanager` would not do. If it replaces an exception on Python
-    3.13 (not on 3.11), its frame and contextlib's refer to each other. They would keep all objects
-    of the callers (memory of a version, descriptors) until Python collects garbage, which engines
-    rarely let it do.
+    To replace the exception, ``translate`` raises another one. If a `contextlib.contextmanager`
+    replaced an exception on Python 3.13, its frame and contextlib's would refer to each other, and
+    keep all objects of the callers (memory of a version) until Python collects garbage.
     """
 
     def __init__(self, translate: Callable[[BaseException], None]) -> None:

@@ -17,7 +17,6 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.liveness import Process
 
 _PAUSES_S = (0.001, 0.05)
-"""First pause between two looks at receivers' records, and its upper bound."""
 
 
 def wait_applied(
@@ -29,22 +28,11 @@ def wait_applied(
     writer: WriterRecord,
     written_before: Mapping[tuple[str, str], float] = MappingProxyType({}),
 ) -> None:
-    """Wait until receivers have applied ``version`` or a later one; see `WeightSender`.
+    """Wait until receivers have applied ``version`` or a later one.
 
-    The applied version must lead to the newest. If several receivers have one id, the id has
-    applied a version when all its living receivers have. If none of them lives, the record that was
-    written last counts.
-
-    If a receiver ends on this host or on a local mount, the wait fails a second later, so that its
-    last acknowledgement can arrive. Elsewhere it fails after `Timing.presumed_dead_after_s`; if the
-    mirror that relays the receiver's record has ended, after `Timing.bucket_presumed_dead_after_s`.
-
+    ``docs/design.md`` ("Acknowledging") says which records count, and when the wait fails.
     ``written_before`` has the time of each record, by id and token, when the writer began. A record
     that has not changed since says nothing about its receiver.
-
-    Raises:
-        StoreNotFoundError, WriterSupersededError: this writer no longer has the store, and
-            receivers apply other versions.
     """
     options.whole_number("version", version, at_least=0)
     deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
@@ -85,8 +73,6 @@ def receiver_lags(store: DoubleBuffer) -> dict[str, Lag]:
 
 
 class _Wait:
-    """Wait until receivers, of given ids or any, have applied a version."""
-
     def __init__(
         self,
         store: DoubleBuffer,
@@ -99,13 +85,9 @@ class _Wait:
         self._names = names
         self._written_before = written_before
         self._newest: Lineage | None = None
-        """Newest version that was published."""
         self._counted: dict[str, list[ReceiverRecord]] = {}
-        """Records of the receivers that are waited for, by the receiver's id."""
         self._ranks: Mapping[tuple[str, str], Sequence[ReceiverRecord]] = {}
-        """Records of ranks, by the id and token of their engine."""
         self._noted_at: dict[tuple[str, str, str], float] = {}
-        """Time at which a receiver was first seen in a state, by its id, token and the state."""
 
     def look(self, writer: WriterRecord) -> int:
         """Read all records; return how many of the receivers have applied the version."""
@@ -143,7 +125,6 @@ class _Wait:
         return living or [max(records, key=written_at)]
 
     def states(self) -> str:
-        """Describe each receiver's version, and its problem with the awaited one."""
         states = [self._state(record) for records in self._counted.values() for record in records]
         missing = sorted((self._names or set()) - self._counted.keys())
         return ", ".join([*states, *(f"{name} has not connected" for name in missing)])
@@ -161,11 +142,9 @@ class _Wait:
         return state
 
     def _parts_of(self, record: ReceiverRecord) -> list[ReceiverRecord]:
-        """Return a receiver's record and, if it is an engine, its ranks' records."""
         return [record, *self._ranks.get((record.receiver, record.token), ())]
 
     def require_able(self) -> None:
-        """Raise if a receiver given by id stays below the version, failed or ended."""
         for records in () if self._names is None else self._counted.values():
             for record in records:
                 if not self._has_applied(record):
@@ -200,7 +179,6 @@ class _Wait:
         return before == record.updated_at
 
     def _has_lasted(self, record: ReceiverRecord, state: str, limit_s: float) -> bool:
-        """Whether a receiver has been in a state for ``limit_s``."""
         now_s = time.monotonic()
         noted_at = self._noted_at.setdefault((record.receiver, record.token, state), now_s)
         return now_s - noted_at >= limit_s
@@ -212,10 +190,7 @@ def _at(record: ReceiverRecord, noun: str = "") -> str:
 
 
 def _is_certain_of_end(record: ReceiverRecord) -> bool:
-    """Whether a receiver without a sign of life has ended, and not only the mirror that relays it.
-
-    A mirror that is started again relays the receiver's record again.
-    """
+    """Whether a receiver without a sign of life has ended, and not only its mirror."""
     return not record.is_relayed or record.has_ended or Process.of(record).can_be_seen
 
 

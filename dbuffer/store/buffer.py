@@ -1,8 +1,4 @@
-"""`DoubleBuffer`: the two buffers, the version pointer and the records, as readers see them.
-
-`require_own_directory` keeps senders from directories that hold something else: a checkpoint, other
-stores, TorchRL's weights.
-"""
+"""`DoubleBuffer`: the two buffers, the version pointer and the records, as readers see them."""
 
 from __future__ import annotations
 
@@ -41,7 +37,6 @@ _MTIME_GRANULARITY_S = 1.0
 """Longest step of a filesystem's clock for file times: some servers count whole seconds."""
 
 _FileState = tuple[int, ...]
-"""State of a file that changes whenever the file is replaced or written."""
 
 
 class DoubleBuffer:
@@ -53,7 +48,6 @@ class DoubleBuffer:
         self._medium: Medium | None = None
         self._device: int | None = None
         self._records: dict[Path, tuple[_FileState | None, ReceiverRecord | None]] = {}
-        """Records that were read last, with the states of their files, by path."""
 
     def check(self) -> None:
         """Raise if the store does not exist, or if other users can write to it."""
@@ -106,7 +100,6 @@ class DoubleBuffer:
             return self.root.is_dir()
 
     def pointer(self) -> Pointer | None:
-        """Read ``CURRENT``; return None before the first publish."""
         return self._read(Pointer, self.root / places.POINTER_FILE)
 
     def newest_pointer(self, last: Pointer | None = None) -> Pointer | None:
@@ -119,19 +112,16 @@ class DoubleBuffer:
         return pointer
 
     def state_without_version(self) -> str:
-        """Return a clause for messages of readers that found no version."""
         if not self.exists():
             return ", which does not exist"
         contents = other_contents(self.root)
         return "" if contents is None else f", which holds {contents}, and no store"
 
     def _pointer_by_manifests(self, last: Pointer | None) -> Pointer | None:
-        """Derive the pointer from the manifests, while ``CURRENT`` is missing.
+        """Derive the pointer from the manifests, while ``CURRENT`` is missing over NFSv3.
 
-        Over NFSv3 ``CURRENT`` is missing while it is replaced, if a process on the writer's host
-        has it open. If both buffers are complete, the earlier version was certainly published, and
-        the later one too if a reader has seen it. If one buffer is being written, the other one
-        holds the newest version.
+        If both buffers are complete, the earlier version was certainly published, and the later one
+        too if a reader has seen it. If one buffer is being written, the other has the newest.
         """
         manifests = self._manifests_of_one_moment()
         if None in manifests.values():
@@ -151,7 +141,6 @@ class DoubleBuffer:
         return min(complete, key=lambda pointer: pointer.generation)
 
     def _manifests_of_one_moment(self) -> dict[str, Manifest | None]:
-        """Read both manifests as of one moment: a writer may replace one in between."""
         before = None
         while (manifests := {buffer: self.manifest(buffer) for buffer in places.BUFFERS}) != before:
             before = manifests
@@ -170,7 +159,6 @@ class DoubleBuffer:
         return self.root / places.RECEIVERS_DIRECTORY / places.record_file(receiver_id, token)
 
     def manifest(self, buffer: str) -> Manifest | None:
-        """Read the manifest of a buffer; return None if it never had a version."""
         return self._read(Manifest, self.root / buffer / places.MANIFEST_FILE)
 
     def manifest_of(self, version: VersionId) -> Manifest | None:
@@ -212,7 +200,6 @@ class DoubleBuffer:
         return self._read(WriterRecord, self.root / places.WRITER_FILE)
 
     def was_closed(self, writer: WriterRecord) -> bool:
-        """Whether the writer closed the store, and was not killed."""
         path = self.root / places.WRITER_LOCK_FILE
         try:
             with os_errors("read", path):
@@ -235,7 +222,6 @@ class DoubleBuffer:
             )
 
     def undamaged_pointer(self) -> Pointer | None:
-        """Read ``CURRENT``; return None if it is missing or damaged."""
         return _unless_damaged(self.pointer)
 
     def undamaged_manifest(self, buffer: str) -> Manifest | None:
@@ -248,15 +234,11 @@ class DoubleBuffer:
         return self._read(ReceiverRecord, self.record_path(receiver_id, token))
 
     def receiver(self, receiver_id: str) -> ReceiverRecord | None:
-        """Read the record that a receiver of this id wrote last, or return None."""
         records = self.records_of(receiver_id)
         return records[-1] if records else None
 
     def records_of(self, receiver_id: str) -> list[ReceiverRecord]:
-        """Read the records of all receivers of this id, in the order of their files' last changes.
-
-        Damaged records are ignored, as in :meth:`receivers`.
-        """
+        """Read the records of all receivers of this id, in the order of the files' last changes."""
         entries = self._record_entries()
         paths = [Path(e.path) for e in entries if places.receiver_of(e.name) == receiver_id]
         # Files' times come from one clock; times in records come from many hosts' clocks.
@@ -264,10 +246,9 @@ class DoubleBuffer:
         return [record for path in paths if (record := self._read_usable(path)) is not None]
 
     def receivers(self) -> list[ReceiverRecord]:
-        """Read the records of all receivers.
+        """Return the records of all receivers. Files that have not changed are not read again.
 
-        A file is read again if it has changed. A file that is damaged, or that another user could
-        have written, is ignored and logged once.
+        A file that is damaged, or that another user could have written, is ignored and logged once.
         """
         records: dict[Path, tuple[_FileState | None, ReceiverRecord | None]] = {}
         now_s = self.medium.now_s()
@@ -303,12 +284,9 @@ class DoubleBuffer:
     def may_live(self, record: ReceiverRecord | WriterRecord) -> bool:
         """Whether the process that wrote a record may be alive.
 
-        If this host can see the process, the process decides. Otherwise, on a local mount, a
-        receiver lives while its record is locked; on a network mount it lives until it has not
-        touched its record for `Timing.presumed_dead_after_s`. A writer shows no such sign.
-
-        A relayed record is final once it says that the receiver has ended: the last
-        acknowledgement may still be on its way when the process is gone.
+        If this host can see the process, the process decides, and otherwise the record's lock or
+        time. A receiver whose record a mirror relays lives until the record says that it has ended:
+        the last acknowledgement may still be on its way when the process is gone.
         """
         process = Process.of(record)
         if isinstance(record, WriterRecord):
@@ -323,7 +301,6 @@ class DoubleBuffer:
         return self.medium.shows_life(self.record_path(record.receiver, record.token))
 
     def readers(self) -> list[ReceiverRecord]:
-        """Read the records of living receivers that have a version open."""
         records = self.receivers()
         return [record for record in records if record.held is not None and self.may_live(record)]
 
@@ -357,7 +334,6 @@ def _unless_damaged(read: Callable[[], RecordT | None]) -> RecordT | None:
 
 
 def pointer_to(buffer: str, manifest: Manifest) -> Pointer:
-    """Return the pointer to the version that a buffer's manifest describes."""
     return Pointer(
         id=manifest.id,
         runs=manifest.runs,
@@ -384,7 +360,6 @@ def require_successor(store: Path | str, last: Versioned, newest: Versioned | No
 
 
 def other_buffer(buffer: str) -> str:
-    """Return ``"B"`` for ``"A"``, and ``"A"`` for ``"B"``."""
     return places.BUFFERS[1 - places.BUFFERS.index(buffer)]
 
 
@@ -399,7 +374,6 @@ _PARTS = {
     places.KEPT_DIRECTORY,
     places.SCRATCH_DIRECTORY,
 }
-"""Names in a store's directory."""
 
 _OF_FILESYSTEM = "lost+found"
 """Name at the root of an ext4 filesystem, which may be mounted as a store."""
@@ -416,8 +390,7 @@ _MARKS = (
 def other_contents(root: Path) -> str | None:
     """Name the contents of a directory, or return None if it is a store, empty or does not exist.
 
-    Remains of a store count as a store. Hidden names are ignored: network mounts and backups put
-    such files into any directory.
+    Hidden names are ignored: network mounts and backups put such files into any directory.
     """
     with os_errors("list", root):
         if any((root / mark).exists() for mark in _MARKS) or not root.is_dir():
@@ -428,7 +401,6 @@ def other_contents(root: Path) -> str | None:
 
 
 def is_store(root: Path) -> bool:
-    """Whether a directory is a store, or the remains of one."""
     return other_contents(root) is None and any((root / name).exists() for name in _PARTS)
 
 

@@ -17,7 +17,6 @@ from dbuffer.store.buffer import DoubleBuffer, other_buffer
 
 
 def require_version(version: object) -> None:
-    """Raise a `VersionError` if a value is neither a version's number nor None."""
     if version is None or (type(version) is int and version <= MAX_INTEGER):
         return
     raise VersionError(f"a version is an integer below 2**63, not {version!r:.80}")
@@ -85,8 +84,8 @@ class Contents:
     def published(self, *, lost: bool = False) -> Iterator[tuple[str, Manifest]]:
         """Yield the buffer and manifest of each version that leads to the newest; kept ones last.
 
-        A version that does not lead to the newest was lost; with ``lost``, yield kept versions that
-        were lost, too. A version is kept before its buffer is reused, so none is missed.
+        With ``lost``, also yield kept versions that do not lead to the newest. A version is kept
+        before its buffer is reused, so no version is missed.
         """
         for buffer, manifest in self.manifests.items():
             if manifest is not None and self.has_published(manifest):
@@ -103,18 +102,15 @@ class Contents:
 
     @property
     def last_generation(self) -> int:
-        """Highest generation in the store, or 0."""
         records = (self.pointer, *self.manifests.values())
         return max((record.generation for record in records if record is not None), default=0)
 
     def next_version(self, version: int | None, *, above: int = 0) -> int:
         """Return the number to publish: ``version``, or by default the last number plus one.
 
-        It must be above the newest version of the store, and above the sender's last version, even
-        if that was lost since.
-
         Raises:
-            VersionError: ``version`` is no version's number, or too low.
+            VersionError: ``version`` is no version's number. Or it is not above the newest version
+                of the store and the sender's last version, ``above``, which may be lost.
         """
         require_version(version)
         root, in_store = self._store.root, 0 if self.newest is None else self.newest.id.number

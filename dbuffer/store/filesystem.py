@@ -42,7 +42,6 @@ TICK_S = 0.02
 """Pause before a directory is changed again: longer than a tick of a server's clock (10 ms)."""
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-"""Errors of a mount without locks."""
 
 _MFD_CLOEXEC = 1
 
@@ -58,7 +57,6 @@ _TEMPORARY = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.[0-9a-f]{16}\.tmp")
 """Pattern of the names of temporary files and directories: their final name, and a random
 number."""
 _STALE_TEMPORARY_S = 60.0
-"""Age of a temporary file that a killed process has left behind."""
 LOCK_PAUSES_S = (0.0005, 0.02)
 """First and longest pause between attempts to lock a file, or to open a version that is being
 written."""
@@ -97,7 +95,6 @@ def os_errors(action: str, path: Path | str, num_bytes: int = 0) -> TranslatedEr
 
 
 def _room(path: Path, num_bytes: int) -> str:
-    """Describe the space that a file needs, and the free space of its filesystem if known."""
     with contextlib.suppress(OSError):
         status = os.statvfs(path.parent)
         return f"{format_bytes(num_bytes)} ({format_bytes(status.f_bavail * status.f_frsize)} free)"
@@ -150,14 +147,12 @@ def _check_trusted(status: os.stat_result, path: Path) -> None:
 
 
 def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> Descriptor:
-    """Open a plain file; raise for a link, a directory or a pipe.
-
-    ``owner_only``: raise if another user could have written the file.
+    """Open a plain file.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        StoreCorruptError: it is not a plain file.
-        StoreAccessError: the file has another owner, or its mode lets others write.
+        FileNotFoundError: the file does not exist.
+        StoreCorruptError: it is a link, a directory or a pipe.
+        StoreAccessError: ``owner_only``, and another user could have written the file.
     """
     try:
         # O_NONBLOCK: if a pipe has the file's name, opening it must not hang.
@@ -196,7 +191,7 @@ def refresh(directory: Path) -> None:
     """Make this host's NFS client look again at a directory that another host writes to.
 
     Otherwise, while a process keeps a replaced file open, opening its name may give the old file
-    for up to a minute. Opening the directory first prevents this (measured with NFSv3 and v4.2).
+    for up to a minute (measured with NFSv3 and v4.2).
     """
     os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
@@ -205,8 +200,7 @@ def show_new_names(*directories: Path) -> None:
     """Change the directories' times, so that NFSv3 clients look for new names in them again.
 
     If a directory changes twice within one tick of the server's clock, a client that has looked in
-    between misses the second change until there is a third (more than a minute was seen). This call
-    makes the third change. A directory of another user is left alone.
+    between misses the second change until there is a third. This call makes the third.
     """
     time.sleep(TICK_S)
     for directory in directories:
@@ -251,7 +245,6 @@ def read_into(descriptor: int, offset: int, memory: memoryview) -> int:
 
 
 def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
-    """Write all of ``data`` at ``offset``."""
     view = memoryview(data)
     while view.nbytes:
         written = os.pwrite(descriptor, view, offset)
@@ -274,16 +267,14 @@ def replace_file(
     Args:
         path: the file's name.
         data: its bytes.
-        scratch: directory for the temporary file, on the same filesystem; no process watches it.
+        scratch: directory for the temporary file, on the same filesystem.
         flush: flush the file.
         durable: flush file and directory.
-        lock: lock it exclusively before it has its name; no forked child inherits the lock.
-        before: on a network mount, the file that has the name now, open for writing. An NFSv4
-            server delegates a small file to a host that reads it. The file cannot be replaced
-            before the host gives the delegation back; a host that was cut off does not, until the
-            server's lease ends (90 s by default). A file that is open for writing is not delegated.
-            ``before`` is closed just before it is replaced: an open file that is removed stays for
-            a while, under another name.
+        lock: lock the file exclusively before it has its name.
+        before: on a network mount, the file that has the name now, open for writing. Otherwise an
+            NFSv4 server could delegate the file to a host that reads it; if that host is cut off,
+            the file cannot be replaced until the server's lease ends (90 s by default). ``before``
+            is closed just before it is replaced: an open file that is removed takes space.
 
     Returns:
         The file, open.
@@ -310,14 +301,12 @@ def replace_file(
 
 
 def _rename(temporary: Path, path: Path, made: tuple[int, int]) -> None:
-    """Give a finished file, of the identity ``made``, its name.
-
-    An NFS client repeats a request that got no answer. If the server was restarted in between, it
-    fails to rename the file a second time: then the name already leads to the file.
-    """
+    """Give a finished file, of the identity ``made``, its name."""
     try:
         os.replace(temporary, path)
     except FileNotFoundError:
+        # An NFS client repeats a request that got no answer. If the server was restarted in
+        # between, the second rename fails: then the name already leads to the file.
         if identity_at(path) != made:
             raise
 
@@ -354,13 +343,11 @@ def rename_directory(directory: Path, path: Path) -> None:
 
 
 def link(path: Path, name: Path) -> None:
-    """Make a hard link to a file, on the same filesystem."""
     with os_errors("give a second name to", path):
         os.link(path, name, follow_symlinks=False)
 
 
 def require_second_names(scratch: Path) -> None:
-    """Raise a `StoreAccessError` if the filesystem has no hard links."""
     temporary, file = _open_temporary(scratch, Path("name"))
     file.close()
     second = _temporary_in(scratch, "name")
@@ -372,13 +359,11 @@ def require_second_names(scratch: Path) -> None:
 
 
 def rename(path: Path, name: Path) -> None:
-    """Rename a file or a directory atomically, within its filesystem."""
     with os_errors("rename", path):
         path.rename(name)
 
 
 def make_scratch_directory(scratch: Path) -> Path:
-    """Make a directory in ``scratch``, to be filled and renamed."""
     path = _temporary_in(scratch, "directory")
     make_directory(path)
     return path
@@ -387,8 +372,8 @@ def make_scratch_directory(scratch: Path) -> Path:
 def remove_stale_temporaries(directory: Path, now_s: float) -> None:
     """Remove this user's temporary files and directories that dead processes left.
 
-    Files of the last minute stay, because a live process may be about to rename them. ``now_s`` is
-    the time by the clock of the files' times, which may be another host's.
+    ``now_s`` is the time by the clock of the files' times. Files of the last minute stay: a live
+    process may be about to rename them.
     """
     oldest = now_s - _STALE_TEMPORARY_S
     for path in list_matching(directory, ".*.tmp"):
@@ -426,10 +411,7 @@ def allocate(descriptor: int, num_bytes: int, path: Path) -> None:
 
 
 def check_room(path: Path, num_bytes: int) -> None:
-    """Raise if a filesystem that cannot allocate space, as NFSv3, has too little free space.
-
-    A lack of room by quotas or other writers shows later, when the file is flushed.
-    """
+    """Raise if a filesystem that cannot allocate space, as NFSv3, has too little free space."""
     with os_errors("look for room", path, num_bytes):
         status = os.statvfs(path.parent)
         # Filesystems that are no disks may report no size.
@@ -483,9 +465,8 @@ def identity_of(descriptor: int) -> tuple[int, int]:
 def take_lock(path: Path, owner: str, *, may_lack_locks: bool) -> Descriptor | None:
     """Make and lock a lock's file, until it is closed; return None if another process has it.
 
-    ``may_lack_locks``: on a mount without locks, as Lustre by default, return the file unlocked,
-    and log that once: the caller detects a second owner in another way. Without this option, such a
-    mount is a StoreAccessError.
+    On a mount without locks, as Lustre by default, raise a StoreAccessError; or if
+    ``may_lack_locks``, return the file unlocked: the caller detects a second owner.
     """
     with os_errors(f"open the {owner} lock", path):
         lock = Descriptor.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
@@ -503,9 +484,7 @@ def take_lock(path: Path, owner: str, *, may_lack_locks: bool) -> Descriptor | N
 
 
 def try_lock(descriptor: int, *, exclusive: bool) -> bool:
-    """Lock an open file; return False if the file is locked through another descriptor.
-
-    The kernel drops the lock when the descriptor is closed, also when the process dies.
+    """Lock an open file until it is closed; return False if another descriptor has a lock on it.
 
     Raises:
         StoreAccessError: the mount has no locks, for instance; ``errno`` tells the reason.
@@ -592,17 +571,13 @@ def lock_within(descriptor: int, timeout_s: float) -> bool:
 
 
 def unlock(descriptor: int) -> None:
-    """Drop the lock; the descriptor stays open."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 class Descriptor(Closing, ProcessBound):
     """An open file that is closed when it is dropped, and in every forked child.
 
-    Pass the descriptor on, and not its number: once the file is closed, the number may be another
-    file's.
-
-    A forked child that kept the file would share the lock: a data loader's worker that outlives a
+    A forked child that kept the file would share its lock: a data loader's worker that outlives a
     killed trainer would keep the store locked.
     """
 
@@ -620,14 +595,11 @@ class Descriptor(Closing, ProcessBound):
 
     @classmethod
     def open(cls, path: Path | str, flags: int) -> Descriptor:
-        """Open a file, and make sure that no forked child keeps it.
-
-        Only its owner can access a new file. ``flags`` as for `os.open`.
-        """
+        """Open a file, and make sure that no forked child keeps it; ``flags`` as for `os.open`."""
         for num_retries in itertools.count():
-            before = _forks.moment
+            before = _fork_moment
             file = cls(os.open(path, flags | os.O_CLOEXEC, 0o600))
-            is_alone = _forks.moment == before and not _forks.under_way
+            is_alone = _fork_moment == before and not _forking
             if is_alone or num_retries == _FORK_RETRIES:
                 break
             # A child that another thread has just forked may have inherited the file.
@@ -637,7 +609,6 @@ class Descriptor(Closing, ProcessBound):
 
     @property
     def number(self) -> int:
-        """The kernel's number of the open file."""
         if not self.is_open:
             raise ClosedError("this file is closed, or was opened before a fork")
         return self._file.fileno()
@@ -659,30 +630,28 @@ def _close_quietly(file: io.FileIO) -> None:
 _open_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
 
-class _Forks:
-    """Notes forks of this process, and closes inherited files in the children."""
-
-    def __init__(self) -> None:
-        self.under_way: set[int] = set()
-        """Threads that are forking."""
-        self.moment = 0
-        """Count of forks that have begun and of forks that have ended."""
-
-    def begin(self) -> None:
-        self.under_way.add(threading.get_ident())
-        self.moment += 1
-
-    def end(self) -> None:
-        self.under_way.discard(threading.get_ident())
-        self.moment += 1
-
-    def end_in_child(self) -> None:
-        self.under_way.clear()  # other threads' forks end only in the parent
-        for descriptor in list(_open_descriptors):
-            descriptor.close()
+_forking: set[int] = set()
+"""Threads that are forking."""
+_fork_moment = 0
+"""Count of forks that have begun and of forks that have ended."""
 
 
-_forks = _Forks()
-os.register_at_fork(
-    before=_forks.begin, after_in_parent=_forks.end, after_in_child=_forks.end_in_child
-)
+def _begin_fork() -> None:
+    global _fork_moment
+    _forking.add(threading.get_ident())
+    _fork_moment += 1
+
+
+def _end_fork() -> None:
+    global _fork_moment
+    _forking.discard(threading.get_ident())
+    _fork_moment += 1
+
+
+def _close_inherited() -> None:
+    _forking.clear()  # other threads' forks end only in the parent
+    for descriptor in list(_open_descriptors):
+        descriptor.close()
+
+
+os.register_at_fork(before=_begin_fork, after_in_parent=_end_fork, after_in_child=_close_inherited)

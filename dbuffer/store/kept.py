@@ -1,11 +1,8 @@
 """Kept versions: versions that a store holds besides the two in its buffers.
 
 Each has a buffer of its own, ``kept/RUN-NUMBER``, with the manifest that it had in A or B, and hard
-links to its weights file and parts. So nothing is copied. A file with a second name is never
-written again (`WeightsFiles`), and deltas that a kept manifest names stay.
-
-The directory is made elsewhere and renamed, so it is always complete. To drop a version, its
-manifest is removed first, so that no reader begins. A pinned version is never dropped.
+links to its weights file and parts. The directory is made elsewhere and renamed, so it is always
+complete. To drop a version, its manifest is removed first, so that no reader begins.
 """
 
 from __future__ import annotations
@@ -28,8 +25,6 @@ from dbuffer.store.weights_files import parts_of
 
 def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool) -> str:
     """Keep a buffer's version, and return the name of its new buffer.
-
-    The caller has the version open, or is the store's writer.
 
     Raises:
         StoreNotFoundError: a file of the version was removed meanwhile.
@@ -82,11 +77,7 @@ def open_kept(store: DoubleBuffer, version: int | VersionId, *, durable: bool) -
 
 
 def require(store: DoubleBuffer, version: int) -> VersionId:
-    """Return the id of the version with a number; the version must be in A, in B or kept.
-
-    Raises:
-        VersionError: the store does not have it; the message names the versions that it has.
-    """
+    """Return the id of the version with a number, or raise a VersionError if the store lacks it."""
     for _, manifest in Contents(store).published():
         if manifest.version == version:
             return manifest.id
@@ -94,7 +85,6 @@ def require(store: DoubleBuffer, version: int) -> VersionId:
 
 
 def missing(store: DoubleBuffer, version: int | VersionId) -> VersionError:
-    """Return the error for a version that a store does not hold."""
     published = {manifest.version for _, manifest in Contents(store).published()}
     versions = ", ".join(map(str, sorted(published)))
     of_run = f" of run {version.run}" if isinstance(version, VersionId) else ""
@@ -104,8 +94,6 @@ def missing(store: DoubleBuffer, version: int | VersionId) -> VersionError:
 
 def pin(store: DoubleBuffer, version: int | VersionId) -> None:
     """Keep a version until it is unpinned, however many versions the sender keeps.
-
-    ``version`` is its number or its id.
 
     Raises:
         VersionError: the store does not have the version, or is dropping it.
@@ -125,9 +113,7 @@ def pin(store: DoubleBuffer, version: int | VersionId) -> None:
 
 
 def unpin(store: DoubleBuffer, version: int | VersionId) -> None:
-    """Let the store's sender decide again whether a version is kept.
-
-    ``version`` is its id, or its number if it leads to the newest version.
+    """Let the store's sender decide again whether a pinned version is kept.
 
     Raises:
         VersionError: the version is not pinned.
@@ -145,5 +131,4 @@ def unpin(store: DoubleBuffer, version: int | VersionId) -> None:
 
 
 def is_pinned(store: DoubleBuffer, buffer: str) -> bool:
-    """Whether the version that is kept in this buffer is pinned."""
     return (store.root / buffer / places.PIN_FILE).exists()

@@ -1,8 +1,7 @@
 """`Process`: the process that wrote a record, and whether it has ended.
 
 Process ids differ between containers, and the kernel reuses them; containers may share a host name.
-So a record names the boot, the PID namespace and the start time of its process. For a process of
-another host or container, see :meth:`dbuffer.store.buffer.DoubleBuffer.may_live`.
+So a record names the boot, the PID namespace and the start time of its process.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class Process:
     """Boot id of the kernel, or "" if unknown. All containers of a machine share it; each boot has
     another."""
     pid_namespace: int
-    """Inode of the PID namespace, which differs between containers."""
     pid: int
     started: int
     """Start time in clock ticks since the boot, or 0 if unknown."""
@@ -46,7 +44,6 @@ class Process:
 
     @property
     def machine(self) -> str:
-        """Identity of the machine; its containers share it."""
         return self.boot or self.host
 
     @property
@@ -78,7 +75,6 @@ class Process:
 
 
 def _has_process(pid: int) -> bool:
-    """Whether this process id is in use here, also by a zombie."""
     try:
         os.kill(pid, 0)
     except OverflowError:  # larger than any process id
@@ -89,7 +85,6 @@ def _has_process(pid: int) -> bool:
 
 
 def owner_fields() -> dict[str, str | int]:
-    """Return the fields of a record that identify this process."""
     return dataclasses.asdict(Process.here())
 
 

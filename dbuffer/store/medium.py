@@ -1,8 +1,7 @@
 """`Medium`: properties of a store's filesystem that decide how the store is written and read.
 
-They are: whether a file can be rewritten under its readers, whether locks work, and what other
-hosts see, and when. :func:`medium_of` looks at the mount, once for each store. No other module asks
-for the kind of mount.
+No other module asks for the kind of mount. ``docs/design.md`` ("Network mounts") says how network
+mounts differ.
 """
 
 from __future__ import annotations
@@ -37,17 +36,10 @@ LOCAL_FILESYSTEMS = REWRITABLE_FILESYSTEMS | frozenset(
 """Filesystems that only this host writes. All others count as network mounts, whose protocol also
 works on one host."""
 _CLOCK_S = 60.0
-"""Interval at which a server's clock is compared with this host's."""
 
 
 class Medium:
-    """Properties of the mount that a store's directory is on.
-
-    On a local mount locks work, readers map files, changes are visible at once, and inotify reports
-    them. On a network mount no lock works for all hosts, and caches are stale for a while:
-    receivers touch their records regularly, and readers poll, and open the directory before each
-    look.
-    """
+    """Properties of the mount that a store's directory is on."""
 
     def __init__(
         self, root: Path, filesystem_name: str, source: str, *, reaches_other_hosts: bool
@@ -56,14 +48,8 @@ class Medium:
         self.filesystem = filesystem_name
         """The kernel's name of the type: ``tmpfs``, ``ext4``, ``nfs4`` ..."""
         self.source = source
-        """Device that is mounted, or ``server:/export``."""
         self.reaches_other_hosts = reaches_other_hosts
-        """Whether processes of other hosts may use the store.
-
-        If so, inotify does not report every change, locks may have no effect, other hosts see a
-        file when it is flushed, the pointer may be missing while it is replaced, and checksums are
-        on by default.
-        """
+        """Whether processes of other hosts may use the store, as on a network mount."""
         self._ahead_s = time.time() - time.monotonic()
         """Seconds that the mount's clock is ahead of the monotonic clock."""
         self._measured_at: float | None = None
@@ -72,23 +58,17 @@ class Medium:
     def maps_files(self) -> bool:
         """Whether writers and readers map weights files. If so, each file holds a whole version.
 
-        If not, files are written and read by pwrite and pread: another host may remove a mapped
-        file, and the next access to the mapping would be a SIGBUS. A version may then also be an
-        earlier version's file, and the deltas since that version.
+        If not, they use pwrite and pread, and a version may be an anchor and deltas.
         """
         return not self.reaches_other_hosts
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether files exist in main memory only."""
         return self.filesystem in ("tmpfs", "ramfs")
 
     @property
     def can_rewrite_in_place(self) -> bool:
-        """Whether later versions rewrite a weights file; if not, each version has a new file.
-
-        On a network mount another host could read a mix of old and new bytes.
-        """
+        """Whether later versions rewrite a weights file; if not, each version has a new file."""
         return not self.reaches_other_hosts and self.filesystem in REWRITABLE_FILESYSTEMS
 
     def now_s(self) -> float:
@@ -105,7 +85,6 @@ class Medium:
         return since_boot_s + self._ahead_s
 
     def shows_life(self, record: Path) -> bool:
-        """Whether a record's lock, or its time, shows that its receiver may live."""
         if not self.reaches_other_hosts:
             return filesystem.is_locked(record)
         return filesystem.was_touched_since(record, self.now_s() - TIMING.presumed_dead_after_s)
@@ -123,7 +102,6 @@ class Medium:
 
         ``shows_life``: the file is a receiver's record. On a local mount the record is locked
         before it has its name; the kernel drops the lock when the process dies, in any container.
-        On a network mount the file's time shows life, and the file is flushed for other hosts.
 
         Returns:
             The file, which the caller keeps open until it replaces the file (and passes it as

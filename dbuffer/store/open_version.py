@@ -1,21 +1,7 @@
-"""`OpenStoreVersion`: a version open for reading, and why a read never mixes two versions.
+"""`OpenStoreVersion`: a version open for reading.
 
-**On a local mount** a reader reads the pointer and the manifest, opens the weights file, locks it
-shared, and reads the manifest again. The pointer must name the manifest. If the manifest has not
-changed, no writer has begun to rewrite the file, and no writer that respects the lock begins while
-the reader has it. If locks have no effect, a writer still marks the manifest before it writes the
-first byte. So the reader calls :meth:`OpenStoreVersion.is_unchanged` after it has read the last
-byte.
-
-**On a network mount** no lock can be trusted, and each version has its own file, which is never
-written again. A reader announces the version in its record, and then reads the manifest again. A
-writer replaces the manifest, and then reads the records before it removes a file. In any order, at
-least one of them sees the other. Checksums are compared by default, because caches may serve old
-bytes.
-
-**Not detected** on a local mount without checksums: changes by other programs, such as a restore
-over files in use. Not detected in a backup: a version that was rewritten while it was copied. Not
-detected without ``durable``: losses after a power cut.
+``docs/design.md`` says why a read never mixes two versions: "Reading" for local mounts, where the
+reader locks the file, "Network mounts" where it announces the version in its record.
 """
 
 from __future__ import annotations
@@ -61,9 +47,7 @@ class OpenVersion(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def name(self) -> str:
-        """Name of the weights file, for messages."""
-
+    def name(self) -> str: ...
     @abc.abstractmethod
     def release(self) -> None: ...
 
@@ -72,22 +56,17 @@ class OpenVersion(abc.ABC):
         """Whether no writer has begun to rewrite the version's bytes."""
 
     def require_unchanged(self) -> None:
-        """Raise an `OvertakenError` if a writer has begun to rewrite the version's bytes."""
         if not self.is_unchanged():
             raise OvertakenError
 
     @abc.abstractmethod
-    def is_still_named(self) -> bool:
-        """Whether the manifest still names the version's files."""
-
+    def is_still_named(self) -> bool: ...
     @abc.abstractmethod
     def open_delta(self, version: VersionId) -> tuple[Path | str, Descriptor]:
         """Open the delta that leads to ``version`` in the chain; return its name and its file."""
 
     @abc.abstractmethod
-    def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """Return ``num_bytes`` bytes of the weights file, from ``offset``."""
-
+    def read_at(self, offset: int, num_bytes: int) -> bytes: ...
     def __enter__(self) -> Self:
         return self
 
@@ -98,8 +77,7 @@ class OpenVersion(abc.ABC):
     def noticing_loss(self) -> Iterator[None]:
         """Raise an `OvertakenError` if a file was removed while it was read.
 
-        Raises:
-            StoreCorruptError: the version's manifest still names the removed file.
+        If the manifest still names the removed file, raise a `StoreCorruptError`.
         """
         try:
             yield
@@ -129,8 +107,6 @@ class OpenVersion(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class OpenStoreVersion(OpenVersion):
-    """Version of a store, with its weights file open."""
-
     store: DoubleBuffer
     buffer: str
     manifest: Manifest
@@ -158,8 +134,7 @@ class OpenStoreVersion(OpenVersion):
     def wait_after_loss(self, error: errors.StoreNotFoundError, patience: Patience) -> NoReturn:
         """Wait a moment, then raise an `OvertakenError`: the reader must begin again.
 
-        Raises:
-            StoreCorruptError: the manifest has named the missing file for `Timing.settle_s`.
+        If the manifest names the missing file for `Timing.settle_s`, raise a `StoreCorruptError`.
         """
         logger.warning(
             "version %d was removed while it was read: %s", self.manifest.version, str(error)
@@ -191,8 +166,7 @@ def open_newest(
     """Open the newest version; return None if there is none above ``newer_than``.
 
     ``last`` is the pointer that the reader read last; without ``reread`` it is used as it is.
-    ``announce`` is called with the version before its file is opened: on a network mount, a writer
-    may remove the file of a version that no record announces.
+    ``announce`` is called with the version before its file is opened.
 
     Raises:
         StoreCorruptError: pointer, manifest and file have contradicted each other for
@@ -235,12 +209,10 @@ def open_buffer(
 def open_version(
     store: DoubleBuffer, version: int | VersionId, announce: Announce | None = None
 ) -> OpenStoreVersion | None:
-    """Open a version; return None if the store does not have it, in a buffer or kept.
+    """Open a version of the store, in a buffer or kept; return None if the store lacks it.
 
-    ``version``: the id of a version; or the number of a version that leads to the newest.
-
-    Raises:
-        StoreCorruptError: the version was not found, and a damaged buffer may hold it.
+    ``version``: the id of a version; or the number of a version that leads to the newest. If a
+    damaged buffer may hold the version, raise a `StoreCorruptError`.
     """
     store.check()
     contents = Contents(store)

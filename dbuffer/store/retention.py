@@ -66,7 +66,6 @@ from dbuffer.store.weights_files import WeightsFiles
 logger = logging.getLogger(__name__)
 
 Manifests = Mapping[str, Manifest | None]
-"""Manifests by their buffers."""
 
 
 class Reason(NamedTuple):
@@ -82,19 +81,16 @@ class Reason(NamedTuple):
 
     @property
     def is_named(self) -> bool:
-        """Whether a manifest names the file."""
         return self.unnamed_since == math.inf
 
 
 class Retention:
     """Removes the files of a store that need not stay, for the store's writer.
 
-    On a network mount a reader announces a version in its record. A file that no manifest names any
-    more stays for at most ``reader_timeout_s`` while a record announces a version that needs it.
-    Without such a record, it goes `Timing.keep_superseded_s` after a newer version was published:
-    some readers cannot write a record. All times are of this process, so no clocks of two hosts are
-    compared. Besides the versions in A and B, ``num_kept`` versions stay. They are flushed if
-    ``durable``.
+    On a network mount, a file that no manifest names any more stays for at most
+    ``reader_timeout_s`` while a record announces a version that needs it. Without such a record, it
+    goes `Timing.keep_superseded_s` after a newer version was published: some readers cannot write a
+    record. Besides the versions in A and B, ``num_kept`` versions stay.
     """
 
     def __init__(
@@ -113,7 +109,6 @@ class Retention:
         self._num_kept = num_kept
         self._durable = durable
         self._reasons: dict[Path, Reason] = {}
-        """Why each delta and each weights file stays."""
         self._flipped_at: float | None = None
         self._cleared_at = time.monotonic()
         self.spared: str | None = None
@@ -152,12 +147,9 @@ class Retention:
     def sweep(self, manifests: Manifests, next_one: Lineage | None = None) -> None:
         """Remove all weights files, deltas and kept versions that need not stay.
 
-        Call it after a manifest was replaced, never before.
-
-        Args:
-            manifests: manifests of A and B.
-            next_one: the version that is about to be written, or None. Kept versions that do not
-                lead to it are dropped, and those beyond ``num_kept``.
+        Call it after one of the ``manifests`` of A and B was replaced, never before. Kept versions
+        that do not lead to ``next_one``, which is about to be written, are dropped, and kept
+        versions beyond ``num_kept``.
         """
         # List the files first: a version that is pinned after that is not removed.
         directories = self._store.kept_directories()
@@ -181,8 +173,7 @@ class Retention:
     def clear_up(self, *, pause_s: float = 0.0) -> None:
         """Remove temporary files, and records of receivers, that are not needed any more.
 
-        Do nothing if the last call is less than ``pause_s`` ago. A record that cannot be removed
-        stays, such as another user's in a shared store.
+        Do nothing if the last call is less than ``pause_s`` ago.
         """
         if time.monotonic() - self._cleared_at < pause_s:
             return
@@ -242,7 +233,6 @@ class Retention:
     def _drop_excess(
         self, kept_versions: dict[str, Manifest | None], manifests: Manifests, next_one: Lineage
     ) -> None:
-        """Withdraw kept versions beyond ``num_kept``, the oldest first."""
         num_kept = 0
         for buffer, manifest in reversed(list(kept_versions.items())):
             is_newest = manifest in manifests.values()
@@ -255,10 +245,9 @@ class Retention:
                 del kept_versions[buffer]
 
     def _withdraw(self, buffer: str) -> bool:
-        """Remove the manifest of a kept version, so that no further reader opens it.
+        """Remove the manifest of a kept version, so that no further reader opens the version.
 
-        Returns:
-            False if the version is pinned, and keeps its manifest.
+        Return False if the version is pinned, and keeps its manifest.
         """
         manifest = self._store.root / buffer / places.MANIFEST_FILE
         dropped = manifest.with_name(places.DROPPED_FILE)
@@ -295,9 +284,9 @@ class Retention:
         Ages are by the filesystem's clock. Counted from this writer's start, they would never grow
         if all writers live for a moment, as `dbuffer publish` does.
 
-        No manifest has named the file since a manifest of A or B was replaced, so since the later
-        of the two times at the latest. Without deltas, a buffer's manifest stops naming one file
-        before the next file is made. So the file is unnamed since the next file was written.
+        No manifest has named the file since a manifest of A or B was replaced last. Without deltas,
+        a buffer's manifest stops naming one file before the next file is made, so the file is
+        unnamed since the next file was written.
         """
         if not (self._is_remote and unknown):
             return {}
@@ -371,5 +360,4 @@ class Retention:
 
 
 def _longer(versions: range, before: range | None) -> range:
-    """Return the range with the higher end."""
     return versions if before is None or versions.stop >= before.stop else before

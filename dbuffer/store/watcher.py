@@ -1,8 +1,7 @@
 """`Watcher`: wakes a thread that waits for the pointer to move, or for an entry of a directory.
 
-An event is only a hint. inotify reports no write from another host, drops events when its queue is
-full, and cannot be used when the machine's limits are reached. So a waiting thread also wakes after
-a poll interval, and always reads the pointer itself.
+An event is only a hint: a waiting thread also wakes after a poll interval, and always reads the
+pointer itself.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ logger = logging.getLogger(__name__)
 def _setting(changed: threading.Event, name: str | None) -> type[InotifyEmitter]:
     """Return an emitter that sets an event when an entry is replaced: one of this name, or any.
 
-    The thread that reads from inotify sets the event, not watchdog's dispatcher: in a process whose
-    main thread computes, such as an engine, each switch of threads may take milliseconds. The
-    emitter has no reference to the waiting object.
+    The thread that reads from inotify sets the event, not watchdog's dispatcher: in an engine's
+    process, each switch of threads may take milliseconds.
     """
 
     class Emitter(InotifyEmitter):
@@ -56,12 +54,8 @@ class Watcher(ProcessBound):
     """Watches a directory for an entry being made or replaced.
 
     On a network mount, or if inotify or a thread cannot be had, :meth:`wait` sleeps. If the
-    directory is made or replaced later, it is watched from the next :meth:`wait` on. A watcher that
-    is dropped ends its thread.
-
-    Args:
-        directory: the directory.
-        name: name of the entry, or None for any entry.
+    directory is made or replaced later, it is watched from the next :meth:`wait` on. ``name`` is
+    the entry's, or None for any entry.
     """
 
     def __init__(self, directory: Path, name: str | None = None) -> None:
@@ -72,7 +66,6 @@ class Watcher(ProcessBound):
         self._observer: BaseObserver | None = None
         self._watched: tuple[int, int] | None = None
         self._watch_from = 0.0
-        """Earliest time to begin watching, by `time.monotonic`; infinite: never."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the entry may have been replaced since the last call; False on time-out."""
@@ -147,7 +140,6 @@ class Watcher(ProcessBound):
 
 
 def _stop_dropped(observer: BaseObserver, pid: int) -> None:
-    """Stop the observer of a watcher that was dropped without being closed."""
     if pid == os.getpid():
         # In another thread: garbage may be collected while this thread has watchdog's locks.
         with contextlib.suppress(RuntimeError):  # no more threads
@@ -155,7 +147,6 @@ def _stop_dropped(observer: BaseObserver, pid: int) -> None:
 
 
 def wait_and_clear(event: threading.Event, timeout_s: float) -> bool:
-    """Wait for an event and clear it, or return False on time-out."""
     if not event.wait(timeout_s):
         return False  # without clearing it: another thread may be setting it
     event.clear()

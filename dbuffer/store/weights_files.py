@@ -1,12 +1,8 @@
 """`WeightsFiles`: the weights files that a store's writer makes, or rewrites in place.
 
 On a local mount that can rewrite in place, each buffer has one file, which is rewritten while the
-layout stays the same and no versions are kept. The writer first locks the file exclusively, so it
-waits for readers.
-
-Otherwise each version has a new file, which is never rewritten: on a network mount, readers on
-other hosts would see torn data. There a file is also flushed and read back. `retention` says when
-an old file is removed.
+layout stays the same and no versions are kept. The writer first locks the file, so it waits for
+readers. Otherwise each version has a new file. `retention` says when an old file is removed.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ from collections.abc import Container
 from pathlib import Path
 
 from dbuffer.errors import StoreCorruptError
-from dbuffer.format import places
 from dbuffer.format.manifest import Manifest
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
@@ -26,13 +21,12 @@ from dbuffer.store.filesystem import Descriptor
 logger = logging.getLogger(__name__)
 
 _QUIET_WAIT_S = 1.0
-"""Time that a sender waits for readers before it logs which readers it waits for."""
 
 
 class WeightsFiles:
-    """The weights files of a store's writer. Files that it may rewrite are open.
+    """The weights files that a store's writer has open: those that it may rewrite.
 
-    On a network mount all files that it has made are open, for the reason given at `replace_file`.
+    On a network mount it keeps all files open, for the reason given at `replace_file`.
     """
 
     def __init__(self, store: DoubleBuffer, reader_timeout_s: float) -> None:
@@ -44,10 +38,7 @@ class WeightsFiles:
     def reuse(
         self, buffer: str, old: Manifest, layout_xxh3: str | None, file_bytes: int
     ) -> Descriptor | None:
-        """Lock the idle buffer's file and return it, or None if it cannot be rewritten.
-
-        On a local mount, wait up to ``reader_timeout_s`` for readers of the file.
-        """
+        """Lock the idle buffer's file and return it, or None if it cannot be rewritten."""
         # A file that is never rewritten stays intact for its readers, even if it is removed.
         if self._medium.reaches_other_hosts or old.is_final:
             return None
@@ -69,7 +60,6 @@ class WeightsFiles:
         return None
 
     def make(self, path: Path, num_bytes: int) -> Descriptor:
-        """Make a weights file, and reserve ``num_bytes`` if the filesystem can."""
         is_remote = self._medium.reaches_other_hosts
         # Write-only: an NFS client that may read the file would read each page that it changes.
         file = filesystem.make_file(path, os.O_WRONLY if is_remote else os.O_RDWR)
@@ -107,8 +97,8 @@ class WeightsFiles:
     def _lock_existing(self, buffer: str, manifest: Manifest) -> Descriptor | None:
         """Lock and return the buffer's file; return None if it is missing, or readers keep it.
 
-        If a reader still has the file after the time-out, the buffer gets a new file: the reader
-        keeps the bytes that it maps, and learns that it was evicted when it compares generations.
+        A reader that keeps it is evicted: it keeps the bytes that it maps, and learns of its
+        eviction when it compares generations.
         """
         file = self._open_again(self._store.root / buffer / manifest.file)
         if file is None:
@@ -168,11 +158,9 @@ class WeightsFiles:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return the paths of a weights file and of its parts."""
-    files = filesystem.list_matching(path.parent, "weights-*.td")
-    return [path, *(file for file in files if places.is_part_of(file.name, path.name))]
+    """List the paths of a weights file and of its parts."""
+    return [path, *filesystem.list_matching(path.parent, f"{path.stem}.r*.td")]
 
 
 def _has_second_name(file: Descriptor) -> bool:
-    """Whether a weights file has a second hard link: a kept version's."""
     return os.fstat(file.number).st_nlink > 1

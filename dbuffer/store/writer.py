@@ -56,7 +56,6 @@ from dbuffer.store.weights_files import WeightsFiles, parts_of
 logger = logging.getLogger(__name__)
 
 _CLEAR_UP_S = 10.0
-"""Least time between two searches for files of dead processes, while versions are published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +71,9 @@ class Claim:
     earlier: VersionId | None
     """Version whose bytes are in the file until it is written, or None."""
     deltas: dict[Path, int] = field(default_factory=dict)
-    """Deltas that were written for the version, and their sizes."""
 
     @property
     def weights(self) -> Descriptor:
-        """The weights file, which this claim must have."""
         assert self.file is not None  # noqa: S101
         return self.file
 
@@ -84,9 +81,8 @@ class Claim:
 class BufferWriter:
     """Holds the writer's lock of a store from construction to :meth:`close`.
 
-    A sender's writer begins a run, which the trainer may name (``run_name``). A mirror's writer
-    continues the runs of the versions that it copies. ``keep`` versions stay besides the two in the
-    buffers.
+    A mirror's writer continues the runs of the versions that it copies; others begin a run.
+    ``keep`` versions stay besides the two in the buffers.
 
     Raises:
         OptionError: the directory holds something else.
@@ -128,7 +124,6 @@ class BufferWriter:
         """Whether other hosts have been shown the store's directory, which may be new."""
         self._generation = 0
         self._written_before: dict[tuple[str, str], float] = {}
-        """Times of receivers' records when this writer began, by id and token."""
         self._last_number = 0
         """Number of this run's last version, which the store may have lost since."""
         # A mount between hosts may lack locks: there the writer's record shows a second writer.
@@ -158,7 +153,6 @@ class BufferWriter:
 
     @property
     def rewrites_files(self) -> bool:
-        """Whether a buffer's file is rewritten in place; otherwise each version has a new file."""
         return self.medium.can_rewrite_in_place and not self._keep
 
     def close(self) -> None:
@@ -187,12 +181,7 @@ class BufferWriter:
         return Lineage(VersionId(self.record.token, number), self._runs)
 
     def next_version(self, version: int | None) -> int:
-        """Return the number of the next version; see :meth:`Contents.next_version`.
-
-        Raises:
-            WriterSupersededError: another writer took the store over.
-            StoreNotFoundError: the store was removed.
-        """
+        """Return the number of the next version; see :meth:`Contents.next_version`."""
         with os_errors("read", self.root):
             self.store.require_writer(self.record)
             return Contents(self.store).next_version(version, above=self._last_number)
@@ -203,11 +192,8 @@ class BufferWriter:
         """Keep the idle buffer's version if versions are kept, lock the buffer and mark it.
 
         On a local mount, wait for readers of the buffer. Once the buffer is marked, remove files
-        that need not stay (`Retention.sweep`).
-
-        The buffer's file is rewritten if the mount allows it, the file has this layout already, no
-        process reads it and no other version needs it. Otherwise a new file of ``file_bytes`` is
-        made (0: size not known yet). A version with an anchor gets no file.
+        that need not stay (`Retention.sweep`). If the buffer's file cannot be rewritten, make a new
+        file of ``file_bytes`` (0: size not known yet). A version with an anchor gets no file.
 
         Raises:
             StoreFullError: there is no room for a new file.
@@ -288,7 +274,6 @@ class BufferWriter:
         return filesystem.identity_at(path)
 
     def add_delta(self, claim: Claim, version: VersionId, chunks: Iterable[bytes]) -> int:
-        """Write the delta that leads to ``version``, and return its size."""
         self._check_open()
         directory = self.root / places.DELTAS_DIRECTORY
         path = self.store.delta_path(version)
@@ -326,10 +311,7 @@ class BufferWriter:
     def commit(self, claim: Claim, **described: Any) -> Manifest:
         """Make the claimed buffer the newest version, by atomically moving the pointer.
 
-        ``described``: the manifest's fields that describe the file's contents.
-
-        Returns:
-            The published manifest.
+        ``described``: the manifest's fields that describe the file's contents. Return the manifest.
 
         Raises:
             WriterSupersededError: another writer took the store over.
@@ -395,9 +377,6 @@ class BufferWriter:
         """Keep a version of the store, unless it is kept already, and open it.
 
         No claim drops the version while it is open: if the publish fails, it must still be there.
-
-        Raises:
-            VersionError: the store does not have it.
         """
         self._check_open()
         with os_errors("publish", self.root):
@@ -449,7 +428,6 @@ class BufferWriter:
             )
 
     def withdraw(self) -> None:
-        """Withdraw the versions in both buffers: readers then find no version."""
         with os_errors("withdraw versions", self.root):
             manifests = [self.root / buffer / places.MANIFEST_FILE for buffer in places.BUFFERS]
             for path in (self.root / places.POINTER_FILE, *manifests):
@@ -473,7 +451,6 @@ class BufferWriter:
         return [run, *before][:MAX_RUNS]
 
     def _recover(self) -> WriterRecord:
-        """Write this writer's record, and remove files of dead writers and receivers."""
         before = self.store.undamaged_writer()
         contents = Contents(self.store)
         self._generation = contents.last_generation
@@ -509,7 +486,6 @@ class BufferWriter:
 
 
 def _note_close(lock: Descriptor, token: str) -> None:
-    """Write a writer's token into its lock file, unless this is a forked process."""
     if lock.is_open:
         with contextlib.suppress(OSError):  # the disk may be full
             filesystem.write_at(lock.number, 0, token.encode())

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dbuffer
-from dbuffer.format.places import BUFFERS, part_name
+from dbuffer.format.places import BUFFERS, part_path
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.moments import die
@@ -125,7 +125,7 @@ def test_two_hosts_write_deltas_and_a_third_reads_no_mix(guest: Guest) -> None:
 
 
 def parts_of(file: str) -> list[str]:
-    return [part_name(file, rank) for rank in range(len(HOSTS))]
+    return [part_path(Path(file), rank).name for rank in range(len(HOSTS))]
 
 
 @scenario()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbuffer.errors import DBufferError, StoreCorruptError
+from dbuffer.errors import DBufferError
 from dbuffer.format import delta as delta_format
 from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES, Layout, TensorSpec
 from dbuffer.io import changes as io_changes
@@ -23,8 +24,6 @@ from tests.support import deltas
 from tests.support.deltas import (
     BASE,
     ID,
-    Guarded,
-    layout_of,
     make_step,
     random_tensor,
     verify_result,
@@ -221,20 +220,6 @@ def test_patches_are_what_a_comparison_finds(copier, seed):
     assert changes.tensors == {0, 1, 2}
 
 
-class TestApply:
-    def test_what_it_cannot_read_or_fit_is_raised(self, copier):
-        step = random_step(3, ["bfloat16"], [100], [0.1], copier)
-        other = Guarded(layout_of([torch.zeros(90)], ["float32"]), [torch.zeros(90)])
-        with pytest.raises(StoreCorruptError):
-            apply_delta(step.header, step.chunks.__getitem__, other.data, copier)
-
-        def fail(number):
-            raise OSError("gone")
-
-        with pytest.raises(OSError, match="gone"):
-            apply_delta(step.header, fail, step.contents().data, copier)
-
-
 class TestSize:
     """Bytes for each changed element, of bf16 weights N(0, 0.02) with Gaussian updates."""
 
@@ -274,6 +259,6 @@ class TestSize:
 
 def test_without_zstandard(copier, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    monkeypatch.setattr(delta_format, "_tools", delta_format._Tools())
+    monkeypatch.setattr(delta_format, "_of_thread", threading.local())
     with pytest.raises(DBufferError, match=r"pip install zstandard"):
         random_step(3, ["bfloat16"], [100], [0.1], copier)
