@@ -1,8 +1,8 @@
 """`Bucket`: the objects under one prefix of an object storage, accessed through obstore.
 
-obstore signs requests and handles the services' differences. It uploads large files in parts and
-retries each part. `Bucket` makes all other retries, so that it can count them, and because a
-repeated conditional put can fail although the first one succeeded.
+obstore uploads large files in parts and retries each part. `Bucket` makes all other retries, so
+that it can count them, and because a repeated conditional put can fail although the first one
+succeeded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -52,29 +52,23 @@ T = TypeVar("T")
 ItemT = TypeVar("ItemT")
 
 Tag: TypeAlias = dict[str, str]
-"""ETag of an object, and its version where the service has versions, for conditional requests."""
+"""ETag of an object, and the object's version if the service has versions."""
 
 NUM_REQUESTS = 8
 """Maximum number of parallel requests. A single request does not saturate a network."""
 
 PART_BYTES = 16 << 20
 """Minimum size of an upload's part; the last part of a file can be smaller."""
-_MAX_PARTS = 10_000
-"""Maximum number of parts of an object on S3."""
+_MAX_PARTS = 10_000  # of an object on S3
 _PIECE_BYTES = 1 << 18
-"""Minimum size of a download's pieces; the last piece of a range can be smaller."""
 
 _ATTEMPTS = 6
 _RANGE_ATTEMPTS = 80
-"""Maximum attempts to download a range, over some ten minutes.
-
-An attempt continues behind the bytes that earlier attempts received.
-"""
+"""Maximum attempts to download a range, over some ten minutes."""
 _MAX_PAUSE_S = 10.0
 """Longest pause between two attempts."""
 
 _CONNECT_S = 10.0
-"""Timeout for connecting to an object storage."""
 REQUEST_S = 30.0
 """A request fails after this time without a byte of the response."""
 TRANSFER_S = 120.0
@@ -85,8 +79,7 @@ The service responds after the part's last byte. A link of 0.15 MB/s is fast eno
 UPLOAD_RETRIES_S = 180.0
 """Retries of a part's upload end this long after its first attempt."""
 
-_LIST_PAGE = 1000
-"""Maximum number of objects in the response to one list request."""
+_LIST_PAGE = 1000  # objects in the response to a list request
 
 _REFUSED = re.compile(r"status code: 4(0[1345]|16) ")
 """HTTP status that no retry changes, in the message of an obstore error without its own class."""
@@ -96,11 +89,8 @@ _REASON = re.compile(
 )
 """Status, code and message of an error response from S3, GCS or Azure."""
 
+# If the environment has no credentials, obstore requests them from the cloud's metadata service.
 _NO_CREDENTIALS = re.compile(r"/latest/(api/token|meta-data)|/computeMetadata/|/metadata/identity")
-"""Address of a cloud's metadata service, in the message of an error.
-
-obstore requests credentials from the metadata service if the environment has none.
-"""
 
 _S3 = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _AZURE = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
@@ -116,7 +106,7 @@ class Listed(NamedTuple):
     e_tag: str | None
     num_bytes: int
     put_at: float
-    """Time of the last put, by the service's clock, in seconds since the epoch."""
+    """Time of the object's last put, by the service's clock."""
 
 
 class Bucket(Closing):
@@ -133,16 +123,14 @@ class Bucket(Closing):
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._obstore = _obstore()
+        with needed_for("a bucket"):
+            importlib.import_module("obstore.store")
+            self._obstore: Any = importlib.import_module("obstore")
         self._errors = self._obstore.exceptions
         self._stop = threading.Event()
         self._has_credentials = False
         self._width = NUM_REQUESTS
-        """Number of parallel requests for a file's parts or ranges.
-
-        It is halved after a file's transfer has failed, and grows by one after each success. On a
-        slow link, many parallel requests can each exceed their timeout.
-        """
+        """Number of parallel requests for a file. On a slow link, many would all time out."""
         self.requests: collections.Counter[str] = collections.Counter()
         """Number of requests made, by kind: get, put, list, delete."""
         try:
@@ -172,10 +160,8 @@ class Bucket(Closing):
         )
 
     def close(self) -> None:
-        """Stop retrying: a request that fails from now on raises its error at once."""
+        """Stop retrying requests."""
         self._stop.set()
-
-    # Files
 
     def upload(self, version: VersionId, kind: Kind, data: memoryview) -> FileObject:
         """Upload a file of a version, in parallel parts."""
@@ -199,8 +185,7 @@ class Bucket(Closing):
     def download(self, file: FileObject, place: Callable[[int, memoryview], None]) -> None:
         """Download a file, in parallel ranges.
 
-        ``place`` is called from several threads, with the offset in the file and the bytes of each
-        piece.
+        Several threads call ``place``, with the offset of each piece in the file and its bytes.
 
         Raises:
             StoreCorruptError: the content differs from the published file.
@@ -220,10 +205,7 @@ class Bucket(Closing):
     def _download_range(
         self, file: FileObject, start: int, end: int, place: Callable[[int, memoryview], None]
     ) -> int:
-        """Download a range of a file, and return the range's digest.
-
-        If a request breaks off, the next request is for the missing bytes only.
-        """
+        # A retry gets only the missing bytes.
         hasher, at = xxhash.xxh3_64(), start
 
         def request() -> None:
@@ -246,7 +228,7 @@ class Bucket(Closing):
 
     @contextlib.contextmanager
     def _transfer(self) -> Iterator[int]:
-        """Yield the number of parallel requests for a file, and adapt it to the outcome."""
+        """Yield the number of parallel requests for a file. It adapts to failures."""
         try:
             yield self._width
         except StoreAccessError:
@@ -254,16 +236,9 @@ class Bucket(Closing):
             raise
         self._width = min(NUM_REQUESTS, self._width + 1)
 
-    # Records
-
     def get_range(self, name: str, start: int, end: int) -> memoryview:
-        """Return the bytes of an object from ``start`` to ``end``."""
-        get = self._obstore.get_range
-
-        def request() -> memoryview:
-            return memoryview(get(self._objects, name, start=start, end=end))
-
-        data = self._request("get", name, request)
+        get = functools.partial(self._obstore.get_range, self._objects, name, start=start, end=end)
+        data = memoryview(self._request("get", name, get))
         if data.nbytes != end - start:
             raise StoreCorruptError(f"{self.name_of(name)} is shorter than the published file")
         return data
@@ -297,11 +272,10 @@ class Bucket(Closing):
         return self._request("put", name, lambda: self._put(name, data, "overwrite"))
 
     def put_if(self, name: str, data: bytes, tag: Tag | None) -> Tag | None:
-        """Put an object if its tag is still ``tag``. With ``tag`` None: if it does not exist.
+        """Put an object if its tag is still ``tag``, or if ``tag`` is None and no object exists.
 
-        Returns:
-            The tag of the new content, or None if the object has a different tag. It can be None
-            although the put succeeded: if the response was lost, the retry finds the new tag.
+        Return the new tag, or None if the object has another tag. If a response is lost, the result
+        can be None although the put succeeded: the retry then finds the new tag.
         """
 
         def request() -> Tag | None:
@@ -326,10 +300,20 @@ class Bucket(Closing):
     ) -> list[T]:
         """Call ``action`` for each item, in several threads, and return the results in order."""
         with ThreadPoolExecutor(width, "dbuffer-bucket", leave_core) as pool:
-            return list(pool.map(action, items))
+            futures = [pool.submit(action, item) for item in items]
+            try:
+                for future in futures:
+                    # Python handles a signal that comes just before a wait only after the wait.
+                    while not future.done():
+                        wait([future], TIMING.stop_check_s)
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+            return [future.result() for future in futures]
 
     def list(self, prefix: str) -> dict[str, Listed]:
-        """Return all objects whose names begin with ``prefix``, by name."""
+        """Return the objects whose names begin with ``prefix``, by name."""
 
         def request() -> dict[str, Listed]:
             listed: dict[str, Listed] = {}
@@ -344,7 +328,6 @@ class Bucket(Closing):
         return self._request("list", prefix, request)
 
     def name_of(self, name: str) -> str:
-        """Return an object's URL, for messages."""
         return f"{self.url}/{name}"
 
     def _put(self, name: str, data: bytes | memoryview, mode: Any) -> Tag:
@@ -353,7 +336,7 @@ class Bucket(Closing):
     def _request(
         self, kind: str, name: str, action: Callable[[], T], *, attempts: int = _ATTEMPTS
     ) -> T:
-        """Make a request, and retry it up to ``attempts`` times."""
+        """Make a request in up to ``attempts`` attempts."""
         for attempt, pause_s in enumerate(doubling(TIMING.request_retry_s, _MAX_PAUSE_S), 1):
             self.requests[kind] += 1
             try:
@@ -365,7 +348,11 @@ class Bucket(Closing):
                 raise StoreNotFoundError(f"there is no {self.name_of(name)}") from error
             except self._errors.GenericError as error:
                 if _NO_CREDENTIALS.search(str(error)) and not self._has_credentials:
-                    raise OptionError(self._describe_credentials(error)) from error
+                    variables = _VARIABLES.get(self.url.partition(":")[0], _AZURE)
+                    raise OptionError(
+                        f"no credentials for {self.url}: set {variables} in the environment, or "
+                        f"give this host a role ({first_line(error)})"
+                    ) from error
                 if _REFUSED.search(str(error)):
                     raise self._refused(kind, name, error) from error
                 failure = error
@@ -383,24 +370,18 @@ class Bucket(Closing):
                 break
         raise self._refused(kind, name, failure) from failure
 
-    def _describe_credentials(self, error: Exception) -> str:
-        scheme = self.url.partition(":")[0]
-        return (
-            f"no credentials for {self.url}: set {_VARIABLES.get(scheme, _AZURE)} in the "
-            f"environment, or give this host a role ({first_line(error)})"
-        )
-
     def _refused(self, kind: str, name: str, error: Exception) -> StoreAccessError:
-        return StoreAccessError(f"cannot {kind} {self.name_of(name)}: {_described(error)}")
+        reason = first_line(error)
+        if (match := _REASON.search(str(error))) is not None:
+            status, code, message = match.groups()
+            reason = f"{status} {code}: {message:.300}"
+        return StoreAccessError(f"cannot {kind} {self.name_of(name)}: {reason}")
 
 
 def num_puts(num_bytes: int) -> int:
-    """Return the number of requests that an upload makes.
-
-    An upload in several parts also makes one request to begin and one to complete.
-    """
+    """Return the number of requests that an upload makes."""
     num_parts = -(-num_bytes // _part_bytes(num_bytes))
-    return 1 if num_parts == 1 else num_parts + 2
+    return 1 if num_parts == 1 else num_parts + 2  # one to begin, and one to complete
 
 
 def _part_bytes(num_bytes: int) -> int:
@@ -408,23 +389,8 @@ def _part_bytes(num_bytes: int) -> int:
 
 
 def _content(num_bytes: int, digests: list[int]) -> Content:
-    """Return size and digest of a file, from the digests of its ranges."""
     return Content(num_bytes, f"{join_digests(digests):016x}")
 
 
 def _tag_of(described: Mapping[str, Any]) -> Tag:
     return {name: described[name] for name in ("e_tag", "version") if described[name] is not None}
-
-
-def _described(error: Exception) -> str:
-    reason = _REASON.search(str(error))
-    if reason is None:
-        return first_line(error)
-    status, code, message = reason.groups()
-    return f"{status} {code}: {message:.300}"
-
-
-def _obstore() -> Any:
-    with needed_for("a bucket"):
-        importlib.import_module("obstore.store")
-        return importlib.import_module("obstore")

@@ -1,4 +1,4 @@
-"""`BucketSource` follows a bucket for a mirror; `OpenBucketVersion` reads a version from it."""
+"""`BucketSource`: a bucket that a mirror follows. `OpenBucketVersion`: a version in it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,8 @@ from dbuffer.store.watcher import wait_and_clear
 class OpenBucketVersion(OpenVersion):
     """Version in a bucket. A file is downloaded when it is first read.
 
-    Args:
-        bucket: the bucket.
-        version: the version's record.
-        deltas: downloaded deltas, by the versions that they lead to. :meth:`release` leaves the
-            deltas in it that the next version can need again.
+    ``deltas`` holds downloaded deltas, by the versions that they lead to. :meth:`release` removes
+    the deltas that the next version does not need.
 
     Every method can raise:
         StoreNotFoundError: a file is missing.
@@ -53,18 +50,16 @@ class OpenBucketVersion(OpenVersion):
         self.manifest = version.manifest
         self._deltas = deltas
         self._used: set[VersionId] = set()
-        """Versions whose deltas were opened."""
-        self._is_read_whole = False
+        """Versions whose deltas the next version can need again."""
 
     @property
     def name(self) -> str:
         return self._bucket.name_of(self._record.weights_file.name)
 
     def release(self) -> None:
-        # The store's other buffer holds an earlier version, so the next version's copy into it
-        # applies these deltas again. After a full read there is nothing to apply them to.
-        kept = set() if self._is_read_whole else self._used
-        for version in self._deltas.keys() - kept:
+        # The target's other buffer holds an earlier version: the next copy, into that buffer,
+        # applies these deltas again.
+        for version in self._deltas.keys() - self._used:
             self._deltas.pop(version).close()
 
     def is_unchanged(self) -> bool:
@@ -89,10 +84,7 @@ class OpenBucketVersion(OpenVersion):
         return newest is not None and newest.id == self.manifest.id
 
     def read_into(self, memory: FileTensors, copier: Copier, *, hashed: bool) -> list[int] | None:
-        """Download the version's weights and deltas into ``memory``.
-
-        Return the tensors' checksums, or None without ``hashed``.
-        """
+        """Download the version into ``memory``; return the tensors' checksums if ``hashed``."""
         manifest = self.manifest
         # Copying into a NumPy array releases the GIL.
         target = np.frombuffer(memory.raw[: manifest.checksums_offset], np.uint8)
@@ -102,9 +94,10 @@ class OpenBucketVersion(OpenVersion):
             place[:] = np.frombuffer(data, np.uint8)[: len(place)]  # without the footer
 
         self._bucket.download(self._record.weights_file, put)
-        self._is_read_whole = True
         chain = ChainReader(self, memory.layout)
-        return chain.read(memory, copier, since=manifest.file_version, hashed=hashed)
+        checksums = chain.read(memory, copier, since=manifest.file_version, hashed=hashed)
+        self._used.clear()  # no buffer of the target holds a version to apply these deltas to
+        return checksums
 
     def _fetch_delta(self, version: VersionId) -> Descriptor:
         memory = filesystem.make_memory_file(str(version))
@@ -129,7 +122,7 @@ def newest_version(bucket: Bucket) -> BucketVersion | None:
 
 
 def missing_files(listed: Mapping[str, Listed], version: BucketVersion) -> list[str]:
-    """Return the names of a version's files that are missing or have a wrong size."""
+    """Return the names of a version's files that are missing or have another size."""
     return [
         name
         for name, content in version.files
@@ -138,11 +131,7 @@ def missing_files(listed: Mapping[str, Listed], version: BucketVersion) -> list[
 
 
 class BucketSource:
-    """Bucket that a mirror follows, as a `WeightReceiver` follows a store.
-
-    `AcknowledgementRelay` writes ``record`` to the bucket, together with the records of the
-    receivers of the mirror's target.
-    """
+    """Bucket that a mirror follows. It is also the mirror's receiver, like a `WeightReceiver`."""
 
     record: OwnRecord
     reader: VersionVerifier
@@ -153,7 +142,6 @@ class BucketSource:
         self._poll_interval_s = poll_interval_s
         self._copier = copier
         self._deltas: dict[VersionId, Descriptor] = {}
-        """Downloaded deltas, kept for the next version; see `OpenBucketVersion`."""
         self._seen: BucketVersion | None = None
         self._tag: Tag | None = None
         self._is_woken = threading.Event()
@@ -194,7 +182,7 @@ class BucketSource:
 
     @contextlib.contextmanager
     def open_seen(self, newer_than: int | None = None) -> Iterator[OpenBucketVersion | None]:
-        """Open the version that the last look found, if its number is above ``newer_than``."""
+        """Open the version that was seen last, if its number is above ``newer_than``."""
         version = self._seen
         if version is None or (newer_than is not None and version.id.number <= newer_than):
             yield None
@@ -216,7 +204,7 @@ class BucketSource:
         self._seen = self._tag = None
 
     def _look(self) -> int | None:
-        """Read the newest version's record if it has changed; return the version's number."""
+        """Return the newest version's number. Its record is read only if it has changed."""
         try:
             read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
         except StoreNotFoundError:

@@ -1,12 +1,9 @@
-"""`MirrorLoop`: a mirror's steps, each under a retry with backoff.
+"""`MirrorLoop`: a mirror's steps, each of which is retried with backoff.
 
-A mirror waits until it is elected. Then it copies each newer version, and compares the target with
-the copied version from time to time. If the target was removed, the mirror waits to be elected
-again. A step that fails is logged, reported in the mirror's record, and retried. Only the errors
-in `FINAL`, and errors of ``on_copied``, end a mirror.
-
-`AcknowledgementRelay` copies acknowledgements from the target to the source, in its own thread: a
-copy of a version can take minutes, and the sender must not take its receivers for dead meanwhile.
+A mirror waits until it is elected. Then it copies each newer version. If the target was removed,
+the mirror waits to be elected again. An `AcknowledgementRelay` copies acknowledgements from the
+target to the source in its own thread: while a version is copied, which can take minutes, the
+sender must not take the target's receivers for dead.
 """
 
 from __future__ import annotations
@@ -42,37 +39,23 @@ from dbuffer.store.records import OwnRecord
 logger = logging.getLogger(__name__)
 
 FINAL = (ClosedError, OptionError, WriterSupersededError)
-"""Errors that end a mirror, because no retry can succeed. Errors of ``on_copied`` end it, too.
-
-- `ClosedError`: the mirror was closed, or used in a forked process.
-- `OptionError`: the target is a sender's store or the source itself, or a bucket needs credentials.
-- `WriterSupersededError`: another mirror or sender took the target over.
-"""
+"""Errors that end a mirror. Any error of ``on_copied`` ends it, too."""
 
 NO_STATS = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
 
 
 def mirror_id(target: str) -> str:
-    """Return the receiver id that all mirrors of a target on one machine share.
-
-    A directory is identified by device and inode, because two containers can have different
-    directories at the same path.
-    """
-    where = f"{Process.here().machine} {target}"
+    """Return the receiver id that all mirrors of a target on one machine share."""
+    place = target
+    # By device and inode: two containers can have different directories at the same path.
     with contextlib.suppress(OSError):
         directory = Path(target).stat()
-        where = f"{Process.here().machine} {directory.st_dev} {directory.st_ino}"
-    return f"mirror-{host_in_id()}-{digest(os.fsencode(where))}"
+        place = f"{directory.st_dev} {directory.st_ino}"
+    return f"mirror-{host_in_id()}-{digest(os.fsencode(f'{Process.here().machine} {place}'))}"
 
 
 class MirrorLoop:
-    """Follows a source and copies its versions into a target; see the module.
-
-    Args:
-        source: the store or bucket to copy from.
-        target: the store or bucket to copy into, once this mirror is elected.
-        on_copied: called after each version that was copied.
-    """
+    """Follows a source, and copies its versions into a target."""
 
     def __init__(
         self,
@@ -84,9 +67,8 @@ class MirrorLoop:
         self._target = target
         self._on_copied = on_copied
         self._receiver: UpstreamReceiver | None = None
-        """Receiver of the source, while this mirror is elected and runs."""
+        """Receiver of the source, while this mirror is elected."""
         self._relay: AcknowledgementRelay | None = None
-        """Relay of acknowledgements, from the first copy until the target is closed."""
         self._check_at = 0.0
         self.record = OwnRecord("mirror")
         """Record of this mirror. Before the mirror is elected, no other process sees it."""
@@ -95,13 +77,9 @@ class MirrorLoop:
         self.problem: Exception | None = None
         """Error of the last attempt to be elected, or None if the attempt raised none."""
         self.published: int | None = None
-        """Newest version of the source that the target has, or that need not be copied into it.
-
-        After a copy it is set when ``on_copied`` has returned.
-        """
+        """Newest version of the source that need not be copied any more."""
 
     def run(self, stop: threading.Event) -> None:
-        """Mirror until ``stop`` is set, or an error ends the mirror."""
         try:
             while not stop.is_set():
                 receiver = self._wait_for_turn(stop)
@@ -111,7 +89,6 @@ class MirrorLoop:
             self._close()
 
     def wake(self) -> None:
-        """Look for a newer version soon."""
         if self._receiver is not None:
             self._receiver.wake()
 
@@ -187,10 +164,7 @@ class MirrorLoop:
         return copied
 
     def _note_published(self, receiver: UpstreamReceiver) -> None:
-        """Note which of the source's versions the target has.
-
-        A copy whose commit raised an error can be in the target nevertheless.
-        """
+        """Note which version the target has: a copy can be there although its commit failed."""
         target, source = self._target.newest(), receiver.last_seen
         if target is None or source is None or target.version == self.published:
             return
@@ -208,11 +182,7 @@ class MirrorLoop:
                 self.published = source.id.number
 
     def _check(self) -> None:
-        """Check from time to time that the target still holds the copied version.
-
-        Raises:
-            StoreCorruptError: it does not. The next step copies the version again.
-        """
+        """Check that the target still holds the copied version, or copy it again."""
         self._check_at = time.monotonic() + TIMING.bucket_heartbeat_s
         try:
             if self._relay is not None:

@@ -1,13 +1,4 @@
-"""`Mirror`: copies each newest version of a remote store into a local store.
-
-One process per node reads each version over the network once; every rank of the node maps the local
-store. A full version is read straight into the local weights file. Deltas are applied to an earlier
-version in that file. If the sender publishes checksums, the mirror verifies all tensors before it
-publishes the copy. The copy keeps the version's id and metadata.
-
-Clusters without a common mount use a bucket: one mirror copies versions into the bucket, and one
-mirror on each node copies them out of it.
-"""
+"""`Mirror`: copies each newest version of a store or bucket into another one."""
 
 from __future__ import annotations
 
@@ -40,7 +31,7 @@ from dbuffer.mirror.stores import (
 from dbuffer.mirror.upload import BucketTarget
 from dbuffer.publish.publisher import Publication
 from dbuffer.runtime import options
-from dbuffer.runtime.closing import Closing, ProcessBound
+from dbuffer.runtime.closing import Closing, ProcessBound, join
 from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
@@ -49,16 +40,16 @@ from dbuffer.store.buffer import DoubleBuffer
 logger = logging.getLogger(__name__)
 
 _FIT_S = 10.0
-"""Time after which :meth:`Mirror.start` raises an error that keeps the target from being read."""
+"""Time after which :meth:`Mirror.start` raises an error that lasts."""
 
 
 class Mirror(Closing, ProcessBound):
     """Copies each newest version of a store or bucket into another one.
 
-    Any number of mirrors can be started for one local store. A lock elects one of them, and the
-    others stand by; the kernel releases the lock when the elected mirror's process ends. The mirror
-    relays acknowledgements of the local store's receivers to the remote store, where the sender
-    waits for them.
+    Any number of mirrors can be started for one local store. One is elected, and the others stand
+    by until its process ends. The mirror relays acknowledgements of the local store's receivers to
+    the remote store, where the sender waits for them. A copy keeps the version's id and metadata.
+    If the version has checksums, the mirror verifies all tensors before it publishes the copy.
 
     If the remote store forks from the copied version, the mirror copies the fork. Each receiver of
     the local store decides for itself whether to follow the fork.
@@ -101,7 +92,7 @@ class Mirror(Closing, ProcessBound):
         self._copier = copier = Copier(num_threads)
         source, target = _open_end("remote", remote), _open_end("local", local)
         _require_two_ends(source, target)
-        self._buckets = [end for end in (source, target) if isinstance(end, Bucket)]
+        self._bucket = next((end for end in (source, target) if isinstance(end, Bucket)), None)
         self._source: Upstream = (
             BucketSource(source, poll_s, copier)
             if isinstance(source, Bucket)
@@ -115,10 +106,10 @@ class Mirror(Closing, ProcessBound):
         self._loop = MirrorLoop(self._source, self._target, on_copied)
         self._stop = threading.Event()
         self._starting = threading.Lock()
-        """Held while ``_stop`` and ``_thread`` change."""
+        """Lock to change ``_stop`` and ``_thread``."""
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        """Error that ended the mirror's thread."""
+        self.error: BaseException | None = None
+        """Error that ended the mirror's thread, or None if no error ended it."""
 
     @property
     def is_elected(self) -> bool:
@@ -131,11 +122,6 @@ class Mirror(Closing, ProcessBound):
         return self._loop.published
 
     @property
-    def error(self) -> BaseException | None:
-        """Error that ended the mirror's thread, or None if no error ended it."""
-        return self._error
-
-    @property
     def stats(self) -> dict[str, float]:
         """Counts: ``copied`` (versions), ``copied_bytes``, ``copy_s`` (seconds), ``failures``."""
         return {**NO_STATS, **self._loop.record.current.stats}
@@ -146,7 +132,7 @@ class Mirror(Closing, ProcessBound):
 
         Retries of a part's upload are not counted.
         """
-        return dict(self._buckets[0].requests) if self._buckets else {}
+        return {} if self._bucket is None else dict(self._bucket.requests)
 
     def start(self) -> Self:
         """Mirror in a thread until :meth:`close`; return once receivers can use the local store.
@@ -188,13 +174,12 @@ class Mirror(Closing, ProcessBound):
         """
         thread = self._begin(stop_event, is_awaited=True)
         try:
-            # With a time-out: a signal that comes just before a wait without one is not handled.
-            while thread.is_alive():
+            while thread.is_alive() and not self._stop.is_set():
                 thread.join(TIMING.stop_check_s)
         finally:
             self.close()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def _begin(
         self, stop_event: threading.Event | None = None, *, is_awaited: bool = False
@@ -225,7 +210,7 @@ class Mirror(Closing, ProcessBound):
                 return
             # `run`, `start` or `wait_until_current` raises the error. Log it in case that none of
             # them is waiting.
-            self._error = error
+            self.error = error
             if not is_awaited and self._loop.is_fit.is_set():
                 logger.exception("the mirror of %s has ended", self._source.name)
         finally:
@@ -234,8 +219,8 @@ class Mirror(Closing, ProcessBound):
     def _end(self) -> None:
         self._copier.close()
         self._target.resign()
-        for bucket in self._buckets:
-            bucket.close()
+        if self._bucket is not None:
+            self._bucket.close()
 
     def wait_until_current(self, timeout_s: float = 60.0) -> None:
         """Wait until the local store holds the version that is now the remote store's newest.
@@ -244,7 +229,7 @@ class Mirror(Closing, ProcessBound):
         this method in ``on_copied``.
 
         Raises:
-            OptionError: ``timeout_s`` is not a valid time.
+            OptionError: ``timeout_s`` is invalid.
             WaitTimeoutError: the version was not copied within ``timeout_s``.
             DBufferError: the error that ended this mirror.
         """
@@ -252,8 +237,8 @@ class Mirror(Closing, ProcessBound):
         newest = self._source.newest()
         self._loop.wake()
         while newest is not None and not self._has(newest):
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if time.monotonic() > deadline:
                 problem = self._loop.record.current.problem
                 raise WaitTimeoutError(
@@ -274,26 +259,26 @@ class Mirror(Closing, ProcessBound):
         with self._starting:
             self._stop.set()
             thread = self._thread
-        for bucket in self._buckets:
-            bucket.close()
+        if self._bucket is not None:
+            self._bucket.close()
         if thread is None:
             self._end()
         elif thread is not threading.current_thread():
-            thread.join()
+            join(thread)
 
     def _has(self, newest: Versioned) -> bool:
         pointer = self._target.newest()
         if pointer is None or not pointer.lineage.reaches(newest.id):
             return False
-        is_copied_here = self.is_elected or self._error is not None
+        is_copied_here = self.is_elected or self.error is not None
         return not is_copied_here or (self._loop.published or 0) >= newest.version
 
     def _wait_until_fit(self, thread: threading.Thread) -> None:
         deadline = time.monotonic() + _FIT_S
         while not self._loop.is_fit.wait(TIMING.look_s) and not self._stop.is_set():
             if not thread.is_alive():
-                if self._error is not None:
-                    raise self._error
+                if self.error is not None:
+                    raise self.error
                 return  # there is nothing to mirror
             problem = self._loop.problem
             if problem is None:  # another mirror's copy may take longer than an error may last
@@ -303,7 +288,6 @@ class Mirror(Closing, ProcessBound):
 
 
 def _open_end(name: str, place: str | os.PathLike[str]) -> Path | Bucket:
-    """Return a `Bucket` for a URL, or the path of a directory."""
     checked = options.directory_or_bucket(name, place)
     if isinstance(checked, Path):
         return checked
@@ -335,12 +319,8 @@ def start_mirror(
 ) -> Mirror | None:
     """Start a mirror from ``remote`` to ``local``, for a receiver of ``local``.
 
-    Return None if there are no two stores: ``local`` is None, or the sender's store itself. Every
-    receiver of a node can call this function: one mirror copies, and the others stand by.
-
-    Raises:
-        OptionError: an option is invalid.
-        DBufferError: an error of `Mirror.start`.
+    Return None if ``local`` is None, or the sender's store itself. Every receiver of a node can
+    call this function: one mirror copies, and the others stand by.
     """
     if local is None:
         return None
@@ -356,9 +336,6 @@ def start_mirror(
 
 
 def has_source_at_local(remote: Path, local: Path) -> bool:
-    """Whether ``local`` is a sender's store and ``remote`` does not exist.
-
-    The two paths then name one store, as seen from two hosts, and there is nothing to mirror.
-    """
+    """Whether two paths name one store on two hosts: a sender's, which exists only at ``local``."""
     remote_store, store = (DoubleBuffer(p, allow_shared_store=True) for p in (remote, local))
     return not remote_store.exists() and store.exists() and state_of_senders(store) is not None

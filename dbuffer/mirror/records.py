@@ -1,10 +1,9 @@
 """`AcknowledgementRelay`: copies receivers' records from a mirror's target to its source.
 
-In a store, each record is a file (`StoreRecords`). In a bucket, each mirror has one object, which
-holds the mirror's record and the records of its local store (`BucketRecords`). `ReceiversOfBucket`
-reads these objects. The clocks of two clusters are never compared: a mirror shows that it is alive
-by putting its object again, and a reader measures the time since the object changed by its own
-clock.
+In a store, each record is a file. In a bucket, each mirror has one object, with the mirror's record
+and the records of its local store. The clocks of two clusters are never compared: a mirror shows
+that it is alive by putting its object again, and a reader measures the time since the object
+changed by its own clock.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class StoreRecords:
         self._touched_at = time.monotonic()
 
     def write(self, records: Collection[ReceiverRecord]) -> None:
-        """Write these records, and remove all other records that this writer has written."""
+        """Write these records, and remove the other records that this writer has written."""
         by_key = {_key_of(record): record for record in records}
         for key in self._files.keys() - by_key.keys():
             self._files.pop(key).remove()
@@ -70,7 +69,7 @@ class StoreRecords:
                     file.show_life()
 
     def close(self) -> None:
-        """Stop showing that the receivers are alive. Their records stay in the store."""
+        """Close the files. The records stay in the store."""
         for file in self._files.values():
             file.close()
 
@@ -95,21 +94,20 @@ class BucketRecords:
         self._object = receivers_object(record.current.receiver)
         self._current: list[ReceiverRecord] = []
         self._put: list[ReceiverRecord] = []
-        """Records that were put last."""
         self._put_at = -TIMING.bucket_heartbeat_s
 
     def write(self, records: Collection[ReceiverRecord]) -> None:
         """Put the records, unless the last put was too recent."""
         self._current = [replace(self._mirror.current, is_relayed=True), *records]
-        # Progress of the mirror alone is no reason for a put. Receivers are about to apply the
-        # version that it has copied, and a put now would delay the put of their records.
+        # A put for the mirror's progress alone would delay the next put: of the records of the
+        # receivers, which are about to apply the copied version.
         has_changed = _significant(self._current) != _significant(self._put)
         limit_s = TIMING.bucket_records_s if has_changed else TIMING.bucket_heartbeat_s
         if time.monotonic() - self._put_at >= limit_s:
             self._put_object()
 
     def close(self) -> None:
-        """Put the records once more; the mirror's record can now say that it has ended."""
+        """Put the records once more, with the end of the mirror."""
         self._current = [replace(self._mirror.current, is_relayed=True), *self._current[1:]]
         if self._current != self._put:
             self._put_object()
@@ -122,7 +120,7 @@ class BucketRecords:
 
 
 def _significant(records: list[ReceiverRecord]) -> list[ReceiverRecord]:
-    """Return the records without their times, and the first, the mirror's, without its progress."""
+    """Return records without times; the first one, the mirror's, also without its progress."""
     of_mirror = [replace(record, staged=None, stats={}) for record in records[:1]]
     return [replace(record, updated_at=0.0) for record in (*of_mirror, *records[1:])]
 
@@ -130,11 +128,9 @@ def _significant(records: list[ReceiverRecord]) -> list[ReceiverRecord]:
 class MirrorObject(NamedTuple):
     """Content of a mirror's object when it was read last."""
 
-    e_tag: str | None
-    put_at: float
-    """Time of the object's last put, by the service's clock."""
+    listed: Listed
     changed_at: float
-    """Time when this process saw the object changed, by this host's monotonic clock."""
+    """Time when this process saw that the object had changed, by this host's monotonic clock."""
     records: list[ReceiverRecord]
     fault: str | None
     """Reason that the records cannot be decoded, or None."""
@@ -154,7 +150,7 @@ class ReceiversOfBucket:
         listed = self._bucket.list(RECEIVERS_PREFIX)
         listed = {name: listed[name] for name in listed if is_of_receivers(name)}
         self.objects = {name: self.objects[name] for name in self.objects if name in listed}
-        before = {name: read.e_tag for name, read in self.objects.items()}
+        before = {name: read.listed.e_tag for name, read in self.objects.items()}
         changed = [name for name in listed if before.get(name, "") != listed[name].e_tag]
         self._bucket.in_parallel(lambda name: self._read(name, listed[name]), changed)
         records = [(read, record) for read in self.objects.values() for record in read.records]
@@ -187,17 +183,14 @@ class ReceiversOfBucket:
         else:
             assert read is not None  # noqa: S101 - never None without a tag
             records = read[0].records
-        changed_at = time.monotonic()
-        self.objects[name] = MirrorObject(listed.e_tag, listed.put_at, changed_at, records, fault)
+        self.objects[name] = MirrorObject(listed, time.monotonic(), records, fault)
 
 
 class AcknowledgementRelay:
     """Copies receivers' records from a mirror's target to its source, until :meth:`close`.
 
-    A sender waits for the receivers that have records in its store, but the receivers of a mirror
-    write their records into the mirror's target. If several mirrors form a chain, each relay
-    passes on the records that the relay before it has written. A relay keeps a copied record alive
-    while the receiver itself can be alive, and then copies it once more, marked as ended.
+    A relay keeps a copied record alive while the receiver itself can be alive, and then copies it
+    once more, marked as ended.
     """
 
     def __init__(
@@ -211,7 +204,7 @@ class AcknowledgementRelay:
         self._thread.start()
 
     def close(self) -> None:
-        """Relay all records once more, then stop."""
+        """Relay all records once more, and stop."""
         self._stop.set()
         self._thread.join()
 
@@ -229,17 +222,14 @@ class AcknowledgementRelay:
                 last()
 
     def _relay(self) -> None:
-        # First see which receivers have ended: a record that is read after that is the last one.
+        # First see which receivers have ended: a record that is read after that is final.
         ended = {_key_of(record) for record in self._records if not self._reader.may_live(record)}
         self._records = self._reader.receivers()
         self._writer.write([_relayed(record, ended) for record in self._records])
 
 
 def _relayed(record: ReceiverRecord, ended: Collection[ReceiverKey]) -> ReceiverRecord:
-    """Return the part of a record that concerns the sender.
-
-    The version that the receiver holds is a buffer of the mirror's target, not of the sender.
-    """
+    """Return a record without the facts that concern only the mirror's target."""
     record = replace(record, held=None, stats={}, is_relayed=True)
     if record.has_ended or _key_of(record) not in ended:
         return record

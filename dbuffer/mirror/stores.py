@@ -64,7 +64,7 @@ class StoreSource:
         return self.store.newest_pointer() if self.store.exists() else None
 
     def copied_from(self) -> str | None:
-        """Return the name of the source if a mirror published the newest version, or None."""
+        """Return the name of the mirror's source if the newest version is a copy, or None."""
         pointer = self.store.undamaged_pointer()
         manifest = None if pointer is None else self.store.undamaged_manifest(pointer.buffer)
         if manifest is None or not manifest.is_copy:
@@ -88,11 +88,8 @@ class StoreSource:
 
 
 Upstream: TypeAlias = StoreSource | BucketSource
-"""Store or bucket that a mirror copies from."""
 UpstreamReceiver: TypeAlias = WeightReceiver | BucketSource
-"""Receiver through which a mirror follows its source."""
 OpenUpstream: TypeAlias = OpenStoreVersion | OpenBucketVersion
-"""Open version of a mirror's source."""
 
 
 def copy_deltas(
@@ -104,24 +101,13 @@ def copy_deltas(
 ) -> dict[VersionId, T]:
     """Copy the deltas that lead from the version copied last to an open version.
 
-    Args:
-        last: the version copied last, or None.
-        opened: the version to copy.
-        layout: the copy's layout.
-        target: name of the target, for the log.
-        copy: called for each delta: with the version that the delta leads to, and with the delta's
-            name and file.
-
-    Returns:
-        Results of ``copy``, by version. It is empty if no deltas can be copied; if the open version
-        has deltas, the log then says why.
+    ``copy`` is called for each delta: with the version that the delta leads to, and with the
+    delta's name and file. Return the results of ``copy`` by version, or an empty dictionary if some
+    deltas cannot be copied.
     """
     manifest, copied = opened.manifest, dict[VersionId, T]()
     # If tensors are in parts, the source's deltas do not fit the copy, which joins the parts.
     if last not in manifest.chain[:-1] or manifest.layout_xxh3 != layout.xxh3:
-        if manifest.chain:
-            message = "%s: version %d has no delta: none leads from %s to this layout"
-            logger.info(message, target, manifest.version, last)
         return {}
     try:
         for version in manifest.deltas_after(last):
@@ -136,11 +122,11 @@ def copy_deltas(
 
 
 class OneStoreError(OptionError):
-    """Source and target are one store, seen through two mounts. Receivers can read it directly."""
+    """Source and target are one store, seen through two mounts."""
 
 
 class StoreTarget:
-    """Store that a mirror publishes in, usually on a node's ``/dev/shm``.
+    """Store that a mirror publishes in.
 
     A lock elects one of several mirrors. The kernel releases it when the mirror's process ends.
     """
@@ -153,7 +139,7 @@ class StoreTarget:
         reader_timeout_s: float,
         allow_shared_store: bool,
     ) -> None:
-        self._store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
+        self.receivers = self._store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
         self.name = str(root)
         self._copier = copier
         self._reader_timeout_s = reader_timeout_s
@@ -161,28 +147,18 @@ class StoreTarget:
         self._lock: Descriptor | None = None
         """The lock, if this mirror is elected."""
         self._writer: BufferWriter | None = None
-        """Writer of the store, from the first copy until the target is closed."""
         self._mappings = KeptMappings()
         self._layout: Layout | None = None
-        """Source layout of the version copied last; the next version usually has the same."""
+        """Source layout of the version copied last."""
         self._chain: dict[VersionId, int] = {}
-        """Chain up to the version copied last: versions, and the sizes of their deltas."""
+        """Versions up to the version copied last, with the sizes of their deltas."""
 
     @property
     def is_elected(self) -> bool:
-        """Whether this mirror, and not another process's, copies into the store."""
         return self._lock is not None
 
-    @property
-    def receivers(self) -> DoubleBuffer:
-        """Reader of the records of the target's receivers."""
-        return self._store
-
     def newest(self) -> Pointer | None:
-        """Return the version pointer, or None if there is none or it is damaged.
-
-        The next commit replaces a damaged pointer.
-        """
+        """Return the version pointer, or None if it does not exist or is damaged."""
         with contextlib.suppress(StoreCorruptError):
             return self._store.newest_pointer() if self._store.exists() else None
         return None
@@ -222,7 +198,6 @@ class StoreTarget:
         return True
 
     def resign(self) -> None:
-        """Let another mirror be elected."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -233,11 +208,10 @@ class StoreTarget:
         return self._lock is not None and not filesystem.is_at(self._lock, path)
 
     def is_fit(self, source: Upstream) -> bool:
-        """Whether receivers can use the target: its version has not forked from the source's.
+        """Whether the target's newest version has not forked from the source's.
 
         Raises:
-            WaitTimeoutError: it has forked, and the elected mirror is not copying a version of this
-                source.
+            WaitTimeoutError: it has forked, and the elected mirror follows another source.
         """
         is_prepared = self._is_prepared(source)  # first, because the other mirror can finish now
         if not self._has_forked(source):
@@ -251,13 +225,11 @@ class StoreTarget:
         )
 
     def open(self, source: Upstream) -> None:
-        """Open the store for writing, before the first copy."""
         self._require_other_role(source)
         if self._writer is None:
             self._writer = self._open_writer()
 
     def close(self) -> None:
-        """Close the writer."""
         self._mappings.clear()
         self._chain = {}
         writer, self._writer = self._writer, None
@@ -314,53 +286,45 @@ class StoreTarget:
     ) -> list[int] | None:
         """Fill a draft with an open version; return the tensors' checksums, or None without them.
 
-        If deltas lead from an earlier version that the target holds, only the deltas are read.
-        Checksums then verify the result; if they differ, the full version is read.
-
-        Raises:
-            StoreNotFoundError: files of the version were removed.
+        Only deltas are read if they lead from a version that the target has, and if checksums can
+        verify the result.
         """
         if draft.is_mapped and opened.manifest.checksums_xxh3 is not None:
             since = self._put_earlier(draft, opened)
             checksums = receiver.reader.apply_changes(draft.mapped, since, opened)
             if checksums is not None:
                 return checksums
-        copier, hashed = self._copier, draft.hashed
-        if (
-            isinstance(opened, OpenStoreVersion)
-            and opened.manifest.anchor is None
-            and not draft.is_mapped
-        ):
-            file, path = opened.file.number, opened.path
-            weights = draft.claim.weights
-            return read_tensors(file, path, remote, weights, copier, hashed=hashed)
-        memory = draft.memory()
-        hashed_here = hashed and draft.is_mapped
-        if isinstance(opened, OpenStoreVersion):
-            reader = ChainReader(opened, remote)
-            checksums = reader.read(memory, copier, hashed=hashed_here)
+        copier, hashed = self._copier, draft.hashed and draft.is_mapped
+        if isinstance(opened, OpenBucketVersion):
+            memory = draft.memory()
+            checksums = opened.read_into(memory, copier, hashed=hashed)
+        elif draft.is_mapped or opened.manifest.anchor is not None:
+            memory = draft.memory()
+            checksums = ChainReader(opened, remote).read(memory, copier, hashed=hashed)
         else:
-            checksums = opened.read_into(memory, copier, hashed=hashed_here)
+            file, weights = opened.file.number, draft.claim.weights
+            return read_tensors(file, opened.path, remote, weights, copier, hashed=draft.hashed)
         if draft.is_mapped:
             return checksums
         draft.write(range(len(memory.views)), memory.views)
         return draft.finish_parts(World())
 
     def _put_earlier(self, draft: Draft, opened: OpenUpstream) -> VersionId | None:
-        """Return the version in a draft's file, to apply deltas to, or None if there is none.
+        """Return the version in a draft's file, to apply deltas to, or None if the file has none.
 
-        If no deltas lead from the version in the file, or the file is new, the newest version of
-        the target is first copied into the file: reading memory is faster than reading a network.
+        If no deltas lead from it, copy the target's newest version into the file first. Reading
+        memory is faster than reading a network.
         """
         since, chain = draft.claim.earlier, opened.manifest.chain
         if since in chain or not chain:
             return since
         with contextlib.suppress(*UNDECODABLE, StoreNotFoundError):  # damaged: read it all
             newest = open_newest(self._store, newer_than=None)
-            with contextlib.nullcontext() if newest is None else newest:
-                if newest is None or newest.manifest.id not in chain:
-                    return since
-                if newest.manifest.layout_xxh3 != draft.layout.xxh3:
+            if newest is None:
+                return since
+            with newest:
+                layout_xxh3 = newest.manifest.layout_xxh3
+                if newest.manifest.id not in chain or layout_xxh3 != draft.layout.xxh3:
                     return since
                 ChainReader(newest, draft.layout).read(draft.mapped, self._copier)
                 return newest.manifest.id
@@ -369,10 +333,7 @@ class StoreTarget:
     def _copy_deltas(
         self, opened: OpenUpstream, draft: Draft, writer: BufferWriter
     ) -> dict[VersionId, int]:
-        """Copy the deltas since the version copied last, and return the new chain.
-
-        Without such deltas, return a chain of the open version alone.
-        """
+        """Copy the deltas since the version copied last, and return the new chain."""
 
         def copy(version: VersionId, path: Path | str, file: Descriptor) -> int:
             return writer.add_delta(draft.claim, version, chunks_of(file, path))
@@ -392,19 +353,15 @@ class StoreTarget:
         )
 
     def _has_forked(self, source: Upstream) -> bool:
-        """Whether the target's newest version has forked from the source's newest version."""
         pointer, newest = self.newest(), source.newest()
         if pointer is None or newest is None:
             return False
         return relation(pointer.lineage, newest.lineage) is Relation.FORKED
 
     def _require_source(self, source: Upstream) -> None:
-        """Refuse a target with versions if the source has none and no receiver reads the target.
+        """Refuse a target with versions if the source has none.
 
         If a receiver reads the target, the source may only be unreachable.
-
-        Raises:
-            WaitTimeoutError: the target holds versions, and the source holds none.
         """
         store = self._store
         if self.newest() is None or source.newest() is not None:
@@ -432,11 +389,7 @@ class StoreTarget:
         )
 
     def _require_other_role(self, source: Upstream) -> None:
-        """Refuse a target that is the source itself or a sender's store.
-
-        Raises:
-            OptionError: the target is the source, under another name, or a sender's store.
-        """
+        """Refuse a target that is a sender's store, or the source under another name."""
         if isinstance(source, StoreSource):
             remote, local = source.store.undamaged_writer(), self._store.undamaged_writer()
             if remote is not None and local is not None and local.token == remote.token:
@@ -452,7 +405,7 @@ class StoreTarget:
 
 
 def state_of_senders(local: DoubleBuffer) -> str | None:
-    """Return why a store counts as a sender's, or None if it is a mirror's target or new."""
+    """Return why a store counts as a sender's, or None if it is new or a mirror's target."""
     pointer = local.undamaged_pointer()
     manifest = None if pointer is None else local.undamaged_manifest(pointer.buffer)
     if manifest is not None and not manifest.is_copy:

@@ -1,7 +1,7 @@
 """`BucketTarget`: a bucket as a mirror's target.
 
-A version's files are put first, under names that are never reused for other content. The version's
-record is put last, on the condition that no other mirror has put a record meanwhile.
+The files of a version are put first, under names that are never reused for other content. The
+version's record is put last, if no other mirror has put a record meanwhile.
 """
 
 from __future__ import annotations
@@ -57,20 +57,16 @@ KEEP_ANCHORS = 2
 
 
 class BucketTarget:
-    """Bucket that a mirror publishes versions in.
+    """Bucket that a mirror publishes in.
 
     The mirror that was started last is the bucket's writer. It puts its name into the version's
-    record; the previous writer finds the other name there and stops.
-
-    A version's deltas are put if they lead from the version that was put last. A version's weights
-    file is put if no deltas lead to the version, the chain is long, or a receiver cannot read it.
+    record; the previous writer finds the other name there, and stops.
     """
 
     def __init__(self, bucket: Bucket, copier: Copier) -> None:
         self.name = bucket.url
         self.is_elected = False
         self.receivers = ReceiversOfBucket(bucket)
-        """Reader of the records of the bucket's receivers."""
         self._bucket = bucket
         self._copier = copier
         self._writer = secrets.token_hex(8)
@@ -82,7 +78,7 @@ class BucketTarget:
         self._last: BucketVersion | None = None
         """The record, if this mirror has put it and no file of the version is missing."""
         self._layout: Layout | None = None
-        """Source layout of the version copied last; the next version usually has the same."""
+        """Source layout of the version copied last."""
 
     def elect(self, source: Upstream) -> bool:  # noqa: ARG002 - it is not compared
         self.is_elected = True
@@ -98,11 +94,11 @@ class BucketTarget:
         return True  # its readers are mirrors, which compare versions themselves
 
     def newest(self) -> Manifest | None:
-        """Return the version that this mirror has read or put last, without a request."""
+        """Return the version that this mirror has put last, without a request."""
         return None if self._last is None else self._last.manifest
 
     def open(self, source: Upstream) -> None:
-        """Become the bucket's writer, before the first copy."""
+        """Become the bucket's writer."""
         # This mirror would take the bucket over from the mirror that its source's versions come
         # from, and no new version would arrive.
         if source.copied_from() == self.name:
@@ -156,7 +152,7 @@ class BucketTarget:
             self._take_over(self._last)
 
     def _take_over(self, expected: BucketVersion | None = None) -> None:
-        """Become or remain the writer: put this mirror's name into the record, and check the files.
+        """Put this mirror's name into the record, and check the files.
 
         Raises:
             WriterSupersededError: a mirror that was started later has put the record.
@@ -190,11 +186,7 @@ class BucketTarget:
         raise StoreCorruptError(f"{self.name}: {loss}; uploading the newest version again")
 
     def _is_whole(self, version: BucketVersion) -> bool:
-        """Whether a version has all its files. If it has, delete objects that are not needed.
-
-        Raises:
-            StoreAccessError: the objects cannot be listed.
-        """
+        """Whether a version has all its files. If it has, delete objects that are not needed."""
         listed = self._bucket.list(VERSIONS_PREFIX)
         if missing_files(listed, version):
             return False
@@ -205,11 +197,10 @@ class BucketTarget:
         return True
 
     def _delete_unneeded(self, listed: Mapping[str, Listed], newest: BucketVersion) -> None:
-        """Delete old versions' files, and the records of mirrors that stopped long ago.
+        """Delete the files of old versions, and the records of mirrors that stopped long ago.
 
-        The newest version's files, the last anchors with their deltas, and all files younger than
-        `Timing.bucket_grace_s` stay. A file's age is measured from the time of the newest file, by
-        the service's clock.
+        The files of the newest version, the last anchors with their deltas, and all files younger
+        than `Timing.bucket_grace_s` stay. A file's age is the time from its put to the newest put.
         """
         versions = {name: version for name in listed if (version := version_of(name)) is not None}
         lineage, needed = newest.manifest.lineage, {name for name, _ in newest.files}
@@ -233,14 +224,14 @@ class BucketTarget:
         )
 
     def _put_record(self, version: BucketVersion) -> bool:
-        """Put a version's record; return False if the record has changed since it was read."""
+        """Put a version's record; return False if another record was put meanwhile."""
         tag = self._bucket.put_if(POINTER_OBJECT, encode(version), self._tag)
         if tag is not None:
             self._record, self._tag = version, tag
         return tag is not None
 
     def _read_record(self) -> BucketVersion | None:
-        """Return the version's record, or None. A damaged record is deleted."""
+        """Return the bucket's version, or None. Delete a damaged record."""
         try:
             read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
         except StoreNotFoundError:
@@ -260,28 +251,20 @@ class BucketTarget:
         return self._record
 
     def _needs_weights(self, deltas: dict[VersionId, bytes], layout: Layout) -> bool:
-        """Whether to put a weights file: no deltas lead here, or the chain needs a new anchor."""
+        """Whether to put a weights file, not only deltas."""
         last = self._last
         if last is None or not deltas:
             return True
         since = last.manifest.since_anchor
+        if any(record.unreadable in since for record in self.receivers.last_read()):
+            return True
         sizes = [last.delta_files[version].content.num_bytes for version in since]
-        if is_long([*sizes, *map(len, deltas.values())], layout.num_bytes):
-            reason = "its chain of deltas is long"
-        elif any(record.unreadable in since for record in self.receivers.last_read()):
-            reason = "a receiver cannot read the deltas before it"
-        else:
-            return False
-        logger.info("%s: version %d is put whole: %s", self.name, [*deltas][-1].number, reason)
-        return True
+        return is_long([*sizes, *map(len, deltas.values())], layout.num_bytes)
 
     def _read_weights(
         self, opened: OpenUpstream, receiver: UpstreamReceiver, layout: Layout
     ) -> tuple[memoryview, dict[str, Any]]:
-        """Read a version into memory as a weights file; return the file and its manifest fields.
-
-        It is read completely before the upload, because the sender waits for the open buffer.
-        """
+        """Read a version into memory as a weights file; return the file and its manifest fields."""
         assert isinstance(opened, OpenStoreVersion)  # noqa: S101 - the other end is a store
         memory = new_memory(layout.file_bytes)
         data = memory[: layout.checksums_offset]
@@ -304,7 +287,7 @@ class BucketTarget:
         weights: tuple[memoryview, dict[str, Any]] | None,
         layout: Layout,
     ) -> BucketVersion:
-        """Put a version's files, and return the version's record."""
+        """Put the files of a version, and return its record."""
         last, in_chain = self._last, dict[VersionId, Content]()
         chain = {manifest.id: 0}
         if last is not None and deltas:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any, NoReturn, Self
 
 from dbuffer.errors import ClosedError
+from dbuffer.runtime.timing import TIMING
 
 
 class Closing:
@@ -35,3 +37,10 @@ class ProcessBound:
             f"a {type(self).__name__} belongs to the process that made it, and cannot be handed to "
             "another one: make one there"
         )
+
+
+def join(thread: threading.Thread) -> None:
+    """Wait until a thread ends, and handle signals meanwhile."""
+    # Python handles a signal that comes just before a wait only after the wait.
+    while thread.is_alive():
+        thread.join(TIMING.stop_check_s)

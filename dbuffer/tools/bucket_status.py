@@ -1,13 +1,10 @@
-"""`read_bucket_status`: a bucket's status, as the dictionary of a store's.
-
-Liveness goes by the time at which the service says that an object was put, and by this host's
-clock. A service refuses requests of a host whose clock is far out.
-"""
+"""`read_bucket_status`: a bucket's status, with the keys of a store's."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -31,15 +28,12 @@ _MISSING = "is missing, or has another size: the mirror into the bucket puts it 
 
 
 def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
-    """Return the status, as `dbuffer status --json` prints it; nothing is written.
-
-    It takes a request, lists of the mirrors' records and of the versions' files, and a request for
-    each of these records.
+    """Return the status, as `dbuffer status --json` prints it.
 
     Raises:
-        StoreNotFoundError: there is nothing of a mirror.
+        StoreNotFoundError: no mirror has put anything.
         StoreAccessError: the bucket does not exist, or cannot be read.
-        StoreCorruptError: the record of its newest version is damaged.
+        StoreCorruptError: the record of the newest version is damaged.
     """
     version, readers = newest_version(bucket), ReceiversOfBucket(bucket)
     readers.receivers()
@@ -52,13 +46,15 @@ def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
     manifest = None if version is None else version.manifest
     metadata = {} if manifest is None else manifest.metadata
     records = in_order(
-        replace(record, updated_at=read.put_at) for read, record in readers.latest.values()
+        replace(record, updated_at=read.listed.put_at) for read, record in readers.latest.values()
     )
     return make_status(
         bucket.url,
         "bucket",
         manifest,
-        buffers=[] if version is None else [_version_status(version)],
+        buffers=[]
+        if version is None
+        else [buffer_status("", "newest", version.manifest, partial(_delta_bytes, version))],
         receivers=[
             receiver_status(record, manifest, metadata, is_alive=_may_live(record))
             for record in records
@@ -71,14 +67,11 @@ def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
 
 
 def _may_live(record: ReceiverRecord) -> bool:
+    # By this host's clock: a service refuses requests of a host whose clock is far out.
     age_s = time.time() - record.updated_at
     return not record.has_ended and age_s < TIMING.bucket_presumed_dead_after_s
 
 
-def _version_status(version: BucketVersion) -> dict[str, Any]:
+def _delta_bytes(version: BucketVersion, deltas: Iterable[VersionId]) -> int:
     files = version.delta_files
-
-    def delta_bytes(versions: Iterable[VersionId]) -> int:
-        return sum(files[version].content.num_bytes for version in versions)
-
-    return buffer_status("", "newest", version.manifest, delta_bytes)
+    return sum(files[delta].content.num_bytes for delta in deltas)

@@ -11,7 +11,6 @@ from dbuffer.mirror.download import newest_version
 from dbuffer.tools.doctor.probes import Finding, Outcome, find
 
 NAME = ".dbuffer-doctor"
-"""Name of the two objects that the probes put and delete: a record and a version."""
 
 
 def examine_bucket(url: str) -> list[Finding]:
@@ -32,16 +31,16 @@ def examine_bucket(url: str) -> list[Finding]:
         num_mirrors = sum(map(is_of_receivers, bucket.list(RECEIVERS_PREFIX)))
         return "good", f"mirrors that have put records: {num_mirrors}", "needed at both ends"
 
-    def granted(action: Callable[[], object], use: str, use_without: str) -> Outcome:
+    def granted(
+        action: Callable[[], object],
+        use: str = "needed at the trainer's end",
+        use_without: str = "needed at the trainer's end, not at an engine's",
+    ) -> Outcome:
         try:
             action()
         except StoreAccessError as error:
             return "adapted", str(error), use_without
         return "good", "granted", use
-
-    def at_the_trainer(action: Callable[[], object]) -> Outcome:
-        use = "needed at the trainer's end"
-        return granted(action, use, f"{use}, not at an engine's")
 
     def put_record() -> Outcome:
         use_without = "weights arrive, and the sender gets no acknowledgements from here"
@@ -54,7 +53,7 @@ def examine_bucket(url: str) -> list[Finding]:
             tag = bucket.put(version, b"1")
             tags.extend(bucket.put_if(version, b"2", condition) for condition in (None, tag, tag))
 
-        outcome = at_the_trainer(put)
+        outcome = granted(put)
         if [tag is not None for tag in tags] in ([], [False, True, False]):
             return outcome
         return "broken", "the condition was ignored, or refused", "two mirrors could write by turns"
@@ -64,7 +63,7 @@ def examine_bucket(url: str) -> list[Finding]:
             find("get", get, "no mirror can read"),
             find("list", list_, "no mirror can begin: a pointer that is not there looks refused"),
             find("put records", put_record, ""),
-            find("put versions", lambda: at_the_trainer(lambda: bucket.put(version, b"1")), ""),
+            find("put versions", lambda: granted(lambda: bucket.put(version, b"1")), ""),
             find("conditional put", put_on_condition, ""),
-            find("delete", lambda: at_the_trainer(lambda: bucket.delete([record, version])), ""),
+            find("delete", lambda: granted(lambda: bucket.delete([record, version])), ""),
         ]

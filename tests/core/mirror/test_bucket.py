@@ -47,6 +47,7 @@ from tests.support.object_store import (
     truncate_answer,
 )
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest
+from tests.support.waiting import meanwhile
 
 pytestmark = pytest.mark.timing(
     bucket_list_s=0.05,
@@ -366,8 +367,8 @@ def test_the_mirror_that_was_started_last_is_the_writer(remote, bucket, caplog):
         with mirror(remote, bucket.url) as second:
             until("it has taken over", lambda: newest_version(bucket).writer != writer)
             send(sender, second, 2)
-            until("the first one has ended", lambda: first._error is not None)
-            assert isinstance(first._error, dbuffer.WriterSupersededError)
+            until("the first one has ended", lambda: first.error is not None)
+            assert isinstance(first.error, dbuffer.WriterSupersededError)
             send(sender, second, 3)
             assert newest_version(bucket).id.number == 3
     assert "has ended" in caplog.text
@@ -528,6 +529,20 @@ def test_a_download_goes_on_where_it_broke_off(proxy, bucket_url, bucket, times,
     assert copy == data
     sent = sum(each.sent_bytes for each in proxy.requests[before:])
     assert sent < len(data) + times * (1 << 18), "no more than a piece is got again each time"
+
+
+def test_a_run_that_is_stopped_retries_no_download(remote, local, proxy, bucket_url):
+    def is_file(request: Request) -> bool:
+        return request.method == "GET" and request.path.endswith(".weights")
+
+    with dbuffer.WeightSender(remote) as sender, mirror(remote, bucket_url) as up:
+        send(sender, up, 1, pattern=SMALL)
+    proxy.inject(FAULTS["503"], nth=2, when=is_file, times=1 << 30)  # the first gets the layout
+    stop, down = threading.Event(), Mirror(bucket_url, local)
+    with meanwhile(down.run, stop, after_s=0):
+        until("it retries", lambda: sum(map(is_file, proxy.requests)) > 8)
+        stop.set()
+        until("it has ended", lambda: not down._thread.is_alive(), 5.0)
 
 
 def test_a_late_put_replaces_no_other_content(bucket):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -183,13 +184,16 @@ def mirror_until_killed(connection: Connection, remote: object, local: object) -
 
 def kill_at(route: Route, nth: int, last: Fault, remote: object, local: object) -> None:
     """Mirror in a child that is killed as its nth request comes, if there are so many."""
+    has_started = threading.Event()
+
+    def kill(exchange: Exchange) -> None:
+        assert has_started.wait(TIMEOUT_S)
+        child.signal(signal.SIGKILL)
+        last(exchange)
+
+    route.proxy.inject(kill, nth=nth)
     with Child(mirror_until_killed, remote, local) as child:
-
-        def kill(exchange: Exchange) -> None:
-            child.signal(signal.SIGKILL)
-            last(exchange)
-
-        route.proxy.inject(kill, nth=nth)
+        has_started.set()
         assert child.wait() in (-signal.SIGKILL, 0)
 
 

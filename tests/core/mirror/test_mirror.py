@@ -32,6 +32,7 @@ from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import metrics
 from dbuffer.io import chain_reader
 from dbuffer.mirror import mirror as mirrors
+from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.loop import FINAL, mirror_id
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.mirror.stores import StoreTarget
@@ -94,16 +95,34 @@ def mirror_once(remote: Path, local: Path) -> None:
         one.wait_until_current(TIMEOUT_S)
 
 
-def mirror_until_signal(connection: Connection, remote: Path, local: Path) -> None:
-    """Mirror in the main thread until SIGINT, which the main thread blocks after SIGUSR1."""
+def wait_for_signal(connection: Connection, remote: Path, local: Path, wait: str) -> None:
+    """Wait in the main thread for SIGINT, which the main thread blocks after SIGUSR1."""
     end = threading.Event()
 
     def block(*_: object) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
+    def on_copied(_: Publication) -> None:
+        connection.send("waits")
+        if wait == "close":
+            end.wait()
+
+    def request(_: int) -> None:
+        connection.send("waits")
+        end.wait()
+
     signal.signal(signal.SIGINT, lambda *_: end.set())
     signal.signal(signal.SIGUSR1, block)
-    quick(remote, local, on_copied=lambda _: connection.send("copied")).run(end)
+    mirror = quick(remote, local, on_copied=on_copied)
+    match wait:
+        case "run":
+            mirror.run(end)
+        case "close":
+            mirror.start()
+            until("it is copied", lambda: mirror.stats["copied"])
+            mirror.close()
+        case "requests":
+            Bucket("s3://bucket/policy").in_parallel(request, [1])
     connection.send("ended")
 
 
@@ -113,14 +132,15 @@ def blocks_and_sleeps(pid: int) -> bool:
     return bool(blocked >> (signal.SIGINT - 1) & 1) and "State:\tS" in status
 
 
-def test_a_signal_ends_a_mirror_though_it_wakes_no_wait(remote, local):
-    """A signal that comes just before the main thread waits is handled once the wait is over.
+@pytest.mark.parametrize("wait", ["run", "close", "requests"])
+def test_a_signal_is_handled_during_a_wait_that_it_does_not_interrupt(remote, local, wait):
+    """A signal that comes just before the main thread waits interrupts no wait.
 
     Here another thread gets the signal, since the main thread blocks it.
     """
     publish(remote, 1)
-    with Child(mirror_until_signal, remote, local) as child:
-        assert child.receive() == "copied"
+    with Child(wait_for_signal, remote, local, wait) as child:
+        assert child.receive() == "waits"
         child.signal(signal.SIGUSR1)
         until("its main thread waits, and blocks SIGINT", lambda: blocks_and_sleeps(child.pid))
         child.signal(signal.SIGINT)
@@ -1200,4 +1220,4 @@ def test_on_copied_may_close_it(remote, local):
     until("it is closed", lambda: not one.is_elected)
     one.close()
     assert copied == [1, 2]
-    assert one._error is None
+    assert one.error is None
