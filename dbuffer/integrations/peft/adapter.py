@@ -11,6 +11,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.publish.publisher import Publication
 from dbuffer.publish.sender import WeightSender
+from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.weights.targets import ADAPTER_KEY
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
@@ -18,7 +19,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 def send_adapter(
-    sender: WeightSender,
+    sender: WeightSender | ShardedWeightSender,
     peft_model: PeftModel,
     *,
     adapter: str = "default",
@@ -27,9 +28,13 @@ def send_adapter(
 ) -> Publication:
     """Publish an adapter instead of a model. Use a store either for adapters or for models.
 
+    With a `ShardedWeightSender`, every rank makes this call, with its part of a model that FSDP2 or
+    ZeRO-3 has sharded. The base model's tensors are not gathered.
+
     Args:
         sender: the store's sender.
-        peft_model: the model that has the adapter. It is not changed.
+        peft_model: the model that has the adapter: of a wrapper such as DeepSpeed's engine, the
+            ``module``. It is not changed.
         adapter: name of the adapter in the peft model.
         version: see :meth:`WeightSender.send`.
         metadata: see :meth:`WeightSender.send`. The key ``adapter_config`` is reserved.
@@ -45,9 +50,13 @@ def send_adapter(
             f"the metadata key {ADAPTER_KEY!r} is reserved for the adapter's configuration"
         )
     config = json.loads(json.dumps(values, default=_as_json, sort_keys=True))
-    # The default "auto" makes peft send requests to the hub. Embeddings belong to the base model.
-    state = get_peft_model_state_dict(peft_model, adapter_name=adapter, save_embedding_layers=False)
-    weights = {name: tensor.detach() for name, tensor in state.items()}
+    weights = get_peft_model_state_dict(
+        peft_model,
+        peft_model.state_dict(keep_vars=True),  # copies of ZeRO-3 parameters have no shape
+        adapter,
+        # The default "auto" makes peft send requests to the hub. Embeddings are the base model's.
+        save_embedding_layers=False,
+    )
     return sender.send(weights, version=version, metadata={**(metadata or {}), ADAPTER_KEY: config})
 
 

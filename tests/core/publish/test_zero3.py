@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import distributed, nn
+from torch import nn
 
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightSender
@@ -21,6 +19,7 @@ from tests.support.patterns import assert_same, received
 from tests.support.sharded import mixtral, mounted
 from tests.support.soak import in_turn
 from tests.support.worlds import World
+from tests.support.zero3 import counted_gathers, make_engine, start_deepspeed
 
 pytestmark = [
     pytest.mark.skipif(
@@ -37,20 +36,6 @@ def world(transformers_preloaded: None, tmp_path_factory: Any) -> Iterator[World
         yield world
 
 
-def start_deepspeed(rank: int) -> None:
-    os.environ |= {
-        "DS_ACCELERATOR": "cpu",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(distributed.get_world_size()),
-    }
-    import deepspeed
-
-    # It would compile a way of its own to add up over shared memory, for minutes.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-
-
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -60,45 +45,8 @@ def make_model() -> nn.Module:
     return model.append(nn.Linear(33, 900))
 
 
-def make_engine(persisted: int, model: nn.Module | None = None) -> Any:
-    """An engine of it, that keeps parameters whole below so many elements."""
-    import deepspeed
-
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": persisted},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-    }
-    return deepspeed.initialize(model=model or make_model(), config=config)[0]
-
-
-@contextlib.contextmanager
-def counted_gathers() -> Iterator[list[int]]:
-    """How many parameters were whole at once, each time that one was gathered."""
-    import deepspeed
-
-    gather = deepspeed.zero.GatheredParameters
-    counts, now = [], 0
-
-    class Counting(gather):
-        def __enter__(self) -> Any:
-            nonlocal now
-            now += len(self.params)
-            counts.append(now)
-            return super().__enter__()
-
-        def __exit__(self, *exception: Any) -> Any:
-            nonlocal now
-            now -= len(self.params)
-            return super().__exit__(*exception)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deepspeed.zero, "GatheredParameters", Counting)
-        yield counts
-
-
 def publish(rank: int, store: Path, persisted: int, mount: str) -> None:
-    engine = make_engine(persisted)
+    engine = make_engine(persisted, make_model())
     if rank == 0:
         with WeightSender(store.with_name("alone")) as alone:
             with pytest.raises(dbuffer.InvalidWeightsError, match=r"dbuffer\.ShardedWeightSender"):
@@ -149,7 +97,7 @@ def test_fused_experts_are_gathered_once_and_published_one_by_one(world, store, 
 
 def publish_with_a_full_disk(rank: int, store: Path) -> str:
     """A write that fails on one rank in the middle of the gathers, once."""
-    engine = make_engine(0)
+    engine = make_engine(0, make_model())
     write, left = Draft.write, 2
 
     def fail(self: Any, *arguments: Any) -> None:
