@@ -14,7 +14,14 @@ from typing import Any, Literal, Self
 from dbuffer.errors import OptionError, VersionRegressedError
 from dbuffer.format.layout import digest
 from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, relation
-from dbuffer.format.manifest import ATTEMPT, MAX_INTEGER, is_receiver_id, is_run
+from dbuffer.format.manifest import (
+    ATTEMPT,
+    MAX_INTEGER,
+    Manifest,
+    is_multiple,
+    is_receiver_id,
+    is_run,
+)
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.receive.follow_loop import Forked
 from dbuffer.runtime import options as checks
@@ -44,8 +51,10 @@ class EngineOptions:
     """Version to serve and stay on. Later versions are ignored. It may be in a buffer, kept, or not
     yet published. Not possible with ``local_store``. Default: always the newest version."""
     every: int = 1
-    """Smallest step between the numbers of two versions that the engine serves. With 10, an engine
-    on version 20 switches to the first version from 30 on."""
+    """Take only versions whose number is a multiple of this one."""
+    when: Mapping[str, int] | None = None
+    """Take only versions whose metadata has multiples of these numbers under these keys. With
+    ``{"step": 100}``, the engine takes the versions of the steps 100, 200, and so on."""
     until_done: bool = False
     """Keep each version until the follower's ``done()``, so that an evaluation runs on a single
     version."""
@@ -113,8 +122,17 @@ class EngineOptions:
             _require(self, "version", self.local_store is None, rule)
         checks.whole_number("every", self.every, at_most=MAX_INTEGER)
         checks.flag("until_done", self.until_done)
+        if self.when is not None:
+            is_mapping = isinstance(self.when, Mapping) and len(self.when) > 0
+            is_named = is_mapping and all(isinstance(key, str) for key in self.when)
+            rule = 'numbers by keys of the metadata, as {"step": 100}'
+            _require(self, "when", is_named, rule)
+            for divisor in self.when.values():
+                is_right = type(divisor) is int and 1 <= divisor <= MAX_INTEGER
+                _require(self, "when", is_right, f"{rule}; each number is from 1 to {MAX_INTEGER}")
         is_newest, stays = self.version is None, "with version: the engine stays on that version"
         _require(self, "every", is_newest or self.every == 1, f"1 {stays}")
+        _require(self, "when", is_newest or self.when is None, f"None {stays}")
         _require(self, "until_done", is_newest or not self.until_done, f"false {stays}")
         if self.engine_id is not None:
             is_name = isinstance(self.engine_id, str) and is_receiver_id(
@@ -147,6 +165,15 @@ class EngineOptions:
     def read_store(self) -> str:
         """Store that the ranks read: ``local_store`` if it is set, else ``store``."""
         return self.local_store or self.store
+
+    @property
+    def skips(self) -> bool:
+        """Whether the engine skips some versions on purpose."""
+        return self.every > 1 or self.when is not None
+
+    def takes(self, manifest: Manifest) -> bool:
+        """Whether the engine does not skip this version on purpose."""
+        return is_multiple(manifest.version, manifest.metadata, self.every, self.when or {})
 
     def attests(self, *, on_device: bool) -> bool:
         return on_device if self.attest == "auto" else self.attest

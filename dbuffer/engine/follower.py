@@ -567,7 +567,13 @@ class Follower(Closing):
         """
         following = self._ensure_started().options
         options = replace(
-            following, store=store, local_store=None, version=None, every=1, until_done=False
+            following,
+            store=store,
+            local_store=None,
+            version=None,
+            every=1,
+            when=None,
+            until_done=False,
         )
         once = Follower(self._engine, options, pause=self._pause_mode)
         self._forget()

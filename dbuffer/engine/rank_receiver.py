@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dbuffer.engine.contract import EngineRank, ModelState, describe_weights
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest, rank_id
@@ -102,22 +102,28 @@ class RankReceiver:
             is_ephemeral=instance_id in engine_id,
             only_version=options.version,
             every=options.every,
+            when=dict(options.when or {}),
             problem=state.broken,
         )
         self._write_record()
+        copy: bool | Literal["auto"] = "auto"
+        if options.staging in ("map", "copy"):
+            copy = options.staging == "copy"
+        elif options.skips and options.until_done:
+            copy = True  # a sender would wait for a mapped version, which no newer one replaces
         self._stager = Stager(
             receiver,
             check=self._model.check,
             prepare=self._model.prepare,
-            copy="auto" if options.staging in ("auto", "device") else options.staging == "copy",
+            copy=copy,
             device=rank.device if options.staging == "device" else None,
             pin_memory=rank.on_device and options.staging != "map",
             forked=options.forked,
             version=options.version,
-            every=options.every,
-            # The version to stay on must not be staged again: the sender would wait for it. With
-            # ``every``, the next version to stage is counted from the present one.
-            applied=self._id if options.every > 1 or self._version == options.version else None,
+            takes=options.takes if options.skips else None,
+            # Such a version must not be staged again, as no newer one may replace it for long: the
+            # sender would wait for it.
+            applied=self._id if options.skips or self._version == options.version else None,
             on_found=self._show_engine,
             attest=self._model.attest if self._attests else None,
         )
@@ -163,8 +169,8 @@ class RankReceiver:
                 )
         newest = 0
         with contextlib.suppress(DBufferError, OSError):
-            pointer = self._stager.newest()
-            newest = 0 if pointer is None else pointer.version
+            goal = self._stager.goal()
+            newest = 0 if goal is None else goal.number
         newest = max(self.ranks.gather(newest))
         version = self.options.version or newest
         if newest and newest >= version:
@@ -302,9 +308,10 @@ class RankReceiver:
 
     def _has_already(self, request: UpdateRequest) -> bool:
         newest, has = self._stager.newest(), self._applied
-        goal = request.goal or (None if newest is None else newest.id)
+        goal = request.goal or self._stager.goal()
         if goal is None:
-            raise VersionError(f"nothing was published in {self.options.store} yet")
+            to_take = " that this engine takes" if self.options.skips else ""
+            raise VersionError(f"nothing{to_take} was published in {self.options.store} yet")
         if has is None:
             return False
         number = number_of(goal)

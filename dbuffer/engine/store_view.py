@@ -50,6 +50,8 @@ class StoreView:
         self._rank_ids = [rank_id(self.engine_id, rank) for rank in range(facts.num_ranks)]
         self._seen: set[str] = set()
         self._logged_fork: str | None = None
+        self._choice: tuple[VersionId, Lineage | None] | None = None
+        """Newest version seen, and the newest version that the engine does not skip."""
         self.is_kept = False
         """Whether the engine keeps its version, because of ``until_done``."""
 
@@ -102,7 +104,8 @@ class StoreView:
         """Return the version to switch to, or None if the engine is to keep its version.
 
         By default, it is the newest version, or ``at_least`` if this is above it. The options
-        ``version``, ``every`` and ``until_done`` limit it, except after a fork.
+        ``version``, ``every`` and ``when`` limit it, and so does ``until_done``, except after a
+        fork.
 
         Raises:
             VersionError: the version that the engine is to stay on is gone from the store.
@@ -129,18 +132,34 @@ class StoreView:
         # A published version may not have arrived in the local store yet.
         store = self._origin if at_least is not None and self._origin.exists() else self._store
         newest = self._newest_in(store, served)
-        due = 0
-        if newest and served and relation(served, newest) is not Relation.FORKED:
-            due = served.id.number + self.options.every
-            if at_least is not None and at_least > served.id.number:
-                at_least = max(at_least, due)
-            elif self.is_kept:
+        goal = None if newest is None else self._taken_in(store, newest)
+        leads_on = newest and served and relation(served, newest) is not Relation.FORKED
+        if served and leads_on and (at_least is None or at_least <= served.id.number):
+            if self.is_kept or goal is None or goal.id.number <= served.id.number:
                 return None
-            else:
-                at_least = None
-        if at_least is not None and (newest is None or newest.id.number < at_least):
+            at_least = None
+        if at_least is not None and (goal is None or goal.id.number < at_least):
             return at_least
-        return None if newest is None or newest.id.number < due else newest.id
+        return None if goal is None else goal.id
+
+    def _taken_in(self, store: DoubleBuffer, newest: Lineage) -> Lineage | None:
+        """Return the newest version in a store that the engine does not skip, or None."""
+        if not self.options.skips:
+            return newest
+        if store is not self._store:
+            return kept.newest_taken(store, newest, self.options.takes)
+        if self._choice is None or self._choice[0] != newest.id:
+            taken = kept.newest_taken(store, newest, self.options.takes)
+            self._choice = newest.id, taken
+        taken = self._choice[1]
+        # The ranks may have copied a version that the store no longer has.
+        records = self._rank_records().values()
+        staged = [record.staged for record in records if record is not None and record.staged]
+        ready = min(staged, key=number_of, default=None)
+        is_ready = ready is not None and len(staged) == len(records) and newest.reaches(ready)
+        if ready is not None and is_ready and (taken is None or ready.number > taken.id.number):
+            return newest.to(ready)
+        return taken
 
     def _newest_in(self, store: DoubleBuffer, served: Lineage | None) -> Lineage | None:
         """Return a store's newest version, or None if it has none.
@@ -183,11 +202,11 @@ class StoreView:
                 stop_event.wait(timeout_s)
                 return None
             newer_than = only - 1
-        elif newer_than is not None:
-            if self.is_kept:
-                stop_event.wait(timeout_s)
-                return None
-            newer_than += self.options.every - 1
+        elif newer_than is not None and self.is_kept:
+            stop_event.wait(timeout_s)
+            return None
+        if self._choice is not None:
+            newer_than = max(newer_than or 0, self._choice[0].number)
         return self._receiver.wait_or_follow_fork(newer_than, timeout_s, stop_event)
 
     # States of the ranks and of the engine

@@ -24,6 +24,7 @@ from dbuffer.format.lineage import (
     RUN,
     Count,
     Lineage,
+    Positive,
     Relation,
     Run,
     Token,
@@ -275,8 +276,10 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     """Whether that time can still come: the engine compares, and has copies to compare with."""
     only_version: Count | None
     """Number of the only version that an engine serves, or None if it follows the newest."""
-    every: Count
-    """Least difference between the numbers of two versions that an engine serves."""
+    every: Positive
+    """An engine takes only versions whose number is a multiple of this one."""
+    when: dict[str, Positive]
+    """An engine takes only versions whose metadata has multiples of these numbers."""
     attempt: Token | None
     boot: _Boot
     """Identity of the process among all hosts and containers, with the next two; see `liveness`."""
@@ -318,13 +321,17 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     def lag_behind(self, newest: Lineage, metadata: Mapping[str, Any]) -> Lag | None:
         """Return the receiver's lag behind the newest version, which has this metadata.
 
-        Return None if the receiver has no version, or stays on a version on purpose.
+        Return None if the receiver has no version, stays on a version on purpose, or skips the
+        newest version on purpose.
         """
         if self.lineage is None or self.only_version is not None:
             return None
         lag = lag_between(self.lineage, self.metadata, newest, metadata)
-        is_due = lag.versions >= self.every or relation(self.lineage, newest) is Relation.FORKED
-        return lag if is_due or not lag.versions else None
+        return lag if not lag.versions or self.takes(newest.id.number, metadata) else None
+
+    def takes(self, number: int, metadata: Mapping[str, Any]) -> bool:
+        """Whether the receiver does not skip a version of this number on purpose."""
+        return is_multiple(number, metadata, self.every, self.when)
 
     def has_problem_with(self, number: int, newest: Lineage | None) -> bool:
         """Whether the receiver reports a problem with the store, or with a recent version.
@@ -374,6 +381,21 @@ def step_in(metadata: Mapping[str, Any]) -> int | float | None:
     if not isinstance(step, int | float) or isinstance(step, bool):
         return None
     return step if abs(step) <= sys.float_info.max else None
+
+
+def is_multiple(
+    number: int, metadata: Mapping[str, Any], every: int, when: Mapping[str, int]
+) -> bool:
+    """Whether an engine with the options ``every`` and ``when`` takes a version.
+
+    Its number must be a multiple of ``every``, and its metadata must have, under each key of
+    ``when``, a multiple of the key's number.
+    """
+    values = {key: metadata.get(key) for key in when}
+    return number % every == 0 and all(
+        isinstance(value, int | float) and not isinstance(value, bool) and value % when[key] == 0
+        for key, value in values.items()
+    )
 
 
 def steps_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | float | None:

@@ -126,6 +126,7 @@ class FollowLoop(RetryLoop):
         self._forked = forked
         self._is_due = False
         self._version: int | None = None
+        self._used: int | None = None
         self._is_exact = False
         self.has_forked = False
         """Whether the last attempt found a fork, which the receiver now follows."""
@@ -138,7 +139,7 @@ class FollowLoop(RetryLoop):
         """Time of the next attempt to use that version, or None to wait for a newer version."""
 
     def attempt(self) -> Self:
-        self._version, self._is_exact = None, False
+        self._version, self._used, self._is_exact = None, None, False
         self.has_forked = False
         return super().attempt()
 
@@ -169,6 +170,10 @@ class FollowLoop(RetryLoop):
             self._is_due = False
         return self._version
 
+    def uses(self, version: int) -> None:
+        """Name the version that the attempt uses, if it is older than the newest."""
+        self._used = version
+
     def used(self) -> None:
         """Note that the version was used: clear the failure and the reported problem."""
         if self.succeeded(f"{self._doing} {self._receiver.store}"):
@@ -194,7 +199,8 @@ class FollowLoop(RetryLoop):
         version, last_seen = self._version, self._receiver.last_seen
         if version is not None and last_seen is not None and not self._is_exact:
             version = max(version, last_seen.id.number)  # a newer version was opened instead
-        of = "" if version is None else f"version {version} of "
+        named = self._used or version
+        of = "" if named is None else f"version {named} of "
         problem = f"{self._doing} {of}{self._receiver.store}: {message_of(error)}"
         is_lasting = isinstance(error, errors.WeightsMismatchError) or (
             isinstance(error, errors.StoreCorruptError) and error.is_lasting
@@ -205,7 +211,7 @@ class FollowLoop(RetryLoop):
         self.is_failing, self.failed_version = True, version
         self._retry_at = None if is_lasting else time.monotonic() + self.retry_s
         self._receiver.record.count(failures=1)
-        problem_version = None if version is None or last_seen is None else last_seen.at(version)
+        problem_version = None if named is None or last_seen is None else last_seen.at(named)
         self._receiver.record.write_problem(error, problem_version)
 
     def _wait(

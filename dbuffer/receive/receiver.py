@@ -138,6 +138,12 @@ class WeightReceiver(Closing, ProcessBound):
         """Return the pointer to the newest version, or None if there is none."""
         return self._store.newest_pointer() if self._store.exists() else None
 
+    def newest_taken(self, takes: Callable[[Manifest], bool]) -> VersionId | None:
+        """Return the newest version in the store that ``takes`` accepts, or None."""
+        newest = self.newest()
+        taken = None if newest is None else kept.newest_taken(self._store, newest.lineage, takes)
+        return None if taken is None else taken.id
+
     @property
     def last_seen(self) -> Lineage | None:
         """Lineage of the newest version that this receiver has seen, or None."""

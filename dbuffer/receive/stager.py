@@ -24,7 +24,7 @@ import torch
 from dbuffer import errors
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, number_of, relation
-from dbuffer.format.manifest import MAX_INTEGER, Pointer
+from dbuffer.format.manifest import MAX_INTEGER, Manifest, Pointer
 from dbuffer.io.devices import PageLock, fork_streams, free_on
 from dbuffer.io.tensors import new_memory
 from dbuffer.receive.follow_loop import FollowLoop, Forked
@@ -237,7 +237,7 @@ class Stager(ProcessBound):
             ``pin_memory`` or ``device`` is set, unless later versions will have less to copy.
         pin_memory: page-lock the stager's memory, for faster copies to a device.
         version: stage only this version until it was applied. Default: stage each newest version.
-        every: stage a version only if its number is at least this much above the applied one's.
+        takes: whether to stage a version, by its manifest. Default: each newest version.
         applied: version that the engine has at the start. Only later versions are staged.
         forked: ``"follow"`` stages the newest version after a fork; ``"refuse"`` reports a problem.
         on_found: called before each version is staged.
@@ -256,7 +256,7 @@ class Stager(ProcessBound):
         device: torch.device | None = None,
         pin_memory: bool = False,
         version: int | None = None,
-        every: int = 1,
+        takes: Callable[[Manifest], bool] | None = None,
         applied: VersionId | None = None,
         forked: Forked = "refuse",
         on_found: Callable[[], None] | None = None,
@@ -278,7 +278,7 @@ class Stager(ProcessBound):
         self._memories = threading.Lock()
         """Locked while the thread stages a version, and while it attests one."""
         self._version = version
-        self._every = every
+        self._takes = takes
         self._loop = FollowLoop(receiver, "staging", logger, forked=forked)
         self._interrupt = threading.Event()
         self._condition = threading.Condition()
@@ -292,6 +292,8 @@ class Stager(ProcessBound):
         """Reservation and its end: a ready version that meets it is not replaced until then."""
         self._applied = applied
         """Only versions after this one are staged."""
+        self._skipped = 0
+        """Number of the newest version seen, if there is none to stage until a newer one comes."""
         receiver.record.count(staged=0, staged_bytes=0, stage_s=0.0, evictions=0, failures=0)
         receiver.record.write()
         self._thread = threading.Thread(target=self._run, name="dbuffer-stager", daemon=True)
@@ -300,6 +302,13 @@ class Stager(ProcessBound):
 
     def newest(self) -> Pointer | None:
         return self._receiver.newest()
+
+    def goal(self) -> VersionId | None:
+        """Return the version to stage unless a call requests another one, or None."""
+        if self._takes is not None:
+            return self._receiver.newest_taken(self._takes)
+        pointer = self.newest()
+        return None if pointer is None else pointer.id
 
     def reserve(self, at_least: int | VersionId) -> bool:
         """Keep this version or a later one for a coming :meth:`take`; return whether it's ready."""
@@ -428,7 +437,8 @@ class Stager(ProcessBound):
         if at_least is None:
             version = version or self._version
         last = newest or last_seen
-        goal = version or at_least or (1 if last is None else last.id)
+        default = self.goal() if self._takes is not None else last and last.id
+        goal = version or at_least or default or 1
         if not isinstance(goal, VersionId):
             goal_id = None if newest is None else newest.at(goal)
             return _Request(goal, goal_id, newest, version is not None, needs_tensors)
@@ -455,6 +465,7 @@ class Stager(ProcessBound):
         return self._state is State.CLOSED
 
     def _wake(self) -> None:
+        self._skipped = 0
         self._interrupt.set()
         self._receiver.wake()
         self._condition.notify_all()
@@ -521,9 +532,13 @@ class Stager(ProcessBound):
             with self._condition:
                 request = self._request
                 newer_than, exactly = self._aim()
+                above = max(newer_than or 0, self._skipped)
             with self._loop.attempt():
                 number = None if exactly is None else number_of(exactly)
-                version = self._loop.wait(newer_than, exactly=number, interrupt=self._interrupt)
+                version = self._loop.wait(above, exactly=number, interrupt=self._interrupt)
+                if version is not None and exactly is None and self._takes is not None:
+                    exactly = self._choose(self._takes, version, newer_than)
+                    version = None if exactly is None else exactly.number
                 if version is not None and self._make_room(version):
                     if self._on_found is not None:
                         self._on_found()
@@ -580,11 +595,24 @@ class Stager(ProcessBound):
         )
         if self._version is None:
             above = [] if staged is None else [staged.number]
-            above += [] if applied is None else [applied.number + self._every - 1]
+            above += [] if applied is None else [applied.number]
             return max(above, default=None), None
         if staged is not None and staged.number == self._version:
             return MAX_INTEGER, None  # stage nothing, unless the store forks
         return None, self._version
+
+    def _choose(
+        self, takes: Callable[[Manifest], bool], newest: int, newer_than: int | None
+    ) -> VersionId | None:
+        """Return the version to stage, or None to wait for a version above ``newest``."""
+        goal = self._receiver.newest_taken(takes)
+        if goal is not None and goal.number > (newer_than or 0):
+            self._loop.uses(goal.number)
+            return goal
+        with self._condition:
+            if not self._interrupt.is_set():  # else a call may have requested an earlier version
+                self._skipped = newest
+        return None
 
     def _make_room(self, version: int) -> bool:
         """Drop the staged version in favor of this one; return False if this one is not needed."""

@@ -131,8 +131,8 @@ class _Wait:
 
     def _state(self, record: ReceiverRecord) -> str:
         verb = "stays" if record.stays_below(self._version) else "is"
-        if record.every > 1:
-            verb = f"switches every {record.every} versions and is"
+        if self._is_skipped_by(record):
+            verb = f"skips version {self._version} and is"
         if not self._store.may_live(record):
             verb = "has ended" if _is_certain_of_end(record) else "was"
         state = f"{record.receiver} {verb} {_at(record)}"
@@ -157,6 +157,11 @@ class _Wait:
                 f"{_process_of(record)} stays on version {record.only_version}, and will not "
                 f"apply version {version}"
             )
+        if self._is_skipped_by(record):
+            raise ReceiverFailedError(
+                f"{_process_of(record)} skips version {version} on purpose, {_at(record)}: it "
+                f"takes only versions with multiples of {_multiples_of(record)}"
+            )
         for part in self._parts_of(record):
             if self._is_old(part) or not part.has_problem_with(version, self._newest):
                 continue
@@ -171,6 +176,14 @@ class _Wait:
         limit_s = TIMING.last_word_s if is_certain else TIMING.bucket_presumed_dead_after_s
         if not may_live and self._has_lasted(record, "ended", limit_s):
             raise ReceiverFailedError(f"{_process_of(record)} has ended, {_at(record, 'version ')}")
+
+    def _is_skipped_by(self, record: ReceiverRecord) -> bool:
+        """Whether a receiver skips the version on purpose, as far as the store still shows it."""
+        if record.every == 1 and not record.when:
+            return False
+        version = None if self._newest is None else self._newest.at(self._version)
+        manifest = None if version is None else self._store.manifest_of(version)
+        return manifest is not None and not record.takes(manifest.version, manifest.metadata)
 
     def _is_old(self, record: ReceiverRecord) -> bool:
         """Whether a record is as it was when the writer began."""
@@ -187,6 +200,12 @@ class _Wait:
 def _at(record: ReceiverRecord, noun: str = "") -> str:
     applied = record.applied_version
     return "at no version" if applied is None else f"at {noun}{applied}"
+
+
+def _multiples_of(record: ReceiverRecord) -> str:
+    """Describe the versions that an engine takes, as `100 in "step"`."""
+    by_number = [f"{record.every} as number"] if record.every > 1 else []
+    return ", ".join([*by_number, *(f"{n} in {key!r:.100}" for key, n in record.when.items())])
 
 
 def _is_certain_of_end(record: ReceiverRecord) -> bool:

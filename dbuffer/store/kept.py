@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Callable
 
 from dbuffer.errors import VersionError
 from dbuffer.format import places
-from dbuffer.format.lineage import VersionId, number_of
+from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import Manifest, encode
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
@@ -82,6 +83,21 @@ def require(store: DoubleBuffer, version: int) -> VersionId:
         if manifest.version == version:
             return manifest.id
     raise missing(store, version)
+
+
+def newest_taken(
+    store: DoubleBuffer, newest: Lineage, takes: Callable[[Manifest], bool]
+) -> Lineage | None:
+    """Return the newest version that ``takes`` accepts, or None.
+
+    It is in A, in B or kept, and leads to ``newest`` or is the same.
+    """
+    taken = [
+        manifest.lineage
+        for _, manifest in Contents(store).published()
+        if newest.reaches(manifest.id) and takes(manifest)
+    ]
+    return max(taken, key=lambda lineage: lineage.id.number, default=None)
 
 
 def missing(store: DoubleBuffer, version: int | VersionId) -> VersionError:

@@ -105,6 +105,7 @@ class OwnRecord(ProcessBound):
             is_attestable=False,
             only_version=None,
             every=1,
+            when={},
             attempt=None,
             is_ephemeral=False,
             is_relayed=False,

@@ -145,6 +145,7 @@ def receiver_status(
         "is_attested": record.attested_at is not None,
         "only_version": record.only_version,
         "every": record.every,
+        "when": record.when,
         "problem": record.problem,
     }
 

@@ -238,7 +238,8 @@ class Inside:
         self.checkpoint = save_revealing(0, directory)
 
     def run(self) -> None:
-        server = self.start(until_done=True, poll_interval_s=0.05)
+        evaluation = {"when": {"evaluate": 1}, "until_done": True}
+        server = self.start(**evaluation, poll_interval_s=0.05)
         with dbuffer.WeightSender(self.store) as sender:
             self.wait_for_a_version(server, sender)
             self.have_no_route_of_development_mode(server)
@@ -246,6 +247,7 @@ class Inside:
             self.log_each_switch(server)
             assert self.verify(server) == (EXIT_TIMEOUT, [False])  # which compares nothing
             self.keep_until_done(server, sender)
+            self.skip_one(server, sender)
             server.kill()
             self.publish(sender, 8)
             flags = ["--no-enable-prefix-caching"]
@@ -280,7 +282,7 @@ class Inside:
         )
 
     def publish(self, sender: dbuffer.WeightSender, version: int) -> None:
-        sender.send(revealing_weights(version), version=version)
+        sender.send(revealing_weights(version), version=version, metadata={"evaluate": version})
 
     def follow_one(self, server: Server, sender: dbuffer.WeightSender, version: int) -> None:
         self.publish(sender, version)
@@ -297,6 +299,18 @@ class Inside:
         assert server.client.post("/weights/done").json()["version"] == 5
         sender.wait_applied(6, timeout_s=WAIT_S)
         assert server.answer() == tokens_of(6)
+
+    def skip_one(self, server: Server, sender: dbuffer.WeightSender) -> None:
+        """Skip a version whose metadata lacks the key."""
+        [engine] = sender.receiver_lags()
+        assert server.client.post("/weights/done").json()["version"] == 6
+        sender.send(revealing_weights(7), version=7)
+        with contextlib.suppress(dbuffer.ReceiverFailedError):
+            sender.wait_applied(7, receivers=[engine], timeout_s=WAIT_S)
+            raise AssertionError("the sender was not told")
+        time.sleep(1.0)
+        assert server.answer() == tokens_of(6)
+        assert sender.receiver_lags() == {}
 
     def wait_for_a_version(self, server: Server, sender: dbuffer.WeightSender) -> None:
         """With a dummy's weights it is not ready before there is one."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
 import math
 import threading
 import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import dbuffer
 from dbuffer import errors
+from dbuffer.format.manifest import is_multiple
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import counted, format_bytes
@@ -37,12 +40,25 @@ def follow(
             metavar="SECONDS",
         ),
     ] = None,
+    every: Annotated[
+        int, typer.Option(help="Skip versions whose number is no multiple of this.", metavar="N")
+    ] = 1,
+    when: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Skip versions whose metadata has no multiple of N under this key, as step=100.",
+            metavar="KEY=N",
+        ),
+    ] = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Print each new version. The command acknowledges none, so no sender waits for it."""
     if timeout_s is not None:
         options.seconds("timeout_s", timeout_s)
+    options.whole_number("every", every)
+    divisors = dict(map(_divisor_in, when or ()))
+    takes = functools.partial(is_multiple, every=every, when=divisors)
     version = None
     receiver = dbuffer.WeightReceiver(store, allow_shared_store=allow_shared_store)
     with shared.stopped_by_signals() as stop, receiver:
@@ -53,7 +69,7 @@ def follow(
             for _ in itertools.count() if count is None else range(count):
                 above = "" if version is None else f" above {version}"
                 with progress(f"waiting for a version{above} in {store}"):
-                    fields = _next(receiver, loop, version, timeout_s, stop)
+                    fields = _next(receiver, loop, takes, version, timeout_s, stop)
                 if fields is None:
                     return
                 version = fields["id"].number
@@ -66,6 +82,7 @@ def follow(
 def _next(
     receiver: dbuffer.WeightReceiver,
     loop: FollowLoop,
+    takes: Callable[[int, Mapping[str, Any]], bool],
     newer_than: int | None,
     timeout_s: float | None,
     stop: threading.Event,
@@ -79,8 +96,10 @@ def _next(
                 with receiver.open(newer_than, acknowledge=False) as snapshot:
                     fields = _fields_of(snapshot)
                 loop.used()
-                return fields
-            if not stop.is_set():
+                if takes(fields["id"].number, fields["metadata"]):
+                    return fields
+                newer_than = fields["id"].number
+            elif not stop.is_set():
                 state = DoubleBuffer(receiver.store).state_without_version()
                 raise errors.WaitTimeoutError(
                     f"no new version within {timeout_s:g} s in {receiver.store}{state}"
@@ -90,6 +109,13 @@ def _next(
         if loop.error is not None and time.monotonic() >= deadline:
             raise loop.error
     return None
+
+
+def _divisor_in(text: str) -> tuple[str, int]:
+    key, _, number = text.rpartition("=")
+    if not (number.isascii() and number.isdecimal() and int(number)):
+        options.refuse("when", text, "a key of the metadata and a number, as step=100")
+    return key, int(number)
 
 
 def _fields_of(snapshot: Snapshot) -> dict[str, Any]:

@@ -113,6 +113,9 @@ def places(directory: Path) -> Path:
         (2, "publish", "Missing argument 'CHECKPOINT'"),
         (2, "follow x --pause abort", "--pause"),
         (2, "follow x --timeout-s nan", "invalid timeout_s nan"),
+        (2, "follow x --every 0", "invalid every 0"),
+        (2, "follow x --when step", "invalid when 'step'"),
+        (2, "follow x --when step=0", "invalid when 'step=0'"),
         (2, "mirror x y --count 0", "'--count'"),
         (2, "mirror x y --metrics-port 65536", "'--metrics-port'"),
         (2, "ls ''", "an empty path; is a variable not set?"),
@@ -184,6 +187,20 @@ def test_completion(monkeypatch, capsys):
     monkeypatch.setenv("COMP_WORDS", "dbuffer fol")
     monkeypatch.setenv("COMP_CWORD", "1")
     assert call(capsys)[1].split() == ["follow"]
+
+
+def test_follow_skips_versions(tmp_path):
+    store = tmp_path / "store"
+    chosen = ("--every", 2, "--when", "step=3", "--when", "a=b=1")
+    with (
+        dbuffer.WeightSender(store) as sender,
+        Command(tmp_path, "follow", store, "--json", "--count", 2, *chosen) as follower,
+    ):
+        for version in range(1, 13):
+            sender.send({"w": torch.zeros(8)}, metadata={"step": version, "a=b": version})
+            if version % 6 == 0:
+                assert json.loads(follower.line(version // 6 - 1))["version"] == version
+        assert follower.wait(30) == 0
 
 
 @pytest.mark.parametrize("command", ["follow", "mirror"])
