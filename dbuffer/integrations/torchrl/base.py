@@ -31,8 +31,7 @@ _MIRROR = (*_SHARED, "reader_timeout_s")
 class TransportOptions(SenderOptions):
     """Options of the senders, receivers and mirrors that a scheme makes.
 
-    The scheme is pickled for workers with its options, so a function as ``rename`` must be
-    picklable.
+    The scheme is pickled for workers with its options, so ``rename`` must be picklable.
     """
 
     num_threads: int | None = 1
@@ -43,13 +42,11 @@ class TransportOptions(SenderOptions):
     """Treatment of tensors that an engine does not use; see :class:`EngineOptions`."""
 
     def make_sender(self, store: str | os.PathLike[str]) -> WeightSender:
-        """Open a store for writing. Missing parent directories are created."""
         return WeightSender(store, **self._only(field.name for field in fields(SenderOptions)))
 
     def make_receiver(
         self, store: str | os.PathLike[str], receiver_id: str | None = None
     ) -> WeightReceiver:
-        """Open a store for reading. It need not exist yet."""
         return WeightReceiver(store, receiver_id=receiver_id, **self._only(_RECEIVER))
 
     def open_reader(
@@ -63,20 +60,15 @@ class TransportOptions(SenderOptions):
         return self.make_receiver(local, receiver_id), mirror
 
     def for_engine(self, remote: str, local: str) -> EngineOptions:
-        """Return the options of an engine that follows ``remote`` through its mirror ``local``."""
-        local_store = None if local == remote else local
         shared = self._only((*_RECEIVER, "unused_tensors"))
-        return EngineOptions(store=remote, local_store=local_store, **shared)
+        return EngineOptions(store=remote, local_store=None if local == remote else local, **shared)
 
     def _only(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
 
 
 class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typed
-    """Base of dbuffer's schemes: a TorchRL ``WeightSyncScheme`` that uses a store.
-
-    All errors are ``DBufferError``, and also have the standard types of TorchRL's errors.
-    """
+    """Base of dbuffer's schemes: a TorchRL ``WeightSyncScheme`` that uses a store."""
 
     _model_id: str = DEFAULT_MODEL_ID
     _sender: Any = None
@@ -102,9 +94,11 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         self.num_threads = num_threads
 
     def shutdown(self) -> None:
-        """Close the store on this side. A second call does nothing."""
         super().shutdown()
-        self._close()
+        for part in (self._sender, self._receiver):
+            if part is not None:
+                part.shutdown()
+        self._sender = self._receiver = None
 
     def _require(self, side: Literal["sender", "receiver"]) -> Any:
         part = self._sender if side == "sender" else self._receiver
@@ -113,12 +107,6 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
                 f"this scheme is not a {side}, or was shut down: call init_on_{side}() first"
             )
         return part
-
-    def _close(self) -> None:
-        for part in (self._sender, self._receiver):
-            if part is not None:
-                part.shutdown()
-        self._sender = self._receiver = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_sender": None, "_receiver": None}

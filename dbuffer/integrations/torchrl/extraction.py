@@ -1,7 +1,7 @@
 """Extraction of a model's weights for a store: named tensors, and the bytes of its extra state.
 
-Extra state is the result of modules' ``get_extra_state``, for instance normalization statistics.
-The extra state of all modules is packed into a tensor of bytes with the name ``__extra_state__``.
+The results of all modules' ``get_extra_state`` are packed into a tensor of bytes with the name
+``__extra_state__``.
 """
 
 from __future__ import annotations
@@ -29,19 +29,13 @@ from dbuffer.weights.named_tensors import (
 )
 from dbuffer.weights.transformers_modules import as_checkpoint
 
-EXTRA_STATE = "__extra_state__"
-"""Name of the tensor with the packed extra state. TorchRL uses the same key in a TensorDict of
-weights."""
+EXTRA_STATE = "__extra_state__"  # TorchRL's key in a TensorDict of weights, too
 
 Extracted: TypeAlias = dict[str, torch.Tensor | LazyTensor]
-"""A model's weights by name, ready to be published."""
 
 
 def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
-    """Return the weights of a module, a TensorDict (nested or flat) or a state dict.
-
-    ``extract_weights`` is TorchRL's function that extracts a module's weights.
-    """
+    """Return the weights of a module, a TensorDict (nested or flat) or a state dict."""
     tensors, states = _collect(weights, extract_weights)
     return tensors | ({EXTRA_STATE: _packed(states)} if states else {})
 
@@ -60,7 +54,6 @@ def extract_for_vllm(weights: Any, extract_weights: Callable[[nn.Module], Any]) 
 def _collect(
     weights: Any, extract_weights: Callable[[nn.Module], Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return tensors by dotted name, and extra states by module path."""
     named = _named_values(extract_weights(weights) if is_module(weights) else weights)
     states = {key.rpartition(".")[0]: named.pop(key) for key in list(named) if _is_extra_state(key)}
     if is_module(weights):
@@ -154,7 +147,6 @@ def _plain(value: Any) -> Any:
 
 
 def _from_plain(marked: dict[str, Any]) -> Any:
-    """Reverse `_plain` for a mark whose parts are already decoded."""
     match marked:
         case {"tensor": [str(dtype), list(shape), str(data)], **rest} if not rest:
             flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
@@ -165,7 +157,6 @@ def _from_plain(marked: dict[str, Any]) -> Any:
 
 
 def _named_values(weights: Any) -> dict[str, Any]:
-    """Return tensors by dotted name, and extra state under its keys."""
     if isinstance(weights, TensorDictBase):
         extra = weights.get(EXTRA_STATE, None)
         if extra is None:

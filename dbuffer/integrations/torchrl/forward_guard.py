@@ -23,9 +23,8 @@ _CALL_CHECK_S = 0.5
 class ForwardGuard:
     """Lock between a model's forward calls and loads of its weights. Several calls can run at once.
 
-    In a worker, one thread loads weights while another thread runs the policy. Weights can change
-    between two forward calls of a rollout, as in all TorchRL schemes. The guard does not detect
-    calls that bypass the module: a replayed CUDA graph, or methods other than ``forward``.
+    The guard does not detect calls that bypass the module: a replayed CUDA graph, or methods other
+    than ``forward``.
 
     While a load waits for running calls, no new call begins. Otherwise overlapping calls could
     delay the load forever. But a running call can depend on a new call in another thread, so new
@@ -35,11 +34,8 @@ class ForwardGuard:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._running: dict[int, list[FrameType]] = {}
-        """Torch's frames that run a thread's calls, outermost first, by thread."""
         self._num_waiting = 0
-        """Number of loads that wait for running calls to end."""
         self._num_loading = 0
-        """Number of running loads."""
         self._problem: str | None = None
 
     def attach(self, model: Any) -> None:
@@ -73,11 +69,9 @@ class ForwardGuard:
                 self._condition.notify_all()
 
     def refuse(self, problem: str) -> None:
-        """Make forward calls raise an error, because the weights are a mix of versions."""
         self._problem = problem
 
     def accept(self) -> None:
-        """Let forward calls run again."""
         self._problem = None
 
     def __deepcopy__(self, memo: Any) -> Self:
@@ -139,7 +133,6 @@ def _is_over(frame: FrameType) -> bool:
 
 
 def _calling_frame() -> FrameType:
-    """Return torch's frame that called the current hook."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to a frame
     # torch.compiler.disable adds a frame in between.
     while frame is not None and frame.f_globals["__name__"].startswith((__name__, "torch._dynamo")):

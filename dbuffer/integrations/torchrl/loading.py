@@ -14,11 +14,7 @@ from torch import nn
 
 from dbuffer.errors import OptionError, WeightsMismatchError
 from dbuffer.format.layout import Layout
-from dbuffer.integrations.torchrl.extraction import (
-    EXTRA_STATE,
-    clean_path,
-    unpacked,
-)
+from dbuffer.integrations.torchrl.extraction import EXTRA_STATE, clean_path, unpacked
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.io.tensors import copy_one
 from dbuffer.receive.snapshot import Snapshot
@@ -66,7 +62,6 @@ class StagedVersion:
     def _plan(
         self, model: Any, matcher: Matcher
     ) -> tuple[Match, dict[str, torch.Tensor], list[tuple[nn.Module, Any]]]:
-        """Return the match, tensors that replace tensors on the meta device, and extra states."""
         targets = dict(_targets_of(model, self.layout.all_names))
         to_install = {
             name: torch.empty_like(tensor, device="cpu")
@@ -80,7 +75,6 @@ class StagedVersion:
         return match, to_install, self._states_of(model)
 
     def _states_of(self, model: Any) -> list[tuple[nn.Module, Any]]:
-        """Return the modules whose extra state was published, each with its state."""
         if EXTRA_STATE not in self.tensors:
             return []
         states: dict[str, Any] = unpacked(self.tensors[EXTRA_STATE])
@@ -100,8 +94,7 @@ class StagedVersion:
 def own_memory(model: Any, guard: ForwardGuard) -> None:
     """Replace a model's tensors in shared memory by copies.
 
-    A policy that came to this process through multiprocessing shares its memory with the trainer's
-    policy. A forward call in one process would see values that the other process writes.
+    A policy that came through multiprocessing shares its memory with the trainer's policy.
     """
     shared = _shared_tensors(model)
     with guard.loading():
@@ -170,7 +163,6 @@ def _shared_tensors(model: Any) -> list[torch.Tensor]:
 
 
 def _install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Replace a model's tensor on the meta device by a tensor with values."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
     before = getattr(owner, leaf)

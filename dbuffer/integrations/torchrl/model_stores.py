@@ -24,9 +24,8 @@ PublishedVersion: TypeAlias = tuple[WeightSender, int, tuple[int, ...]]
 """A version's sender, the version's number, and the workers that must apply it."""
 
 _KEY = "torchrl"
-"""Metadata key with two values for the workers. ``is_initial``: whether the version is the first of
-a run, which does not count as an update of the policy. ``after_version``: newest earlier version
-that was sent to all workers."""
+"""Metadata key with ``is_initial``: whether the version is the first of a run, which does not count
+as an update of the policy; and ``after_version``: newest earlier version for all workers."""
 
 
 def store_of(address: str | Path, model_id: str, worker: int | None = None) -> Path:
@@ -38,7 +37,7 @@ def store_of(address: str | Path, model_id: str, worker: int | None = None) -> P
 
 
 def receiver_id(worker: int) -> str:
-    """Return a worker's receiver id. Workers count from 0."""
+    """Return a worker's receiver id."""
     return f"worker-{worker}"
 
 
@@ -85,9 +84,7 @@ class ModelPublisher:
         self._options = options
         self._workers = tuple(range(num_workers))
         self._last_version = earlier_versions.get(store_of(address, model_id).name, 0)
-        """Newest version for all workers; 0 if there is none."""
         self._senders: dict[int | None, WeightSender] = {}
-        """Senders by worker. The sender for all workers has the key None."""
         self._sender(None)  # raises an error now if another trainer has the store open
 
     def publish(
@@ -111,7 +108,6 @@ class ModelPublisher:
         return published
 
     def wait_present(self, timeout_s: float) -> None:
-        """Wait until all workers have opened the store."""
         self.wait([(self._sender(None), 0, self._workers)], timeout_s)
 
     def wait(self, published: Iterable[PublishedVersion], timeout_s: float) -> None:

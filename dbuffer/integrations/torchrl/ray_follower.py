@@ -1,8 +1,7 @@
 """`RayFollower`: keeps an engine in a Ray actor of any class on a store's versions.
 
 Ray can run any function inside an actor. So a :class:`Follower` runs in the actor, beside the
-engine, and a switch is a single task of the actor. No request from another process can run between
-flushing the caches and loading, as it could if separate calls from outside did the switch.
+engine, and a switch is a single task: no request can run between flushing the caches and loading.
 """
 
 from __future__ import annotations
@@ -46,12 +45,8 @@ def is_ray_actor(target: Any) -> bool:
 class RayFollower:
     """Switches an ``LLM`` or ``AsyncLLM`` in a Ray actor on demand.
 
-    The actor's class needs no additional methods. If the actor runs one task at a time, a switch
-    waits until the current task has ended.
-
-    Args:
-        actor: handle of the actor, which is the engine, or has the engine as an attribute.
-        options: options with paths as the actor sees them.
+    ``actor`` is the handle of an actor that is the engine, or has the engine as an attribute. If
+    the actor runs one task at a time, a switch waits until the current task has ended.
     """
 
     def __init__(self, actor: Any, options: EngineOptions) -> None:
@@ -113,7 +108,6 @@ class RayFollower:
 
 
 def _follower_in(instance: Any, options: EngineOptions) -> Follower:
-    """Return the follower in an actor; make a new one if the last one had other options."""
     made: tuple[EngineOptions, Follower] | None = getattr(instance, _FOLLOWER_IN_ACTOR, None)
     if made is not None and made[0] == options:
         return made[1]
@@ -125,7 +119,6 @@ def _follower_in(instance: Any, options: EngineOptions) -> Follower:
 
 
 def _engine_in(instance: Any) -> Engine:
-    """Return the engine that an actor's object is, or has as an attribute."""
     import vllm
     from vllm.v1.engine.async_llm import AsyncLLM
 

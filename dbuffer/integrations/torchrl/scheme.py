@@ -14,12 +14,7 @@ from torchrl.collectors.distributed import DistributedCollector
 from torchrl.weight_update import WeightSyncScheme
 
 from dbuffer.errors import NotReadyError, OptionError, UnsupportedError
-from dbuffer.integrations.torchrl.base import (
-    DEFAULT_MODEL_ID,
-    StoreScheme,
-    Strategy,
-    find_model,
-)
+from dbuffer.integrations.torchrl.base import DEFAULT_MODEL_ID, StoreScheme, Strategy, find_model
 from dbuffer.integrations.torchrl.extraction import Extracted, extract
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.integrations.torchrl.loading import StagedVersion, is_on_meta, unshared
@@ -35,14 +30,11 @@ from dbuffer.weights.targets import Matcher
 
 logger = logging.getLogger(__name__)
 
-WorkerIds = int | Iterable[int] | None
-
 
 class DoubleBufferSyncScheme(StoreScheme):
     """Scheme that brings a model's weights from a collector to its workers through a store.
 
-    Use it as ``weight_sync_schemes={"policy": DoubleBufferSyncScheme(directory)}``. Make a scheme
-    for each model of each collector. A collector's schemes can share an address.
+    Make a scheme for each model of each collector. A collector's schemes can share an address.
 
     Args:
         remote_addr: a directory. The model's store is ``remote_addr/MODEL_ID``.
@@ -76,8 +68,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         super().__init__(remote_addr, local_addr, num_threads, strategy, options)
         self.sync = sync
         self.timeout_s = checks.positive_seconds("timeout_s", timeout_s)
-        # The pickled scheme brings three values to the workers: whether the trainer publishes first
-        # weights, the newest versions of earlier runs, and the index of the first worker.
+        # The pickled scheme brings the next three values to the workers.
         self._has_first_weights = True
         self._earlier_versions: dict[str, int] = {}
         self._first_worker_idx = 0
@@ -87,7 +78,6 @@ class DoubleBufferSyncScheme(StoreScheme):
 
     @property
     def model(self) -> Any:
-        """The model whose weights are sent or loaded, or None if there is none."""
         model = self._model_ref() if self._model_ref is not None else None
         model = find_model(self.context, self._model_id) if model is None else model
         return self._kept_model if model is None else model
@@ -109,9 +99,8 @@ class DoubleBufferSyncScheme(StoreScheme):
         *,
         model: Any = None,
         num_workers: int | None = None,
-        **kwargs: Any,  # noqa: ARG002 - for other schemes: a multiprocessing context
+        **_: Any,
     ) -> None:
-        """Open the store, and determine whether workers must wait for first weights."""
         self.model_id = model_id or DEFAULT_MODEL_ID
         self.context = context
         self.model = self._kept_model = model
@@ -136,11 +125,10 @@ class DoubleBufferSyncScheme(StoreScheme):
                 # TorchRL has no public name for the policy that it passes to nodes.
                 context._policy_to_send = unshared(context._policy_to_send)  # noqa: SLF001
         except BaseException:
-            self._close()
+            self.shutdown()
             raise
 
     def _trained_model(self) -> Any:
-        """Return the trained model, whose weights are published, or None if there is none."""
         policy = None
         if self._has_no_workers and self._model_id == DEFAULT_MODEL_ID:
             # If policy_device differs from the policy's device, the collector runs a copy. TorchRL
@@ -153,12 +141,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         """Whether this scheme sends for a collector that runs the model itself."""
         return self._sender is not None and isinstance(self.context, Collector)
 
-    def _setup_connection_and_weights_on_sender_impl(
-        self,
-        *,
-        worker_idx: int | None = None,  # noqa: ARG002 - all workers read one store
-        weights: Any | None = None,
-    ) -> None:
+    def _setup_connection_and_weights_on_sender_impl(self, *, weights: Any = None) -> None:
         """Publish the first weights without waiting for workers, which may still be starting."""
         published: list[PublishedVersion] = []
         if weights is not None or self._has_first_weights:
@@ -170,7 +153,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             publisher.wait_present(self.timeout_s)
             publisher.wait(published, self.timeout_s)
 
-    def send(self, weights: Any = None, worker_ids: WorkerIds = None) -> None:
+    def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
         """Publish weights, and wait until the chosen workers have applied them.
 
         Args:
@@ -180,8 +163,7 @@ class DoubleBufferSyncScheme(StoreScheme):
 
         Raises:
             WaitTimeoutError: (a ``TimeoutError``) a worker did not apply the weights in time.
-            ReceiverFailedError: a worker cannot apply the weights, or has ended. The message says
-                why.
+            ReceiverFailedError: a worker cannot apply the weights, or has ended.
         """
         if not (self.initialized_on_sender and self.synchronized_on_sender):
             raise NotReadyError("call init_on_sender(), then connect(), before sending weights")
@@ -190,7 +172,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             self._require("sender").wait(published, self.timeout_s)
 
     def _publish(
-        self, weights: Any, worker_ids: WorkerIds, *, is_initial: bool = False
+        self, weights: Any, worker_ids: int | Iterable[int] | None, *, is_initial: bool = False
     ) -> list[PublishedVersion]:
         weights = self._trained_model() if weights is None else weights
         workers = [worker_ids] if isinstance(worker_ids, int) else worker_ids
@@ -212,7 +194,6 @@ class DoubleBufferSyncScheme(StoreScheme):
         return published
 
     def _load_into_collector(self, weights: Any, sender: WeightSender) -> None:
-        """Load published weights into the model of a collector without workers."""
         model = find_model(self.context, self._model_id)
         if model is not None and model is not weights:
             self._guard.attach(model)
@@ -235,18 +216,18 @@ class DoubleBufferSyncScheme(StoreScheme):
         *,
         model: Any = None,
         worker_idx: int | None = None,
-        **kwargs: Any,  # noqa: ARG002 - for other schemes
+        **_: Any,
     ) -> None:
         self.model_id = model_id or DEFAULT_MODEL_ID
         self.context = context
-        if worker_idx is None:
-            worker_idx = getattr(context, "worker_idx", None)
-        self._worker_idx = worker_idx
+        self._worker_idx = (
+            getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
+        )
         self._receiver = WorkerReceiver(
             self.remote_addr,
             self.local_addr,
             self._model_id,
-            0 if worker_idx is None else worker_idx - self._first_worker_idx,
+            0 if self._worker_idx is None else self._worker_idx - self._first_worker_idx,
             self.options,
             self._earlier_versions,
             get_model=lambda: self.model,
@@ -260,12 +241,7 @@ class DoubleBufferSyncScheme(StoreScheme):
                 context.policy = model  # keeps it alive, and the collector's workers can use it
         self.model = model
 
-    def _setup_connection_and_weights_on_receiver_impl(
-        self,
-        *,
-        worker_idx: int | None = None,  # noqa: ARG002 - set in _init_on_receiver_impl
-    ) -> None:
-        """Load the first weights, then follow the stores in the background."""
+    def _setup_connection_and_weights_on_receiver_impl(self, **_: Any) -> None:
         receiver = self._require("receiver")
         if self._has_first_weights or is_on_meta(self.model):
             receiver.wait_for_first(self.timeout_s)
@@ -287,7 +263,6 @@ class DoubleBufferSyncScheme(StoreScheme):
         return self._current_weights() if receiver.wait_loaded(wait_s) else None
 
     def _note_applied(self, is_initial: bool) -> None:
-        """Pass new weights on to the collector's workers, or count the policy's versions."""
         context = self.context
         if context is None:
             return
@@ -309,12 +284,10 @@ class DoubleBufferSyncScheme(StoreScheme):
 
     # Both sides.
 
-    def create_transport(self, **kwargs: Any) -> Any:  # noqa: ARG002 - for other schemes
-        """Raise an error: collectors need no transport."""
+    def create_transport(self, **_: Any) -> Any:
         raise UnsupportedError("this scheme has no transport: call send(), or follow its store")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the options and the versions of earlier runs, for a worker."""
         state: dict[str, Any] = super().__getstate__()
         if not self.initialized_on_sender and not self.initialized_on_receiver:
             # An RPC collector pickles its scheme before there is a sender. It sends its first
@@ -325,9 +298,8 @@ class DoubleBufferSyncScheme(StoreScheme):
 
 
 def _is_by_worker(weights: Any) -> bool:
-    if isinstance(weights, TensorDictBase) or not isinstance(weights, Mapping) or not weights:
-        return False
-    return all(isinstance(worker, int) for worker in weights)
+    is_mapping = isinstance(weights, Mapping) and not isinstance(weights, TensorDictBase)
+    return is_mapping and bool(weights) and all(isinstance(worker, int) for worker in weights)
 
 
 def model_of_factory(context: Any, model_id: str) -> Any:

@@ -29,7 +29,6 @@ from dbuffer.runtime.trouble import RetryLoop
 logger = logging.getLogger(__name__)
 
 ModelMetadata: TypeAlias = Mapping[str, tuple[torch.dtype, torch.Size]]
-"""Tensors' dtypes and shapes by name, as returned by :func:`get_model_metadata`."""
 
 _TURN_S = 0.01
 """Pause between two polls of the store, so that other threads can call the receiver."""
@@ -43,11 +42,8 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
             as in TorchRL's class.
         num_replicas: number of engines that ``update_weights`` waits for.
         strategy, remote_addr, local_addr, num_threads: as in :class:`VLLMDoubleBufferSyncScheme`.
-        timeout_s: how long ``update_weights`` waits for engines, and an engine for its weights.
+        timeout_s: how long ``update_weights`` waits for these engines.
         **options: more options of :class:`VLLMDoubleBufferSyncScheme`.
-
-    Raises:
-        OptionError: (a ``ValueError``) ``remote_addr`` is missing, or an option is invalid.
     """
 
     def __init__(
@@ -91,9 +87,8 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
         super().__init__(scheme)
         self._timeout_s, self._num_replicas = scheme.timeout_s, scheme.num_replicas
         self._num_awaited = 0
-        """Number of engines to wait for; they follow the store."""
+        # Receiver of the engine that this sender updates itself.
         self._receiver: VLLMWeightReceiver | None = None
-        """Receiver of the engine that this sender updates itself, or None."""
 
     def init_all_workers_group(
         self, model_metadata: ModelMetadata, vllm_engine: Any | None = None
@@ -101,18 +96,13 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
         """Make each later ``update_weights`` call wait until engines have applied the weights.
 
         If too few engines apply the weights in time, ``update_weights`` raises a
-        ``WaitTimeoutError``, whose message lists each engine's problem. If ``vllm_engine`` cannot
-        switch, it raises an ``EngineUpdateError``.
+        ``WaitTimeoutError``, whose message lists each engine's problem.
 
         Args:
-            model_metadata: dtype and shape of each tensor.
+            model_metadata: dtype and shape of each tensor, which must fit ``vllm_engine``.
             vllm_engine: engine that ``update_weights`` switches. Default: ``update_weights`` waits
                 for ``num_replicas`` engines that follow the store, by themselves or with a
                 :class:`VLLMWeightReceiver`.
-
-        Raises:
-            WeightsMismatchError: the metadata does not fit the engine. The message lists the
-                differences.
         """
         if vllm_engine is None:
             self._num_awaited = self._num_replicas
@@ -154,11 +144,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             self._thread.start()
 
     def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
-        """Check that weights of these dtypes and shapes fit the engine.
-
-        Raises:
-            WeightsMismatchError: the weights do not fit. The message lists the differences.
-        """
+        """Raise a `WeightsMismatchError` if weights of these dtypes and shapes do not fit."""
         tensors = [
             (name, DTYPE_NAMES.get(dtype, str(dtype)), list(shape))
             for name, (dtype, shape) in model_metadata.items()
@@ -169,10 +155,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             raise WeightsMismatchError("; ".join(dict.fromkeys(mismatches)))
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Apply newer weights; see :meth:`VLLMDoubleBufferWeightReceiver.poll_and_apply`.
-
-        Only an ``LLM`` needs this call: other engines follow in the background.
-        """
+        """Apply newer weights. Only an ``LLM`` needs this call."""
         return super().poll_and_apply(timeout)
 
     def shutdown(self) -> None:

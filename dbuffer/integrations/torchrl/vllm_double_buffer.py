@@ -87,13 +87,12 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         return VLLMDoubleBufferWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
-        """Return a receiver for an engine of any kind that :func:`followers_of` lists."""
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
 
     def create_transport(
         self,
         pipe_or_context: Any = None,  # noqa: ARG002 - for other schemes
-        **kwargs: Any,  # noqa: ARG002
+        **_: Any,
     ) -> VLLMDoubleBufferTransport:
         """Return a transport, whose methods write and read a version directly."""
         return VLLMDoubleBufferTransport(self.remote_addr, self.local_addr, options=self.options)
@@ -112,12 +111,7 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
     # Collectors pass a scheme to both sides. On each side, it makes a sender or a receiver.
 
     def _init_on_sender_impl(
-        self,
-        model_id: str = "policy",
-        context: Any = None,
-        *,
-        model: Any = None,
-        **kwargs: Any,  # noqa: ARG002
+        self, model_id: str = "policy", context: Any = None, *, model: Any = None, **_: Any
     ) -> None:
         self.model_id = model_id
         self._sender = self.create_sender()
@@ -127,50 +121,31 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
             self._sender.register_model(model)
 
     def _init_on_receiver_impl(
-        self,
-        model_id: str = "policy",
-        context: Any = None,
-        *,
-        model: Any = None,
-        **kwargs: Any,  # noqa: ARG002
+        self, model_id: str = "policy", context: Any = None, *, model: Any = None, **_: Any
     ) -> None:
         self.model_id = model_id
         engine = find_model(context, model_id) if model is None else model
         self._receiver = self.create_receiver(engine)
 
-    def _setup_connection_and_weights_on_sender_impl(
-        self,
-        *,
-        worker_idx: int | None = None,  # noqa: ARG002
-        weights: Any = None,
-    ) -> None:
-        """Publish weights if they are given. Otherwise engines keep the weights that they have."""
+    def _setup_connection_and_weights_on_sender_impl(self, *, weights: Any = None) -> None:
         if weights is not None:
             self.send(weights)
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:  # noqa: ARG002 - all engines
-        """Publish weights. Requires ``init_on_sender``."""
         self._require("sender").update_weights(weights)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         self._require("receiver").apply_weights(weights, inplace)
 
     def receive(self, timeout: float | None = None) -> Any:
-        """Apply newer weights; return True, or None if there are none.
-
-        Requires ``init_on_receiver``.
-        """
+        """Apply newer weights; return True, or None if there are none."""
         return self._require("receiver").poll_and_apply(timeout or 0.0) or None
 
 
 class VLLMDoubleBufferTransport:
     """Publishes into a store and reads from it, only when its methods are called.
 
-    Args:
-        remote_addr, local_addr: see :class:`VLLMDoubleBufferSyncScheme`. The receiver reads
-            ``local_addr``.
-        num_threads: number of copying threads, in the sender and in the receiver.
-        options: options of sender and receiver. If given, ``num_threads`` is ignored.
+    The receiver reads ``local_addr``. If ``options`` are given, they replace ``num_threads``.
     """
 
     def __init__(
@@ -194,13 +169,7 @@ class VLLMDoubleBufferTransport:
     def send_weights(self, model_id: str, weights: Any) -> Publication:
         """Publish the tensors that a checkpoint of these weights would have.
 
-        Args:
-            model_id: name of the model in the log.
-            weights: a module, a TensorDict or a state dict.
-
-        Raises:
-            InvalidWeightsError: a tensor cannot be published.
-            StoreBusyError: another sender has the store open.
+        ``weights`` is a module, a TensorDict or a state dict. The log names ``model_id``.
         """
         tensors = extract_for_vllm(weights, TensorDict.from_module)
         publication = self.open_sender().send(tensors)
@@ -231,9 +200,9 @@ class VLLMDoubleBufferTransport:
             strategy: ignored, as in TorchRL.
 
         Raises:
-            WeightsMismatchError: (a ``ValueError``) ``weights`` does not fit, and was not changed.
+            WeightsMismatchError: ``weights`` does not fit, and was not changed.
             SnapshotEvictedError: copying took longer than the sender waits. Do not use the copy.
-            WaitTimeoutError: (a ``TimeoutError``) the mirror did not copy the version in time.
+            WaitTimeoutError: the mirror did not copy the version in time.
         """
         if self._receiver is None:
             opened = self._options.open_reader(self.remote_addr, self.local_addr)
@@ -257,11 +226,9 @@ class VLLMDoubleBufferTransport:
         return received
 
     def check_connection(self) -> bool:
-        """Return True, as in TorchRL: there is no connection that could be lost."""
         return True
 
     def close(self) -> None:
-        """Close the store. Its versions stay in it."""
         for part in (self._sender, self._receiver, self._mirror):
             if part is not None:
                 part.close()
@@ -282,10 +249,7 @@ class VLLMDoubleBufferWeightSender:
         self._model_ref = weakref.ref(model)
 
     def register_collector(self, collector: Any) -> None:
-        """Increment a collector's policy version after each update.
-
-        As in TorchRL, a collector's error is logged, and the update still succeeds.
-        """
+        """Increment a collector's policy version after each update. Its errors are logged."""
         self._collectors.append(collector)
 
     def update_weights(self, weights: Any | None = None) -> None:
@@ -294,8 +258,7 @@ class VLLMDoubleBufferWeightSender:
         Raises:
             NotReadyError: (a ``RuntimeError``) no weights are given, and no model is registered, or
                 the registered model no longer exists.
-            InvalidWeightsError: (a ``ValueError``) a tensor cannot be published.
-            StoreBusyError: another sender has the store open.
+            DBufferError: the errors of :meth:`.WeightSender.send`.
         """
         if weights is None:
             if self._model_ref is None:
@@ -315,7 +278,6 @@ class VLLMDoubleBufferWeightSender:
                 logger.warning("could not increment a collector's policy version", exc_info=True)
 
     def shutdown(self) -> None:
-        """Close the store. A second call does nothing."""
         self._transport.close()
         self._collectors.clear()
 
@@ -326,23 +288,18 @@ class VLLMDoubleBufferWeightSender:
 class VLLMDoubleBufferWeightReceiver:
     """Switches an engine to the store's newest weights at each call of `poll_and_apply`.
 
-    The engine's workers stage a new version while the engine generates. It pauses only while its
-    workers load the version. Either all workers switch or none. :func:`followers_of` lists the
-    kinds of engines. If dbuffer is installed in vLLM's environment, the engine needs no options.
+    :func:`followers_of` lists the kinds of engines. If dbuffer is installed in vLLM's environment,
+    the engine needs no options.
     """
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
         self._scheme = scheme
         self._context: Any = None
-        """Object whose attributes `register_model` finds by a path."""
         self._receiver: WeightReceiver | None = None
-        """Receiver that waits for versions in the store."""
         self._closed = threading.Event()
         self._in_call = threading.RLock()
-        """Held during each call that uses the followers."""
         self._vllm_engine = vllm_engine
         self._followers = self._followers_of(vllm_engine)
-        """Followers, one per engine."""
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Wait for weights that the engine does not have, and apply them.
@@ -354,14 +311,8 @@ class VLLMDoubleBufferWeightReceiver:
             True if newer weights were applied, False if there were none.
 
         Raises:
-            OptionError: (a ``ValueError``) ``timeout`` is not a number of seconds.
-            EngineBusyError: the engine sleeps, or a ``vllm.LLM`` has unfinished requests. The
-                engine was not changed.
-            EngineUpdateError: the engine keeps its weights and serves them. The message says why.
-            EngineBrokenError: the engine's weights are half loaded, and it refuses to serve.
-            UnsupportedError: the engine cannot take weights from a store.
-            EngineUnreachableError: a server or an actor does not answer.
             ClosedError: this receiver was shut down before or during the call.
+            DBufferError: the errors of :meth:`.Follower.sync`.
         """
         timeout_s = checks.seconds("timeout", timeout)
         deadline = time.monotonic() + timeout_s
@@ -383,20 +334,11 @@ class VLLMDoubleBufferWeightReceiver:
         return False
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply weights to the engine now.
+        """Apply weights, such as those of a transport's ``receive_weights``, to the engine now.
 
         These weights are not a version of the store. As in TorchRL, the next poll replaces them by
-        the store's newest version.
-
-        Args:
-            weights: result of a transport's ``receive_weights``, or other weights that fit.
-            inplace: must be True.
-
-        Raises:
-            OptionError: (a ``ValueError``) ``inplace`` is False.
-            EngineUpdateError: the engine keeps its weights and serves them.
-            EngineBrokenError: the engine's weights are half loaded, and it refuses to serve.
-            ClosedError: this receiver was shut down.
+        the store's newest version. ``inplace`` must be True. The errors are those of
+        :meth:`poll_and_apply`.
         """
         if not inplace:
             raise OptionError("weights are applied to an engine in place only: leave inplace=True")
@@ -418,18 +360,12 @@ class VLLMDoubleBufferWeightReceiver:
         return self.poll_and_apply(timeout)
 
     def set_context(self, context: Any) -> None:
-        """Set the object, usually a collector, whose attributes :meth:`register_model` finds."""
         self._context = context
 
     def register_model(self, model_ref: Any) -> None:
         """Update another engine from now on, instead of the current engine.
 
-        Args:
-            model_ref: an engine, or its path in the context, such as ``"policy"``.
-
-        Raises:
-            OptionError: (a ``ValueError``) the context has nothing at this path.
-            UnsupportedError: the object is not an engine. The current engine stays in use.
+        ``model_ref`` is an engine, or its path in the context, such as ``"policy"``.
         """
         is_path = isinstance(model_ref, str) and "://" not in model_ref
         engine = find_model(self._context, model_ref) if is_path else model_ref
@@ -448,13 +384,9 @@ class VLLMDoubleBufferWeightReceiver:
     def shutdown(self) -> None:
         """Stop following; wait for a running switch to end first. The engine keeps its weights.
 
-        If another thread is waiting for weights, its call ends with a ``ClosedError``. A second
-        call of this method does nothing.
-
-        Raises:
-            EngineBusyError: this was called in the event loop of an ``AsyncLLM``.
+        If another thread is waiting for weights, its call ends with a ``ClosedError``.
         """
-        require_another_thread(engine_in(self._vllm_engine))
+        require_another_thread(self._vllm_engine)
         self._closed.set()
         with self._in_call:
             self._stop_following()
@@ -464,8 +396,7 @@ class VLLMDoubleBufferWeightReceiver:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """Context of a call that needs an open receiver. :meth:`shutdown` waits for its end."""
-        require_another_thread(engine_in(self._vllm_engine))
+        require_another_thread(self._vllm_engine)
         with self._in_call:
             self._require_open()
             yield
@@ -523,14 +454,9 @@ class VLLMDoubleBufferWeightReceiver:
 def followers_of(target: Any, options: EngineOptions) -> list[Follower | RayFollower]:
     """Return a follower for each engine in ``target``.
 
-    Args:
-        target: a ``vllm.LLM``, an ``AsyncLLM``, the URL of a server, a Ray actor with an ``LLM`` or
-            ``AsyncLLM``, or TorchRL's ``AsyncVLLM`` (several engines), ``RayLLMWorker``,
-            ``LocalLLMWrapper`` or ``vLLMWrapper``.
-        options: options of the followers.
-
-    Raises:
-        UnsupportedError: ``target`` has no engine.
+    ``target`` is a ``vllm.LLM``, an ``AsyncLLM``, the URL of a server, a Ray actor with an ``LLM``
+    or ``AsyncLLM``, or TorchRL's ``AsyncVLLM`` (several engines), ``RayLLMWorker``,
+    ``LocalLLMWrapper`` or ``vLLMWrapper``.
     """
     engine = engine_in(target)
     if is_ray_actor(engine):
@@ -540,13 +466,10 @@ def followers_of(target: Any, options: EngineOptions) -> list[Follower | RayFoll
     return [Follower(vllm_engine_of(engine), options)]
 
 
-def require_another_thread(engine: Any) -> None:
+def require_another_thread(target: Any) -> None:
     """Raise an error in the event loop of an ``AsyncLLM``, where waiting for it would deadlock."""
-    try:
-        running = asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    if is_async(engine) and AsyncVllm.loop_of(engine) is running:
+    engine, running = engine_in(target), asyncio._get_running_loop()  # noqa: SLF001 - or None
+    if running is not None and is_async(engine) and AsyncVllm.loop_of(engine) is running:
         raise EngineBusyError(IN_ITS_EVENT_LOOP)
 
 

@@ -1,9 +1,8 @@
 """`WorkerReceiver`: keeps a worker's model on the newest weights for this worker.
 
-A worker follows two stores: a store for all workers, and a store for this worker only. Each version
-for a single worker records the newest version for all workers at that time, which gives an order
-across both stores: version 5 for all workers, then this worker's versions that were published after
-version 5, then version 6 for all workers.
+A worker follows two stores: one for all workers, and one for this worker only. Each version for a
+single worker records the newest version for all workers at that time. This orders both stores'
+versions: version 5 for all workers, later versions for this worker, then version 6 for all.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from dbuffer.weights.targets import Matcher
 
 logger = logging.getLogger(__name__)
 
-Order = tuple[int, int]
-"""Number of a version for all workers, and of a later version for this worker, or 0."""
+Order = tuple[int, int]  # a version for all workers, and a later version for this worker, or 0
 
 _NOTHING: Order = (0, 0)
 
@@ -41,22 +39,16 @@ class Feed:
     receiver: WeightReceiver
     mirror: Mirror | None
     is_for_all: bool
-    earlier: int | None
-    """Newest version of earlier runs, whose versions are skipped."""
-    version: int | None
-    """Newest version that was loaded or skipped."""
+    earlier: int | None  # newest version of earlier runs, which are skipped
+    version: int | None  # newest version that was loaded or skipped
 
 
 class WorkerReceiver:
     """Follows both stores of a worker in the background, and loads their newest versions.
 
-    Args:
-        worker: index of this worker, from 0.
-        earlier_versions: newest version of earlier runs, by the store's name. Versions of earlier
-            runs are skipped.
-        get_model: returns the model, which can be another object at each call.
-        applied: called after each load of a new version, when forward calls can run again. Its
-            argument is whether the version is the first of a run.
+    Versions of earlier runs are skipped: ``earlier_versions`` has the newest of them, by the
+    store's name. ``applied`` is called after each load of a new version, when forward calls can run
+    again. Its argument is whether the version is the first of a run.
     """
 
     def __init__(
@@ -78,11 +70,8 @@ class WorkerReceiver:
         # Loads are made by both following threads, by `load_newer` and by `use`.
         self._lock = threading.RLock()
         self._loaded = _NOTHING
-        """Order of the version in the model."""
-        self._announced = _NOTHING
-        """Order of the last version that ``applied`` was called for."""
+        self._announced = _NOTHING  # `applied` was called for this version
         self._has_loaded = threading.Event()
-        """Set at each load, and by :meth:`shutdown`."""
         self._stop_event = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -96,7 +85,6 @@ class WorkerReceiver:
         self._feeds = feed_of(None), feed_of(worker)
 
     def wait_for_first(self, timeout_s: float) -> None:
-        """Wait for the first weights of this run, and load them."""
         self._register()  # before waiting, so that the sender sees this worker
         self._load(self._feeds[0], timeout_s)
         self.load_newer()
@@ -116,12 +104,10 @@ class WorkerReceiver:
         return True
 
     def follow(self) -> None:
-        """Start to load new versions in the background."""
         self._has_loaded.clear()
         for feed in self._feeds:
             name = f"dbuffer-{feed.receiver.store.name}"
-            thread = threading.Thread(target=self._follow, args=(feed,), name=name)
-            thread.daemon = True  # the thread must not keep an ending worker's process alive
+            thread = threading.Thread(target=self._follow, args=(feed,), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -151,7 +137,6 @@ class WorkerReceiver:
                 feed.mirror.close()
 
     def _register(self) -> None:
-        """Write this worker's records, so that the sender sees the worker."""
         for feed in self._feeds:
             feed.receiver.record.write()
 
@@ -171,7 +156,6 @@ class WorkerReceiver:
             self._load(feed, 0.0)
 
     def _load(self, feed: Feed, timeout_s: float) -> None:
-        """Load a store's newest version, unless the model already has a later one."""
         with self._lock:
             while True:
                 try:
