@@ -1,8 +1,7 @@
 """Atropos: a weight bridge that uses a dbuffer store.
 
 ``VLLMWeightBridge`` and ``BridgeConfig`` replace the classes of the same names in Atropos' example
-trainer, with the same methods and fields. After an optimizer step, ``notify_update()`` publishes
-the weights, and returns when all servers generate with them.
+trainer, with the same methods and fields.
 """
 
 from __future__ import annotations

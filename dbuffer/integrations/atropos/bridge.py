@@ -75,30 +75,24 @@ class VLLMWeightBridge:
         self.store = _default_store(config) if store is None else checks.directory("store", store)
         """The store's directory, which the servers must follow."""
         self.device = torch.device(config.device)
-        """Device of the model of :meth:`get_trainable_model`."""
         self.shared_state_dict: Mapping[str, torch.Tensor] = {}
         """Tensors from :meth:`attach_to_vllm_weights`."""
         self.nccl_group: None = None
         """Always None, like ``gloo_group``: the bridge shares no process group with engines."""
         self.gloo_group: None = None
         self._ranks = World()
-        """The trainer's processes."""
         self._owns_group = False
-        """Whether this bridge has initialized ``torch.distributed``."""
         self._server: VllmServer | None = None
-        """The server in local mode, on rank 0."""
         self._mapping = ParameterMapping(mapping_path(config.directory))
         self._sender: Sender | None = None
-        """Sender while the bridge is open."""
         self._model: nn.Module | None = None
-        """Model of :meth:`get_trainable_model`."""
         self._update_count = 0
         self._version: int | None = None
-        """Newest version published. In local mode, None after the server has applied it."""
+        """Newest version, or None if the server in local mode has applied it."""
 
     @property
     def param_mappings(self) -> dict[str, Any]:
-        """The mapping's entry for each of the trainer's parameters; empty without a mapping."""
+        """The mapping's entry for each of the trainer's parameters."""
         return self._mapping.entries
 
     @property
@@ -116,8 +110,7 @@ class VLLMWeightBridge:
             OptionError: (a ``ValueError``) the mapping cannot be read or does not fit the attached
                 tensors, or ``init_method`` is invalid.
             RankFailedError: (a ``RuntimeError``) the trainer's ranks did not connect in time.
-            StoreBusyError: another sender has the store.
-            StoreAccessError: the store cannot be used.
+            DBufferError: the errors of :class:`~dbuffer.WeightSender`.
         """
         if self._sender is not None:
             return
@@ -148,8 +141,7 @@ class VLLMWeightBridge:
 
         Args:
             vllm_state_dict: the trainer's tensors under its names, for instance
-                ``dict(model.named_parameters())``. Each update reads them. The bridge does not
-                share memory with an engine.
+                ``dict(model.named_parameters())``. Each update reads them.
 
         Raises:
             InvalidWeightsError: a tensor cannot be published.
@@ -199,10 +191,7 @@ class VLLMWeightBridge:
 
         Raises:
             NotReadyError: (a ``RuntimeError``) the bridge was not initialized, or has no weights.
-            InvalidWeightsError: a tensor cannot be published.
-            StoreFullError, StoreAccessError: the filesystem refused to write.
-            WriterSupersededError: another sender took over the store.
-            RankFailedError: a rank was lost.
+            DBufferError: the errors of :meth:`.WeightSender.send`.
         """
         sender, weights = self._require_sender(), self._weights
         if weights is None:
@@ -225,7 +214,6 @@ class VLLMWeightBridge:
             EngineUnreachableError: (local mode) the server does not answer.
             EngineUpdateError: (local mode) the server answers the notification with an error.
             RankFailedError: a rank was lost.
-            NotReadyError: (a ``RuntimeError``) the bridge was not initialized.
         """
         sender, version = self._require_sender(), self._version
         if version is None:
@@ -258,7 +246,7 @@ class VLLMWeightBridge:
             self._version = None
 
     def cleanup(self) -> None:
-        """Close the store and the server's client. The store keeps the last version."""
+        """Close the store, which keeps the last version."""
         for part in (self._server, self._sender, self._ranks):
             if part is not None:
                 part.close()
@@ -283,7 +271,7 @@ class VLLMWeightBridge:
 
     @property
     def _rank_patience_s(self) -> float:
-        """How long ranks wait for each other; rank 0 may be waiting for servers meanwhile."""
+        """How long ranks wait for each other. Rank 0 may be waiting for servers meanwhile."""
         return self.config.timeout_seconds + self._rank_timeout_s
 
     def _join_ranks(self) -> None:
@@ -315,7 +303,6 @@ class VLLMWeightBridge:
         return self._model if self._model is not None else self.shared_state_dict or None
 
     def _permuted(self, weights: Weights) -> Weights:
-        """Return the weights in the servers' layout."""
         if not self._mapping.permuted:
             return weights
         from transformers import AutoConfig

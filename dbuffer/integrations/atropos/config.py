@@ -22,7 +22,6 @@ class BridgeConfig:
     """
 
     trainer_rank: int = 0
-    """Rank of this process in the trainer."""
     world_size: int = 1
     """Number of the trainer's processes. If above 1, each of them makes a bridge and all calls."""
     init_method: str = "env://"
@@ -33,17 +32,13 @@ class BridgeConfig:
     model_name: str = ""
     """Hugging Face name or directory of :meth:`VLLMWeightBridge.get_trainable_model`'s model."""
     device: str = "cuda"
-    """Device to train this model on."""
     timeout_seconds: float = 300.0
     """Maximum seconds from an update until the servers generate with it."""
     log_dir: str | None = None
     """Directory that trainer and servers see. Default: the environment variable ``LOGDIR``."""
     vllm_api_url: str = "http://localhost:9001"
-    """URL of the server in local mode."""
     use_cuda_ipc: bool = False
-    """Must stay False: GPU memory is not shared through files."""
     num_gpus_per_node: int = field(default_factory=torch.cuda.device_count)
-    """Unused. Accepted because Atropos has this setting."""
 
     def __post_init__(self) -> None:
         if self.use_cuda_ipc:
@@ -78,8 +73,7 @@ class BridgeConfig:
     def from_training_config(cls, config: Any) -> Self:
         """Make a configuration from Atropos' ``TrainingConfig``, or an object with its attributes.
 
-        As in Atropos, ``log_dir`` comes from the environment variable ``LOGDIR``, and the server's
-        URL from ``config.vllm_port``. ``config.single_copy`` sets ``use_cuda_ipc``.
+        As in Atropos, ``log_dir`` comes from the environment variable ``LOGDIR``.
         """
         names = ("trainer_rank", "world_size", "init_method", "num_inference_nodes")
         return cls(

@@ -1,8 +1,8 @@
 """`ParameterMapping`: names and layouts from Atropos' file ``vllm_bridge_config.json``.
 
-A server writes the file for the trainer, or the trainer for a server. Most entries map a name to
-itself. If several names are mapped to the same name, they are the parts of a fused projection. The
-parts are published under their original names, because the engine's loader fuses them.
+Most entries map a name to itself. If several names are mapped to the same name, they are the parts
+of a fused projection. The parts are published under their original names, because the engine's
+loader fuses them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 MAPPING_FILE = "vllm_bridge_config.json"
 PATH_VARIABLE = "VLLM_BRIDGE_CONFIG_PATH"
-"""Environment variable with the path of the mapping file that Atropos' servers write."""
 
 _RETRY_S = 0.1
 _QUERY = re.compile(r"(?:^|\.)(?:wq|q_proj)\.")
@@ -83,10 +82,8 @@ class ParameterMapping:
             if rule.kind != "name" or (rule.text != rule.to and targets[rule.to] == 1)
         )
         self.entries: dict[str, Any] = content.get("param_mappings", {})
-        """The file's ``param_mappings``."""
         permuted = (name for name, entry in self.entries.items() if entry.get("needs_permute"))
         self.permuted = frozenset(permuted)
-        """Trainer's names of the tensors with ``needs_permute``; see `rotary`."""
 
     def check(self, names: Iterable[str]) -> None:
         """Raise an error if the mapping does not fit the trainer's tensors of these names."""
@@ -106,10 +103,7 @@ class ParameterMapping:
     def permute(
         self, tensors: Mapping[str, torch.Tensor], num_heads: int, num_kv_heads: int
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors, after converting those with ``needs_permute`` to halves.
-
-        See `rotary` for this layout.
-        """
+        """Return the tensors, after converting those with ``needs_permute``; see `rotary`."""
         heads = {name: _heads_of(name, num_heads, num_kv_heads) for name in self.permuted}
         return {
             name: permute_for_rotary(tensor.detach(), heads[name]) if name in heads else tensor
@@ -122,10 +116,6 @@ def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
 
     A mapping is needed if ``VLLM_BRIDGE_CONFIG_PATH`` names its file. It is also needed if
     ``config.directory`` is set, except in local mode with a stock ``server``, which writes none.
-
-    Raises:
-        NotReadyError: (a ``RuntimeError``) the mapping is needed, and was not written in time.
-        OptionError: (a ``ValueError``) the mapping cannot be read.
     """
     path, timeout_s = mapping_path(config.directory), config.timeout_seconds
     is_named = bool(os.environ.get(PATH_VARIABLE))
@@ -156,10 +146,7 @@ def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
 
 
 def _is_part(rule: Rule) -> bool:
-    """Whether a tensor and its new name are in the same module, as parts of a projection are.
-
-    The last two parts of a name are the projection and its parameter.
-    """
+    """Whether a tensor and its new name are in the same module, as parts of a projection are."""
     module = str(rule.to).split(".")[:-2]
     return str(rule.text).split(".")[: len(module)] == module
 

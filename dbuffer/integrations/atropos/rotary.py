@@ -17,15 +17,12 @@ from dbuffer.errors import InvalidWeightsError
 
 
 def permute_for_rotary(w: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Convert a projection from interleaved pairs to halves.
+    """Convert a projection from interleaved pairs to halves; return a new tensor of its shape.
 
     Args:
         w: weight ``[n_heads * head_dim, in_features]`` or bias ``[n_heads * head_dim]`` of a query
             or key projection.
         n_heads: number of heads in this projection. Keys can have fewer heads than queries.
-
-    Returns:
-        A new tensor of the same shape.
 
     Raises:
         InvalidWeightsError: (a ``ValueError``) ``w`` cannot be split into ``n_heads`` heads with an

@@ -1,4 +1,4 @@
-"""Calls to the inference server in local mode, which follows the store by itself.
+"""Calls to the inference server in local mode.
 
 A server with Atropos' bridge routes is notified of each version. A stock vLLM server is not
 notified: it follows the store with the middleware ``FollowStore``.
@@ -40,7 +40,6 @@ def is_stock(server: VllmServer) -> bool:
 
 
 def _has_route(server: VllmServer, method: str, path: str, **options: Any) -> bool:
-    """Call a route, and return whether the server has it."""
     try:
         server.request(method, path, **options)
     except UnsupportedError:

@@ -7,24 +7,20 @@ import os
 import socket
 import subprocess
 from pathlib import Path
-from typing import TypeAlias
 
 from dbuffer.errors import NotReadyError
 
 NODELIST_VARIABLES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
-"""Environment variables with the job's host list: the current name, and an older one."""
 
 NCCL_PORT, GLOO_PORT, INFERENCE_PORT = 26756, 26757, 26758
 """Atropos' ports for process groups. The bridge does not use them."""
-
-Urls: TypeAlias = tuple[str | None, str | None, str | None, list[str] | None]
 
 _HOSTS_FILE = Path("/etc/hosts")
 _SCONTROL_TIMEOUT_S = 60.0
 
 
 def _job_nodes() -> list[str]:
-    """Return the nodes of this SLURM job, as ``scontrol`` lists them, or an empty list."""
+    """Return the nodes of this SLURM job, or an empty list."""
     hostlist = next(filter(None, map(os.environ.get, NODELIST_VARIABLES)), None)
     if hostlist is None:
         return []
@@ -47,7 +43,9 @@ def _job_nodes() -> list[str]:
     return result.stdout.split()
 
 
-def get_inference_urls(num_inference_nodes: int) -> Urls:
+def get_inference_urls(
+    num_inference_nodes: int,
+) -> tuple[str | None, str | None, str | None, list[str] | None]:
     """Return the addresses of Atropos' process groups, and the nodes that run engines.
 
     Args:
@@ -57,10 +55,6 @@ def get_inference_urls(num_inference_nodes: int) -> Urls:
     Returns:
         ``host:port`` of the NCCL, Gloo and inference groups, and the list of nodes. All four are
         None if the number is negative, or outside of a SLURM job.
-
-    Raises:
-        NotReadyError: (a ``RuntimeError``) ``scontrol`` is missing, or cannot expand the job's
-            host list.
     """
     if num_inference_nodes == 0:
         first, nodes = "localhost", ["localhost"]

@@ -1,7 +1,4 @@
-"""LightRFT: :class:`BroadcastManager` sends weights through a store and replaces LightRFT's class.
-
-The trainer calls :mod:`.manager`, and :mod:`.configuration` reads the trainer's strategy.
-"""
+"""LightRFT: :class:`BroadcastManager` replaces LightRFT's class, and sends through a store."""
 
 from __future__ import annotations
 

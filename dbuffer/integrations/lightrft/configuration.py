@@ -26,11 +26,10 @@ SGLANG_NAMES = (
 """Names of a vision-language model, from transformers to SGLang. Other parts may have any names."""
 
 DEFAULTS: dict[str, Any] = {"fsdp": False, "zero_stage": 2, "bf16": True, "text_only": False}
-"""LightRFT's defaults, for settings that a strategy does not have."""
 
 
 def engine_type_of(strategy: Any) -> str:
-    """Return a strategy's ``engine_type``: ``"vllm"`` or ``"sglang"``."""
+    """Return a strategy's ``engine_type``, one of :data:`ENGINE_TYPES`."""
     engine_type: str = strategy.engine_type
     if engine_type not in ENGINE_TYPES:
         raise UnsupportedError(
@@ -100,7 +99,6 @@ def _module(strategy: Any, actor: Any) -> nn.Module:
 
 
 def _has_adapters(module: nn.Module) -> bool:
-    """Whether a module has peft adapters of any method."""
     if "peft" not in sys.modules:
         return False
     from peft import PeftModel

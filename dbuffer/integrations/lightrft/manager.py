@@ -144,7 +144,6 @@ class BroadcastManager(Closing):
         self._opened.close()
 
     def _weights_on_all_ranks(self) -> Weights:
-        """Return this rank's weights, after all ranks have checked that theirs can be published."""
         with self._agreement.step("read its configuration"):
             return weights_of(self.strategy, self.actor)
 

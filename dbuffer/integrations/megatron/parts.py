@@ -19,8 +19,7 @@ from dbuffer.io.tensors import flat_view
 from dbuffer.weights.lazy_tensor import HeldRows, LazyTensor
 
 OWNERS_PER_RANK = 1 << 16
-"""Maximum number of owners per rank. An owner is a parameter of a rank. 31 bits are enough for the
-owners of 32768 ranks."""
+"""Maximum number of parameters of a rank, which own elements of exported tensors."""
 
 
 Strided: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -31,7 +30,6 @@ class Cut(NamedTuple):
     """Place of this rank's part in a tensor that is cut along a dimension into a part per rank."""
 
     parameter: str
-    """Name of the parameter that has the part."""
     dimension: int
     first: int
     """First index of the part along the dimension."""
@@ -109,14 +107,10 @@ class Part:
     """Part of an exported tensor, with the place of its elements in a parameter of this rank."""
 
     name: str
-    """Exported name of the tensor."""
     shape: tuple[int, ...]
-    """Shape of the part."""
     whole_shape: tuple[int, ...]
-    """Shape of the exported tensor."""
     cut: Cut
     elements: Strided
-    """Place of the part's elements in the parameter."""
 
     def is_in(self, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
         """Whether this part of an exported tensor equals the parameter's elements, bit for bit."""
@@ -153,7 +147,6 @@ def _refuse_gather() -> torch.Tensor:
 
 
 def _first_line(tensor: torch.Tensor, dimension: int) -> torch.Tensor:
-    """Return the elements along a dimension, at index 0 of all other dimensions."""
     return tensor[tuple(slice(None) if d == dimension else 0 for d in range(tensor.ndim))]
 
 

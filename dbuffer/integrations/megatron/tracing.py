@@ -18,10 +18,8 @@ from dbuffer.errors import RankFailedError, UnsupportedError
 from dbuffer.integrations.megatron.parts import OWNERS_PER_RANK, Cut, Part, strides_of
 
 Numbers: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Function that returns numbers in place of a parameter's elements."""
 
 Exported: TypeAlias = Iterator[tuple[str, torch.Tensor]]
-"""Iterator of the names and tensors that a bridge exports."""
 
 
 def tensors_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
@@ -36,10 +34,8 @@ def tensors_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
 class Tracer:
     """Search for this rank's parts. It is collective: all ranks make each export, to its end.
 
-    Args:
-        bridge: mbridge's bridge of the models.
-        models: this rank's models, without wrappers.
-        groups: groups of ranks over which a parameter can be cut.
+    ``models`` are this rank's models, without wrappers; ``bridge`` is mbridge's bridge of them.
+    ``groups`` are the groups of ranks over which a parameter can be cut.
     """
 
     def __init__(
@@ -56,10 +52,8 @@ class Tracer:
             )
         self._first = distributed.get_rank() * OWNERS_PER_RANK + 1  # 0 is no owner
         self._names = dict(enumerate(self._tensors, self._first))
-        """Names of this rank's parameters, by their owner numbers."""
         self._device = next(models[0].parameters()).device
         self._error: Exception | None = None
-        """Error that ended this rank's search."""
         self.refused: dict[str, None] = {}
         """Names of exported tensors that do not consist of one part per rank."""
 
@@ -107,10 +101,7 @@ class Tracer:
                     self._error = error
 
     def _find_cuts(self) -> dict[int, Cut]:
-        """Return the cuts of tensors that this rank has parts of, by their indices in an export.
-
-        A tied embedding is exported twice, from both ends of the pipeline.
-        """
+        """Return the cuts of tensors that this rank has parts of, by their indices in an export."""
         owner_of = {id(self._tensors[name]): owner for owner, name in self._names.items()}
         end, cuts = self._first + len(self._names), dict[int, Cut]()
 

@@ -1,6 +1,6 @@
-"""`MegatronWeights`: a Megatron model's weights as HuggingFace tensors, in parts on each rank.
+"""`MegatronWeights`: a Megatron model's weights as Hugging Face tensors, in parts on each rank.
 
-mbridge exports a model under HuggingFace's names: it gathers, joins and cuts parameters, tensor by
+mbridge exports a model under Hugging Face's names: it gathers, joins and cuts parameters, tensor by
 tensor. The first publish traces the export (`tracing`). All publishes then use each rank's parts
 (`parts`), which are views of the rank's parameters, so that nothing is gathered.
 """
@@ -26,8 +26,8 @@ class MegatronWeights:
     """Weights of a Megatron model under the names of mbridge's export, published without a gather.
 
     Pass it to `ShardedWeightSender.send` on all ranks. The first time, the ranks export three
-    times: twice with four bytes per element, to trace the export, and then to compare their parts
-    with the weights. On a network mount, tensors that are cut by columns are gathered.
+    times: twice with four bytes per element, and once to compare their parts with the weights. On a
+    network mount, tensors that are cut by columns are gathered.
 
     Args:
         bridge: mbridge's bridge of the model.
@@ -45,11 +45,8 @@ class MegatronWeights:
         self._bridge = bridge
         self._models = [_unwrapped(model) for model in models]
         self._parts: dict[str, Part] | None = None
-        """Parts by exported name, or None before the first publish."""
         self._refused: list[str] = []
-        """Names of exported tensors that cannot be published in parts."""
         self._shapes: Shapes = {}
-        """Dtypes and shapes at the first publish of the parameters that have parts."""
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:

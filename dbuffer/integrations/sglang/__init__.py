@@ -1,13 +1,9 @@
 """SGLang: engines and servers that follow a store, with any TP size.
 
-* :func:`follow` keeps an ``sglang.Engine`` or a server on the newest version
-  (:mod:`.follow_sglang`);
+* :func:`follow` keeps an ``sglang.Engine`` or a server on the newest version;
 * :func:`versions_of` returns the versions that generated the tokens of an output;
 * :func:`load_from_store` is the ``custom_weight_loader`` that receives weights in the engine's
-  processes (:mod:`.loader`).
-
-:mod:`.sglang_engine` drives an engine. In SGLang's scheduler processes, the loader uses
-:mod:`.rank`, and :mod:`.weight_calls` detects weights that SGLang writes without dbuffer.
+  processes, with :mod:`.rank`. :mod:`.weight_calls` detects weights that SGLang writes itself.
 
 A name is imported when it is first used, and SGLang with it.
 """

@@ -11,8 +11,6 @@ from dbuffer.engine.follower import Follower
 from dbuffer.integrations.sglang.sglang_engine import OfflineSglang, sglang_engine_of
 
 SglangPause = Literal["keep", "abort"]
-"""Treatment of requests in flight. ``"keep"``: they continue with the new weights, after SGLang has
-recomputed their caches. ``"abort"``: they are aborted."""
 
 
 @overload
@@ -53,8 +51,9 @@ def follow(
             ``Engine``, call the follower's ``sync()`` between generations. A server is switched in
             the background, until ``close()``.
         store: the store's directory, as this process and the engine's processes see it.
-        pause: treatment of requests in flight during a switch: ``"keep"`` (SGLang's
-            ``retract``) or ``"abort"``. Unused for an ``Engine``, which has no requests in flight.
+        pause: treatment of requests in flight during a switch of a server. ``"keep"``: they
+            continue with the new weights, after SGLang has recomputed their caches (SGLang's
+            ``retract``). ``"abort"``: they are aborted.
         api_key: API key of a server.
         **options: fields of :class:`EngineOptions`. With ``version``, the engine switches to this
             version and stays on it.

@@ -1,8 +1,7 @@
 """`load_from_store`: the ``custom_weight_loader`` that receives weights in an engine's processes.
 
 SGLang calls it on all ranks, between two steps. It must not raise an error, which would end the
-process and the engine. Instead, it writes problems into the engine's record in the store, which the
-follower reads.
+engine. It writes problems into the engine's record in the store instead, which the follower reads.
 """
 
 from __future__ import annotations

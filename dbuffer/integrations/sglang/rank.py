@@ -41,9 +41,6 @@ class SchedulerRank(EngineRank):
         """Return a check that uses a copy of the model without data.
 
         Call this in the scheduler's thread.
-
-        Raises:
-            UnsupportedError: the model cannot be copied, or SGLang could not load it again.
         """
         model = self.module
 
@@ -134,10 +131,7 @@ def require_as_loaded(copy: torch.nn.Module, serving: torch.nn.Module) -> None:
 
 
 def form_and_loader(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """Return a parameter's shape, dtype, and whether it has a loader.
-
-    A parameter without a loader cannot be loaded as a part of a fused tensor.
-    """
+    """Return a parameter's shape, dtype, and whether it has a loader, which fused tensors need."""
     return parameter.shape, parameter.dtype, hasattr(parameter, "weight_loader")
 
 

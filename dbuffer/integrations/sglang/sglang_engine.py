@@ -27,7 +27,6 @@ from dbuffer.format.manifest import host_in_id
 from dbuffer.store.buffer import DoubleBuffer
 
 LOADER = "dbuffer.integrations.sglang.load_from_store"
-"""Required entry of ``custom_weight_loader`` when an engine is started."""
 
 _PAUSES = {"keep": "retract", "abort": "abort"}
 """SGLang's names of the pause modes. SGLang has no mode that waits for requests to finish."""
@@ -44,11 +43,7 @@ def to_tensors(request: RankRequest | None) -> list[tuple[str, torch.Tensor]]:
 
 
 def from_tensors(tensors: list[tuple[str, torch.Tensor]]) -> RankRequest | None:
-    """Decode the tensors of :func:`to_tensors`.
-
-    Raises:
-        OptionError: the tensors are not a request, or another version of dbuffer made it.
-    """
+    """Decode the tensors of :func:`to_tensors`."""
     try:
         [(text, _)] = tensors
         request = json.loads(text)["request"]
@@ -61,7 +56,6 @@ def from_tensors(tensors: list[tuple[str, torch.Tensor]]) -> RankRequest | None:
 
 
 def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
-    """Return the facts about an engine from its server information."""
     if LOADER not in (info.get("custom_weight_loader") or []):
         raise UnsupportedError(
             f"this engine was not started for dbuffer: start an Engine with custom_weight_loader="
@@ -102,7 +96,6 @@ class _Sglang(Engine):
         return [None if request.options is None else _refusal(request.options)]
 
     def _send(self, request: RankRequest | None, *, flush_cache: bool = False) -> None:
-        """Send a request to all ranks. None is a request to do nothing."""
         raise NotImplementedError
 
     def _flush_caches(self) -> None:
@@ -115,10 +108,7 @@ class _Sglang(Engine):
 
 
 def _refusal(options: EngineOptions) -> RankAnswer:
-    """Return the problem in the engine's record as an error, or None if the engine can follow.
-
-    The ranks write the problem into the record because they must not raise errors.
-    """
+    """Return the problem in the engine's record as an error, or None if the engine can follow."""
     store = DoubleBuffer(options.read_store, allow_shared_store=options.allow_shared_store)
     if not store.exists():
         return None
@@ -230,11 +220,7 @@ class SglangServer(_Sglang, EngineServer):
             self.request("POST", "/begin_weight_update", json=begin)
 
     def is_paused(self) -> None:
-        """Return None: SGLang has no route that tells whether the server is paused.
-
-        ``/ready`` gives the same answer for a paused server as for a server that is starting. So
-        the next switch ends a pause that another process began.
-        """
+        """Return None: SGLang has no route that tells whether the server is paused."""
 
     def pause(self, mode: PauseMode) -> None:
         self._has_paused = True

@@ -1,8 +1,7 @@
 """Detection of weights that SGLang writes or discards without dbuffer, in its scheduler processes.
 
 The functions in SGLang's dispatch table can no longer be replaced when the engine serves. So this
-module replaces functions that they look up at each call. SGLang keeps the engine's weight version
-in another process, where a follower removes it the next time it checks the engine.
+module replaces functions that they look up at each call.
 """
 
 from __future__ import annotations

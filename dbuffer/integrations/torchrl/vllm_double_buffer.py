@@ -334,10 +334,10 @@ class VLLMDoubleBufferWeightReceiver:
         return False
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply weights, such as those of a transport's ``receive_weights``, to the engine now.
+        """Apply weights to the engine now, for instance from a transport's ``receive_weights``.
 
         These weights are not a version of the store. As in TorchRL, the next poll replaces them by
-        the store's newest version. ``inplace`` must be True. The errors are those of
+        the store's newest version. ``inplace`` must be True. Raises the errors of
         :meth:`poll_and_apply`.
         """
         if not inplace:

@@ -1,9 +1,7 @@
 """TRL: a trainer's weights go to vLLM servers through a store, without a process group.
 
-* :func:`over_store`, for `GRPOTrainer` and all other trainers that generate with vLLM servers
-  (:mod:`.syncing`);
-* :class:`StoreWeightTransfer`, for ``AsyncGRPOTrainer(weight_transfer=...)``
-  (:mod:`.asynchronous`).
+* :func:`over_store`, for `GRPOTrainer` and all other trainers that generate with vLLM servers;
+* :class:`StoreWeightTransfer`, for ``AsyncGRPOTrainer(weight_transfer=...)``.
 """
 
 from __future__ import annotations

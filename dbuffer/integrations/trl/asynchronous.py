@@ -17,9 +17,7 @@ from dbuffer.runtime import options
 class StoreWeightTransfer:
     """TRL's ``WeightTransferProtocol`` over a store: ``AsyncGRPOTrainer(weight_transfer=...)``.
 
-    The servers follow the store. They keep generating while weights are published and staged, and
-    each server pauses only for its switch. Servers can start late or restart, because there is no
-    process group.
+    The servers follow the store, and each of them pauses only for its switch.
 
     Args:
         store: the store's directory, as the servers see it.
@@ -43,7 +41,6 @@ class StoreWeightTransfer:
         **sender: Unpack[SenderKeywords],
     ) -> None:
         self.store = options.directory("store", store)
-        """The store's directory."""
         options.names("receivers", receivers)
         self._receivers = receivers
         self._timeout_s = options.positive_seconds("timeout_s", timeout_s)
@@ -51,7 +48,6 @@ class StoreWeightTransfer:
         self._options = sender
         self._sender: WeightSender | None = None
         self.version: int | None = None
-        """Newest version published."""
 
     def init_weight_transfer(self) -> None:
         """Open the store. TRL calls this object's methods only in its main process."""
@@ -77,7 +73,7 @@ class StoreWeightTransfer:
             sender.wait_applied(self.version, receivers=self._receivers, timeout_s=self._timeout_s)
 
     def destroy(self) -> None:
-        """Close the store. The last version stays published, and the servers keep using it."""
+        """Close the store. The last version stays published."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()

@@ -51,8 +51,7 @@ def over_store(
     Raises:
         OptionError: (a ``ValueError``) an option is invalid. The returned function raises it if the
             trainer does not generate with a vLLM server.
-        StoreBusyError: (returned function) another sender has the store open.
-        StoreAccessError: (returned function) the store cannot be used.
+        DBufferError: (returned function) the errors of :class:`dbuffer.WeightSender`.
     """
     place = options.directory("store", store)
     options.names("receivers", receivers)
@@ -99,8 +98,7 @@ class WeightSync:
     """Publishes a trainer's weights and waits until the servers have applied them.
 
     `over_store` makes a ``WeightSync`` on every rank, and all ranks must make each call. Each rank
-    writes its part of a sharded model. Nothing is gathered, except with ZeRO-3, which gathers a
-    tensor at a time. A peft model is published as its merged model, and is not changed.
+    writes its part of a sharded model. A peft model is published as its merged model.
     """
 
     def __init__(
@@ -135,15 +133,10 @@ class WeightSync:
         after the last step, so that the servers get the final weights.
 
         Raises:
-            InvalidWeightsError, UnsupportedError: the weights cannot be published, for instance
-                adapters of a sharded model, or an unsupported kind of sharding.
-            StoreFullError: there is no room for the version.
-            StoreAccessError: the store cannot be written.
-            WriterSupersededError: another sender took over the store.
             WaitTimeoutError: too few engines applied the version in time.
             ReceiverFailedError: an engine named in ``receivers`` cannot apply the version, or has
                 ended.
-            RankFailedError: a rank was lost.
+            DBufferError: the errors of :meth:`.ShardedWeightSender.send`.
         """
         metadata = {"step": self._trainer.state.global_step}
         version = self.sender.send(self._weights(), metadata=metadata).version

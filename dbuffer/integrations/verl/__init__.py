@@ -2,8 +2,7 @@
 
 * :class:`CheckpointManager`, for ``rollout.checkpoint_manager_class``;
 * :class:`StoreCheckpointEngine`, verl's backend ``dbuffer``, for
-  ``checkpoint_engine.custom_backend_module``. Importing :mod:`.checkpoint_engine` registers it;
-* :mod:`.syncing`: the backend's methods, which do not import verl.
+  ``checkpoint_engine.custom_backend_module``. Importing :mod:`.checkpoint_engine` registers it.
 """
 
 from __future__ import annotations

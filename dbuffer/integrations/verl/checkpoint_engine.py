@@ -1,7 +1,4 @@
-"""`StoreCheckpointEngine` and `CheckpointManager`: verl's backend ``dbuffer``.
-
-Importing this module registers the backend with verl.
-"""
+"""verl's backend ``dbuffer``, which importing this module registers with verl."""
 
 from __future__ import annotations
 
@@ -53,18 +50,11 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
     """Manager of verl's backend ``dbuffer``, for ``rollout.checkpoint_manager_class``.
 
     verl's own manager pauses the rollout engines while the actor sends. With this manager, the
-    engines keep generating while the actor publishes and every rollout worker stages the version.
-    The engines are paused only to load the version. If an earlier step fails, no engine is paused.
-
-    Args:
-        config: verl's configuration of the checkpoint engine. Its backend must be ``dbuffer``, or
-            ``naive`` if the actor and the rollout share a process; verl then does the sync.
-        actor_wg: verl's group of the actor's workers.
-        replicas: verl's rollout replicas.
+    engines generate until the actor has published and every rollout worker has staged the version.
 
     Raises:
-        OptionError: (a ``ValueError``) ``config`` has another backend. Other backends cannot send
-            before a receiver is waiting.
+        OptionError: (a ``ValueError``) ``config.backend`` is not ``dbuffer``, or ``naive``, with which
+            verl does the sync. Other backends cannot send before a receiver is waiting.
     """
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
@@ -82,8 +72,7 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
             DBufferError: a worker failed; Ray raises the worker's error here. If it failed before
                 every worker had staged the version, the engines keep generating with the previous
                 version. If loading fails, the engines stay paused, because their weights can
-                differ. verl's adapter for vLLM may not raise this error, and keep waiting for the
-                failed engine.
+                differ.
         """
         if self.backend != VERL_BACKEND:
             metrics: dict[str, Any] = await super().update_weights(global_steps)

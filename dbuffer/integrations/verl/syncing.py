@@ -36,19 +36,13 @@ logger = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.02
 """Interval at which a worker checks the store for the version of a sync."""
 _SYNC = "sync"
-"""Metadata key of a version's sync id. Global steps do not identify a sync: they can repeat or be
-None."""
+"""Metadata key of a version's sync id. Global steps can repeat or be None."""
 _WHERE = "engine_kwargs.dbuffer"
-"""Place of the options in ``checkpoint_engine``, for messages."""
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
 class StoreSync:
-    """Methods of verl's ``CheckpointEngine``. `StoreCheckpointEngine` documents the options.
-
-    The actor's first rank opens the store at its first sync. A rollout worker holds the version of
-    a sync until the worker's engine has loaded it.
-    """
+    """Methods of verl's ``CheckpointEngine``. `StoreCheckpointEngine` documents the options."""
 
     def __init__(
         self,
@@ -77,10 +71,8 @@ class StoreSync:
         self._receiver: WeightReceiver | None = None
         self._mirror: Mirror | None = None
         self._newest: int | None = None
-        """Newest version whose metadata this worker has read."""
         self._holding = contextlib.ExitStack()
         self._snapshot: Snapshot | None = None
-        """Version of the current sync, or None until this worker holds it."""
 
     def prepare(self) -> str | None:
         """Begin a sync: the actor's first rank opens the store and returns the sync's id."""
@@ -137,7 +129,6 @@ class StoreSync:
     def _publish(
         self, pairs: Iterator[tuple[str, torch.Tensor]], global_steps: int | None
     ) -> dict[str, float]:
-        """Publish the current sync's version, and return metrics of the publish."""
         if self._sender is None or self._sync is None:
             raise NotReadyError("no sync has begun: call prepare() before each send_weights()")
         metadata, self._sync = {_SYNC: self._sync, "global_steps": global_steps}, None
@@ -207,11 +198,7 @@ class StoreSync:
             self._snapshot.read_ahead()
 
     def _is_newest_of(self, sync: str) -> bool:
-        """Whether a new version has the id of ``sync``; only the version's manifest is read.
-
-        If the store was removed, emptied or replaced, follow the new store: the sync's id still
-        identifies the version.
-        """
+        """Whether a new version has the id of ``sync``; only the version's manifest is read."""
         assert self._receiver is not None  # noqa: S101 - a sync has begun
         try:
             if self._receiver.wait_for_version(self._newest, timeout_s=0.0) is None:
