@@ -13,7 +13,7 @@ from typing import Any
 
 import vllm
 
-from dbuffer.integrations.vllm.packing import VllmPacking
+from dbuffer.integrations.vllm import packing
 from tests.support.engines.quantized_models import int4, save_float8, save_int8
 from tests.support.engines.tiny_models import save_model
 from tests.support.engines.vllm_engines import (
@@ -58,20 +58,20 @@ def reload_a_layer_whose_image_is_wrong(
     llm: Any, directory: Path, pair: list[Path], fresh: list[Any]
 ) -> None:
     wrong = model_of(llm).get_submodule("model.layers.1.mlp.down_proj")
-    pack = VllmPacking.pack
+    pack = packing.pack
 
-    def pack_wrongly(self: Any, shadow: Any, layer: Any) -> Any:
-        copies = pack(self, shadow, layer)
+    def pack_wrongly(shadow: Any, layer: Any) -> Any:
+        copies = pack(shadow, layer)
         if layer is wrong:
             shadow.weight_scale[3] *= 1.01
         return copies
 
-    VllmPacking.pack = pack_wrongly
+    packing.pack = pack_wrongly
     try:
         expected = (VERIFIED, ["of all", "of a part"] * 2, ["of a part"])
         switch_often(llm, directory / "wrong", pair, fresh, expected)
     finally:
-        VllmPacking.pack = pack
+        packing.pack = pack
 
 
 def switch_often(

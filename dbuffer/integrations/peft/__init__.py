@@ -1,9 +1,6 @@
 """peft: merged models and adapters in a store.
 
-* :func:`merged_weights` returns a peft model's merged weights, to publish them (:mod:`.merged`);
-* :func:`send_adapter` publishes an adapter without its base model (:mod:`.adapter`);
-* :func:`save_adapter` saves a published adapter as a directory that engines and peft read
-  (:mod:`.saved`). It does not import peft.
+Only :mod:`.merged` and :mod:`.adapter` import peft. An engine can call :func:`save_adapter`.
 """
 
 from __future__ import annotations

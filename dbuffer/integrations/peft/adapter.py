@@ -42,7 +42,6 @@ def send_adapter(
     Raises:
         InvalidWeightsError: the model does not have the adapter, or the adapter's initialization
             changed the base model's weights.
-        DBufferError: see :meth:`WeightSender.send`.
     """
     values = _config(peft_model, adapter).to_dict() | {"inference_mode": True}
     if ADAPTER_KEY in (metadata or {}):

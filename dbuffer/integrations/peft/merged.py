@@ -1,8 +1,8 @@
 """`merged_weights`: a peft model's merged weights, computed layer by layer during a publish.
 
-peft merges in place, so dbuffer lets it merge copies. First, peft merges a copy of the model
-without data. This shows the merged model's names, and whether peft can merge it, before anything is
-written. Later, to publish a tensor, its layer is copied with data, merged by peft, and dropped.
+peft merges in place, so dbuffer lets it merge copies: first a copy of the model without data, which
+shows the merged model's names, and whether peft can merge it. To publish a tensor, its layer is
+copied with data, merged by peft, and dropped.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ def merged_weights(
 ) -> dict[str, torch.Tensor | LazyTensor]:
     """Return the weights of ``merge_and_unload()``, for `WeightSender.send`.
 
-    The active adapters, which ``set_adapter()`` selects, are merged.
-
-    Names and values equal ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``, or for a
-    transformers model the merged model's checkpoint as ``save_pretrained`` writes it. The peft
-    model is not changed. Only one layer is copied at a time; tied layers are copied together.
+    The active adapters, which ``set_adapter()`` selects, are merged. Names and values equal
+    ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``, or for a transformers model the
+    merged model's checkpoint as ``save_pretrained`` writes it. Only one layer is copied at a time;
+    tied layers are copied together.
 
     Each publish merges again, so you can send the same dictionary after every training step. Do not
     train while it is being sent.
 
     Args:
-        peft_model: an unsharded model, in main memory or on a device.
+        peft_model: an unsharded model, in main memory or on a device. It is not changed.
         as_checkpoint: if False, a transformers model has the names and tensors of its
             ``state_dict()`` instead of its checkpoint's.
 
@@ -146,8 +145,8 @@ class _Layers:
     ) -> torch.Tensor | LazyTensor:
         """Return the tensor to publish under a name.
 
-        If merging changes the tensor, because it is part of a layer or tied to a layer's tensor,
-        return a lazy tensor. Otherwise return the existing tensor.
+        Return a lazy tensor if merging changes it, because it is part of a layer, or tied to a
+        layer's tensor.
         """
         parts = name.split(".")
         modules = (".".join(parts[:end]) for end in range(1, len(parts)))

@@ -1,8 +1,7 @@
 """`save_adapter`: saves a published adapter as a directory that engines and peft read.
 
-vLLM's ``LoRARequest(lora_path=...)``, SGLang's ``lora_paths`` and peft's ``from_pretrained`` read a
-directory with ``adapter_config.json`` and ``adapter_model.safetensors``. Each version is saved in a
-new directory, which appears atomically and is never changed.
+vLLM's ``LoRARequest(lora_path=...)``, SGLang's ``lora_paths`` and peft's ``from_pretrained`` read
+the directory. Each version is saved in a new one, which appears atomically and never changes.
 """
 
 from __future__ import annotations
@@ -49,9 +48,7 @@ class SavedAdapter:
 
     version: int
     path: Path
-    """Directory of the version. Its name is unique, also across stores."""
     run: str
-    """Run that published the version."""
     metadata: Mapping[str, Any]
     """Metadata of the version, without the adapter's configuration."""
 
@@ -87,7 +84,6 @@ def save_adapter(
         WeightsMismatchError: the store holds a model, not an adapter.
         WaitTimeoutError: no such version was published in time.
         SnapshotEvictedError: saving took longer than the sender waits; nothing was saved.
-        StoreFullError, StoreAccessError: the filesystem refused to write.
     """
     directory = options.directory("directory", directory)
     filesystem.make_directory(directory, parents=True)

@@ -53,8 +53,8 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
     engines generate until the actor has published and every rollout worker has staged the version.
 
     Raises:
-        OptionError: (a ``ValueError``) ``config.backend`` is not ``dbuffer``, or ``naive``, with which
-            verl does the sync. Other backends cannot send before a receiver is waiting.
+        OptionError: (a ``ValueError``) ``config.backend`` is not ``dbuffer`` or ``naive`` (verl
+            does the sync itself). Other backends cannot send before a receiver is waiting.
     """
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:

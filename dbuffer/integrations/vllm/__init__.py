@@ -1,14 +1,8 @@
 """vLLM follows a store: an ``LLM``, an ``AsyncLLM``, a server, of any tensor-parallel size.
 
-* :func:`follow`, for an ``LLM``, an ``AsyncLLM`` or a server's URL;
-* :class:`FollowStore`, a middleware that makes a server follow by itself (`middleware`);
-* ``backend="dbuffer"`` of vLLM's weight transfer (`backend`), and its trainer's half (`trainer`);
-* :func:`versions_of`, for the versions of an output's tokens;
-* :func:`adapter_request`, for a store that holds an adapter.
-
 In vLLM's workers, `plugin`, `backend` and `rank` reach one `RankEndpoint`; `weight_calls` notices
 calls of vLLM that write weights. In its core, `core_labels` and `core_pauses` label each token and
-pause. Here, `vllm_engine` drives an engine; `requests` and `responses` tell a server's clients.
+pause. `vllm_engine` drives an engine; `requests` and `responses` tell a server's clients.
 
 vLLM imports this package in each of its processes before it is ready itself, so its modules, and
 vLLM, are imported when they are used.

@@ -26,13 +26,11 @@ _ARGUMENTS = ("config", "vllm_config", "device", "model")
 class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     """Worker's half of the weight transfer, under vLLM's names; calls :class:`RankEndpoint`.
 
-    A worker follows its store from ``init_transfer_engine`` on. If the engine's
-    ``additional_config["dbuffer"]`` names a store, the worker follows from its start, and loads the
-    newest version at once.
+    A worker follows its store from ``init_transfer_engine`` on, or from its start if the engine's
+    ``additional_config["dbuffer"]`` names a store.
 
     ``update_weights`` replaces all weights at once, so the engine may serve between
-    ``start_weight_update`` and ``finish_weight_update``. A follower calls neither of the two. An
-    update that a killed trainer left open does not affect a follower.
+    ``start_weight_update`` and ``finish_weight_update``. A follower calls neither of the two.
 
     Given the arguments of vLLM 0.23 and 0.24 (``config, parallel_config, model``), the constructor
     returns a :class:`.CallbackEngine`.

@@ -9,17 +9,12 @@ from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import UnsupportedError
 
 _MAIN_MEMORY = "CPUOffloadingSpec"
-"""Default storage of ``OffloadingConnector``: main memory."""
 
 
 def require_droppable(config: Any, options: EngineOptions) -> None:
     """Raise :class:`UnsupportedError` if an engine loads caches that a switch cannot drop.
 
     Older weights may have computed such a cache, or another engine with other weights.
-
-    Args:
-        config: the engine's ``VllmConfig``.
-        options: with ``allow_stale_kv``, nothing is raised.
     """
     if options.allow_stale_kv:
         return

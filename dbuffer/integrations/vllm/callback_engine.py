@@ -32,17 +32,12 @@ _MAX_INDEX = torch.iinfo(torch.int32).max
 class DBufferUpdateInfo(UpdateRequest):
     """``update_info``: ``{}`` for the newest version, or ``{"version": 7}``.
 
-    A sparse update also has vLLM's two fields about its patches. They are checked as vLLM checks
-    them, and not used.
-
-    Raises:
-        OptionError: (a ``ValueError``) a value is invalid.
+    A sparse update also has vLLM's two fields: the names of the patched tensors, and the number of
+    patched elements in each. They are checked as vLLM checks them, and not used.
     """
 
     names: list[str] | None = None
-    """Names of the patched tensors."""
     num_updates_list: list[int] | None = None
-    """Number of patched elements in each tensor."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,11 +58,7 @@ def _is_list_of(kind: type, values: Any) -> bool:
 
 
 class CallbackEngine:
-    """Reads a store, and passes the tensors of a version to the caller's function, one by one.
-
-    Raises:
-        UnsupportedError: the engine has several ranks, or a ``local_store`` is named.
-    """
+    """Reads a store, and passes the tensors of a version to the caller's function, one by one."""
 
     update_info_cls = DBufferUpdateInfo
     parse_init_info = staticmethod(EngineOptions.parse)
@@ -85,7 +76,6 @@ class CallbackEngine:
         self._options: EngineOptions | None = None
         self._receiver: WeightReceiver | None = None
         self._loaded = 0
-        """Number of the last version that was loaded; 0 before that."""
 
     def init_transfer_engine(self, init_info: EngineOptions) -> None:
         if init_info.local_store is not None:
@@ -113,7 +103,6 @@ class CallbackEngine:
             UnsupportedError: ``init_transfer_engine`` was not called.
             WaitTimeoutError: the version was not published in time.
             VersionError: the version is no longer in the store, or a later version is loaded.
-            VersionRegressedError: the store forked from the loaded version.
             SnapshotEvictedError: the sender overwrote the version meanwhile. Discard its tensors.
         """
         if load_weights is None:
@@ -125,12 +114,7 @@ class CallbackEngine:
     def receive_sparse_weights(
         self, update_info: DBufferUpdateInfo, apply_patches: Callable[..., Any]
     ) -> None:
-        """Load a version by calls of ``apply_patches``, each with a patch of a complete tensor.
-
-        Raises:
-            EngineUpdateError: a tensor has too many elements for vLLM's 32-bit indices.
-            Exception: the errors of :meth:`receive_weights`.
-        """
+        """Load a version by calls of ``apply_patches``, each with a patch of a complete tensor."""
         with self._opened(update_info) as tensors:
             for name, tensor in tensors:
                 if tensor.numel() > _MAX_INDEX:
@@ -144,7 +128,6 @@ class CallbackEngine:
 
     @contextmanager
     def _opened(self, info: DBufferUpdateInfo) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
-        """Open a version; yield the name and tensor of each parameter, and of each tied name."""
         receiver, options = self._receiver, self._options
         if receiver is None or options is None:
             raise UnsupportedError(NO_STORE_YET)

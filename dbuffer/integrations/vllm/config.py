@@ -12,7 +12,6 @@ from dbuffer.format.manifest import host_in_id
 from dbuffer.runtime import options as checks
 
 BACKEND = "dbuffer"
-"""Name of the backend in vLLM's registries, and key of the options in ``additional_config``."""
 
 ADAPTERS = "adapters"
 """Key of the adapters' stores in the options."""
@@ -22,16 +21,12 @@ _OPTIONS_OF_ADAPTERS = {
 """Options that can stand beside the adapters' stores."""
 
 CALL = "dbuffer_call"
-"""Method of the workers that a follower calls through ``collective_rpc``."""
 
 EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
 
 
 def is_launched(parallel_config: Any) -> bool:
-    """Whether torchrun started the ranks of an engine, each as an ``LLM`` in its own process.
-
-    All ranks of such an engine make the same calls, and no rank can reach another rank's worker.
-    """
+    """Whether torchrun started the ranks of an engine, each as an ``LLM`` in its own process."""
     return bool(parallel_config.distributed_executor_backend == "external_launcher")
 
 
@@ -95,10 +90,8 @@ def engine_settings(additional_config: Any) -> dict[str, Any]:
 def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
     """Read the facts about an engine from its ``VllmConfig``, or from the JSON of that.
 
-    Args:
-        config: the configuration that the engine's front end has.
-        replica: index of a data-parallel replica that is followed independently. Required if there
-            are several such replicas.
+    ``replica`` is the index of a data-parallel replica that is followed independently. It is
+    required if there are several such replicas.
     """
     parallel = _get(config, "parallel_config")
     replicas = replicas_of(config)
@@ -123,8 +116,7 @@ def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
 def replicas_of(config: Any) -> list[int]:
     """Return the indices of a front end's data-parallel replicas that step independently.
 
-    Replicas of a dense model step independently. Replicas of a model with experts step together:
-    they count as one engine, with index 0.
+    Replicas of a model with experts step together: they count as one engine, with index 0.
     """
     parallel = _get(config, "parallel_config")
     size = _get(parallel, "data_parallel_size")
@@ -169,11 +161,7 @@ def _get(config: Any, name: str) -> Any:
 
 
 def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
-    """Read the facts about an engine that runs in this process, or in a child of it.
-
-    Raises:
-        UnsupportedError: vLLM does not load dbuffer's plugin, which adds methods to the workers.
-    """
+    """Read the facts about an engine that runs in this process, or in a child of it."""
     from vllm.plugins import load_general_plugins
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -188,11 +176,7 @@ def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
 
 
 def facts_of_server(config: Mapping[str, Any]) -> EngineFacts:
-    """Read the facts about a server's engine from the JSON of its ``VllmConfig``.
-
-    Raises:
-        UnsupportedError: the server was started without the options that add dbuffer's methods.
-    """
+    """Read the facts about a server's engine from the JSON of its ``VllmConfig``."""
     extension = config["parallel_config"]["worker_extension_cls"]
     if not has_backend(config) and extension != EXTENSION:
         raise UnsupportedError(

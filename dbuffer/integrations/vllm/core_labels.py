@@ -22,18 +22,14 @@ from dbuffer.integrations.vllm.config import CALL, has_backend
 KEEPS_WEIGHTS = 1
 """Highest level of sleep that keeps a copy of the weights."""
 RELOADS = ("reload_weights", "reset_weights")
-"""Calls that write weights without dbuffer."""
 TRANSFERS = ("start_weight_update", "update_weights", "finish_weight_update")
-"""Calls of a weight transfer, by dbuffer's backend or another."""
 _WRITES = {True: (*RELOADS, "update_weights"), False: (*RELOADS, *TRANSFERS)}
 """Calls after which the label is unknown. Key: whether the backend is dbuffer's, whose
 ``finish_weight_update`` sets the new label."""
 
 LABEL = "dbuffer_label"
-"""Method of the core that returns its encoded label."""
 READY = "dbuffer_ready"
-"""Method of the core that returns whether the engine is ready. The API server that follows calls it
-with True."""
+"""Method of the core that returns whether the engine is ready. With True, it becomes ready."""
 
 ADAPTER = "dbuffer_adapter"
 """Attribute of a LoRA request: name and label of an adapter that follows a store."""
@@ -44,19 +40,14 @@ ADMITTED = "dbuffer_label"
 
 @dataclass(slots=True)
 class _CoreState:
-    """State of dbuffer in a core."""
-
     label: str | None = None
     """Encoded label, or None before the first one was set."""
     label_of_outputs: str | None = None
     """Encoded label that outputs get: without fields that change while the weights stay."""
     is_followed: bool = False
-    """Whether a follower has called the workers."""
     is_void: bool = False
-    """Whether weights were written since a follower last called the workers. A label that it sets
-    can then be of the weights before."""
+    """Whether weights were written since a follower last called the workers."""
     is_ready: bool = False
-    """Whether other API servers may serve."""
 
 
 def _state_of(core: Any) -> _CoreState:

@@ -19,7 +19,6 @@ from dbuffer.errors import EngineBusyError, EngineUpdateError
 from dbuffer.runtime.messages import counted
 
 HOLD, RELEASE = "dbuffer_hold", "dbuffer_release"
-"""Methods of the core: begin a hold, end it."""
 
 _HOLD = "dbuffer_current_hold"
 _REFUSED = "the engine cannot be held: "
@@ -30,8 +29,6 @@ _UNTIL_THE_INPUT_ENDS = "with streamed input: the switch is made when the input 
 
 @dataclass(slots=True)
 class _Hold:
-    """Pause for a switch, and calls of other programs that it defers."""
-
     other_pause: Any
     """vLLM's pause state by other programs, or None if they have not paused the engine."""
     deferred: list[tuple[Callable[[], Any], Future[Any]]] = field(default_factory=list)
@@ -47,9 +44,7 @@ def refusal_in(error: Exception) -> str | None:
 def add_pauses(process: Any, in_step: Any) -> None:
     """Add holds to the classes of cores that run in their own process.
 
-    Args:
-        process: ``EngineCoreProc``.
-        in_step: ``DPEngineCoreProc``, whose cores step together.
+    The cores of ``in_step``, vLLM's ``DPEngineCoreProc``, step together.
     """
     if hasattr(process, HOLD):
         return
@@ -65,8 +60,8 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
     """Pause a core for a switch, and drop its caches. Return a refusal if its weights are asleep.
 
     Raises:
-        EngineBusyError: the core cannot be held now, and was not touched. A core that steps
-            together with others was paused anyway, as they were, until :data:`RELEASE`.
+        EngineBusyError: the core cannot be held now. If it steps together with others, it was
+            paused anyway, as they were, until :data:`RELEASE`.
     """
     if "weights" in core.model_executor.sleeping_tags:
         # Returned, not raised: vLLM logs a traceback for each error, and an engine can sleep long.
@@ -124,7 +119,6 @@ def _steps_with_others(core: Any) -> bool:
 
 
 def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) -> str | None:
-    """Return the reason not to hold a core now, or None. The core is awake."""
     requests = core.scheduler.requests.values()
     num_open = sum(getattr(request, "resumable", False) for request in requests)
     if mode == "abort" and num_open:

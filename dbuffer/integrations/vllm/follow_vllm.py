@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from dbuffer.engine.background import BackgroundFollower
 from dbuffer.engine.contract import PauseMode
@@ -23,21 +23,9 @@ if TYPE_CHECKING:
     from dbuffer.integrations.vllm.launched import LaunchedFollower
 
 
-class _Offline(Protocol):
-    """``vllm.LLM``, for type checkers."""
-
-    llm_engine: Any
-
-
-class _Asynchronous(Protocol):
-    """``AsyncLLM``, for type checkers."""
-
-    engine_core: Any
-
-
 @overload
 def follow(
-    engine: str | _Asynchronous,
+    engine: str,
     store: str | os.PathLike[str] | None = None,
     *,
     pause: PauseMode = "keep",
@@ -48,13 +36,13 @@ def follow(
 
 @overload
 def follow(
-    engine: _Offline,
+    engine: Any,
     store: str | os.PathLike[str] | None = None,
     *,
     pause: PauseMode = "keep",
     api_key: str | None = None,
     **options: Any,
-) -> Follower | LaunchedFollower: ...
+) -> Any: ...
 
 
 def follow(

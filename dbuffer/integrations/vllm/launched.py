@@ -1,10 +1,9 @@
 """`LaunchedFollower`: follow with an engine whose ranks torchrun started, each as an ``LLM``.
 
 With ``distributed_executor_backend="external_launcher"`` each rank of an engine has its own front
-end, which reaches only that rank's worker, and all ranks make the same calls. They could not decide
-alike when to switch: each rank looks at the store and the clock at another time. So the first rank
-decides, with a plain :class:`Follower`. It sends the follower's calls of the engine to all ranks,
-as orders.
+end, which reaches only that rank's worker. Each rank would look at the store at another time, so
+the first rank decides, with a plain :class:`Follower`. It sends the follower's calls of the engine
+to all ranks, as orders.
 """
 
 from __future__ import annotations
@@ -29,20 +28,13 @@ from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.messages import described
 
 _NEXT = "get the first rank's order"
-"""Name of a step: the first rank sends an order, or the outcome of its call."""
 
 
 class LaunchedFollower(Closing):
     """Switches one engine on demand, as :class:`Follower` does. All ranks must make all calls.
 
-    Args:
-        llm: ``LLM`` of this rank.
-        options: options of the engine, equal on all ranks.
-
-    Raises:
-        RankTimeoutError: another rank has not made a `LaunchedFollower` in time.
-        RankFailedError: (also from each method) a rank was lost. Do not use the engine any more:
-            vLLM's collectives have lost the rank too.
+    The options must be equal on all ranks. After a ``RankFailedError`` do not use the engine any
+    more: vLLM's collectives have lost the rank too.
     """
 
     def __init__(self, llm: Any, options: EngineOptions | None) -> None:
@@ -68,10 +60,7 @@ class LaunchedFollower(Closing):
         )
 
     def stop_workers(self) -> None:
-        """Let this rank's worker stop following. To follow again, make another follower.
-
-        The engine keeps its weights. Ranks do not wait for each other here, nor in `close`.
-        """
+        """Let this rank's worker stop following. Ranks do not wait for each other here."""
         self._part.do(RankRequest("end"))
 
     def close(self) -> None:
@@ -95,7 +84,6 @@ class LaunchedFollower(Closing):
         return switch
 
     def _announce(self, leader: Follower, **outcome: Any) -> None:
-        """Send the outcome of the first rank's call to the other ranks."""
         self.applied = leader.applied
         if self._agreement.is_open:
             self._agreement.share(_NEXT, {"applied": self.applied, **outcome})
@@ -145,8 +133,7 @@ class _AllRanks(OfflineVllm):
 def _carry_out(agreement: Agreement, part: Any, order: dict[str, Any]) -> list[Any]:
     """Carry out an order on this rank, while the others do; return the results by rank.
 
-    Raises:
-        DBufferError: (on all ranks) the error of the first rank that failed.
+    If the order fails, all ranks raise the error of the first rank that failed.
     """
     with agreement.step(f"do {order['call']}") as step:
         try:

@@ -134,8 +134,7 @@ def _expert_maps_with_data() -> Iterator[None]:
 def _unwrap_online_quantization(tensor: Any) -> None:
     """Remove vLLM's wrapper from the loader of a tensor whose layer quantizes online.
 
-    The wrapped loaders collect all tensors of the layer, quantize them, and remove their wrappers.
-    They would not find a wrapper inside the loader that `MetaModel` watches.
+    vLLM removes its wrappers itself, but not a wrapper inside the loader that `MetaModel` watches.
     """
     loader = getattr(tensor, "weight_loader", None)
     while getattr(loader, "__name__", None) == "online_process_loader":
@@ -183,9 +182,8 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         """Refuse a tensor that vLLM's reload would skip, because it has finished the layer.
 
         vLLM counts loaded elements. If the parts of a fused layer share a scale, it counts the
-        scale once for each part, and finishes the layer too early. Skipping is harmless for a
-        tensor that was loaded before: a tied tensor under its second name, or integers about the
-        packing of the layer, which every part repeats.
+        scale once for each part, and finishes the layer too early. Skipping is harmless for a tied
+        tensor under its second name, and for integers about packing, which every part repeats.
         """
         if not count or id(tensor) not in self._layers:
             return
@@ -243,7 +241,6 @@ def _count_loadable(tensor: Any) -> int:
 
 
 def _is_reloaded_last(module: torch.nn.Module) -> bool:
-    """Whether this is an attention layer: vLLM reloads these after all other layers."""
     return isinstance(module, AttentionLayerBase) and hasattr(
         module, "process_weights_after_loading"
     )

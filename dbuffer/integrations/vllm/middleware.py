@@ -1,10 +1,4 @@
-r"""`FollowStore`: a vLLM server that follows a store by itself, with no route open for it.
-
-An ASGI middleware, which vLLM puts into its server with::
-
-    vllm serve MODEL --weight-transfer-config '{"backend": "dbuffer"}' \
-        --additional-config '{"dbuffer": {"store": "/dev/shm/policy"}}' \
-        --middleware dbuffer.integrations.vllm.FollowStore
+"""`FollowStore`: an ASGI middleware with which a vLLM server follows a store by itself.
 
 The server answers no request before it serves the newest version in the store. With ``--load-format
 dummy`` it waits for a first version. A server that cannot follow does not start.
@@ -40,7 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-"""Interval at which another API server asks whether the engine is ready."""
 
 
 class FollowStore:
@@ -56,7 +49,7 @@ class FollowStore:
         self._adapters: list[FollowedAdapter] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a connection; following begins and ends with the lifespan."""
+        """Serve a connection. Following begins and ends with the lifespan."""
         if scope["type"] == "lifespan":
             await self._live(scope, receive, send)
         elif scope["type"] == "http" and self._outlook is not None:
@@ -96,7 +89,6 @@ class FollowStore:
             await self._end()
 
     async def _start(self, engine: Any, models: Any) -> None:
-        """Start to follow, and return once the engine serves the newest version."""
         if engine is None:
             raise UnsupportedError("FollowStore is for vLLM's API server, not for other servers")
         config = engine.vllm_config
@@ -151,7 +143,7 @@ class FollowStore:
         adapters.show_adapters_by_name(models)
 
     async def _end(self) -> None:
-        """Stop following. An error is logged, so that the server can end."""
+        """Stop following. Log an error, so that the server can end."""
         follower, self._follower = self._follower, None
         try:
             while self._adapters:

@@ -1,4 +1,4 @@
-"""`VllmPacking`: images of layers, packed or quantized by vLLM's own functions.
+"""The `Packing` of vLLM: images of layers, packed or quantized by vLLM's own functions.
 
 After loading a layer, vLLM calls ``process_weights_after_loading`` of its quantization method. That
 method can call the function of this name of a scheme or a kernel. Here these functions process a
@@ -30,45 +30,47 @@ from dbuffer.errors import UnsupportedError
 _HOOK = "process_weights_after_loading"
 
 
-class VllmPacking:
-    """Packs and quantizes layers as vLLM's reload does."""
+def packs(layer: torch.nn.Module, *, is_as_loaded: bool) -> bool:
+    """See :meth:`.Packing.packs`."""
+    method = getattr(layer, "quant_method", None)
+    # vLLM processes the scales of caches later, with the attention layers.
+    if isinstance(method, (UnquantizedFusedMoEMethod, BaseKVCacheMethod)):
+        return has_cpu_experts(layer)
+    if not isinstance(method, QuantizeMethodBase):
+        return False
+    has_hook = getattr(type(method), _HOOK) is not getattr(QuantizeMethodBase, _HOOK)
+    return has_hook and (not is_as_loaded or has_cpu_kernel(layer))
 
-    def packs(self, layer: torch.nn.Module, *, is_as_loaded: bool) -> bool:
-        method = getattr(layer, "quant_method", None)
-        # vLLM processes the scales of caches later, with the attention layers.
-        if isinstance(method, (UnquantizedFusedMoEMethod, BaseKVCacheMethod)):
-            return has_cpu_experts(layer)
-        if not isinstance(method, QuantizeMethodBase):
-            return False
-        has_hook = getattr(type(method), _HOOK) is not getattr(QuantizeMethodBase, _HOOK)
-        return has_hook and (not is_as_loaded or has_cpu_kernel(layer))
 
-    def pack(self, shadow: Any, layer: torch.nn.Module) -> list[tuple[Any, Any]]:
-        _restore_form(shadow, layer)
-        copies: dict[int, tuple[Any, Any]] = {}
-        _copy_hooks(shadow, copies)
-        vars(shadow).pop("_already_called_process_weights_after_loading", None)
-        method = shadow.quant_method
-        alone = _WithoutOtherRanks()  # type: ignore[no-untyped-call]
-        with alone, onednn_kernels_keep_scales(_dtype_of(shadow)):
-            if isinstance(method, UnquantizedFusedMoEMethod):
-                # vLLM packs the experts once, when it makes the kernel. The kernel keeps nothing.
-                copy.copy(method.moe_kernel.fused_experts).process_weights_after_loading(shadow)
-            else:
-                method.process_weights_after_loading(shadow)
-        return list(copies.values())
+def pack(shadow: Any, layer: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """See :meth:`.Packing.pack`."""
+    _restore_form(shadow, layer)
+    copies: dict[int, tuple[Any, Any]] = {}
+    _copy_hooks(shadow, copies)
+    vars(shadow).pop("_already_called_process_weights_after_loading", None)
+    method = shadow.quant_method
+    alone = _WithoutOtherRanks()  # type: ignore[no-untyped-call]
+    with alone, onednn_kernels_keep_scales(_dtype_of(shadow)):
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            # vLLM packs the experts once, when it makes the kernel. The kernel keeps nothing.
+            copy.copy(method.moe_kernel.fused_experts).process_weights_after_loading(shadow)
+        else:
+            method.process_weights_after_loading(shadow)
+    return list(copies.values())
 
-    def computed(self, layer: Any) -> torch.Tensor | None:
-        widths = ("embedding_dim", "input_size_per_partition", "input_size")
-        width = next((getattr(layer, name) for name in widths if hasattr(layer, name)), None)
-        if width is None:
-            return None
-        tensors = (tensor for table in tables_of(layer) for tensor in table.values())
-        device = next(tensor.device for tensor in tensors if tensor is not None)
-        numbers = torch.arange(4 * width, dtype=torch.float32).mul_(12.9898).sin_()
-        rows = numbers.view(4, width).to(device, _dtype_of(layer))
-        result: torch.Tensor = layer.quant_method.apply(layer, rows)
-        return result
+
+def computed(layer: Any) -> torch.Tensor | None:
+    """See :meth:`.Packing.computed`."""
+    widths = ("embedding_dim", "input_size_per_partition", "input_size")
+    width = next((getattr(layer, name) for name in widths if hasattr(layer, name)), None)
+    if width is None:
+        return None
+    tensors = (tensor for table in tables_of(layer) for tensor in table.values())
+    device = next(tensor.device for tensor in tensors if tensor is not None)
+    numbers = torch.arange(4 * width, dtype=torch.float32).mul_(12.9898).sin_()
+    rows = numbers.view(4, width).to(device, _dtype_of(layer))
+    result: torch.Tensor = layer.quant_method.apply(layer, rows)
+    return result
 
 
 def has_cpu_kernel(layer: torch.nn.Module) -> bool:
@@ -93,9 +95,9 @@ def has_cpu_experts(layer: Any) -> bool:
 def onednn_kernels_keep_scales(dtype: torch.dtype) -> Iterator[None]:
     """Make int8 kernels for CPUs that keep their scales alive, and compute in the given dtype.
 
-    oneDNN keeps only the address of the scales. vLLM's reload (0.28 to 0.33) copies the scales into
-    the layer and frees the originals, so the kernel would read memory that was reused. vLLM itself
-    passes torch's default dtype, which this thread must not set: the engine shares it.
+    oneDNN keeps only the address of the scales. vLLM's reload (0.28 to 0.33) frees them after a
+    copy, so the kernel would read memory that was reused. vLLM itself passes torch's default dtype,
+    which this thread must not set: the engine shares it.
     """
     make = _custom_ops.create_onednn_scaled_mm
 
@@ -123,7 +125,7 @@ class _WithoutOtherRanks(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _dtype_of(layer: Any) -> torch.dtype:
-    """Return the dtype that a layer computes in, which packing keeps."""
+    """Return the dtype that a layer computes in."""
     dtype: torch.dtype = getattr(layer, "params_dtype", None) or layer.weight.dtype
     return dtype
 
@@ -132,9 +134,6 @@ def _restore_form(shadow: Any, layer: Any) -> None:
     """Bring a shadow into the form that layers have while vLLM loads them.
 
     Tensors that processing added are removed, and the classes of parameters are restored.
-
-    Raises:
-        UnsupportedError: a tensor was not loaded.
     """
     made_of = get_layerwise_info(layer).restore_metadata
     for table, live, made in zip(tables_of(shadow), tables_of(layer), made_of, strict=True):

@@ -14,7 +14,6 @@ from dbuffer.runtime.trouble import log_once
 logger = logging.getLogger(__name__)
 
 NEWEST = (0, 33)
-"""Newest vLLM release that dbuffer was tested with."""
 
 
 def register() -> None:

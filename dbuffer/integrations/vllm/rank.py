@@ -29,11 +29,12 @@ from dbuffer.engine.plan.load_trace import form_of
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.errors import DBufferError, EngineBrokenError, UnsupportedError
+from dbuffer.integrations.vllm import packing
 from dbuffer.integrations.vllm import reload_fixes as fixes
 from dbuffer.integrations.vllm.caches import require_droppable
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched, replica_name
 from dbuffer.integrations.vllm.meta_layers import vllm_shape_check
-from dbuffer.integrations.vllm.packing import VllmPacking, onednn_kernels_keep_scales
+from dbuffer.integrations.vllm.packing import onednn_kernels_keep_scales
 from dbuffer.runtime.cores import use_cores_of_parent
 
 
@@ -48,7 +49,7 @@ class WorkerRank(EngineRank):
         self._vllm_config = vllm_config
         self.module = model
         self.device = device
-        self.packing = VllmPacking()
+        self.packing = packing
         if not self.on_device:
             use_cores_of_parent()
         self.ranks = RankChannel.of(worker_group(vllm_config.parallel_config))
@@ -57,7 +58,6 @@ class WorkerRank(EngineRank):
         if is_launched(vllm_config.parallel_config):  # each process made another id
             self.instance_id = self.ranks.gather(self.instance_id)[0]
         self._refusal: Any = None
-        """Hook that fails each step, or None if the model serves."""
         is_captured = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
         self._reads_captured_addresses = self.on_device and is_captured
         self._targets = self._reload_targets()
@@ -142,7 +142,6 @@ class WorkerRank(EngineRank):
         return targets
 
     def _addresses(self) -> dict[str, int]:
-        """Return the memory address of each parameter. Captured graphs read these addresses."""
         return {name: tensor.data_ptr() for name, tensor in self.module.named_parameters()}
 
     def refuse_to_serve(self, reason: str) -> None:

@@ -20,11 +20,10 @@ from dbuffer.integrations.vllm.packing import has_cpu_experts, has_cpu_kernel
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 LayerTensors = tuple[torch.nn.Module, list[dict[str, Any]]]
-"""A layer, with its direct parameters and buffers."""
 
 
 def tensors_of_layers(model: torch.nn.Module) -> list[LayerTensors]:
-    """Return the tensors of each layer, as they are now."""
+    """Return each layer with its present tensors."""
     return [(module, [dict(table) for table in tables_of(module)]) for module in model.modules()]
 
 
@@ -100,8 +99,8 @@ def finish_caches_without_scales(model: torch.nn.Module) -> None:
 def without_warnings() -> Iterator[None]:
     """Suppress vLLM's warnings about layers that got no weights.
 
-    Layers that need none cause them too: rotary embeddings, tied heads, layers that a partial load
-    leaves out. A version that lacks required weights was refused before.
+    Rotary embeddings and tied heads need none, and a partial load leaves layers out. A version that
+    lacks required weights was refused before.
     """
 
     def is_logged(record: logging.LogRecord) -> bool:

@@ -1,10 +1,5 @@
 """Requests to a vLLM server that follows a store, and the version that a request requires.
 
-* ``X-Weight-Min-Version: 7`` requires version 7 or later. The server answers 409 if it has an
-  older version. With ``X-Weight-Wait-S: 2.5`` it waits up to 2.5 s for a version first.
-* ``GET /ready?min_version=7&wait_s=2.5`` answers 200 if such a request would be served, else 503.
-* ``POST /weights/done`` ends the use of a version that the server keeps ``until_done``.
-
 Versions only go up within a run, so the server checks the requirement before vLLM's routes get the
 request. The number is of the store's newest run, also while the engine still serves an older run.
 """
@@ -35,14 +30,11 @@ if TYPE_CHECKING:
 
 MIN_VERSION, WAIT_S = "x-weight-min-version", "x-weight-wait-s"
 SPANS = "x-weight-versions"
-"""Header that requests the spans of tokens by version."""
 HEADERS = (MIN_VERSION, WAIT_S, SPANS)
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 _VERSION, _SECONDS = "a version's number", "seconds from 0 to 3600"
 RETRY_AFTER_S = 1
-"""``Retry-After`` of a refusal: trainers publish every few seconds."""
 _LOOK_S = 0.02
-"""Interval at which an API server asks the engine for its label while requests wait."""
 _MAX_HEADER_CHARS = 4096
 """Longest metadata in a header. Servers and proxies accept 8 KiB of headers."""
 _OK, _CONFLICT, _UNAVAILABLE = 200, 409, 503
@@ -65,11 +57,7 @@ def unmet_by(label: WeightLabel, min_version: int) -> str | None:
 def values_by_name(
     pairs: Iterable[tuple[str, str]], names: tuple[str, ...], prefix: str = ""
 ) -> dict[str, str]:
-    """Return the values of the given names. Pairs whose name lacks the prefix are skipped.
-
-    Raises:
-        OptionError: a name with the prefix is unknown, perhaps misspelt, or comes twice.
-    """
+    """Return the values of the given names. Pairs whose name lacks the prefix are skipped."""
     values: dict[str, str] = {}
     for name, value in pairs:
         if not name.startswith(prefix):
@@ -85,11 +73,7 @@ def values_by_name(
 def requirement_in(
     values: Mapping[str, str], min_version: str = MIN_VERSION, wait_s: str = WAIT_S
 ) -> Requirement:
-    """Return the requirement of a request, from its headers or query parameters.
-
-    Raises:
-        OptionError: a value is invalid; the message names it.
-    """
+    """Return the requirement of a request, from its headers or query parameters."""
     if (text := values.get(min_version)) is not None:
         if not text.isdecimal():  # msgspec accepts "7.0" and "1e3" too
             checks.refuse(min_version, text, _VERSION)
@@ -110,9 +94,7 @@ def _number(kind: Any, name: str, text: str, rule: str) -> Any:
 class Outlook:
     """Labels of an engine's cores, for requests that wait for a version.
 
-    Args:
-        engine: ``AsyncLLM`` of the server.
-        follower: the engine's follower, or None if another API server has it.
+    The ``follower`` of the engine is None if another API server has it.
     """
 
     def __init__(self, engine: Any, follower: BackgroundFollower | None = None) -> None:
@@ -156,7 +138,6 @@ class Outlook:
             not_before = now_s if now_s >= deadline else now_s - _LOOK_S
 
     async def _labels_since(self, not_before: float) -> list[WeightLabel]:
-        """Return labels that the cores gave at this time or later; ask the cores if necessary."""
         async with self._lock:
             if self._looked_at < not_before:
                 looked_at = time.monotonic()
@@ -165,11 +146,7 @@ class Outlook:
             return self._labels
 
     async def _ask_cores(self) -> list[WeightLabel]:
-        """Return the label of each core.
-
-        Raises:
-            EngineEndedError: the engine has ended. vLLM never answers calls in flight then.
-        """
+        """Return the label of each core. If the engine ends, raise an `EngineEndedError`."""
         self._require_alive()
         replicas: list[int | None] = [*replicas_of(self._engine.vllm_config)]
         if len(replicas) == 1:

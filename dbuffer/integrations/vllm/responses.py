@@ -1,12 +1,5 @@
 """Responses of a vLLM server that follows a store: the versions that produced them.
 
-* A response of the engine has the headers ``X-Weight-Version``, ``X-Weight-Run`` and
-  ``X-Weight-Metadata``, about the weights of its first token.
-* With ``X-Weight-Versions: true`` in the request, each choice has ``weight_versions`` too: spans of
-  its tokens, under the names that vLLM and SGLang give them. In a stream, in the choice's last
-  chunk.
-* ``POST /update_weight_version`` is refused by 400: the follower alone sets the label.
-
 The middleware sets an `Exchange` in the task of a request, and the engine's front end, below all
 routes, notes each output in it.
 """
@@ -44,7 +37,6 @@ from dbuffer.integrations.vllm.requests import (
 from dbuffer.runtime import options as checks
 
 CURRENT: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar("exchange", default=None)
-"""Exchange of the request that the running task serves."""
 WITHOUT_CHOICES = frozenset(
     {
         "/v1/responses",
@@ -60,7 +52,6 @@ WITHOUT_CHOICES = frozenset(
 has an output."""
 _EVENTS = "text/event-stream"
 _WITH_FIELDS = (_EVENTS, "application/json")
-"""Content types of bodies that can get fields."""
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
 _OK, _BAD_REQUEST, _NOT_ALLOWED = 200, 400, 405
@@ -224,7 +215,6 @@ async def _leaves_before(
 async def _answer_to(
     path: str, scope: Scope, headers: Mapping[str, str], outlook: Outlook
 ) -> JSONResponse | None:
-    """Return dbuffer's answer to a request, or None if vLLM must answer it."""
     if path == "/ready":
         names = "min_version", "wait_s", "model"
         values = values_by_name(QueryParams(scope["query_string"]).multi_items(), names)
@@ -265,11 +255,8 @@ class _Response:
         self._start: Message | None = None
         """Start of the response while it is held back, or None."""
         self._waiting: list[Message] = []
-        """Messages held back until the engine's first output."""
         self._content_type = ""
-        """Content type if fields are added to the body, else empty."""
         self._incomplete = b""
-        """Part of the body whose event, or JSON, is not complete yet."""
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -19,19 +19,10 @@ from dbuffer.publish.sender import WeightSender
 def publish_patches(
     sender: WeightSender, patches: Iterable[Any] | None, *, is_behind: bool = False
 ) -> int | None:
-    """Publish a version that is the sender's last version with patches applied.
+    """Publish the sender's last version with vLLM's patches applied; see :func:`patches_of`.
 
-    Return the number of the version, or None if there are no patches.
-
-    Args:
-        sender: sender with ``delta=True``.
-        patches: vLLM's patches; see :func:`patches_of`.
-        is_behind: whether the trainer's last weights could not be published.
-
-    Raises:
-        VersionError: ``is_behind``, or the sender has published no version yet. Patches do not
-            apply to a version of another sender.
-        DBufferError: the errors of `patches_of` and :meth:`WeightSender.send_patches`.
+    Return the number of the version, or None if there are no patches. The sender must have
+    ``delta=True``. ``is_behind``: whether the trainer's last weights could not be published.
     """
     merged = patches_of(patches or ())
     if not merged:
@@ -47,15 +38,10 @@ def publish_patches(
 def patches_of(patches: Iterable[Any]) -> list[SparsePatch]:
     """Convert vLLM's patches into one `SparsePatch` for each tensor.
 
-    Args:
-        patches: objects with these fields: ``name`` of a published tensor; ``indices``, flat
-            positions in that tensor (int32 or int64); ``values``, the new elements; and in most
-            releases ``full_shape``. Indices and values have one dimension, on any device. If two
-            patches of a tensor have one position in common, the later patch wins.
-
-    Raises:
-        InvalidWeightsError: a patch lacks a field, a field is malformed, or a value is NaN.
-        WeightsMismatchError: two patches of a tensor differ in its shape or dtype.
+    Patches have these fields: ``name`` of a published tensor; ``indices``, flat positions in that
+    tensor (int32 or int64); ``values``, the new elements; and in most releases ``full_shape``.
+    Indices and values have one dimension, on any device. If two patches of a tensor have one
+    position in common, the later patch wins.
     """
     by_name: dict[str, SparsePatch] = {}
     for position, patch in enumerate(patches):
@@ -109,15 +95,8 @@ def trainer_send_weights(
     """Publish weights, and return the number of the version. For trainers of vLLM before 0.26.
 
     It does not switch an engine: afterwards call ``update_weights`` with ``{"version": number}``.
-
-    Args:
-        iterator: names and tensors, such as ``model.named_parameters()``.
-        trainer_args: ``{"sender": WeightSender(store)}``, or an object with such an attribute. A
-            trainer that also sends patches needs a sender with ``delta=True``.
-
-    Raises:
-        OptionError: ``trainer_args`` has no sender.
-        DBufferError: the errors of :meth:`WeightSender.send`.
+    ``trainer_args`` is ``{"sender": WeightSender(store)}``, or an object with such an attribute. A
+    trainer that also sends patches needs a sender with ``delta=True``.
     """
     sender = _sender_in(trainer_args)
     # A sender with delta=True needs all tensors at once. An iterator can reuse a tensor's memory.
@@ -135,16 +114,8 @@ def trainer_send_sparse_weights(
     """Publish patches, and return the number of the version, or None if there are no patches.
 
     Afterwards call ``update_weights`` with this number and vLLM's two fields of a sparse update.
-
-    Args:
-        _iterator: patches; see :func:`patches_of`.
-        _trainer_args: see :func:`trainer_send_weights`.
-        iterator: another name of ``_iterator``: vLLM's base class and its NCCL engine differ.
-        trainer_args: another name of ``_trainer_args``.
-
-    Raises:
-        OptionError: ``trainer_args`` has no sender.
-        DBufferError: the errors of :func:`publish_patches`.
+    :func:`patches_of` describes patches, :func:`trainer_send_weights` the ``trainer_args``. Each
+    argument has two names: vLLM's base class and its NCCL engine differ.
     """
     sender = _sender_in(trainer_args if _trainer_args is None else _trainer_args)
     return publish_patches(sender, _iterator or iterator)

@@ -34,17 +34,15 @@ register()
 class DBufferTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     """Init info for ``WeightTransferTrainerFactory.trainer_init``, in place of NCCL's.
 
-    For example ``DBufferTrainerInitInfo(store="/dev/shm/policy", rank=0)``. Rank 0 publishes.
+    ``store`` is the store's directory, as this process sees it. Rank 0 publishes.
     """
 
     backend: ClassVar[str] = BACKEND
 
     store: str | os.PathLike[str]
-    """Directory of the store, as this process sees it."""
     engine: dict[str, Any] = field(default_factory=dict)
     """More fields of :class:`EngineOptions`. Add ``store`` if the engine sees another path."""
     sender: dict[str, Any] = field(default_factory=dict)
-    """Options of the :class:`~dbuffer.WeightSender`."""
     sparse: bool = False
     """Whether patches are sent too. The whole source is then gathered in main memory. A trainer
     without a source can always send patches."""
@@ -90,8 +88,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         Raises:
             OptionError: (a ``ValueError``) an option is invalid, the source is split and ``sparse``
                 is set, or there is not exactly one of source and checkpoint.
-            StoreBusyError: another sender has this store.
-            DBufferError: the checkpoint could not be published.
+            DBufferError: the errors of :meth:`.WeightSender.send`.
         """
         if not isinstance(init_info, DBufferTrainerInitInfo):
             raise OptionError(f"init_info is {init_info!r:.200}: use a DBufferTrainerInitInfo")
@@ -126,6 +123,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
     def send_weights(self, patches: Iterable[Any] | None = None) -> None:
         """Publish a version, and switch the engine to it. Every rank must call this.
 
+        If publishing fails, the engine keeps its version. Otherwise the client's errors are raised.
+
         Args:
             patches: vLLM's ``SparseWeightPatch`` objects: all changes since the last version of
                 this trainer. Only rank 0's patches count. An empty list does nothing. Default:
@@ -134,12 +133,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         Raises:
             VersionError: patches were given, and this trainer has published no version yet, or
                 failed to publish the last one. Send the whole source once.
-            WeightsMismatchError: a patch does not fit the published tensor.
-            InvalidWeightsError: a patch is malformed, or has a NaN.
             OptionError: patches were given, and ``sparse`` is not set, or the source is split.
-            DBufferError: the weights could not be published. After any error above, the engine
-                keeps its version.
-            Exception: an error of the client. The engine is ready for the next update.
+            DBufferError: the errors of :meth:`.WeightSender.send_patches`.
         """
         if patches is not None or self.source is None:
             version = self._publish_patches(patches)
@@ -171,16 +166,13 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
     def send_weight_chunk(self, patches: Iterable[Any] | None = None) -> int | None:
         """Publish patches as a version, and switch the engine to it, within the caller's update.
 
-        The caller starts and finishes the update. An engine that is not paused meanwhile serves
-        each version, and so do other engines that follow the store: pass patches that must apply
-        atomically in one call.
+        The caller starts and finishes the update, also after an error. An engine that is not paused
+        meanwhile serves each version, and so do other engines that follow the store: pass patches
+        that must apply atomically in one call.
 
         Returns:
             The number of the version, for the client's ``finish_weight_update(str(version))``.
             None if there are no patches, or on other ranks than 0.
-
-        Raises:
-            Exception: the errors of :meth:`send_weights`. Finish the update after an error too.
         """
         version = self._publish_patches(patches)
         if version is not None:
@@ -205,6 +197,5 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         return publish_patches(self._sender, patches, is_behind=self._is_behind)
 
     def shutdown(self) -> None:
-        """Close the sender. The last version stays in the store."""
         if self._sender is not None:
             self._sender.close()

@@ -51,7 +51,7 @@ class OfflineVllm(Engine):
         return self._call(lambda: self._llm.collective_rpc(CALL, args=(request,)))
 
     def _call(self, call: Callable[[], ResultT]) -> ResultT:
-        """Make a call, and raise `EngineEndedError` if the engine's process dies meanwhile."""
+        """Make a call. If the engine's process dies meanwhile, raise `EngineEndedError`."""
         client = self._engine.engine_core
         pending = getattr(client, "utility_results", None)
         if pending is None:  # the engine lives in this process
@@ -112,11 +112,8 @@ def _ending_calls(resources: Any, pending: dict[Any, Any]) -> Iterator[None]:
 class AsyncVllm(Engine):
     """``Engine`` of an ``AsyncLLM``. Call it outside of the thread of its event loop.
 
-    Args:
-        engine: the ``AsyncLLM``.
-        loop: event loop of the ``AsyncLLM``; see :meth:`loop_of`.
-        replica: index of a data-parallel replica that steps independently, and switches alone.
-            Default: all replicas, as one engine.
+    ``replica`` is the index of a data-parallel replica that steps independently, and switches
+    alone. Default: all replicas, as one engine.
     """
 
     has_own_pause = True
@@ -145,7 +142,6 @@ class AsyncVllm(Engine):
             ) from None
 
     def require_alive(self) -> None:
-        """Raise `EngineEndedError` if its processes or its event loop have ended."""
         if self._loop.is_closed():
             raise EngineEndedError("the engine's event loop has ended")
         if self._engine.errored:
@@ -211,7 +207,7 @@ class AsyncVllm(Engine):
             raise EngineUpdateError(f"the engine refuses {request.lora_path}: {error}") from error
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the engine's cores, or of the replica's core; wait for the result."""
+        """Call a method of the engine's cores, or of the replica's core. Wait for the result."""
         if asyncio._get_running_loop() is self._loop:  # noqa: SLF001 - None outside of any
             raise EngineBusyError(IN_ITS_EVENT_LOOP)
         self.require_alive()
