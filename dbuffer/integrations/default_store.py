@@ -12,13 +12,9 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - stores check that one user own
 def default_store(system: str, port: object) -> Path:
     """Return the path of a directory in this machine's shared memory. A restart gets the same path.
 
-    The store outlives the job. Remove the store when the run is over.
-
-    The path contains the user's id, the SLURM job's id in a SLURM job, and the arguments.
-
-    Args:
-        system: name of the integration.
-        port: a port that distinguishes this job from the user's other jobs on this machine.
+    The path contains ``system``, the name of the integration, the user's id, the SLURM job's id in
+    a SLURM job, and a port that distinguishes this job from the user's other jobs. The store
+    outlives the job.
     """
     base = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     job = os.environ.get("SLURM_JOB_ID")

@@ -17,9 +17,7 @@ class VersionSpan:
     version: int | None
     """Number of the version, or None if the weights did not come from a store."""
     start: int
-    """Index of the first token."""
     end: int
-    """Index after the last token."""
     run: str | None = None
     """Run of the version, or None if the engine does not report it."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -29,13 +27,9 @@ class VersionSpan:
 def versions_of(output: Any) -> list[VersionSpan]:
     """Return the versions that generated the tokens of a finished output, in the tokens' order.
 
-    Args:
-        output: one of these, with a single completion:
-
-            * from vLLM, a ``CompletionOutput`` or a ``RequestOutput``;
-            * from SGLang, the dictionary that ``generate`` returns;
-            * from a server, a response or one of its ``choices``, as JSON or as an object of
-              OpenAI's client.
+    ``output`` has a single completion. From vLLM, it is a ``CompletionOutput`` or a
+    ``RequestOutput``; from SGLang, the dictionary that ``generate`` returns; from a server, a
+    response or one of its ``choices``, as JSON or as an object of OpenAI's client.
 
     Raises:
         OptionError: (a ``ValueError``) the output has no versions: it is not finished, its engine

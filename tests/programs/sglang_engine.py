@@ -14,7 +14,6 @@ import torch
 
 import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.testing.waiting import until
 from tests.support.engines.misfits import MISFITS, NORM
 from tests.support.engines.sglang_engines import (
     PROMPTS,
@@ -59,9 +58,7 @@ def main(directory: str) -> None:
     ask_what_cannot_be_read(scene.engine)
     assert greedy(scene.engine) == scene.expected[0]
     fail_at_first(scene, path / "first")
-    stay(scene, path / "kept")
     lose_weights(scene, path / "lost")
-    attest(scene, path / "attested")
     switch(scene, path / "store")
     fail(scene, path / "store")
     leave(path, "nothing came")
@@ -122,41 +119,6 @@ def fail_at_first(scene: Scene, store: Path) -> None:
         with pytest.raises(dbuffer.EngineUpdateError, match=words):
             follower.sync()
         assert (greedy(engine), label(engine)) == (scene.expected[0], "default")
-
-
-def attest(scene: Scene, store: Path) -> None:
-    """Both ranks switch by copies, and compare their weights with them while the engine serves."""
-    engine = scene.engine
-    with (
-        dbuffer.WeightSender(store) as sender,
-        following(engine, store, attest=True) as follower,
-    ):
-
-        def is_attested() -> bool:
-            assert follower.sync() is None
-            record = DoubleBuffer(store).receiver("engine")
-            return record is not None and record.attested_at is not None
-
-        sender.send(scene.weights[0])
-        follower.sync()  # a reload of weights that were lost: there are no copies to compare with
-        for index in (1, 0):
-            sender.send(scene.weights[index])
-            follower.sync()
-            until("the weights are compared", is_attested)
-            assert greedy(engine) == scene.expected[index]
-
-
-def stay(scene: Scene, store: Path) -> None:
-    """Stay on the version before the newest, while others are published."""
-    with dbuffer.WeightSender(store) as sender:
-        for index in (1, 0):
-            sender.send(scene.weights[index])
-        with following(scene.engine, store, version=1) as follower:
-            follower.sync()
-            for _ in range(2):
-                sender.send(scene.weights[0])
-            assert follower.sync() is None
-            assert (greedy(scene.engine), label(scene.engine)) == (scene.expected[1], "1")
 
 
 def lose_weights(scene: Scene, store: Path) -> None:

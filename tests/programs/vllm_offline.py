@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import torch
 import dbuffer
 from dbuffer.engine.contract import UNKNOWN_VERSION
 from dbuffer.integrations.vllm import follow, versions_of
-from dbuffer.integrations.vllm.launched import LaunchedFollower
 from dbuffer.testing.conformance import Client
 from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.engines.broken_backends import require_conformance
@@ -97,7 +95,6 @@ def run(directory: Path) -> None:
     pair, base = pairs[MANY], directory / "qwen3-0"
     patch_without_source(directory / "sourceless", base, pair)
     update_by_stock_calls(directory / "stock", pair)
-    lose_the_weights_of_launched_ranks()
     refuse_misfits(directory / "refusals", pair.llm)
     for more in ({}, {"load_format": "dummy"}):
         settings = {"dbuffer": {"store": str(directory / MANY / "store")}}
@@ -239,22 +236,6 @@ def update_by_stock_calls(store: Path, pair: Pair) -> None:
         llm.shutdown_weight_transfer_engine()
 
 
-def lose_the_weights_of_launched_ranks() -> None:
-    """Ranks of torchrun's know what the engine has after a sync that failed; with no engine."""
-    orders: list[dict[str, Any]] = []
-    failing = Mock(applied=None, **{"sync.side_effect": dbuffer.WaitTimeoutError("not ready")})
-    leading = Mock(is_open=True, share=lambda _, order: [orders.append(order)])
-    for leader, agreement in (
-        (failing, leading),
-        (None, Mock(is_open=True, share=lambda *_: orders[:1])),
-    ):
-        follower = object.__new__(LaunchedFollower)
-        follower._leader, follower._agreement, follower.applied = leader, agreement, 7
-        with pytest.raises(dbuffer.WaitTimeoutError, match="not ready"):
-            follower.sync()
-        assert follower.applied is None
-
-
 def refuse_misfits(store: Path, llm: Any) -> None:
     good = {name: tensor.detach() for name, tensor in make_model("qwen3", 1).named_parameters()}
     before = greedy(llm)
@@ -312,12 +293,9 @@ def finish_the_request_of_a_busy_engine(llm: Any) -> None:
 
 
 def follow_a_local_copy(directory: Path, checkpoint: Path, fresh: list[list[list[int]]]) -> None:
-    """An engine that is told of a store and where to copy it; and TorchRL's way of saying so.
-
+    """An engine that is told of a store and where to copy it.
     A store on a network is read once a node: by a mirror in one of the engine's processes.
     """
-    from dbuffer.integrations.torchrl import VLLMDoubleBufferSyncScheme
-
     remote, local = directory / "remote", directory / "local"
     told = {"store": str(remote), "local_store": str(local), "poll_interval_s": 0.05}
     with dbuffer.WeightSender(remote, checksum=True) as sender:
@@ -335,15 +313,6 @@ def follow_a_local_copy(directory: Path, checkpoint: Path, fresh: list[list[list
     # Its receiver has the last version ready, and the sender maps nothing any more.
     mapped = until("a version is mapped", lambda: mapped_weights(local, remote), 20.0)
     assert mapped == ["local"]
-    scheme = VLLMDoubleBufferSyncScheme(str(remote), str(local), poll_interval_s=0.05)
-    receiver, sender = scheme.create_receiver(llm), scheme.create_sender()
-    model = make_model("qwen3", 1)
-    sender.register_model(model)
-    sender.update_weights()
-    assert [receiver.poll_and_apply(timeout=0.0) for _ in range(2)] == [True, False]
-    assert greedy(llm) == fresh[1]
-    receiver.shutdown()
-    sender.shutdown()
 
 
 def mapped_weights(*stores: Path) -> list[str]:

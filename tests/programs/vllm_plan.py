@@ -1,8 +1,7 @@
 """Switches by copies alone, in real engines that are not what a plan takes for granted.
 
-Weights that something writes to while they serve, or replaces; a layer that derives something; a
-reranker that computes its head from its embedding; and a model that keeps published tensors beside
-its parameters.
+Weights that something replaces while they serve; a reranker that computes its head from its
+embedding; and a model that keeps buffers and a cached head beside its parameters.
 """
 
 from __future__ import annotations
@@ -12,17 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 import dbuffer
-from dbuffer.engine.endpoint import RankEndpoint
 from dbuffer.integrations.vllm import follow
-from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.testing.waiting import until
 from tests.support.engines.tiny_models import (
     SHAPE,
     save_mixed,
-    save_model,
     save_tokenizer,
     weights_in,
 )
@@ -42,11 +36,8 @@ def run(directory: Path) -> None:
     set_packing(packed=False)
     base = save_qwen3(directory / "base", num_hidden_layers=3)
     llm = start_llm(base, how="none")
-    switch_a_layer_that_derives_something(directory, base, llm)
-    load_again_what_something_wrote_to(directory, base, llm)
     fill_what_replaced_a_parameter_and_refuse_a_layer(directory, base, llm)
     refuse_a_reranker_that_computes_its_head(directory)
-    switch_what_a_model_keeps_beside_its_parameters(directory)
     keep_buffers_and_renew_a_cached_head(directory)
 
 
@@ -57,43 +48,6 @@ def save_qwen3(path: Path, **more: Any) -> Path:
     config = Qwen3Config(num_attention_heads=2, head_dim=32, **{**SHAPE, **more})
     Qwen3ForCausalLM(config).save_pretrained(path)
     return path
-
-
-def load_again_what_something_wrote_to(directory: Path, base: Path, llm: Any) -> None:
-    model, weights = model_of(llm), weights_in(base)
-    norm, store = model.model.norm.weight, directory / "written store"
-    with dbuffer.WeightSender(store) as sender, follow(llm, store, attest=True) as follower:
-
-        def publish() -> None:
-            for tensor in weights.values():
-                tensor += 0.1
-            sender.send(weights)
-
-        def is_attested() -> bool:
-            assert follower.sync() is None
-            record = DoubleBuffer(store).receiver(follower.engine_id)
-            return record is not None and record.attested_at is not None
-
-        for _ in range(2):
-            publish()
-            assert follower.sync() is not None
-            until("the weights are compared", is_attested)
-        publish()
-        receiver = RankEndpoint.of(model).receiver
-        assert receiver is not None
-        receiver._stager.take(3, timeout_s=60)
-        receiver._stager.release()
-        with receiver._model.reading:  # nothing is compared yet
-            assert follower.sync() is not None
-            norm.data[3] += 1
-        switch = until("all of it is loaded again", follower.sync)
-        assert switch.version == 3
-        assert torch.equal(norm, weights["model.norm.weight"])
-        assert llm.llm_engine.get_weight_version() == "3"
-        with dbuffer.WeightReceiver(store) as receiver:
-            receiver.save_pretrained(directory / "saved", model=base, shard_bytes=1 << 16)
-        assert len(list((directory / "saved").glob("*.safetensors"))) > 1
-        assert greedy(start_llm(directory / "saved")) == greedy(llm)
 
 
 def fill_what_replaced_a_parameter_and_refuse_a_layer(
@@ -174,34 +128,6 @@ def fill_what_replaced_a_parameter_and_refuse_a_layer(
         assert follower.sync() is not None
 
 
-def switch_a_layer_that_derives_something(directory: Path, base: Path, llm: Any) -> None:
-    """The first switch shows that its method derives a value; the next one brings an image."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    class Deriving(UnquantizedLinearMethod):  # type: ignore[misc]
-        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-            super().process_weights_after_loading(layer)
-            layer.largest = layer.weight.max()  # type: ignore[operator]
-
-    layer = model_of(llm).get_submodule("model.layers.0.mlp.down_proj")
-    method, layer.quant_method = layer.quant_method, Deriving()
-    weights = weights_in(base)
-    with (
-        following(llm, directory / "deriving store") as switch,
-        counted_reloads(llm) as reloads,
-    ):
-        verified = ["of all"] * 2
-        for number, expected in enumerate((verified, verified, [], [])):
-            reloads.clear()
-            tensor = weights["model.layers.0.mlp.down_proj.weight"]
-            tensor[0, 0] = 10.0 + number
-            assert switch(weights)[0] is None
-            assert reloads == expected
-            assert layer.largest == 10.0 + number
-            assert torch.equal(layer.weight, tensor)
-    layer.quant_method = method
-
-
 def refuse_a_reranker_that_computes_its_head(directory: Path) -> None:
     reranker = save_qwen3(directory / "reranker", tie_word_embeddings=True)
     save_tokenizer(reranker)
@@ -225,49 +151,6 @@ def refuse_a_reranker_that_computes_its_head(directory: Path) -> None:
     assert error.startswith("EngineUpdateError: ")
     assert "computes score.weight from model.embed_tokens.weight" in error
     assert after == before
-
-
-def switch_what_a_model_keeps_beside_its_parameters(directory: Path) -> None:
-    """Publish three versions that leave it as it was, and one that changes it."""
-    from vllm import ModelRegistry
-    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-
-    class Keeping(Qwen3ForCausalLM):  # type: ignore[misc]
-        def load_weights(self, weights: Any) -> Any:
-            def rest() -> Any:
-                for name, tensor in weights:
-                    if name == "kept":
-                        self.kept = tensor.clone()
-                        continue
-                    if name == "viewed":
-                        self.viewed = tensor.detach().view(-1)
-                        continue
-                    if name == "model.norm.weight":
-                        self.largest = tensor.max()
-                    yield name, tensor
-
-            return super().load_weights(rest())
-
-    ModelRegistry.register_model("Qwen3ForCausalLM", Keeping)
-    base = save_model("qwen3", 0, directory)
-    weights = weights_in(base) | {"kept": torch.tensor([7.0])}
-    weights["model.norm.weight"][0] = 9.0
-    save_file(weights, base / "model.safetensors", {"format": "pt"})
-    llm = start_llm(base, how="none")
-    model = model_of(llm)
-
-    def beside(_: Any) -> list[float]:
-        return [float(model.kept[0]), float(model.largest)]
-
-    with following(llm, directory / "kept store", beside) as switch:
-        for number in range(4):
-            weights["model.norm.weight"][1] += 0.1
-            if number == 3:
-                weights["kept"][0], weights["model.norm.weight"][0] = 11.0, 10.0
-            assert switch(weights) == [None, [11.0, 10.0] if number == 3 else [7.0, 9.0]]
-        # In memory that is written anew two versions later.
-        error, _ = switch(weights | {"viewed": torch.ones(8)})
-    assert "no place for viewed" in error
 
 
 def keep_buffers_and_renew_a_cached_head(directory: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import re
 import signal
@@ -25,7 +24,7 @@ from tests.support.children import is_running
 from tests.support.engines.tiny_models import make_model, save_model
 from tests.support.engines.vllm_engines import engine_arguments, greedy, judge
 from tests.support.soak import is_soak
-from tests.support.stores import number_in, receiver_records, remove_store
+from tests.support.stores import number_in, receiver_records
 from tests.support.waiting import error_of
 
 WAIT_S = 60.0
@@ -80,10 +79,10 @@ class Engine:
         self.follower = follow(self.llm, store, **options)
         self.switch = self.follower.sync
 
-    def switch_by_stock_calls(self, for_ranks: Any = None, **info: Any) -> None:
+    def switch_by_stock_calls(self, **info: Any) -> None:
         self.llm.start_weight_update()
         try:
-            self.llm.update_weights({"update_info": for_ranks or info})
+            self.llm.update_weights({"update_info": info})
         except Exception:
             # Ends the session on the rank that had no reason to raise.
             with contextlib.suppress(Exception):
@@ -197,7 +196,6 @@ def run(directory: Path) -> None:
     stock.fresh = extended.fresh = fresh
     drive_by_stock_calls(stock)
     drive_by_extension(extended)
-    follow_under_one_name(stock, extended)
     ask_a_broken_engine(stock)
     kill_a_worker(extended, directory / "killed")
 
@@ -235,20 +233,10 @@ def drive_by_stock_calls(engine: Engine) -> None:
             engine.publish_other()
         for rank in RANKS:
             assert re.search(f"rank {rank}: WeightsMismatchError: .*{name}", fails.error)
-    for rank in FAILING:
-        # vLLM lets each rank have a request of its own; one rank cannot read its.
-        requests: list[dict[str, Any]] = [{}, {}]
-        requests[rank] = {"bogus": 1}
-        with failing(engine) as fails:
-            engine.publish_other()
-            fails(lambda: engine.switch_by_stock_calls(requests))  # noqa: B023
-        fails.on_rank(rank)
     engine.init()
     fail_in_load(engine, 1)  # followed anew
-    damage_the_manifest(engine)
     take_the_buffer_from_a_rank(engine, engine.directory / "evicted")
     follow_anew_when_broken(engine)
-    replace_the_store(engine, engine.directory / "replaced")
 
 
 def drive_by_extension(engine: Engine) -> None:
@@ -321,64 +309,12 @@ def misfits(engine: Engine) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, weights | {name: weights["model.norm.weight"][:-1].clone()}
 
 
-def damage_the_manifest(engine: Engine) -> None:
-    """Damage a manifest that was read when its version was staged, before the switch."""
-    version = engine.publish_other()
-    until(
-        f"version {version} is staged",
-        lambda: all(number_in(record, "staged") == version for record in engine.rank_records()),
-        WAIT_S,
-    )
-    [newest] = [
-        path
-        for path in engine.store.glob("*/manifest.json")
-        if number_in(json.loads(path.read_bytes()), "id") == version
-    ]
-    newest.write_bytes(b"{")
-    engine.switch_to_published()
-
-
 def follow_anew_when_broken(engine: Engine) -> None:
     fail_next_loads(engine, 1, times=3)
     for attempt in (engine.switch, lambda: engine.switch_by_stock_calls(version=1)):
         assert "half-loaded weights" in str(error_of(attempt))
     engine.init()
     engine.switch_to_published()
-
-
-def replace_the_store(engine: Engine, store: Path) -> None:
-    """Rank 0 has staged version 1 of a store; rank 1 that of the store that took its place."""
-    if engine.seed == 1:  # what it has must not be right by chance
-        engine.switch_to_other()
-    engine.init(store=str(store))
-    engine.llm.collective_rpc("test_damage_file", args=(1, "truncated"))
-    begin_anew(store, 0)
-    rank = f"{engine.name}.rank-0"
-    until(
-        "version 1 is staged",
-        lambda: number_in(receiver_records(store).get(rank, {}), "staged") == 1,
-        WAIT_S,
-    )
-    begin_anew(store, 1)
-    engine.llm.collective_rpc("test_mend_file")
-    engine.switch()
-    engine.require_served(1)
-    begin_anew(store, 0)  # whatever its numbers, it is followed
-    engine.switch()
-    engine.require_served(0)
-    engine.init(store=str(store), forked="refuse")
-    begin_anew(store, 1)
-    assert "VersionRegressedError: " in str(error_of(engine.switch))
-    engine.require_served(0)
-    engine.seed = 0
-    engine.init()
-
-
-def begin_anew(store: Path, seed: int) -> None:
-    """Publish version 1 of a store in the place of another."""
-    remove_store(store)
-    with dbuffer.WeightSender(store, checksum=True) as sender:
-        sender.send(model(seed))
 
 
 def take_the_buffer_from_a_rank(engine: Engine, directory: Path) -> None:
@@ -439,31 +375,6 @@ def break_and_update(engine: Engine) -> None:
     assert engine.applied == before
     engine.require_in_order()
     engine.switch_to_published()
-
-
-def follow_under_one_name(engine: Engine, other: Engine) -> None:
-    """Let another engine follow the same store under the same name, as replicas do."""
-    engine.switch_to_other()
-    if other.seed == engine.seed:  # what it has must not be right by chance
-        other.switch_to_other()
-    other.require_served()
-    other.follower.close()
-    with follow(other.llm, engine.store, engine_id=engine.name, timeout_s=WAIT_S) as follower:
-        assert follower.applied is None, "what it has, it has from the other's record"
-        assert follower.engine_id == "stock", "each has a record of its own"
-        for _ in range(2):
-            version = engine.newest()
-            follower.sync()
-            engine.switch()
-            assert follower.applied == version
-            engine.require_served()
-            other.require_served(engine.seed)
-            engine.sender.wait_applied(version, receivers=2, timeout_s=0.05)
-            engine.publish_other()
-            engine.seed = 1 - engine.seed
-    engine.switch()
-    other.follow()
-    other.switch_to_other()
 
 
 def ask_a_broken_engine(engine: Engine) -> None:

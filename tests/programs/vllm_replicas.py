@@ -9,15 +9,13 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import dbuffer
 from dbuffer.integrations.vllm import follow
 from dbuffer.integrations.vllm.core_pauses import HOLD
 from dbuffer.testing.waiting import until
 from tests.support.engines.async_engines import STEP_TIMEOUT_S, Asking, answer_afresh
 from tests.support.engines.async_engines import until as until_async
-from tests.support.engines.in_workers import let_fail, let_wait, let_work
+from tests.support.engines.in_workers import let_wait
 from tests.support.engines.tiny_models import (
     make_model,
     revealing_weights,
@@ -135,27 +133,6 @@ async def hold_one(program: Program, follower: Any, directory: Path) -> None:
     assert versions_of(await asyncio.wait_for(held, STEP_TIMEOUT_S)) == [version]
 
 
-async def fail_on_one(program: Program, follower: Any) -> None:
-    """It serves on and says so, while the other one switches; it is tried again."""
-    before = follower.applied
-    await program.in_worker(1, let_fail, "prepare")
-    version = await program.send(revealing_weights(before + 1))
-    await until_async(lambda: follower.replicas[0].applied == version)
-    await until_async(lambda: follower.error is not None)
-    with pytest.raises(dbuffer.WaitTimeoutError) as late:
-        await follower.wait_applied_async(version, 0.1)
-    assert NAMES[1] in str(late.value)
-    assert NAMES[0] not in str(late.value).replace(NAMES[1], "")
-    assert follower.applied == before
-    assert [one.applied for one in follower.replicas] == [version, before]
-    assert f"{NAMES[1]} " in str(follower.error)
-    assert "this prepare fails" in str(follower.error)
-    await program.require_served(version, before)
-    await program.in_worker(1, let_work, "prepare")
-    assert await follower.wait_applied_async(version, STEP_TIMEOUT_S) == version
-    await program.require_served(version, version)
-
-
 async def run_dense(directory: Path) -> None:
     """Each switches, answers and acknowledges by itself; a version is applied when all have it."""
     checkpoint = save_revealing(0, directory / "checkpoint")
@@ -181,7 +158,6 @@ async def run_dense(directory: Path) -> None:
                 assert versions_of(response) == sorted(versions_of(response))
                 assert min(versions_of(response)) >= response["floor"]
         await hold_one(program, follower, directory)
-        await fail_on_one(program, follower)
 
 
 async def run_lockstep(directory: Path) -> None:

@@ -484,7 +484,6 @@ class Outside:
         self.kill_follower_at("resume", is_lost=True)  # when they have loaded
         self.end_follower_in_a_switch()
         self.meet_bad_moments()
-        self.stay_on_a_version()
         self.train()
         assert self.server.terminate() == (0, [])
         self.started.close()
@@ -573,33 +572,12 @@ class Outside:
 
     def restart_server(self) -> None:
         """SIGKILL the server; start it again, in another way; its follower must find that out."""
-        info = self.server.get("/server_info?config_format=json")
         self.server.kill()
         version = self.publish()
         self.server = self.start("backend", *BACKEND_FLAGS)
-        self.complain_of_servers(info)
         self.server.wait_ready()
         self.follower.wait_version(version)
         self.recover(version)
-
-    def complain_of_servers(self, info: dict[str, Any]) -> None:
-        """What a follower says of a server that is not there, and of one that cannot follow."""
-        nobody = self.follow(f"http://127.0.0.1:{free_port()}")
-        # What the server said of itself, but for the extension.
-        info["vllm_config"]["parallel_config"]["worker_extension_cls"] = ""
-        plain = Gate(self.server.url)
-        plain.meet("server_info", lambda: (200, json.dumps(info).encode()))
-        without = self.follow(plain.url)
-        until("a word", without.output, WAIT_S)
-        until("another word", nobody.output, WAIT_S)
-        nobody.end()
-        assert "does not answer" in nobody.output()
-        assert nobody.output().count("trying again") == 1
-        assert "ERROR" not in nobody.output()
-        without.end()
-        for words in ("not started for dbuffer", "weight-transfer-config", EXTENSION):
-            assert words in without.output()
-        plain.close()
 
     def end_follower_in_a_switch(self) -> None:
         """SIGTERM: it ends the switch first."""
@@ -621,20 +599,6 @@ class Outside:
         self.kill_follower_at("update")
         assert self.server.client.post("/finish_weight_update", json={}).status_code == 200
         self.follower.end()
-
-    def stay_on_a_version(self) -> None:
-        """While newer ones come; one that is gone is refused by name."""
-        version = self.publish()
-        self.publish()
-        self.follower = self.follow(self.gate.url, version=version)
-        self.follower.wait_version(version)
-        self.publish()
-        gone = self.follow(self.gate.url, version=1)
-        assert gone.process.wait(WAIT_S) == EXIT_FAILED
-        assert re.search("version 1 .*is not in", gone.output())
-        assert self.follower.versions()[-1] == version
-        self.follower.end()
-        self.recover(version)
 
     def train(self) -> None:
         """vLLM's trainer interface, in a process of its own; the one before was killed."""

@@ -55,9 +55,6 @@ class VLLMWeightBridge:
             ``timeout_seconds`` of an update.
         **sender: fields of :class:`dbuffer.SenderOptions`. By default ``rename`` is the parameter
             mapping.
-
-    Raises:
-        OptionError: (a ``ValueError``) an option is invalid.
     """
 
     def __init__(
@@ -73,10 +70,8 @@ class VLLMWeightBridge:
         self._sender_options = sender
         self._rank_timeout_s = checks.positive_seconds("rank_timeout_s", rank_timeout_s)
         self.store = _default_store(config) if store is None else checks.directory("store", store)
-        """The store's directory, which the servers must follow."""
         self.device = torch.device(config.device)
         self.shared_state_dict: Mapping[str, torch.Tensor] = {}
-        """Tensors from :meth:`attach_to_vllm_weights`."""
         self.nccl_group: None = None
         """Always None, like ``gloo_group``: the bridge shares no process group with engines."""
         self.gloo_group: None = None
@@ -110,7 +105,6 @@ class VLLMWeightBridge:
             OptionError: (a ``ValueError``) the mapping cannot be read or does not fit the attached
                 tensors, or ``init_method`` is invalid.
             RankFailedError: (a ``RuntimeError``) the trainer's ranks did not connect in time.
-            DBufferError: the errors of :class:`~dbuffer.WeightSender`.
         """
         if self._sender is not None:
             return
@@ -139,9 +133,8 @@ class VLLMWeightBridge:
     def attach_to_vllm_weights(self, vllm_state_dict: Mapping[str, torch.Tensor]) -> None:
         """Publish these tensors from now on. Use this if the trainer loads its model itself.
 
-        Args:
-            vllm_state_dict: the trainer's tensors under its names, for instance
-                ``dict(model.named_parameters())``. Each update reads them.
+        ``vllm_state_dict`` has the trainer's tensors under its names, for instance
+        ``dict(model.named_parameters())``. Each update reads them.
 
         Raises:
             InvalidWeightsError: a tensor cannot be published.

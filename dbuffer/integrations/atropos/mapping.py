@@ -62,7 +62,7 @@ def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[st
 class ParameterMapping:
     """Servers' names for the trainer's tensors, and the tensors to permute.
 
-    ``content`` is the content of the mapping file. The default changes nothing.
+    ``content`` is the content of the mapping file.
     """
 
     def __init__(self, path: Path, content: Any = _CHANGES_NOTHING) -> None:

@@ -23,10 +23,6 @@ def permute_for_rotary(w: torch.Tensor, n_heads: int) -> torch.Tensor:
         w: weight ``[n_heads * head_dim, in_features]`` or bias ``[n_heads * head_dim]`` of a query
             or key projection.
         n_heads: number of heads in this projection. Keys can have fewer heads than queries.
-
-    Raises:
-        InvalidWeightsError: (a ``ValueError``) ``w`` cannot be split into ``n_heads`` heads with an
-            even number of rows.
     """
     if n_heads < 1 or not w.ndim or not w.shape[0] or w.shape[0] % (2 * n_heads):
         raise InvalidWeightsError(

@@ -46,17 +46,14 @@ class BroadcastManager(Closing):
     Args:
         actor: LightRFT's actor. Its ``model`` is a module sharded by FSDP2's ``fully_shard``, or a
             DeepSpeed engine.
-        strategy: LightRFT's strategy, whose ``engine_type`` and ``args`` (``fsdp``, ``zero_stage``,
-            ``bf16``, ``text_only``) are read. A setting that ``args`` lacks comes from ``config``,
-            or else from LightRFT's defaults.
+        strategy: LightRFT's strategy, whose ``engine_type`` and ``args`` are read. A setting that
+            ``args`` lacks comes from ``config``, or else from LightRFT's defaults.
         inference_engine: this rank's ``vllm.LLM``, LightRFT's wrapper of an ``sglang.Engine``, or
             None if this rank has no engine.
         store: the store's directory, the same on all ranks and engines. Default: a directory in
-            this machine's shared memory, named by user, SLURM job and ``MASTER_PORT``. It outlives
-            the job. A second manager in the same job needs another store.
+            this machine's shared memory, for one manager of the job. It outlives the job.
         timeout_s: how long an engine can take to stage a version, while it serves.
-        rank_timeout_s: how long ranks wait for a rank that hangs. A rank's death is detected at
-            once.
+        rank_timeout_s: how long ranks wait for a rank that hangs.
         unused_tensors: treatment of tensors that an engine's model has no place for:
             ``"refuse"`` the version, or ``"warn"`` once and ignore these tensors.
         **sender: fields of :class:`dbuffer.SenderOptions`. By default ``dtype`` and ``rename`` are
@@ -106,7 +103,6 @@ class BroadcastManager(Closing):
                     port = os.environ.get("MASTER_PORT", 0)
                     step.result = str(place or default_store("lightrft", port))
             self.store = Path(step.results[0])
-            """The store's directory."""
             sender.setdefault("dtype", dtype_of(strategy))
             sender.setdefault("rename", names_of(strategy, actor))
             self._sender = ShardedWeightSender(self.store, rank_timeout_s=rank_timeout_s, **sender)

@@ -25,18 +25,15 @@ from dbuffer.weights.lazy_tensor import LazyTensor
 class MegatronWeights:
     """Weights of a Megatron model under the names of mbridge's export, published without a gather.
 
-    Pass it to `ShardedWeightSender.send` on all ranks. The first time, the ranks export three
-    times: twice with four bytes per element, and once to compare their parts with the weights. On a
-    network mount, tensors that are cut by columns are gathered.
-
-    Args:
-        bridge: mbridge's bridge of the model.
-        models: this rank's part of the model, as ``bridge.export_weights`` takes it.
+    ``bridge`` is mbridge's bridge of the model, and ``models`` this rank's part of the model, as
+    ``bridge.export_weights`` takes it. Pass the weights to `ShardedWeightSender.send` on all ranks.
+    The first time, the ranks export three times: twice with four bytes per element, and once to
+    compare their parts with the weights. On a network mount, tensors that are cut by columns are
+    gathered.
 
     Raises:
         InvalidWeightsError: (raised by ``send``) parameters have other names, shapes or dtypes than
             at the first publish.
-        RankFailedError: (raised by ``send``) a rank failed while it traced the export.
         UnsupportedError: (raised by ``send``) the bridge computes a tensor from parameters, or a
             rank has several boxes of a tensor.
     """

@@ -31,16 +31,11 @@ def merged_weights(
 
     The active adapters, which ``set_adapter()`` selects, are merged. Names and values equal
     ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``, or for a transformers model the
-    merged model's checkpoint as ``save_pretrained`` writes it. Only one layer is copied at a time;
-    tied layers are copied together.
+    merged model's checkpoint as ``save_pretrained`` writes it, unless ``as_checkpoint`` is False.
+    Only one layer is copied at a time; tied layers are copied together. The model is not changed.
 
     Each publish merges again, so you can send the same dictionary after every training step. Do not
     train while it is being sent.
-
-    Args:
-        peft_model: an unsharded model, in main memory or on a device. It is not changed.
-        as_checkpoint: if False, a transformers model has the names and tensors of its
-            ``state_dict()`` instead of its checkpoint's.
 
     Raises:
         InvalidWeightsError: peft cannot merge the adapters, the base model is quantized or sharded

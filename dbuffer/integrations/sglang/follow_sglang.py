@@ -55,14 +55,13 @@ def follow(
             continue with the new weights, after SGLang has recomputed their caches (SGLang's
             ``retract``). ``"abort"``: they are aborted.
         api_key: API key of a server.
-        **options: fields of :class:`EngineOptions`. With ``version``, the engine switches to this
-            version and stays on it.
+        **options: fields of :class:`EngineOptions`.
 
     Raises:
         OptionError: (a ``ValueError``) an option is invalid.
-        VersionError: ``version`` is no longer in the store.
-        UnsupportedError: the engine was started with options that do not let it follow a store. If
-            a server does not answer yet, this is not an error: the follower waits for it.
+        VersionError: the ``version`` to serve is no longer in the store.
+        UnsupportedError: the engine, as it was started, cannot follow. If a server does not answer
+            yet, the follower waits for it.
     """
     chosen = EngineOptions.parse({"store": store, **options})
     driven = sglang_engine_of(engine, api_key=api_key)

@@ -17,16 +17,11 @@ from dbuffer.runtime import options
 class StoreWeightTransfer:
     """TRL's ``WeightTransferProtocol`` over a store: ``AsyncGRPOTrainer(weight_transfer=...)``.
 
-    The servers follow the store, and each of them pauses only for its switch.
-
-    Args:
-        store: the store's directory, as the servers see it.
-        receivers: number of engines that must have applied a version before TRL attributes rollouts
-            to it, or these engines' ids (``engine_id``). With ids, an engine that cannot apply the
-            version causes an error at once. With 0, TRL does not wait, so rollouts can still come
-            from the previous version.
-        timeout_s: how long TRL waits for these engines.
-        **sender: fields of :class:`dbuffer.SenderOptions`.
+    TRL attributes rollouts to a version when ``receivers`` engines, which follow the store, have
+    applied it, and waits for them up to ``timeout_s``. ``receivers`` can also be these engines' ids
+    (``engine_id``): then an engine that cannot apply the version causes an error at once. With 0,
+    TRL does not wait, so rollouts can still come from the previous version. ``sender`` has fields
+    of :class:`dbuffer.SenderOptions`.
 
     Raises:
         OptionError: (a ``ValueError``) an option is invalid.

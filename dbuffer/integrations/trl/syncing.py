@@ -32,21 +32,17 @@ def over_store(
 ) -> Callable[P, TrainerT]:
     """Return a function that makes a trainer whose weights go to vLLM servers through a store.
 
-    Call the function with the arguments of ``trainer_class``; it returns the trainer. Before TRL
-    generates with newer weights, the weights are published, and TRL waits until the servers, which
-    follow the store, have applied them. The trainer gets an additional attribute, ``weight_sync``:
-    a :class:`WeightSync`.
+    Call the function with the arguments of ``trainer_class``: ``trl.GRPOTrainer``, or another class
+    that uses TRL's ``VLLMGeneration``. Its ``args`` must have ``use_vllm=True`` and
+    ``vllm_mode="server"``.
+    Before TRL generates with newer weights, the weights are published, and TRL waits up to
+    ``timeout_s`` until the servers, which follow the store, have applied them. The trainer gets an
+    additional attribute, ``weight_sync``: a :class:`WeightSync`.
 
-    Args:
-        trainer_class: ``trl.GRPOTrainer``, or another class that uses TRL's ``VLLMGeneration``. Its
-            ``args`` must have ``use_vllm=True, vllm_mode="server"``.
-        store: the store's directory, the same on all ranks and servers.
-        receivers: number of engines that must have applied a version before TRL generates, or these
-            engines' ids (``engine_id``). With ids, an engine that cannot apply the version causes
-            an error at once.
-        timeout_s: how long TRL waits for these engines.
-        **sender: fields of :class:`dbuffer.SenderOptions`. A mirror into a bucket needs
-            ``checksum=True`` to copy only changed bytes.
+    ``receivers`` is the number of these servers' engines, or the engines' ids (``engine_id``). With
+    ids, an engine that cannot apply the version causes an error at once. ``sender`` has fields of
+    :class:`dbuffer.SenderOptions`. A mirror into a bucket needs ``checksum=True`` to copy only
+    changed bytes.
 
     Raises:
         OptionError: (a ``ValueError``) an option is invalid. The returned function raises it if the
@@ -81,8 +77,8 @@ def over_store(
 def _without_group() -> Iterator[None]:
     """Prevent TRL's server clients from joining a process group for weights.
 
-    TRL has no hook for this: a trainer's constructor makes a client, which at once joins a process
-    group over NCCL. NCCL requires CUDA.
+    A trainer's constructor makes a client, which at once joins a process group over NCCL. NCCL
+    requires CUDA.
     """
     from trl.generation.vllm_client import VLLMClient
 

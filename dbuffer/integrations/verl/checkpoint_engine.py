@@ -26,23 +26,10 @@ _WORKER_CLASS = ray.remote(CheckpointEngineWorker)
 class StoreCheckpointEngine(StoreSync, CheckpointEngine):  # type: ignore[misc]  # verl is not typed
     """Engine that brings weights from verl's actor to its rollout workers through a store.
 
-    verl makes an engine in each actor rank and in each rollout worker, and makes all calls. A sync
-    publishes a single version. The actor's first rank generates the sync's id, and verl passes it
-    to all workers. A rollout worker loads only the version with this id.
-
-    Args:
-        bucket_size: unused. verl passes it to every engine.
-        is_master: whether this is the actor's first rank, which publishes.
-        store: the store's directory, as actor and rollout workers see it.
-        local_store: a directory in the shared memory of the rollout workers' nodes, if the store is
-            on a network mount. A process on each node copies every version into it.
-        delta: whether to publish only the bytes that changed since the last sync, if they are few.
-            The weights are then first collected in the memory of the first rank's host.
-        dtype: dtype of published floating-point tensors, as text. Default: each tensor's dtype.
-        timeout_s: how long a rollout worker waits for the version of a sync.
-
-    Raises:
-        OptionError: (a ``ValueError``) an option is invalid.
+    verl makes an engine in each actor rank and in each rollout worker, and makes all calls. The
+    actor's first rank (``is_master``) publishes a version for each sync and generates the sync's
+    id, which verl passes to all workers. A rollout worker loads only the version with this id. The
+    options are those of ``engine_kwargs.dbuffer`` in verl's configuration.
     """
 
 
@@ -69,10 +56,9 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
             Metrics for verl's log: the version, its bytes, and the duration of the publish.
 
         Raises:
-            DBufferError: a worker failed; Ray raises the worker's error here. If it failed before
-                every worker had staged the version, the engines keep generating with the previous
-                version. If loading fails, the engines stay paused, because their weights can
-                differ.
+            DBufferError: a worker failed; Ray raises its error here. Until every worker has staged
+                the version, the engines keep generating with the previous version. If
+                loading fails, the engines stay paused, because their weights can differ.
         """
         if self.backend != VERL_BACKEND:
             metrics: dict[str, Any] = await super().update_weights(global_steps)

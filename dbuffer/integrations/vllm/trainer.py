@@ -44,18 +44,15 @@ class DBufferTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     """More fields of :class:`EngineOptions`. Add ``store`` if the engine sees another path."""
     sender: dict[str, Any] = field(default_factory=dict)
     sparse: bool = False
-    """Whether patches are sent too. The whole source is then gathered in main memory. A trainer
-    without a source can always send patches."""
+    """Whether patches are sent too. The whole source is then gathered in main memory."""
     checkpoint: str | os.PathLike[str] | None = None
-    """HuggingFace checkpoint that ``trainer_init`` publishes, for a trainer without a source. The
-    first patches apply to it."""
+    """Hugging Face checkpoint that ``trainer_init`` publishes, for a trainer without a source."""
 
 
 class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     """Publishes a source's weights, or patches, then lets the engine switch to that version.
 
-    The engine then reports the version's number as its weight version. The caller pauses the engine
-    and resets its prefix cache, as with vLLM's own backends.
+    The caller pauses the engine and resets its prefix cache, as with vLLM's own backends.
     """
 
     init_info_cls = DBufferTrainerInitInfo
@@ -84,11 +81,6 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             client: client of the engine, as vLLM defines it.
             source: a ``WeightSource``. If it is split between ranks, all ranks write, and
                 torch.distributed must be initialized.
-
-        Raises:
-            OptionError: (a ``ValueError``) an option is invalid, the source is split and ``sparse``
-                is set, or there is not exactly one of source and checkpoint.
-            DBufferError: the errors of :meth:`.WeightSender.send`.
         """
         if not isinstance(init_info, DBufferTrainerInitInfo):
             raise OptionError(f"init_info is {init_info!r:.200}: use a DBufferTrainerInitInfo")
@@ -123,18 +115,14 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
     def send_weights(self, patches: Iterable[Any] | None = None) -> None:
         """Publish a version, and switch the engine to it. Every rank must call this.
 
-        If publishing fails, the engine keeps its version. Otherwise the client's errors are raised.
-
-        Args:
-            patches: vLLM's ``SparseWeightPatch`` objects: all changes since the last version of
-                this trainer. Only rank 0's patches count. An empty list does nothing. Default:
-                publish the whole source.
+        ``patches`` are vLLM's ``SparseWeightPatch`` objects: all changes since the last version of
+        this trainer. Only rank 0's patches count. An empty list does nothing. By default the whole
+        source is published. If publishing fails, the engine keeps its version.
 
         Raises:
             VersionError: patches were given, and this trainer has published no version yet, or
                 failed to publish the last one. Send the whole source once.
             OptionError: patches were given, and ``sparse`` is not set, or the source is split.
-            DBufferError: the errors of :meth:`.WeightSender.send_patches`.
         """
         if patches is not None or self.source is None:
             version = self._publish_patches(patches)

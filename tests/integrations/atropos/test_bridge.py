@@ -42,7 +42,6 @@ from dbuffer.integrations.atropos.mapping import (
 from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.children import Child
 from tests.support.patterns import received as stored
-from tests.support.ports import free_port
 from tests.support.waiting import meanwhile
 
 SOON_S = 0.5
@@ -243,10 +242,9 @@ def test_tensors_of_the_trainer_are_published_as_they_are_then(store, delta):
         assert len(list(store.glob("deltas/*"))) == delta
 
 
-@pytest.mark.parametrize("delta", [False, True])
-def test_model_that_is_made_is_published(store, checkpoint, tmp_path, delta):
+def test_model_that_is_made_is_published(store, checkpoint):
     config = config_for(model_name=str(checkpoint))
-    with VLLMWeightBridge(config, store=store, delta=delta) as bridge:
+    with VLLMWeightBridge(config, store=store) as bridge:
         model = bridge.get_trainable_model()
         assert bridge.get_trainable_model() is model
         assert model.training
@@ -259,11 +257,6 @@ def test_model_that_is_made_is_published(store, checkpoint, tmp_path, delta):
             assert_published(store, model)
         with pytest.raises(dbuffer.OptionError, match="get_trainable_model"):
             attached(bridge)
-        # As Atropos' trainer does now and then.
-        model.save_pretrained(tmp_path)
-        saved = type(model).from_pretrained(tmp_path)
-        assert all(torch.equal(p, saved.get_parameter(n)) for n, p in model.named_parameters())
-        assert saved.lm_head.weight is saved.model.embed_tokens.weight
     assert_published(store, model)
 
 
@@ -420,15 +413,6 @@ def test_server_that_is_not_available_yet_is_waited_for(store):
             bridge.notify_update()
 
 
-def test_server_that_is_not_there_is_told_in_time(store):
-    url = f"http://127.0.0.1:{free_port()}"
-    with opened(store, url, timeout_seconds=SOON_S) as bridge:
-        began = time.monotonic()
-        with pytest.raises(ConnectionError, match=url):
-            bridge.notify_update()
-        assert time.monotonic() - began < TIMEOUT_S / 2
-
-
 # Several nodes
 
 
@@ -532,7 +516,7 @@ def rank(
     connection.send(torch.distributed.is_initialized())
 
 
-@pytest.mark.parametrize(("follows", "delta"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(("follows", "delta"), [(True, True), (False, False)])
 def test_all_ranks_publish_and_hear_of_it_together(store, tmp_path, follows, delta):
     with running(store, WITH_ROUTES, follows=follows) as server, contextlib.ExitStack() as stack:
         timeout_s = TIMEOUT_S if follows else SOON_S

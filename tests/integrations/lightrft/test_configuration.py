@@ -250,12 +250,6 @@ def test_the_engine_of_a_rank():
     assert engine_of_rank(SGLangWrapper(1)) is None
 
 
-def hold(rank: int, place: Path) -> str:
-    """Make a manager, with an engine that nobody looks at, and keep it."""
-    held["manager"] = followed_by_a_stand_in(place)
-    return str(held["manager"].store)
-
-
 def followed_by_a_stand_in(
     place: Path, module: nn.Module | None = None, engine_type: str = "vllm", **options: Any
 ) -> BroadcastManager:
@@ -285,25 +279,6 @@ def names_for_sglang(rank: int, place: Path, options: SenderKeywords) -> list[st
 )
 def test_rename_replaces_the_names_of_lightrft(world, tmp_path, options, names):
     assert world.run(names_for_sglang, tmp_path, options) == [names, names]
-
-
-def let_go(rank: int) -> bool:
-    held.pop("manager").close()
-    return True
-
-
-held: dict[str, BroadcastManager] = {}
-
-
-def test_ranks_share_a_store_in_shared_memory_that_stays(world, tmp_path):
-    first, second = world.run(hold, tmp_path)
-    assert first == second
-    assert Path(first).parent == tmp_path
-    assert Path(first).name.startswith(f"dbuffer-lightrft-{os.getuid()}-")
-    world.run(let_go)
-    assert Path(first).is_dir()
-    assert world.run(hold, tmp_path) == [first, first], "as after a restart"
-    world.run(let_go)
 
 
 class StandIn:

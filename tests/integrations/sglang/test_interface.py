@@ -1,6 +1,6 @@
 """The SGLang adapter against the record of SGLang's interface, without an SGLang.
 
-The server and the engine here only check that they are called in a way that the record allows.
+The server here only checks that it is called in a way that the record allows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import dbuffer
 from dbuffer.engine.contract import WeightLabel
 from dbuffer.engine.engine_options import UpdateRequest
 from dbuffer.engine.messages import RankRequest
-from dbuffer.integrations.sglang import LOADER, EngineOptions, OfflineEngine, ServerEngine, follow
+from dbuffer.integrations.sglang import LOADER, EngineOptions, ServerEngine, follow
 from dbuffer.integrations.sglang.sglang_engine import from_tensors
 
 FORMS = json.loads(Path(__file__).with_name("interface.json").read_text())
@@ -98,30 +98,6 @@ def engine(server: Recorded) -> Iterator[ServerEngine]:
     engine.close()
 
 
-class RecordedEngine:
-    """An ``sglang.Engine`` that takes what the record allows, and does nothing."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.loop = self
-        self.tokenizer_manager = self
-
-    def is_running(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        form = form_of(f"entrypoints.engine:Engine.{name}")
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.asked.append((name, bind(form, self, *args, **kwargs)))
-            return {
-                "get_server_info": INFO,
-                "get_model_info": {"weight_version": "default"},
-            }.get(name, (True, "Success"))
-
-        return call
-
-
 def test_server_is_switched_in_calls_that_are_on_record(server, engine, tmp_path):
     """Every rank is told, and no weights travel. Nothing is loaded before caches were flushed."""
     assert engine.facts().num_ranks == 2
@@ -158,20 +134,6 @@ def test_server_that_paused_and_whose_answer_was_lost_is_resumed(server, engine)
     with pytest.raises(dbuffer.EngineUnreachableError):
         engine.do(RankRequest("end"))
     assert [path for path, _ in server.asked] == ["/pause_generation", "/continue_generation"]
-
-
-def test_offline_engine_is_switched_in_calls_that_are_on_record(tmp_path):
-    recorded = RecordedEngine()
-    engine = OfflineEngine(recorded)
-    assert engine.facts().num_ranks == 2
-    options = EngineOptions(store=str(tmp_path / "s"), engine_id="engine")
-    engine.do(RankRequest("begin", options=options))
-    engine.pause("keep")
-    engine.do(RankRequest("update", update=UpdateRequest(at_least=1)))
-    assert engine.weight_version() == "default"
-    updates = [a for name, a in recorded.asked if name == "update_weights_from_tensor"]
-    assert [update["load_format"] for update in updates] == [LOADER] * 3
-    assert [update["flush_cache"] for update in updates] == [False, True, False]
 
 
 @pytest.mark.parametrize(

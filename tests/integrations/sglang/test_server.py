@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import dbuffer
-from dbuffer.integrations.sglang import ServerEngine, follow, versions_of
+from dbuffer.integrations.sglang import follow, versions_of
 from dbuffer.testing.waiting import until
 from tests.support import ROOT
 from tests.support.engines.sglang_engines import NEEDS_SGLANG, WAIT_S, Server
@@ -171,12 +171,6 @@ def test_example_samples_with_the_newest_weights_each_time(world, tmp_path):
     assert done.stdout == "".join(
         f"step {step}: rollouts of version {step + 1}\n" for step in range(3)
     )
-
-
-def test_engine_that_does_not_answer_is_unreachable():
-    engine = ServerEngine(f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(dbuffer.EngineUnreachableError):
-        engine.facts()
 
 
 def is_generating(server: Server) -> bool:

@@ -121,11 +121,6 @@ def kill(process: Any) -> None:
 # What TorchRL asks of a scheme.
 
 
-def test_a_tilde_is_a_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert parts.DoubleBufferSyncScheme("~/stores").remote_addr == str(tmp_path / "stores")
-
-
 @MULTI
 def test_update_weights(scheme, collector_class):
     """Tied, non-contiguous, frozen, empty, without dimensions; buffers; bfloat16 and others."""
@@ -782,26 +777,6 @@ def test_shutdown_twice_and_what_comes_after(address, policy):
         del scheme
         update(collector, policy, 2.0)
         assert parts.acts(collector) == [2.0, 2.0]
-
-
-def test_pickling_at_any_time(address, policy):
-    """A copy is a scheme that has not begun, and does not disturb the one that has."""
-    scheme = parts.DoubleBufferSyncScheme(address, sync=True, timeout_s=30.0, num_threads=2)
-    copies = [pickle.loads(pickle.dumps(scheme))]
-    begin(scheme, policy, num_workers=0)
-    copies.append(pickle.loads(pickle.dumps(scheme)))
-    scheme.connect()
-    copies += [pickle.loads(pickle.dumps(scheme)), copy.deepcopy(scheme)]
-    copies.append(pickle.loads(pickle.dumps(copies[-1])))
-    for each in copies:
-        assert isinstance(each, parts.DoubleBufferSyncScheme)
-        assert not each.initialized_on_sender
-        assert not each.synchronized_on_sender
-        assert (each.sync, each.timeout_s, each.num_threads) == (True, 30.0, 2)
-        each.shutdown()
-    copies.clear()
-    scheme.send()
-    scheme.shutdown()
 
 
 def test_nothing_is_left_behind(address, scheme, policy):

@@ -96,15 +96,6 @@ def test_store_that_is_seen_under_the_other_name_only(tmp_path):
     receiver.close()
 
 
-def test_nothing_to_receive_is_said_once(tmp_path, caplog):
-    transport = Transport(tmp_path / "remote" / "store", tmp_path / "local" / "store")
-    assert [transport.receive_weights(timeout) for timeout in (0.1, None, 0.0)] == [None] * 3
-    [line] = [message for message in caplog.messages if "no weights so far in" in message]
-    assert str(tmp_path / "remote" / "store") in line
-    assert str(tmp_path / "local" / "store") in line
-    transport.close()
-
-
 def test_options_reach_both_ends(tmp_path):
     options = TransportOptions(dtype=torch.bfloat16, rename={"a": "b"}, checksum=True, verify=True)
     transport = Transport(tmp_path / "store", options=options)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.programs import verl_syncs
+from tests.programs.verl_syncs import STEPS
 from tests.support import ROOT
 from tests.support.engines.tiny_models import token_of
 from tests.support.engines.vllm_engines import (
@@ -58,41 +59,30 @@ def test_verl_knows_the_backend_by_configuration_alone(observed):
     assert observed["bases"] == "verl.checkpoint_engine.base"
 
 
-class TestSyncs:
-    def test_the_engine_answers_with_the_weights_of_each(self, observed):
-        assert observed["before"] == [token_of(0)]
-        answers = [seen["answer"] for seen in observed["syncs"]]
-        assert answers == [[token_of(version)] for version in (1, 2, 3)]
+def test_each_sync_is_a_version_that_the_engine_serves(observed):
+    assert observed["before"] == [token_of(0)]
+    for version, (step, seen) in enumerate(zip(STEPS, observed["syncs"], strict=True), 1):
+        metrics = seen["metrics"]
+        assert metrics["dbuffer/version"] == version
+        assert metrics["dbuffer/bytes"] > 100_000
+        assert metrics["dbuffer/publish_s"] > 0
+        # Until its worker has the version, the engine serves the one before.
+        at_pause = {"newest": version, "held": [version], "answer": [token_of(version - 1)]}
+        assert seen == {
+            "metrics": metrics,
+            "answer": [token_of(version)],
+            "told step": 1,
+            "version": version,
+            "global_steps": step,
+            "applied": [version],
+            "at pause": at_pause,
+        }
 
-    def test_each_is_a_version_with_its_step(self, observed):
-        found = [(seen["version"], seen["global_steps"]) for seen in observed["syncs"]]
-        assert found == [(1, 1), (2, 1), (3, None)]
 
-    def test_verl_is_told_what_it_may_log(self, observed):
-        for seen in observed["syncs"]:
-            assert seen["metrics"]["dbuffer/version"] == seen["version"]
-            assert seen["metrics"]["dbuffer/bytes"] > 100_000
-            assert seen["metrics"]["dbuffer/publish_s"] > 0
-
-    def test_workers_acknowledge_what_their_engine_has_loaded(self, observed):
-        assert [seen["applied"] for seen in observed["syncs"]] == [[1], [2], [3]]
-
-    def test_the_engine_serves_until_its_worker_has_the_version(self, observed):
-        for seen in observed["syncs"]:
-            version = seen["version"]
-            assert seen["at pause"] == {
-                "newest": version,
-                "held": [version],
-                "answer": [token_of(version - 1)],
-            }
-
-    def test_the_server_says_the_step_with_each_answer(self, observed):
-        assert [seen["told step"] for seen in observed["syncs"]] == [1, 1, 1]
-
-    def test_the_engine_answers_as_a_fresh_one_on_the_same_weights(self, observed):
-        seen = observed["random"]
-        assert seen["answers"] == seen["expected"]
-        assert len({tuple(tokens) for tokens in seen["answers"]}) == len(PROMPTS)
+def test_the_engine_answers_as_a_fresh_one_on_the_same_weights(observed):
+    seen = observed["random"]
+    assert seen["answers"] == seen["expected"]
+    assert len({tuple(tokens) for tokens in seen["answers"]}) == len(PROMPTS)
 
 
 def test_verls_own_manager_brings_them_too_and_pauses_first(observed):
@@ -101,22 +91,17 @@ def test_verls_own_manager_brings_them_too_and_pauses_first(observed):
     assert seen["at pause"] == {"newest": 3, "held": [None], "answer": [token_of(3)]}
 
 
-@pytest.mark.parametrize("how", ["gathering", "publishing"])
-class TestFailedPublish:
-    def test_it_is_raised(self, observed, how):
-        error = observed[how]["error"]
-        wanted = {"gathering": "ZeroDivisionError", "publishing": "InvalidWeightsError"}[how]
-        assert wanted in error
-
-    def test_the_engine_was_not_touched(self, observed, how):
-        seen = observed[how]
-        assert not seen["was paused"]
-        assert seen["answer"] == seen["answer before"]
-        assert seen["newest"] == seen["newest before"]
-
-    def test_the_next_sync_works(self, observed, how):
-        seen = observed[how]["next"]
-        assert seen["answer"] == [token_of(seen["version"])]
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [("gathering", "ZeroDivisionError"), ("publishing", "InvalidWeightsError")],
+)
+def test_a_publish_that_fails_leaves_the_engine_and_the_next_sync_works(observed, how, error):
+    seen = observed[how]
+    assert error in seen["error"]
+    assert not seen["was paused"]
+    assert seen["answer"] == seen["answer before"]
+    assert seen["newest"] == seen["newest before"]
+    assert seen["next"]["answer"] == [token_of(seen["next"]["version"])]
 
 
 def test_engines_go_on_with_what_an_actor_published_that_died_while_they_load(observed):

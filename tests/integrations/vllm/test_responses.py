@@ -140,14 +140,6 @@ def with_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(responses, "has_spans", lambda: True)
 
 
-def test_headers_tell_the_weights_of_the_first_token():
-    _, headers, body = ask(answering([JSON], b"{}", note=has_generated))
-    assert headers["x-weight-version"] == "7"
-    assert headers["x-weight-run"] == RUN
-    assert json.loads(headers["x-weight-metadata"]) == {"step": 70}
-    assert body == b"{}"
-
-
 @pytest.mark.parametrize(
     ("path", "headers", "words"),
     [
@@ -368,18 +360,6 @@ def test_label_that_is_looked_at_is_not_older_than_the_request():
 async def answer(_: Any, __: Any, send: Any) -> None:
     await send({**START, "headers": []})
     await send({"type": "http.response.body", "body": b"{}"})
-
-
-def test_request_waits_for_its_version_and_is_refused_without():
-    asked = {"X_Weight_Min_Version": "7", "X_Weight_Wait_S": "60"}
-    core = Core(*[WeightLabel("6")] * 5, SERVED)
-    assert ask(answer, core, **asked)[0] == 200
-    assert core.labels == [SERVED]
-    status, headers, body = ask(answer, X_Weight_Min_Version="8")
-    assert (status, headers["x-weight-version"], headers["retry-after"]) == (409, "7", "1")
-    told = json.loads(body)
-    assert told["weights"]["version"] == "7"
-    assert "not yet 8" in told["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/ready?min_version=8&wait_s=3600", "/v1/completions"])
