@@ -57,13 +57,10 @@ def register(source: Source, registry: CollectorRegistry = REGISTRY) -> Collecto
 
 
 class _Collector(Collector):
-    """Collector that reads the counts and lags each time the registry is read."""
-
     def __init__(self, source: Source) -> None:
         self._source = source
 
     def describe(self) -> Iterator[Metric]:
-        """Return all metrics: a registry checks that their names are unique."""
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:

@@ -162,16 +162,10 @@ def apply_by_hand(
     for seed, weights in (
         (2, models[2]),
         (1, TensorDict(models[1].state_dict()).unflatten_keys(".")),
-        (2, models[2].state_dict()),
     ):
         receiver.apply_weights(weights)
         # No version of the store has them.
         assert (greedy(llm), version_reported(llm)) == (fresh[seed], "unknown")
-    sender.update_weights(models[1])
-    receiver.apply_weights(models[2])
-    assert greedy(llm) == fresh[2]
-    assert receiver.poll_and_apply(timeout=0) is True
-    assert greedy(llm) == fresh[1]
     sender.update_weights(models[2])
     assert receiver.poll_and_apply(timeout=0) is True
     assert greedy(llm) == fresh[2]
@@ -332,43 +326,6 @@ class UserEngine:
         return os.getpid()
 
 
-class TrainerActor:
-    """The trainer of TorchRL's tests, with ours in the place of its classes."""
-
-    def use(self, scheme: Any, seed: int) -> None:
-        self.model = make_model("qwen3", seed)
-        self.sender = scheme.create_sender()
-        self.sender.register_model(self.model)
-
-    def get_model_metadata(self) -> Any:
-        return get_model_metadata(self.model)
-
-    def init(self, vllm_engine: Any) -> None:
-        self.sender.init_all_workers_group(get_model_metadata(self.model), vllm_engine=vllm_engine)
-
-    def update_weights(self) -> None:
-        self.sender.update_weights()
-
-    def shutdown(self) -> None:
-        self.sender.shutdown()
-
-
-class ReceiverActor:
-    """The receiver of TorchRL's tests, which is beside the engine's actors, not in them."""
-
-    def use(self, scheme: Any, engine: Any) -> None:
-        self.receiver = scheme.create_receiver(engine)
-
-    def init(self) -> None:
-        import ray
-
-        trainer = ray.get_actor("Trainer")
-        self.receiver.init_all_workers_group(ray.get(trainer.get_model_metadata.remote()))
-
-    def poll_and_apply(self, timeout: float) -> Any:
-        return self.receiver.poll_and_apply(timeout)
-
-
 def run_ray(directory: Path, session: str) -> None:
     import ray
     from torchrl.modules.llm.backends.vllm import RayLLMWorker, make_async_vllm_engine
@@ -393,7 +350,6 @@ def run_ray(directory: Path, session: str) -> None:
     poll_hosted(directory / "own", own, [own], models, fresh)
     poll_hosted(directory / "service", service, service.actors, models, fresh)
     poll_hosted(directory / "worker", RayLLMWorker(own, 1, model), [own], models, fresh)
-    train_in_an_actor(directory, service, fresh)
     service.shutdown()
     lose_an_actor(directory / "lost", own, models, fresh)
     ray.shutdown()
@@ -434,28 +390,6 @@ def poll_hosted(store: Path, engine: Any, actors: list[Any], models: Models, fre
                 responses = responses_of(actor)
                 assert [list(response.token_ids) for response in responses] == fresh[seed]
                 assert version_of(responses) == str(seed)
-
-
-def train_in_an_actor(directory: Path, service: Any, fresh: Fresh) -> None:
-    """As TorchRL's `test_weight_sync_vllm_double_buffer_ray`, and `..._collective_ray`."""
-    import ray
-
-    trainer = ray.remote(num_cpus=0)(TrainerActor).options(name="Trainer").remote()
-    receiver = ray.remote(num_cpus=0)(ReceiverActor).remote()
-    scheme: Any = VLLMDoubleBufferSyncScheme(str(directory / "double"), strategy="state_dict")
-    ray.get([trainer.use.remote(scheme, 1), receiver.use.remote(scheme, service)])
-    assert ray.get(receiver.poll_and_apply.remote(0)) is False
-    ray.get(trainer.update_weights.remote())
-    assert ray.get(receiver.poll_and_apply.remote(20)) is True
-    assert [answers_of(actor) for actor in service.actors] == [fresh[1]] * 2
-    ray.get(trainer.shutdown.remote())
-
-    scheme = VLLMWeightSyncScheme(remote_addr=str(directory / "collective"), num_replicas=2)
-    ray.get([trainer.use.remote(scheme, 2), receiver.use.remote(scheme, service)])
-    ray.get([trainer.init.remote(service), receiver.init.remote()])
-    ray.get(trainer.update_weights.remote())
-    assert [answers_of(actor) for actor in service.actors] == [fresh[2]] * 2
-    ray.get(trainer.shutdown.remote())
 
 
 def lose_an_actor(store: Path, actor: Any, models: Models, fresh: Fresh) -> None:

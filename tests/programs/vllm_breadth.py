@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import dbuffer
-from dbuffer.integrations.vllm import follow
 from tests.programs.vllm_drafts import bigrams, eagle
-from tests.support.engines.async_engines import Asking
 from tests.support.engines.families import CONFIGURATIONS, make_family, save_family
 from tests.support.engines.media_models import MEDIA, media_prompts, save_media_model
 from tests.support.engines.tiny_models import (
@@ -22,8 +16,6 @@ from tests.support.engines.tiny_models import (
 )
 from tests.support.engines.vllm_engines import (
     PROMPTS,
-    TIMEOUT_S,
-    engine_arguments,
     following,
     greedy,
     greedy_answers,
@@ -35,10 +27,6 @@ from tests.support.engines.vllm_engines import (
 
 ORDER = (1, 0) * 5
 """Of the two checkpoints, as they are published: where switches are copies, the later ones are."""
-
-NUM_STREAMS = 3
-STREAM_TOKENS = 60
-"""Of an answer in the background: enough for several versions to come before it ends."""
 
 
 @dataclass(frozen=True)
@@ -211,59 +199,6 @@ def run(directory: Path, name: str) -> dict[str, int]:
     return {"switches of engines of many families": len(ORDER)}
 
 
-def run_under_load(directory: Path, name: str, _: str) -> dict[str, int]:
-    """Switch by copies alone and by vLLM's reload, while it answers others."""
-    case = CASES[name]
-    set_packing(packed=True)
-    pair = [case.make(directory, seed) for seed in (0, 1)]
-    fresh = [greedy(start_llm(path, **case.arguments)) for path in pair]
-    require_different(*fresh)
-    asyncio.run(switch_under_load(directory, case, pair, fresh))
-    return {"switches of engines of many families, under load": 2 * len(ORDER)}
-
-
-async def switch_under_load(
-    directory: Path, case: Case, pair: list[Path], fresh: list[list[list[int]]]
-) -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments = AsyncEngineArgs(**engine_arguments(pair[0], **case.arguments))
-    asking = Asking(AsyncLLM.from_engine_args(arguments))
-    with dbuffer.WeightSender(directory / "store") as sender:
-        for plan in (True, False):
-            num_tokens = 0
-            # What the first follower left in the store is not for the second one.
-            async with follow(asking.engine, directory / "store", plan=plan) as follower:
-                for number in ORDER:
-                    switched = asyncio.Event()
-                    streams = asyncio.create_task(stream_until(switched, asking))
-                    await asyncio.sleep(0.05)
-                    published = sender.send(pair[number])
-                    await follower.wait_applied_async(published.version, timeout_s=TIMEOUT_S)
-                    switched.set()
-                    num_tokens += await streams
-                    responses = [asking.respond(prompt, 16) for prompt in PROMPTS]
-                    answers = [each["tokens"] for each in await asyncio.gather(*responses)]
-                    assert answers == fresh[number]
-            assert num_tokens >= len(ORDER) * NUM_STREAMS * STREAM_TOKENS
-    asking.engine.shutdown()
-
-
-async def stream_until(switched: asyncio.Event, asking: Asking) -> int:
-    """Ask what is never the same, and so in no cache; the tokens of all answers."""
-    numbers = itertools.count()
-
-    async def stream() -> int:
-        num_tokens = 0
-        while not switched.is_set():
-            prompt = [1 + next(numbers) % 200, *range(1, 40)]
-            num_tokens += len((await asking.respond(prompt, STREAM_TOKENS))["tokens"])
-        return num_tokens
-
-    return sum(await asyncio.gather(*(stream() for _ in range(NUM_STREAMS))))
-
-
 def answering(case: Case) -> Callable[[Any], Any]:
     """How an engine is asked."""
     if case.media:
@@ -278,4 +213,4 @@ def embeddings(llm: Any) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    judge(run_under_load if "under load" in sys.argv else run)
+    judge(run)

@@ -73,7 +73,6 @@ class VLLMWeightBridge:
         self.device = torch.device(config.device)
         self.shared_state_dict: Mapping[str, torch.Tensor] = {}
         self.nccl_group: None = None
-        """Always None, like ``gloo_group``: the bridge shares no process group with engines."""
         self.gloo_group: None = None
         self._ranks = World()
         self._owns_group = False
@@ -87,12 +86,10 @@ class VLLMWeightBridge:
 
     @property
     def param_mappings(self) -> dict[str, Any]:
-        """The mapping's entry for each of the trainer's parameters."""
         return self._mapping.entries
 
     @property
     def name_conversions(self) -> dict[str, list[str]]:
-        """Trainer's names for each of the servers' names; see :func:`get_name_conversions`."""
         return get_name_conversions(self.param_mappings)
 
     def initialize(self) -> None:
@@ -239,7 +236,6 @@ class VLLMWeightBridge:
             self._version = None
 
     def cleanup(self) -> None:
-        """Close the store, which keeps the last version."""
         for part in (self._server, self._sender, self._ranks):
             if part is not None:
                 part.close()
@@ -317,7 +313,6 @@ def _default_store(config: BridgeConfig) -> Path:
 
 
 def _named(weights: Weights) -> Mapping[str, torch.Tensor]:
-    """Return the tensors to publish, under the names that the mapping uses."""
     if not isinstance(weights, nn.Module):
         return weights
     return as_checkpoint(weights, module_tensors(weights))

@@ -25,7 +25,6 @@ class BridgeConfig:
     world_size: int = 1
     """Number of the trainer's processes. If above 1, each of them makes a bridge and all calls."""
     init_method: str = "env://"
-    """Used to initialize ``torch.distributed`` if the trainer has not initialized it."""
     num_inference_nodes: int = 0
     """Number of nodes with an engine in a SLURM job, or 0 for one server on this machine (local
     mode)."""
@@ -61,7 +60,6 @@ class BridgeConfig:
 
     @property
     def is_local_mode(self) -> bool:
-        """Whether there is a single server, on this machine, which is notified over HTTP."""
         return self.num_inference_nodes == 0
 
     @property

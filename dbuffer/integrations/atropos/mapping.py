@@ -86,7 +86,6 @@ class ParameterMapping:
         self.permuted = frozenset(permuted)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise an error if the mapping does not fit the trainer's tensors of these names."""
         names = list(names)
         of_names = {str(rule.text) for rule in self.names.rules if rule.kind == "name"}
         unknown = sorted((of_names | self.permuted).difference(names))
@@ -103,7 +102,6 @@ class ParameterMapping:
     def permute(
         self, tensors: Mapping[str, torch.Tensor], num_heads: int, num_kv_heads: int
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors, after converting those with ``needs_permute``; see `rotary`."""
         heads = {name: _heads_of(name, num_heads, num_kv_heads) for name in self.permuted}
         return {
             name: permute_for_rotary(tensor.detach(), heads[name]) if name in heads else tensor
@@ -146,7 +144,6 @@ def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
 
 
 def _is_part(rule: Rule) -> bool:
-    """Whether a tensor and its new name are in the same module, as parts of a projection are."""
     module = str(rule.to).split(".")[:-2]
     return str(rule.text).split(".")[: len(module)] == module
 

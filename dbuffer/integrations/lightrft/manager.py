@@ -33,7 +33,6 @@ EngineFollower: TypeAlias = "Follower | LaunchedFollower"
 logger = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 600.0
-"""Seconds that ranks wait for an engine to load a staged version."""
 
 
 class BroadcastManager(Closing):
@@ -82,7 +81,6 @@ class BroadcastManager(Closing):
         self.strategy = strategy
         self.inference_engine = inference_engine
         self.version: int | None = None
-        """Newest version that all engines have switched to."""
         self._timeout_s = options.positive_seconds("timeout_s", timeout_s)
         options.positive_seconds("rank_timeout_s", rank_timeout_s)
         options.choice("unused_tensors", unused_tensors, ("refuse", "warn"))
@@ -135,7 +133,6 @@ class BroadcastManager(Closing):
         self.version = version
 
     def close(self) -> None:
-        """Stop following. Engines keep their weights, and the store keeps its last version."""
         self._follower = None
         self._opened.close()
 

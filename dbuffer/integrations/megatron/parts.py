@@ -77,10 +77,7 @@ class Cut(NamedTuple):
 
 
 def strides_of(positions: torch.Tensor, num_elements: int) -> Strided | None:
-    """Return the strided view whose elements are at ``positions``, in this order.
-
-    Return None if no strided view of a tensor with ``num_elements`` has these positions.
-    """
+    """Return the strided view whose elements are at ``positions``, in this order, or None."""
     sizes: list[int] = []
     strides: list[int] = []
     starts = positions = positions.flatten()
@@ -118,7 +115,6 @@ class Part:
         return exported.dtype == local.dtype and torch.equal(_bytes_of(exported), _bytes_of(local))
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the part: a view, or a copy if it joins rows of several key-value heads."""
         flat = parameter.detach().view(-1)
         sizes, strides, first = self.elements
         return flat.as_strided(sizes, strides, flat.storage_offset() + first).reshape(self.shape)

@@ -55,7 +55,6 @@ class Tracer:
         self._device = next(models[0].parameters()).device
         self._error: Exception | None = None
         self.refused: dict[str, None] = {}
-        """Names of exported tensors that do not consist of one part per rank."""
 
     @torch.no_grad()
     def find_parts(self) -> dict[str, Part]:
@@ -121,7 +120,6 @@ class Tracer:
         return cuts
 
     def _find_parts(self, cuts: Mapping[int, Cut]) -> dict[int, Part]:
-        """Return this rank's parts of the cut tensors, by their indices in an export."""
         parts: dict[int, Part] = {}
 
         def find(place: int, name: str, positions: torch.Tensor) -> None:

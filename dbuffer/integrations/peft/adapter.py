@@ -77,7 +77,6 @@ def _config(peft_model: Any, adapter: str) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a set as a sorted list, since JSON has no sets."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     raise InvalidWeightsError(f"{value!r:.200} in an adapter's configuration cannot be published")

@@ -99,7 +99,6 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _merge_whole(peft_model: PeftModel) -> nn.Module:
-    """Merge a copy without data in the way that peft would merge the model."""
     try:
         merged: nn.Module = peft_model.merge_and_unload()
     # peft's methods raise different errors.
@@ -116,7 +115,6 @@ def _merge_whole(peft_model: PeftModel) -> nn.Module:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's memory, which tied tensors share."""
     return tensor.untyped_storage().data_ptr() or -id(tensor)
 
 
@@ -173,7 +171,6 @@ class _Layers:
         return LazyTensor(to_be.dtype, tuple(to_be.shape), fetch, identity)
 
     def _state_of(self, keys: list[str]) -> list[tuple[Any, ...]]:
-        """Return everything that determines the result of merging, except the tensors' values."""
         return [
             (list(module.active_adapters), list(module.merged_adapters), module.disable_adapters)
             for key in keys

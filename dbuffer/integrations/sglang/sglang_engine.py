@@ -108,7 +108,6 @@ class _Sglang(Engine):
 
 
 def _refusal(options: EngineOptions) -> RankAnswer:
-    """Return the problem in the engine's record as an error, or None if the engine can follow."""
     store = DoubleBuffer(options.read_store, allow_shared_store=options.allow_shared_store)
     if not store.exists():
         return None

@@ -87,7 +87,6 @@ def clean_path(path: str) -> str:
 
 
 def _check_complete(model: nn.Module, named: Mapping[str, Any]) -> None:
-    """Raise an error if values in a module's state were not extracted and would be lost."""
     tensors = set(map(id, own_tensors(model)))
     lost = [
         f"{name!r} ({type(value).__name__})"
@@ -132,7 +131,6 @@ def _packed(states: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in a form that JSON can hold, with marks for dictionaries and tensors."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
         data = base64.b64encode(flat.numpy().tobytes()).decode()

@@ -120,8 +120,6 @@ def unshared(policy: Any) -> Any:
 
 
 class _CopiedOnArrival:
-    """Stand-in for a module, which another process unpickles as a copy of the module."""
-
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
@@ -135,7 +133,6 @@ def is_on_meta(model: Any) -> bool:
 
 
 def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Tensor]:
-    """Return the tensors to load weights into. Unsaved buffers are included if published."""
     if isinstance(model, nn.Module):
         tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors |= model.named_buffers(remove_duplicate=False)

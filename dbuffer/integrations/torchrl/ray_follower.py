@@ -26,7 +26,6 @@ from dbuffer.errors import (
 from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
 
 _ASK_AGAIN_S = 0.02
-"""Interval at which an actor is asked whether its ranks are ready. It serves in between."""
 
 _FOLLOWER_IN_ACTOR = "_dbuffer_follower"
 
@@ -56,7 +55,6 @@ class RayFollower:
     def sync(
         self, *, at_least: int | None = None, stop_event: threading.Event | None = None
     ) -> Switch | None:
-        """Switch as :meth:`Follower.sync` does. The actor serves until its ranks are ready."""
         timeout_s = self._options.timeout_s
         deadline = time.monotonic() + timeout_s
         while not self._call(Follower.is_ready, at_least):

@@ -72,8 +72,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         self._has_first_weights = True
         self._earlier_versions: dict[str, int] = {}
         self._first_worker_idx = 0
-        self._kept_model: Any = None
-        """Model to keep alive, since other objects may have only weak references to it."""
+        self._kept_model: Any = None  # other objects may have only weak references to it
         self._guard = ForwardGuard()
 
     @property
@@ -138,7 +137,6 @@ class DoubleBufferSyncScheme(StoreScheme):
 
     @property
     def _has_no_workers(self) -> bool:
-        """Whether this scheme sends for a collector that runs the model itself."""
         return self._sender is not None and isinstance(self.context, Collector)
 
     def _setup_connection_and_weights_on_sender_impl(self, *, weights: Any = None) -> None:

@@ -155,7 +155,6 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             raise WeightsMismatchError("; ".join(dict.fromkeys(mismatches)))
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Apply newer weights. Only an ``LLM`` needs this call."""
         return super().poll_and_apply(timeout)
 
     def shutdown(self) -> None:

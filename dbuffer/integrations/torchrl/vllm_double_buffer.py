@@ -94,7 +94,6 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         pipe_or_context: Any = None,  # noqa: ARG002 - for other schemes
         **_: Any,
     ) -> VLLMDoubleBufferTransport:
-        """Return a transport, whose methods write and read a version directly."""
         return VLLMDoubleBufferTransport(self.remote_addr, self.local_addr, options=self.options)
 
     # Names of TorchRL before 0.12.
@@ -138,7 +137,6 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         self._require("receiver").apply_weights(weights, inplace)
 
     def receive(self, timeout: float | None = None) -> Any:
-        """Apply newer weights; return True, or None if there are none."""
         return self._require("receiver").poll_and_apply(timeout or 0.0) or None
 
 
@@ -249,7 +247,6 @@ class VLLMDoubleBufferWeightSender:
         self._model_ref = weakref.ref(model)
 
     def register_collector(self, collector: Any) -> None:
-        """Increment a collector's policy version after each update. Its errors are logged."""
         self._collectors.append(collector)
 
     def update_weights(self, weights: Any | None = None) -> None:
@@ -410,7 +407,6 @@ class VLLMDoubleBufferWeightReceiver:
         return followers_of(engine, self._scheme.options.for_engine(*addresses))
 
     def _find_receiver(self) -> WeightReceiver:
-        """Return the store's receiver. The store can be at either address on this host."""
         receiver, store = self._receiver, Path(self._scheme.remote_addr)
         if receiver is not None and receiver.last_seen is not None:
             return receiver

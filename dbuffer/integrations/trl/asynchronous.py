@@ -62,13 +62,11 @@ class StoreWeightTransfer:
         self.version = self._opened().send(iterator).version
 
     def resume(self) -> None:
-        """Wait until ``receivers`` engines have applied the version that was sent."""
         sender = self._opened()
         if self.version is not None:
             sender.wait_applied(self.version, receivers=self._receivers, timeout_s=self._timeout_s)
 
     def destroy(self) -> None:
-        """Close the store. The last version stays published."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()

@@ -112,7 +112,6 @@ class WeightSync:
         self._generation = trainer.vllm_generation
         self._receivers, self._timeout_s = receivers, timeout_s
         self.version: int | None = None
-        """Newest version that the servers have applied."""
         self.sender: WeightSender | ShardedWeightSender
         """Sender that publishes the weights, for instance for `dbuffer.integrations.metrics`."""
         if self._generation.accelerator.distributed_type == DistributedType.NO:
@@ -147,7 +146,6 @@ class WeightSync:
         self.version = version
 
     def close(self) -> None:
-        """Close the store. The last version stays published, and servers keep their weights."""
         self.sender.close()
 
     def _weights(self) -> Weights:

@@ -66,7 +66,6 @@ class StoreSync:
         self._dtype = None if dtype is None else DTYPES[dtype]
         self._timeout_s = options.positive_seconds(f"{_WHERE}.timeout_s", timeout_s)
         self._sync: str | None = None
-        """Id of the current sync, or None between syncs."""
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
         self._mirror: Mirror | None = None
@@ -87,7 +86,6 @@ class StoreSync:
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[str | None]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return the arguments of each worker's :meth:`init_process_group`."""
         syncs = [sync for sync in metadata if sync is not None]
         if len(syncs) != 1:
             raise NotReadyError(
@@ -198,7 +196,6 @@ class StoreSync:
             self._snapshot.read_ahead()
 
     def _is_newest_of(self, sync: str) -> bool:
-        """Whether a new version has the id of ``sync``; only the version's manifest is read."""
         assert self._receiver is not None  # noqa: S101 - a sync has begun
         try:
             if self._receiver.wait_for_version(self._newest, timeout_s=0.0) is None:

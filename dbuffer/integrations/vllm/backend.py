@@ -63,7 +63,6 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._endpoint.begin(make_rank, options)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> EngineOptions | None:
-        """Check ``init_info``. Return None if it is invalid and this rank must not raise."""
         with raising_once(self.vllm_config):
             return EngineOptions.parse(init_dict)
         return None

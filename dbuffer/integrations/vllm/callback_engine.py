@@ -114,7 +114,6 @@ class CallbackEngine:
     def receive_sparse_weights(
         self, update_info: DBufferUpdateInfo, apply_patches: Callable[..., Any]
     ) -> None:
-        """Load a version by calls of ``apply_patches``, each with a patch of a complete tensor."""
         with self._opened(update_info) as tensors:
             for name, tensor in tensors:
                 if tensor.numel() > _MAX_INDEX:

@@ -36,7 +36,7 @@ def default_engine_id(instance_id: str) -> str:
 
 
 def replica_name(index: int) -> str:
-    """Return the suffix that a data-parallel replica adds to its engine's name."""
+    """Return the suffix of a data-parallel replica's name."""
     return f".dp-{index}" if index else ""
 
 
@@ -127,7 +127,6 @@ def replicas_of(config: Any) -> list[int]:
 
 
 def _num_in_step(parallel: Any) -> int:
-    """Return the number of data-parallel replicas that step together: 1, or all replicas."""
     size: int = _get(parallel, "data_parallel_size")
     if size == 1 or not _get(parallel, "is_moe_model"):
         return 1

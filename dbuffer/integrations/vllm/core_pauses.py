@@ -141,7 +141,6 @@ def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) 
 
 
 def _release(core: Any) -> None:
-    """End a hold. The engine goes on unless another program has paused it."""
     hold: _Hold | None = vars(core).pop(_HOLD, None)
     if hold is None:
         return

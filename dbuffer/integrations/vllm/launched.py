@@ -54,7 +54,6 @@ class LaunchedFollower(Closing):
     def sync(
         self, *, at_least: int | None = None, timeout_s: float | None = None, force: bool = False
     ) -> Switch | None:
-        """Switch all ranks as :meth:`Follower.sync` does, with the first rank's arguments."""
         return self._lead(
             lambda follower: follower.sync(at_least=at_least, timeout_s=timeout_s, force=force)
         )
@@ -69,7 +68,6 @@ class LaunchedFollower(Closing):
         self._agreement.close()
 
     def _lead(self, call: Callable[[Follower], Switch | None]) -> Switch | None:
-        """Make a call on the first rank, carry out its orders on all ranks; return its result."""
         if self._leader is None:
             return self._follow_orders()
         try:
@@ -89,7 +87,6 @@ class LaunchedFollower(Closing):
             self._agreement.share(_NEXT, {"applied": self.applied, **outcome})
 
     def _follow_orders(self) -> Switch | None:
-        """Carry out orders until the first rank's call ends; return or raise its outcome."""
         while "applied" not in (order := self._agreement.share(_NEXT, {})[0]):
             try:
                 _carry_out(self._agreement, self._part, order)
@@ -123,7 +120,6 @@ class _AllRanks(OfflineVllm):
         self._order("set_weight_version", label.encode())
 
     def _order(self, call: str, argument: Any) -> list[Any]:
-        """Let every rank make a call of its ``LLM``; return the results by rank."""
         order = {"call": call, "argument": argument}
         self._agreement.share(_NEXT, order)
         # super() makes the call on this rank alone.

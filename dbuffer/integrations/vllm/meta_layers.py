@@ -66,7 +66,6 @@ def vllm_shape_check(vllm_config: Any, serving: torch.nn.Module) -> ShapeCheck:
 
 
 def _make_model(vllm_config: Any) -> Any:
-    """Make a model as vLLM does, on the default device; the engine's configuration stays."""
     config = copy.copy(vllm_config)
     # The Transformers backend makes parameters on this device, and not on the default one.
     config.device_config = copy.copy(config.device_config)
@@ -247,12 +246,10 @@ def _is_reloaded_last(module: torch.nn.Module) -> bool:
 
 
 def _has_no_rows(module: Any) -> bool:
-    """Whether this rank's part of an embedding or head is only padding."""
     return isinstance(module, VocabParallelEmbedding) and not module.shard_indices.num_org_elements
 
 
 def _find_optional(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a layer that a version need not have."""
     may_all = has_optional_scales(module) or _has_no_rows(module)
     for table in tables_of(module):
         for tensor in table.values():

@@ -49,7 +49,6 @@ class FollowStore:
         self._adapters: list[FollowedAdapter] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a connection. Following begins and ends with the lifespan."""
         if scope["type"] == "lifespan":
             await self._live(scope, receive, send)
         elif scope["type"] == "http" and self._outlook is not None:
@@ -143,7 +142,6 @@ class FollowStore:
         adapters.show_adapters_by_name(models)
 
     async def _end(self) -> None:
-        """Stop following. Log an error, so that the server can end."""
         follower, self._follower = self._follower, None
         try:
             while self._adapters:
@@ -155,7 +153,6 @@ class FollowStore:
 
 
 async def _wait_for_weights(follower: BackgroundFollower, options: EngineOptions) -> None:
-    """Wait for the first version. The dummy weights before it must not be served."""
     logger.info(
         "%s has dummy weights: waiting %g s (timeout_s) for a version in %s",
         follower.engine_id,

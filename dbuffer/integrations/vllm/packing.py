@@ -125,7 +125,6 @@ class _WithoutOtherRanks(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _dtype_of(layer: Any) -> torch.dtype:
-    """Return the dtype that a layer computes in."""
     dtype: torch.dtype = getattr(layer, "params_dtype", None) or layer.weight.dtype
     return dtype
 
@@ -149,7 +148,6 @@ def _restore_form(shadow: Any, layer: Any) -> None:
 
 
 def _copy_hooks(owner: Any, copies: dict[int, tuple[Any, Any]]) -> None:
-    """Replace the objects that process weights by copies, since they can store weights."""
     for name, value in list(vars(owner).items()):
         if not hasattr(type(value), _HOOK) or isinstance(value, torch.nn.Module):
             continue

@@ -104,7 +104,6 @@ class WorkerRank(EngineRank):
     def _reload(
         self, weights: fixes.Weights, before: list[fixes.LayerTensors], *, partial: bool
     ) -> list[torch.nn.Module]:
-        """Run vLLM's layerwise reload; return the layers that it loaded tensors into."""
         initialize_layerwise_reload(self.module)
         # vLLM collects the tensors of a layer as views, so their order costs no memory.
         with fixes.parameters_stay_in_place(before, weights) as settled:

@@ -146,7 +146,6 @@ class Outlook:
             return self._labels
 
     async def _ask_cores(self) -> list[WeightLabel]:
-        """Return the label of each core. If the engine ends, raise an `EngineEndedError`."""
         self._require_alive()
         replicas: list[int | None] = [*replicas_of(self._engine.vllm_config)]
         if len(replicas) == 1:

@@ -64,7 +64,6 @@ class Exchange:
     wants_spans: bool = False
     has_choices: bool = True
     admitted: WeightLabel | None = None
-    """Label of the weights of the first token, or None before it."""
     calls: list[tuple[int, dict[int, list[Any]]]] = field(default_factory=list)
     """For each prompt: number of choices, and spans of complete choices by their index."""
     is_search: bool = False
@@ -73,7 +72,6 @@ class Exchange:
     def noting(
         self, num_choices: int, outputs: AsyncGenerator[Any, None]
     ) -> AsyncGenerator[Any, None]:
-        """Return a prompt's outputs, and note the version of the weights that computed each."""
         spans: dict[int, list[Any]] = {}
         self.is_search |= self.admitted is not None
         self.calls.append((num_choices, spans))
@@ -108,7 +106,6 @@ class Exchange:
         return {**body, "choices": with_fields}
 
     def _spans_of(self, index: int) -> list[Any] | None:
-        """Return the spans of a choice, if known. Choices are numbered over all prompts."""
         for num_choices, spans in () if self.is_search else self.calls:
             if index < num_choices:
                 return spans.get(index)
@@ -253,7 +250,6 @@ class _Response:
         self._exchange = exchange
         self._send = send
         self._start: Message | None = None
-        """Start of the response while it is held back, or None."""
         self._waiting: list[Message] = []
         self._content_type = ""
         self._incomplete = b""

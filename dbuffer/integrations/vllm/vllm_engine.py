@@ -51,7 +51,6 @@ class OfflineVllm(Engine):
         return self._call(lambda: self._llm.collective_rpc(CALL, args=(request,)))
 
     def _call(self, call: Callable[[], ResultT]) -> ResultT:
-        """Make a call. If the engine's process dies meanwhile, raise `EngineEndedError`."""
         client = self._engine.engine_core
         pending = getattr(client, "utility_results", None)
         if pending is None:  # the engine lives in this process
@@ -207,7 +206,6 @@ class AsyncVllm(Engine):
             raise EngineUpdateError(f"the engine refuses {request.lora_path}: {error}") from error
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the engine's cores, or of the replica's core. Wait for the result."""
         if asyncio._get_running_loop() is self._loop:  # noqa: SLF001 - None outside of any
             raise EngineBusyError(IN_ITS_EVENT_LOOP)
         self.require_alive()
@@ -263,7 +261,6 @@ class VllmServer(EngineServer):
         return dataclasses.replace(facts, name=f"vllm-{self._name()}")
 
     def _follows_by_itself(self) -> bool:
-        """Whether the server has the middleware `FollowStore`, by its answer to ``/ready``."""
         with contextlib.suppress(ValueError, TypeError):
             return "replicas" in self._response("GET", "/ready").json()
         return False

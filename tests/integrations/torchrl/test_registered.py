@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,9 +20,7 @@ import pytest
 import torch
 
 import dbuffer
-from dbuffer.engine.follower import Follower
 from dbuffer.engine.plan.load_trace import LoadTrace
-from dbuffer.errors import EngineBusyError
 from dbuffer.integrations.torchrl import (
     VLLMDoubleBufferSyncScheme,
     VLLMWeightReceiver,
@@ -35,7 +33,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.engines import FakeEngine
 from dbuffer.testing.waiting import until
 from tests.support.children import Child
-from tests.support.light_engines import WAIT_S, options
+from tests.support.light_engines import WAIT_S
 from tests.support.patterns import SMALL
 from tests.support.waiting import Gate
 
@@ -230,31 +228,6 @@ def test_shutdown_waits_for_a_switch_that_is_under_way(light_engines, tmp_path):
         assert polling.result(WAIT_S) is True
     assert engine.serves == (1, "1")
     assert engine.endpoint.receiver is None, "the engine follows on"
-
-
-def test_the_worst_error_of_several_engines_is_raised(tmp_path, monkeypatch):
-    store = tmp_path / "light"
-    monkeypatch.setattr(vllm_double_buffer, "followers_of", lambda followers, _: followers)
-    engines = [FakeEngine(instance_id=name) for name in ("busy", "broken", "well")]
-    followers = [Follower(one, options(store, one.rank.instance_id)) for one in engines]
-    for follower in followers:
-        follower.start()
-    engines[0].pause = raising(EngineBusyError("it is generating"))  # type: ignore[method-assign]
-    engines[1].rank.failing_loads = 100
-    receiver = VLLMDoubleBufferSyncScheme(store).create_receiver(followers)
-    with dbuffer.WeightSender(store) as sender:
-        sender.send(SMALL.weights(1))
-        with pytest.raises(dbuffer.EngineBrokenError, match="it is generating; half-loaded"):
-            receiver.poll_and_apply()
-    assert engines[2].version == 1
-    receiver.shutdown()
-
-
-def raising(error: Exception) -> Callable[[str], None]:
-    def call(mode: str) -> None:
-        raise error
-
-    return call
 
 
 class WithoutValueHead(FakeEngine):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import re
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -27,13 +26,11 @@ with warnings.catch_warnings():
     # torchrl warns of its own legacy classes, and of torch's, as it is imported.
     warnings.simplefilter("ignore", DeprecationWarning)
     import torch
-    from tensordict import TensorDict
     from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme
 
 import dbuffer
 from dbuffer.integrations.torchrl import (
     VLLMDoubleBufferSyncScheme,
-    VLLMDoubleBufferTransport,
     VLLMWeightSyncScheme,
     get_model_metadata,
 )
@@ -189,21 +186,6 @@ def test_what_is_in_torchrls_wrapper_is_sent_by_the_names_that_an_engine_knows(s
     assert "model.embed_tokens.weight" in get_model_metadata(wrapper)
     sender.shutdown()
     transport.close()
-
-
-def test_a_run_of_which_only_the_trainer_has_moved(tmp_path):
-    """TorchRL's own receiver would go on loading the weights that its sender wrote last."""
-    address = tmp_path / "policy"
-    theirs = of_torchrl("VLLMDoubleBufferTransport")(str(address))
-    theirs.send_weights("policy", TensorDict({"a": torch.zeros(2)}, batch_size=[]))
-    address.chmod(0o700)
-    weights = {"a": torch.ones(2)}
-    for scheme in (VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme):
-        sender = scheme(remote_addr=str(address)).create_sender()
-        with pytest.raises(dbuffer.OptionError, match=re.escape(str(address))):
-            sender.update_weights(weights)
-    assert theirs.receive_weights()["a"].tolist() == [0.0, 0.0]
-    assert VLLMDoubleBufferTransport(str(address)).receive_weights() is None
 
 
 class Counting:
