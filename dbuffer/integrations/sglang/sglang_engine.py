@@ -228,8 +228,9 @@ class SglangServer(_Sglang, EngineServer):
         self._flush_caches()
 
     def resume(self) -> None:
-        self._request_resume("/continue_generation", json={"torch_empty_cache": False})
+        # Also if this fails: the server may be a restarted one, which is not paused.
         self._has_paused = False
+        self._request_resume("/continue_generation", json={"torch_empty_cache": False})
 
     def weight_version(self) -> str:
         return str(self._get("/model_info", "weight_version"))

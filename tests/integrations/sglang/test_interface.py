@@ -136,6 +136,22 @@ def test_server_that_paused_and_whose_answer_was_lost_is_resumed(server, engine)
     assert [path for path, _ in server.asked] == ["/pause_generation", "/continue_generation"]
 
 
+def test_server_that_ended_in_a_pause_is_paused_again_for_the_next_request(server, engine):
+    """Otherwise the server, once restarted, would first wait for all of its requests."""
+    engine.pause("keep")
+    server.lost = "/continue_generation"
+    with pytest.raises(dbuffer.EngineUnreachableError):
+        engine.resume()
+    server.lost = None
+    server.asked.clear()
+    engine.do(RankRequest("end"))
+    assert [path for path, _ in server.asked] == [
+        "/pause_generation",
+        *("/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"),
+        "/continue_generation",
+    ]
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
