@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
-from collections.abc import Callable, Mapping
+import inspect
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,17 +34,22 @@ else:
             return value
 
 
-def lazily(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
-    """Return a package's ``__getattr__`` and ``__all__``.
+def lazily(package: str) -> tuple[Callable[[str], Any], list[str]]:
+    """Return the ``__getattr__`` and ``__all__`` of a package that imports its names when used.
 
-    ``places``: the module of each name, as ``".module"``, or as ``".module:NAME"`` if the name is
-    another in the module.
+    The names are those that the package imports under ``if TYPE_CHECKING``, for type checkers.
     """
+    places: dict[str, tuple[str, str]] = {}
+    for block in ast.parse(inspect.getsource(sys.modules[package])).body:
+        for statement in block.body if isinstance(block, ast.If) else ():
+            if isinstance(statement, ast.ImportFrom) and statement.module is not None:
+                for alias in statement.names:
+                    places[alias.asname or alias.name] = statement.module, alias.name
 
     def get(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, _, name_there = places[name].partition(":")
-        return getattr(importlib.import_module(module, package), name_there or name)
+        module, name_there = places[name]
+        return getattr(importlib.import_module(module), name_there)
 
     return get, list(places)

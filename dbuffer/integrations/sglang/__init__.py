@@ -20,28 +20,12 @@ if TYPE_CHECKING:
     from dbuffer.engine.engine_options import EngineOptions as EngineOptions
     from dbuffer.integrations.sglang.sglang_engine import (
         LOADER as LOADER,
-        OfflineSglang,
-        SglangServer,
+        OfflineEngine as OfflineEngine,
+        ServerEngine as ServerEngine,
     )
     from dbuffer.integrations.sglang.follow_sglang import follow as follow
     from dbuffer.integrations.sglang.loader import load_from_store as load_from_store
     from dbuffer.integrations.version_spans import VersionSpan as VersionSpan
     from dbuffer.integrations.version_spans import versions_of as versions_of
-
-    OfflineEngine, ServerEngine = OfflineSglang, SglangServer
 else:
-    __getattr__, __all__ = lazily(
-        __name__,
-        {
-            "BackgroundFollower": "dbuffer.engine.background",
-            "EngineOptions": "dbuffer.engine.engine_options",
-            "Follower": "dbuffer.engine.follower",
-            "LOADER": ".sglang_engine",
-            "OfflineEngine": ".sglang_engine:OfflineSglang",
-            "ServerEngine": ".sglang_engine:SglangServer",
-            "VersionSpan": "dbuffer.integrations.version_spans",
-            "follow": ".follow_sglang",
-            "load_from_store": ".loader",
-            "versions_of": "dbuffer.integrations.version_spans",
-        },
-    )
+    __getattr__, __all__ = lazily(__name__)

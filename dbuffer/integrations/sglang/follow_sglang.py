@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 from dbuffer.engine.background import BackgroundFollower
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.follower import Follower
-from dbuffer.integrations.sglang.sglang_engine import OfflineSglang, sglang_engine_of
+from dbuffer.integrations.sglang.sglang_engine import OfflineEngine, sglang_engine_of
 
 SglangPause = Literal["keep", "abort"]
 
@@ -66,7 +66,7 @@ def follow(
     chosen = EngineOptions.parse({"store": store, **options})
     driven = sglang_engine_of(engine, api_key=api_key)
     follower = Follower(driven, chosen, pause=pause)
-    if not isinstance(driven, OfflineSglang):
+    if not isinstance(driven, OfflineEngine):
         return BackgroundFollower(follower)
     follower.start()
     return follower

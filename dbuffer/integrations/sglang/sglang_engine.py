@@ -118,7 +118,7 @@ def _refusal(options: EngineOptions) -> RankAnswer:
     return UnsupportedError(record.problem)
 
 
-class OfflineSglang(_Sglang):
+class OfflineEngine(_Sglang):
     """An ``sglang.Engine``. Nothing runs between two calls of it, so there is nothing to pause."""
 
     def __init__(self, engine: Any) -> None:
@@ -166,7 +166,7 @@ class OfflineSglang(_Sglang):
             )
 
 
-class SglangServer(_Sglang, EngineServer):
+class ServerEngine(_Sglang, EngineServer):
     """An SGLang server; see :class:`~dbuffer.engine.server.EngineServer`."""
 
     IS_WHAT = "SGLang"
@@ -240,10 +240,10 @@ class SglangServer(_Sglang, EngineServer):
         self.request("POST", "/update_weight_version", json=body)
 
 
-def sglang_engine_of(target: Any, *, api_key: str | None = None) -> OfflineSglang | SglangServer:
+def sglang_engine_of(target: Any, *, api_key: str | None = None) -> OfflineEngine | ServerEngine:
     """Return the `Engine` for an ``sglang.Engine`` or a server's URL."""
     if isinstance(target, str):
-        return SglangServer(target, api_key=api_key)
+        return ServerEngine(target, api_key=api_key)
     if hasattr(target, "tokenizer_manager") and hasattr(target, "update_weights_from_tensor"):
-        return OfflineSglang(target)
+        return OfflineEngine(target)
     raise UnsupportedError(f"a {type(target).__name__} is not an engine of SGLang")

@@ -17,10 +17,4 @@ if TYPE_CHECKING:
         StoreCheckpointEngine as StoreCheckpointEngine,
     )
 else:
-    __getattr__, __all__ = lazily(
-        __name__,
-        {
-            "CheckpointManager": ".checkpoint_engine",
-            "StoreCheckpointEngine": ".checkpoint_engine",
-        },
-    )
+    __getattr__, __all__ = lazily(__name__)
