@@ -24,8 +24,6 @@ EXPECTED = [VersionSpan(7, 0, 2, RUN, {"step": 70}), VersionSpan(None, 2, 3)]
 
 @dataclass
 class Span:
-    """A span as vLLM's outputs have it."""
-
     version: str
     start: int
     end: int

@@ -115,8 +115,6 @@ def serve(directory: Path, port: int) -> None:
 
 
 class WithRoutes:
-    """That server, in a process of its own."""
-
     def __init__(self, directory: Path) -> None:
         import httpx
 
@@ -167,10 +165,6 @@ def train_with_routes(directory: Path, server: WithRoutes) -> None:
 
 
 def train_with_stock(directory: Path, server: Any) -> None:
-    """Train the bridge's model.
-
-    The first update comes before any ``notify_update()``.
-    """
     config = BridgeConfig(
         vllm_api_url=server.url,
         device="cpu",

@@ -31,7 +31,6 @@ AFTER_TENSORS = 3
 LOAD_ERROR = "the disk of this rank is on fire"
 WRITE_ERROR = "it went up in smoke"
 FAMILY = "tied-qwen2"
-"""One tensor is its embedding and its head."""
 SEEDS = (0, 1)
 FAILURES: dict[str, tuple[type[dbuffer.DBufferError], str]] = {
     "write on rank 0": (dbuffer.RankFailedError, WRITE_ERROR),
@@ -39,14 +38,10 @@ FAILURES: dict[str, tuple[type[dbuffer.DBufferError], str]] = {
     "load on rank 1": (dbuffer.EngineUpdateError, f"rank 1: RuntimeError: {LOAD_ERROR}"),
     "asleep": (dbuffer.EngineBusyError, "wake it up first"),
 }
-"""Failures by what fails: the error that all ranks raise, and words of it."""
 SOON_S = 60
-"""Of errors: the manager's time-out is ten minutes."""
 
 
 class Program:
-    """One rank: its part of the engine, and of one trainer after another."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.rank = distributed.get_rank()
@@ -169,7 +164,6 @@ class Program:
 
     @contextmanager
     def fault(self, failure: str) -> Iterator[None]:
-        """Let a broadcast fail, in this rank or in both."""
         what, _, rank = failure.partition(" on rank ")
         if what == "asleep":
             self.llm.sleep()

@@ -26,8 +26,6 @@ def as_vision_language_model(model: Any) -> nn.Module:
 
 
 class Wrapper:
-    """What LightRFT's wrapper round an engine has, on each of the ranks that share it."""
-
     tp_group_cpu = "a group"
 
     def __init__(self, engine: Any) -> None:

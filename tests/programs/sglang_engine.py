@@ -39,7 +39,6 @@ NAMED = {
     "one part of a fused parameter missing": "qkv_proj",
     "wrong length": re.escape(NORM),
 }
-"""Words of refusals."""
 FAULT = {"rank": 1, "times": 1, "after_tensors": 7, "why": "the disk is on fire"}
 
 
@@ -71,8 +70,6 @@ def leave(path: Path, request_to_a_broken_engine: str) -> None:
 
 
 class Scene(NamedTuple):
-    """An engine, two sets of weights, and what transformers answers with each."""
-
     engine: Any
     weights: list[dict[str, torch.Tensor]]
     expected: list[list[list[int]]]
@@ -99,7 +96,6 @@ def require_forms() -> None:
 
 
 def ask_what_cannot_be_read(engine: Any) -> None:
-    """As a follower with another version of dbuffer might."""
     from dbuffer.integrations.sglang import LOADER
 
     bad = json.dumps({"request": {"call": "begin"}})
@@ -144,7 +140,6 @@ def lose_weights(scene: Scene, store: Path) -> None:
 
 
 def switch(scene: Scene, store: Path) -> None:
-    """Switch, and refuse misfits."""
     engine, weights, expected = scene
     with dbuffer.WeightSender(store) as sender, following(engine, store) as follower:
         for version, index in ((1, 1), (2, 0)):

@@ -24,15 +24,10 @@ ORDER = (1, 0, 1, 0)
 
 @dataclass(frozen=True)
 class Case:
-    """An engine, and what it is to follow."""
-
     family: str
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Of the engine."""
     models: tuple[str, ...] = ()
-    """SGLang's modules that have its model; none: that of the family's name."""
     refused: str = ""
-    """What its follower says, where it cannot have one."""
 
 
 CASES = {

@@ -58,7 +58,6 @@ WRONG_METADATA: dict[str, tuple[str, Any]] = {
 SOON_S = 0.3
 
 Models = dict[int, torch.nn.Module]
-"""Models of a trainer, by the seed of their weights."""
 Answers = list[list[int]]
 Fresh = list[Answers]
 """Answers of fresh engines, by the seed of the weights that they were started on."""
@@ -116,7 +115,6 @@ def cached_tokens(llm: Any) -> list[int]:
 
 
 def poll(store: Path, llm: Any, models: Models, fresh: Fresh) -> None:
-    """Update by what comes during a call and by what was there; refuse what does not fit."""
     scheme = VLLMDoubleBufferSyncScheme(str(store))
     assert version_reported(llm) == "default"
     with both_ends(scheme, llm) as (receiver, sender):
@@ -154,7 +152,6 @@ def poll(store: Path, llm: Any, models: Models, fresh: Fresh) -> None:
 def apply_by_hand(
     scheme: Any, receiver: Any, sender: Any, llm: Any, models: Models, fresh: Fresh
 ) -> None:
-    """Apply weights in every form that fits."""
     sender.update_weights(models[1])
     with contextlib.closing(scheme.create_transport()) as transport:
         receiver.apply_weights(transport.receive_weights())
@@ -174,7 +171,6 @@ def apply_by_hand(
 
 
 def send_to_holders(store: Path, llm: Any, models: Models, fresh: Fresh) -> None:
-    """Update what TorchRL's users have instead of an engine."""
     from torchrl.modules.llm import vLLMWrapper
     from torchrl.modules.llm.backends.vllm import LocalLLMWrapper
     from torchrl.modules.llm.policies import Tokens
@@ -198,7 +194,6 @@ def send_to_holders(store: Path, llm: Any, models: Models, fresh: Fresh) -> None
 
 
 def tiny_tokenizer() -> Any:
-    """A tokenizer with a word for each token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -243,7 +238,6 @@ def push(store: Path, llm: Any, models: Models, fresh: Fresh) -> None:
 
 
 async def update_async_llm(directory: Path, models: Models, fresh: Fresh) -> None:
-    """Keep requests in flight; refuse to wait in the engine's own event loop."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -306,8 +300,6 @@ async def update_async_llm(directory: Path, models: Models, fresh: Fresh) -> Non
 
 
 class UserEngine:
-    """What a user writes; TorchRL and dbuffer know nothing of it."""
-
     def __init__(self, **arguments: Any) -> None:
         import vllm
 
@@ -356,7 +348,6 @@ def run_ray(directory: Path, session: str) -> None:
 
 
 def responses_of(actor: Any) -> list[Any]:
-    """To all prompts, by the actor's own method: some answer a prompt with a list of one."""
     import ray
 
     parameters = greedy_parameters()
@@ -393,7 +384,6 @@ def poll_hosted(store: Path, engine: Any, actors: list[Any], models: Models, fre
 
 
 def lose_an_actor(store: Path, actor: Any, models: Models, fresh: Fresh) -> None:
-    """Weights that do not fit; an actor that is killed and restarted; one that is dead."""
     import ray
 
     def answers_again() -> int | None:

@@ -39,7 +39,6 @@ MAX_DIFFERENCE = 1e-3
 
 
 def signature_of(function: Callable[..., Any]) -> list[list[str]]:
-    """What may be passed to it, and how."""
     parameters = inspect.signature(function).parameters.values()
     return [[parameter.name, str(parameter.kind)] for parameter in parameters]
 
@@ -58,7 +57,6 @@ class Program:
         self.server = self.start()
 
     def start(self) -> Server:
-        """Start the server, by the same command each time."""
         settings = {"dbuffer": {"store": str(self.store)}}
         number = len(list(self.directory.glob("server-*.log")))
         return Server(
@@ -165,7 +163,6 @@ class Program:
             return receiver.wait_for_version(timeout_s=0) or 0
 
     def train_elsewhere(self) -> None:
-        """In a store that no server follows."""
         trainer = self.trainer("full", store=self.directory / "elsewhere")
         with pytest.raises(WaitTimeoutError, match="0 of 1 receivers applied version 1") as failure:
             trainer.train()
@@ -232,14 +229,12 @@ class Program:
         transfer.destroy()
 
     def answers(self) -> Any:
-        """The server's, greedy."""
         from tests.support.trl_parts import ask_server
 
         return ask_server(self.server.client)
 
 
 def train_as_rank(directory: Path) -> None:
-    """Be one rank of a trainer that torchrun started, with a server."""
     from trl import GRPOTrainer
 
     from dbuffer.integrations.trl import over_store
@@ -288,7 +283,6 @@ def train_as_rank(directory: Path) -> None:
 
 
 def deepspeed_configuration(kind: str) -> dict[str, Any]:
-    """For a kind such as "zero-3 lora"."""
     import deepspeed
 
     # It would compile a way of its own to add up over shared memory, for minutes.
@@ -303,7 +297,6 @@ def deepspeed_configuration(kind: str) -> dict[str, Any]:
 
 
 def differences_in(trainer: Any) -> list[float]:
-    """The largest of each step: of log-probabilities that trainer and sampler have of a token."""
     name = "sampling/sampling_logp_difference/max"
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 

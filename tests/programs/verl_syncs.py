@@ -26,12 +26,9 @@ PAGE = ROOT / "docs" / "integrations" / "more.md"
 PLACE = "/dev/shm/policy"
 
 STEPS = [1, 1, None]
-"""Of the first syncs: one repeats."""
 
 
 class Rig:
-    """verl's parts, and what they are seen to do."""
-
     def __init__(self, directory: Path) -> None:
         from verl.utils.config import omega_conf_to_dataclass
         from verl.utils.import_utils import load_class_from_fqn
@@ -73,7 +70,6 @@ class Rig:
         return Watched(config=self.engine_config, actor_wg=self.actor, replicas=[self.replica])
 
     async def ask(self, prompt: tuple[int, ...] = (3, 4, 5)) -> tuple[list[int], int | None]:
-        """Tokens of the server's, and the global step that it says they are of."""
         sampling = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
         answer = await self.replica.server_handle.generate.remote(
             prompt_ids=list(prompt), sampling_params=sampling, request_id=str(time.monotonic())
@@ -93,7 +89,6 @@ class Rig:
             return snapshot.version, snapshot.metadata
 
     def told(self, field: str) -> list[Any]:
-        """Return the number of the version that each rollout worker's record names."""
         records = (self.store / "receivers").glob("*.json")
         found = [json.loads(path.read_text()) for path in records]
         return [number_in(record, field) for record in found if record["receiver"] != "watcher"]
@@ -114,7 +109,6 @@ class Rig:
         }
 
     def fail(self, manager: Any, how: str) -> dict[str, Any]:
-        """A sync that fails, and one more, that does not."""
         manager.at_pause = None
         newest_before, answer_before = self.newest()[0], self.asked()
         self.actor.reveal(newest_before + 1)
@@ -154,14 +148,12 @@ class Rig:
 
 
 def lines_of_the_page(store: Path) -> list[str]:
-    """The lines that switch dbuffer on, for this store."""
     lines = PAGE.read_text().splitlines()
     wanted = [line for line in lines if line.lstrip("+").startswith("actor_rollout_ref.")]
     return [line.replace(PLACE, str(store)) for line in wanted]
 
 
 def fresh_answers(directory: Path, seed: int) -> list[list[int]]:
-    """Of an engine that is started on the weights, in this process."""
     import vllm
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -64,7 +64,6 @@ KEPT_TOKENS = 80
 CACHE_FOR_TWO_BYTES = 11 * 32 * 1024
 """Room for two of the longest requests, of the four that run together."""
 BIG_LAYER = 65536
-"""Size of the hidden layer of a model of 100 MB."""
 
 
 def versions_seen(responses: list[dict[str, Any]]) -> set[str]:
@@ -95,8 +94,6 @@ def require_attributed(*responses: dict[str, Any]) -> None:
 
 
 class Trainer:
-    """The process that publishes, as told."""
-
     def __init__(self, store: Path, intermediate_size: int) -> None:
         processes = multiprocessing.get_context("spawn")
         self._connection, theirs = processes.Pipe()
@@ -104,7 +101,6 @@ class Trainer:
         self._process.start()
 
     async def publish(self, what: str, number: int = 1) -> int:
-        """The last version, once it is published."""
         self._connection.send((what, number))
         assert await asyncio.to_thread(self._connection.poll, STEP_TIMEOUT_S)
         return int(self._connection.recv())
@@ -115,7 +111,6 @@ class Trainer:
 
 
 def train(connection: Connection, store: Path, intermediate_size: int) -> None:
-    """Publish what is asked for, as fast as it can; say each time which version is."""
     tiny_models.SHAPE["intermediate_size"] = intermediate_size
     version = 0
     with dbuffer.WeightSender(store) as sender:
@@ -135,8 +130,6 @@ def train(connection: Connection, store: Path, intermediate_size: int) -> None:
 
 
 class Program(Asking):
-    """An engine, its trainer, and requests to it."""
-
     def __init__(self, engine: Any, store: Path, trainer: Trainer) -> None:
         super().__init__(engine)
         self.store = store
@@ -171,7 +164,6 @@ class Program(Asking):
             yield follower
 
     async def answers(self) -> list[list[int]]:
-        """The tokens that follow each of the prompts."""
         responses = await asyncio.gather(*(self.respond(prompt, 16) for prompt in PROMPTS))
         return [response["tokens"] for response in responses]
 
@@ -196,7 +188,6 @@ class Program(Asking):
         return label
 
     async def require_served(self, version: int) -> None:
-        """Require that the engine says that it has a version, and that its tokens are of it."""
         assert await self.label() == str(version)
         response = await self.respond(PROMPTS[0], 4, version)
         assert versions_of(response) == [version]
@@ -204,8 +195,6 @@ class Program(Asking):
 
 
 class Load:
-    """Request streams that never end, until they are told to."""
-
     def __init__(self, program: Program, follower: Any, num_tokens: tuple[int, ...]) -> None:
         self.responses: list[dict[str, Any]] = []
         self._program = program
@@ -264,7 +253,6 @@ async def switch_under_load(
 
 
 async def switch_with_each_pause(program: Program) -> int:
-    """Switch under load; return the number of versions in answers."""
     wait, keep, abort = [
         await switch_under_load(program, pause, num_tokens)
         for pause, num_tokens in NUM_TOKENS.items()
@@ -380,7 +368,6 @@ async def close_in_a_switch(program: Program, directory: Path) -> None:
 
 
 async def pause_as_a_user(program: Program) -> None:
-    """A pause that somebody else began is theirs to end."""
     async with program.following() as follower:
         before = await program.label()
         async with program.answering([PROMPTS[2]], 100) as (request,):
@@ -545,7 +532,6 @@ async def lose_the_engine(program: Program) -> None:
 
 
 def memory_of(process_id: int) -> int:
-    """Bytes of its own: what it maps of a store is the store's."""
     lines = Path(f"/proc/{process_id}/smaps_rollup").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith("Anonymous:")]
     return int(line.split()[1]) << 10
@@ -568,7 +554,6 @@ async def measure_staging(program: Program) -> None:
     workers = await program.engine.collective_rpc(process_id)
 
     async def stage(name: str, **options: Any) -> list[list[float]]:
-        """Return the growth of each worker after each version, in versions."""
         ranks = [f"{name}.rank-{rank}" for rank in (0, 1)]
 
         def staged() -> list[int | None]:
@@ -600,7 +585,6 @@ async def measure_staging(program: Program) -> None:
 
 @contextlib.asynccontextmanager
 async def started(directory: Path, **more: Any) -> AsyncIterator[Program]:
-    """An engine that runs, and its trainer."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -31,25 +31,15 @@ ORDER = (1, 0) * 5
 
 @dataclass(frozen=True)
 class Case:
-    """An engine, and what it is to follow."""
-
     make: Callable[[Path, int], Path]
-    """Save the checkpoint of a seed below a directory."""
     module: Callable[[int], Any] | None = None
-    """Makes the transformers module of which the checkpoint is."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Of the engine."""
     draft: Callable[[Path, int], Path] | None = None
-    """Saves a model that proposes tokens, which no version brings."""
     other: dict[str, Any] | None = None
-    """Arguments of the engine that it is measured by, where those are others."""
     is_embedding: bool = False
     media: str = ""
-    """Of :data:`media_models.MEDIA`: it is given those beside a text."""
     unused_tensors: str = "refuse"
-    """Option of the follower."""
     refused: str = ""
-    """What the engine says of each version, where it can have none."""
 
 
 def family(model_type: str, *, embeds: bool = False, **more: Any) -> Case:
@@ -61,7 +51,6 @@ def family(model_type: str, *, embeds: bool = False, **more: Any) -> Case:
 
 
 def saved(name: str, **more: Any) -> Case:
-    """A family that other tests have, too."""
     return Case(
         lambda directory, seed: save_model(name, seed, directory),
         lambda seed: make_model(name, seed),
@@ -70,7 +59,6 @@ def saved(name: str, **more: Any) -> Case:
 
 
 def few_words(directory: Path, seed: int) -> Path:
-    """A checkpoint of a vocabulary of 30 words."""
     model = make_model("qwen3", seed)
     model.resize_token_embeddings(30)
     path = directory / f"few-words-{seed}"
@@ -81,7 +69,6 @@ def few_words(directory: Path, seed: int) -> Path:
 AS_EMBEDDING = {"runner": "pooling", "skip_tokenizer_init": False}
 
 OF_THEIR_OWN = {"bert", "qwen3", "granitemoehybrid"}
-"""What further down is not as the others are."""
 
 FAMILIES = {
     **{name: family(name) for name in sorted(CONFIGURATIONS.keys() - OF_THEIR_OWN)},
@@ -200,7 +187,6 @@ def run(directory: Path, name: str) -> dict[str, int]:
 
 
 def answering(case: Case) -> Callable[[Any], Any]:
-    """How an engine is asked."""
     if case.media:
         prompts = media_prompts(case.media)
         return lambda llm: greedy_answers(llm, prompts)

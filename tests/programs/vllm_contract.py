@@ -78,7 +78,6 @@ class Case:
 
 
 def patch(name: str, places: list[int], values: list[float]) -> Any:
-    """As these releases have it."""
     indices = torch.tensor(places, dtype=torch.int32)
     return SimpleNamespace(name=name, indices=indices, values=torch.tensor(values))
 
@@ -136,7 +135,6 @@ def refuse(case: Case) -> None:
 
 
 def choose_versions(case: Case) -> None:
-    """A request names a version, of a run maybe; the engine's options may name the only one."""
     another = "f" * 16
     with pytest.raises(dbuffer.UnsupportedError, match="local_store"):
         start(case, local_store=f"{case.store}-local")
@@ -173,7 +171,6 @@ def start(case: Case, **options: Any) -> None:
 
 
 def check_update_info(case: Case) -> None:
-    """As the documents do, which refuse with a ``ValueError``."""
     sparse = {"update_kind": "sparse_flat", "num_updates_list": [0, 2]}
     info_class = case.engine.update_info_cls
     for right in ({}, sparse, sparse | {"names": ["a", "b"], "version": 3}):

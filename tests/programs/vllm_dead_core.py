@@ -38,7 +38,6 @@ def run(directory: Path) -> None:
 
 
 def lose_weights(llm: Any, follower: Any) -> None:
-    """Let it sleep and wake, and load past dbuffer; sync after each."""
     from vllm.v1.worker.gpu_worker import Worker
 
     engine = OfflineVllm(llm)
@@ -73,7 +72,6 @@ def label_of(llm: Any) -> str:
 
 
 def load_alone(worker: Any) -> None:
-    """Load as a worker extension of a user's may."""
     import torch
 
     model = worker.get_model()

@@ -1,9 +1,8 @@
 """Layers that vLLM loads in its own ways, in real engines, against fresh ones on those weights.
 
 int8 layers, which are kernels with scales on a CPU; scales of quantised caches, which a checkpoint
-may lack; vLLM's Transformers backend, whose layers are half transformers' own; heads with a bias,
-and one that is tied to an embedding which is not vLLM's. What vLLM's reload would not load right is
-refused.
+may lack; vLLM's Transformers backend, whose layers are half transformers' own; heads with a bias.
+What vLLM's reload would not load right is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from tests.support.engines.quantized_models import save_int8
 from tests.support.engines.tiny_models import (
     SHAPE,
     SPECIAL_TOKENS,
-    make_model,
     save_model,
     save_tokenizer,
     weights_in,
@@ -49,7 +47,6 @@ from tests.support.waiting import error_of
 BACKEND = ("qwen3-moe packed", "qwen3 live", "phi packed")
 OTHERS = ("bloom live",)
 MIXERS = "mamba2 packed"
-"""Negate an exponential, as they are loaded."""
 IS_OLD = () < vllm_release() < (0, 32)
 if not IS_OLD:  # else float32 has no convolution
     OTHERS += (MIXERS,)
@@ -60,7 +57,6 @@ if is_soak():
         BACKEND += ("gpt-neox packed",)
 FAMILIES = BACKEND + OTHERS
 HEARS = "whisper"
-"""Of an encoder and a decoder."""
 JUDGES = "qwen3 that judges"
 """A classifier whose head has a bias, which vLLM registers as it loads it."""
 INT8 = {
@@ -87,7 +83,6 @@ def run(directory: Path) -> None:
     hears = [save_media_model(HEARS, directory, seed) for seed in (0, 1)]
     judges = [save_judge(directory / JUDGES, seed) for seed in (0, 1)]
     latent = save_family("deepseek_v2", directory, 0)
-    retied = [save_with_head(directory / "retied", seed) for seed in (0, 1)]
     # vLLM changes transformers' classes for its backend, so all models are made before.
     pairs = {
         case: [save_model(case.split()[0], seed, directory) for seed in (0, 1)] for case in FAMILIES
@@ -119,7 +114,6 @@ def run(directory: Path) -> None:
     switch_judges(directory / "judging", judges)
     with seeing_amx():
         refuse_latent_attention(directory / "latent", latent)
-    switch_retied(directory / "retied", retied)
     # What a model writes past its loaders, vLLM's reload would leave as the version before has it.
     # In float32, vLLM's CPU builds before 0.31 have no attention with sinks.
     # Since 0.33, the sinks have a loader.
@@ -164,16 +158,6 @@ def seeing_amx() -> Iterator[None]:
         yield
     finally:
         torch.cpu._is_amx_tile_supported = hidden
-
-
-def save_with_head(directory: Path, seed: int) -> Path:
-    from safetensors.torch import save_file
-
-    path = save_model("tied-qwen2", seed, directory)
-    weights = weights_in(path)
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    return path
 
 
 def switch_pair(
@@ -238,21 +222,6 @@ def switch_judges(directory: Path, pair: list[Path]) -> None:
     assert after == before
 
 
-def switch_retied(directory: Path, pair: list[Path]) -> None:
-    """A tied model comes in any form; a head that differs from its embedding is refused."""
-    llm, other = (start_llm(checkpoint) for checkpoint in pair)
-    fresh = [greedy(llm), greedy(other)]
-    switch_there_and_back(llm, directory / "store", pair, fresh, COPIED)
-    model, weights = make_model("tied-qwen2", 1), weights_in(pair[1])
-    with following(llm, directory / "other") as switch:
-        for form in (model, dict(model.named_parameters()), dict(model.state_dict())):
-            assert switch(form) == [None, fresh[1]]
-            switch(pair[0])
-        error, tokens = switch(weights | {"lm_head.weight": weights["lm_head.weight"] + 1})
-    assert "lm_head.weight (it differs from model.embed_tokens.weight" in error
-    assert tokens == fresh[0]
-
-
 def go_back_after_a_failed_load(store: Path, pair: list[Path], llm: Any) -> None:
     from tests.support.engines.faulty_worker import watch_loads
 
@@ -282,7 +251,6 @@ def refuse(directory: Path, checkpoint: Path, problem: str, **more: Any) -> None
 
 
 def require_refused_at_once(llm: Any, store: Path, problem: str | None) -> None:
-    """Require that an engine cannot follow, or that it can."""
     with dbuffer.WeightSender(store):
         error = error_of(lambda: follow(llm, store))
     assert (error is None) == (problem is None)

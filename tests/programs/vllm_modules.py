@@ -29,11 +29,9 @@ lead there and back.
 """
 
 Send = Callable[[int], bool]
-"""Publishes weights by their number; whether it published a delta."""
 
 
 def module_of(case: Case, number: int) -> Any:
-    """Make a transformers module of some weights."""
     module = case.module(min(number, 1))
     if number == 2:
         torch.manual_seed(number)
@@ -128,7 +126,6 @@ def shard(rank: int, name: str) -> None:
 
 
 def sharded(module: nn.Module) -> nn.Module:
-    """Shard a module over the ranks, layer by layer."""
     for layers in [part for part in module.modules() if isinstance(part, nn.ModuleList)]:
         for layer in layers:
             fully_shard(layer)

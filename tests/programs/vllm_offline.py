@@ -71,17 +71,12 @@ NAMED = {
         "has the 500 rows of its vocabulary, not 512",
     ],
 }
-"""Words of refusals."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two engines, of which one is the other's measure, and their fresh answers."""
-
     llm: Any
-    """Was started on the weights of seed 0, and has them again."""
     fresh: list[list[list[int]]]
-    """Answers by the seed of the weights."""
 
 
 def run(directory: Path) -> None:
@@ -159,7 +154,6 @@ def switch_pair(directory: Path, swap: str) -> Pair:
 
 
 def require_acknowledged_once(store: Path) -> None:
-    """Require that the engine acknowledges, and its rank does not."""
     (engine, _), (rank, of_rank) = sorted(receiver_records(store).items())
     assert rank == f"{engine}.rank-0"
     until("it acknowledges", lambda: number_in(receiver_records(store)[engine], "applied") == 6)
@@ -180,7 +174,6 @@ def switch(follower: Any, sender: dbuffer.WeightSender, weights: Any) -> int:
 
 
 def told_by(llm: Any) -> list[Any]:
-    """The version, and what it was published with, that an answer tells."""
     [output] = llm.generate([{"prompt_token_ids": [7]}], greedy_parameters(4), use_tqdm=False)
     if hasattr(output.outputs[0], "weight_versions"):
         [span] = versions_of(output)
@@ -293,9 +286,7 @@ def finish_the_request_of_a_busy_engine(llm: Any) -> None:
 
 
 def follow_a_local_copy(directory: Path, checkpoint: Path, fresh: list[list[list[int]]]) -> None:
-    """An engine that is told of a store and where to copy it.
-    A store on a network is read once a node: by a mirror in one of the engine's processes.
-    """
+    """A store on a network is read once a node: by a mirror in one of the engine's processes."""
     remote, local = directory / "remote", directory / "local"
     told = {"store": str(remote), "local_store": str(local), "poll_interval_s": 0.05}
     with dbuffer.WeightSender(remote, checksum=True) as sender:
@@ -316,13 +307,11 @@ def follow_a_local_copy(directory: Path, checkpoint: Path, fresh: list[list[list
 
 
 def mapped_weights(*stores: Path) -> list[str]:
-    """Which of these stores this process has weights mapped from."""
     maps = Path("/proc/self/maps").read_text()
     return [store.name for store in stores if f"{store}/" in maps]
 
 
 def patch_without_source(store: Path, checkpoint: Path, pair: Pair) -> None:
-    """Trainers that need no source, as vLLM's own sparse trainers; and what other releases call."""
     llm, fresh = pair.llm, pair.fresh
     client, other = Client(llm), make_model("qwen3", 1)
     with pytest.raises(dbuffer.OptionError, match="give either a WeightSource to trainer_init"):

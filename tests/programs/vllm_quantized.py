@@ -86,7 +86,6 @@ def switch_often(
 
 
 def answers(llm: Any) -> list[list[tuple[int, dict[int, float]]]]:
-    """Tokens, each with the log-probabilities of the best five."""
     few = vllm.SamplingParams(
         temperature=0, max_tokens=3, ignore_eos=True, detokenize=False, logprobs=5
     )

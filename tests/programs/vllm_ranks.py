@@ -43,8 +43,6 @@ FAILING = RANKS if is_soak() else (1,)
 
 
 class Engine:
-    """An engine of two ranks, the store that it follows, and the seed of the weights it has."""
-
     def __init__(self, llm: Any, directory: Path, name: str, seed: int) -> None:
         self.llm = llm
         self.name = name
@@ -55,7 +53,6 @@ class Engine:
         self.sender = dbuffer.WeightSender(self.store, checksum=True, reader_timeout_s=0.3)
         self.switch: Callable[[], None] = self.switch_by_stock_calls
         self.fresh: list[Any] = []
-        """Answers from the weights of each seed."""
         self._questions = 0
         self.pids = llm.collective_rpc("test_pid")
 
@@ -73,7 +70,6 @@ class Engine:
         self.llm.init_weight_transfer_engine({"init_info": info})
 
     def follow(self) -> None:
-        """From now on, switch through :func:`follow`."""
         store, options = self.store, self.options | {"verify": True}
         options.pop("store")
         self.follower = follow(self.llm, store, **options)
@@ -99,7 +95,6 @@ class Engine:
         return version
 
     def switch_to_published(self) -> None:
-        """Switch to the other weights, which have been published."""
         self.switch()
         self.seed = 1 - self.seed
         self.require_served()
@@ -110,7 +105,6 @@ class Engine:
         return self.sender.send(model(1 - self.seed)).version
 
     def require_served(self, seed: int | None = None) -> None:
-        """Require the answers of these weights, or of those that it is known to have."""
         assert answers(self.llm) == self.fresh[self.seed if seed is None else seed]
         self.require_in_order()
 
@@ -256,8 +250,6 @@ def switch_once(engine: Engine) -> int:
 
 
 class Failure:
-    """Attempt that must fail."""
-
     error = ""
 
     def __init__(self, engine: Engine) -> None:
@@ -273,7 +265,6 @@ class Failure:
         engine.require_not_applied(newest)
 
     def on_rank(self, rank: int) -> None:
-        """Require that the error names this rank and no other."""
         assert f"rank {rank}: " in self.error
         assert f"rank {1 - rank}: " not in self.error
 
@@ -296,14 +287,12 @@ def fail_in_load(engine: Engine, rank: int) -> None:
 
 
 def fail_next_loads(engine: Engine, rank: int, times: int = 1) -> int:
-    """Publish a version whose load fails on a rank."""
     args = (rank, times, AFTER_TENSORS, LOAD_ERROR)
     engine.llm.collective_rpc("test_fail_load", args=args)
     return engine.publish_other()
 
 
 def misfits(engine: Engine) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the names of tensors that do not fit, and weights with each."""
     for name in ("model.layers.0.bogus", "model.norm.weight"):
         weights = dict(model(1 - engine.seed).state_dict())
         yield name, weights | {name: weights["model.norm.weight"][:-1].clone()}

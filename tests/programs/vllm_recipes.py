@@ -13,7 +13,6 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 def arguments() -> Any:
-    """vLLM's module of that: of 0.33, of 0.32, or of a release before."""
     for place in ("common", "launchers", "openai"):
         with contextlib.suppress(ModuleNotFoundError):
             return importlib.import_module(f"vllm.entrypoints.{place}.cli_args")

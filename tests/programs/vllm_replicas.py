@@ -56,8 +56,6 @@ def versions_of(response: dict[str, Any]) -> list[int]:
 
 
 class Program(Asking):
-    """An engine of two replicas, its trainer, and requests to each replica."""
-
     def __init__(self, engine: Any, store: Path) -> None:
         super().__init__(engine)
         self.store = store
@@ -69,7 +67,6 @@ class Program(Asking):
         return publication.version
 
     async def of(self, replica: int, prompt: list[int], num_tokens: int, floor: int = 0) -> Any:
-        """Return one replica's response."""
         response = await self.respond(prompt, num_tokens, floor, data_parallel_rank=replica)
         return response | {"replica": replica}
 
@@ -77,14 +74,12 @@ class Program(Asking):
         return [await self.of(replica, PROMPTS[0], 4) for replica in REPLICAS]
 
     async def require_served(self, *versions: int) -> None:
-        """Require that each replica answers from its one of these."""
         responses = await self.of_each()
         assert [versions_of(response) for response in responses] == [[one] for one in versions]
         assert [wrong_tokens(response) for response in responses] == [[], []]
 
     @contextlib.asynccontextmanager
     async def load(self, follower: Any) -> AsyncIterator[None]:
-        """Requests to both replicas, without a break."""
         is_over = False
 
         async def stream(replica: int, number: int) -> None:
@@ -107,7 +102,6 @@ class Program(Asking):
         return await core._call_utility_async(*call, engine=identity)
 
     def applied_records(self) -> dict[str, int | None]:
-        """What each engine in the store says that it serves."""
         from dbuffer.store.buffer import DoubleBuffer
 
         records = DoubleBuffer(self.store).receivers()
@@ -276,7 +270,6 @@ def reach_late(engine: Any, replica: int) -> None:
 
 
 async def run_served(directory: Path) -> None:
-    """Two API servers: the first follows each replica."""
     store = directory / "store"
     server = start_server(directory, store, "--data-parallel-size", len(REPLICAS))
     with dbuffer.WeightSender(store) as sender:
@@ -341,7 +334,6 @@ def tokens_of(version: int) -> list[int]:
 
 
 def switches_of(server: Server) -> list[tuple[str, int]]:
-    """Return names and versions of all switches that a server has logged, sorted."""
     found = re.findall(r"(\S+) serves version (\d+): ", server.log())
     return sorted((name, int(version)) for name, version in found)
 

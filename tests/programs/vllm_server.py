@@ -47,15 +47,12 @@ from tests.support.soak import is_soak
 
 ENGINE_TIMEOUT_S = 10
 LONG_TIMEOUT_S = 120
-"""Of a server that ends: had it waited so long for anything, that would show on any machine."""
 EXIT_FAILED, EXIT_TIMEOUT = 1, 3
 FULL_SPEED = (150, 300) if is_soak() else (25, 50)
 """Versions that two trainers come to, one after the other."""
 
 
 class FollowProgram:
-    """A program that follows a server with a store, as a fork."""
-
     def __init__(self, store: Path, url: str, directory: Path, **options: Any) -> None:
         number = len(list(directory.glob("follower-*.out")))
         self._output = directory / f"follower-{number}.out"
@@ -63,16 +60,13 @@ class FollowProgram:
         self.process = start_program(directory, *arguments, log=self._output)
 
     def versions(self) -> list[int]:
-        """Versions that the server has served so far."""
         whole = self._output.read_text().rpartition("\n")[0]
         return [int(line) for line in whole.splitlines() if line.isdecimal()]
 
     def output(self) -> str:
-        """What it has said so far, on one line however it was broken."""
         return " ".join(self._output.read_text().split())
 
     def wait_version(self, version: int) -> None:
-        """Wait until it has printed this version or a later one."""
         until(
             f"the follower prints version {version}",
             lambda: any(served >= version for served in self.versions()),
@@ -81,13 +75,11 @@ class FollowProgram:
         )
 
     def end(self) -> int:
-        """SIGTERM; the exit code."""
         self.process.terminate()
         return self.process.wait(WAIT_S)
 
 
 def follow_server(store: str, url: str, options: str) -> None:
-    """Follow until SIGTERM, and print each version that the server serves."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     served, never = None, threading.Event()
     with (
@@ -188,7 +180,6 @@ class Clients:
         return answers
 
     def stop(self) -> list[list[list[int]]]:
-        """Each client's answers, in the order of its questions."""
         self._stop.set()
         with self._pool:
             return [asking.result() for asking in self._asking]
@@ -209,7 +200,6 @@ def newest(store: Path) -> int:
 
 
 def start_program(directory: Path, *arguments: str, log: Path | None = None) -> preforked.Process:
-    """Run this program in another role, as a fork."""
     command = [__file__, str(directory), *arguments]
     log = log or directory / f"{arguments[0]}.log"
     return preforked.start(command, env=dict(os.environ), output=log)
@@ -268,7 +258,6 @@ class Inside:
         development: bool = False,
         **options: Any,
     ) -> Server:
-        """Start the server, by the same command each time but for the port and these."""
         number = len(list(self.directory.glob("server-*.log")))
         return Server(
             self.checkpoint,
@@ -313,7 +302,6 @@ class Inside:
         assert sender.receiver_lags() == {}
 
     def wait_for_a_version(self, server: Server, sender: dbuffer.WeightSender) -> None:
-        """With a dummy's weights it is not ready before there is one."""
         assert not server.is_ready_without_version()
         self.publish(sender, 1)
         server.wait_ready()
@@ -323,7 +311,6 @@ class Inside:
         assert server.answer() == tokens_of(1)
 
     def have_no_route_of_development_mode(self, server: Server) -> None:
-        """Whoever would drive it from outside is told what it lacks."""
         for route in DEVELOPMENT_ROUTES:
             assert server.status_of(*route.split()) == 404
         program = FollowProgram(self.store, server.url, self.directory)
@@ -332,7 +319,6 @@ class Inside:
         assert "--middleware dbuffer.integrations.vllm.FollowStore" in program.output()
 
     def have_no_second_follower(self, server: Server) -> None:
-        """In development mode, too, it is not driven from outside."""
         program = FollowProgram(self.store, server.url, self.directory)
         assert program.process.wait(WAIT_S) == EXIT_FAILED
         assert "follows a store by itself (FollowStore)" in program.output()
@@ -361,7 +347,6 @@ class Inside:
         }
 
     def log_each_switch(self, server: Server) -> None:
-        """In vLLM's format."""
         files = r"\[(follower|reporting)\.py:"
         ours = [line for line in server.log().splitlines() if re.search(files, line)]
         format_of_vllm = re.compile(rf"INFO \d\d-\d\d \d\d:\d\d:\d\d {files}\d+\] ")
@@ -499,7 +484,6 @@ class Outside:
         return follower
 
     def publish(self) -> int:
-        """Publish one version."""
         with dbuffer.WeightSender(self.store) as sender:
             version = newest(self.store) + 1
             sender.send(revealing_weights(version), version=version)
@@ -511,7 +495,6 @@ class Outside:
         assert self.server.answer() == tokens_of(version)
 
     def recover(self, version: int) -> None:
-        """Require that the follower brings the server to a version soon, and answering."""
         until(
             f"version {version} is served",
             lambda: self.server.version() == str(version) and not self.server.is_paused(),
@@ -549,12 +532,6 @@ class Outside:
         assert served[-1] == last
 
     def kill_follower_at(self, call: str, *, is_lost: bool = False) -> None:
-        """Kill the follower in a pause, at one of its calls; the next one must end the pause.
-
-        Args:
-            call: of the follower.
-            is_lost: whether the server never gets it.
-        """
         met = threading.Event()
 
         def kill() -> Answer:
@@ -580,14 +557,12 @@ class Outside:
         self.recover(version)
 
     def end_follower_in_a_switch(self) -> None:
-        """SIGTERM: it ends the switch first."""
         self.gate.meet("update", self.follower.process.terminate)
         version = self.publish()
         assert self.follower.process.wait(WAIT_S) == 0
         self.require_served(version)
 
     def meet_bad_moments(self) -> None:
-        """What a follower meets only now and then."""
         self.server.client.post("/pause", params={"mode": "keep"})
         self.gate.meet("begin", lambda: (500, b"not now"))
         self.follower = self.follow(self.gate.url)

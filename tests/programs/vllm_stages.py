@@ -35,17 +35,14 @@ CASES = {
     "experts spread over two ranks": ("qwen3-moe", EXPERTS),
 }
 DONE = ["", ""]
-"""What both ranks say."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ORDER = (1, 0, 1, 0)
-"""Of the two checkpoints, as they are published: the last switches are copies."""
 REFUSED: dict[str, dict[str, torch.Tensor | None]] = {
     **{name: {name: torch.ones(2)} for name in ("bogus", Q_PROJ, NORM)},
     **{name: {name: torch.ones(2)} for name in (f"model.layers.{n}.bogus" for n in range(3))},
     BIAS: {BIAS: torch.ones(64)},  # passed over by both
     "qkv_proj": {K_PROJ: None},
 }
-"""What the ranks must name, and how a version differs from what they take."""
 
 
 def run(directory: Path) -> None:
@@ -62,7 +59,6 @@ def run(directory: Path) -> None:
 
 
 def switch_parts(world: World, directory: Path, case: str) -> None:
-    """Compare what each rank has with what vLLM gives it."""
     family, kind = CASES[case]
     place = directory / case.replace(" ", "-")
     paths = [save_model(family, seed, place) for seed in (0, 1)]
@@ -73,12 +69,10 @@ def switch_parts(world: World, directory: Path, case: str) -> None:
         assert world.run(follow, place / "store") == DONE
 
         def switch_to(weights: dict[str, Any]) -> list[str]:
-            """Publish weights, and return what the ranks say of them."""
             sender.send({name: tensor for name, tensor in weights.items() if tensor is not None})
             return world.run(update)
 
         def require_refused(weights: dict[str, Any], problem: str) -> None:
-            """A stage skips names of the other one; what one cannot take, none takes."""
             for answer in switch_to(weights):
                 assert problem in answer
                 assert "no rank was touched" in answer
@@ -102,7 +96,6 @@ def switch_parts(world: World, directory: Path, case: str) -> None:
 
 
 def require_different(first: list[dict[str, str]], second: list[dict[str, str]]) -> None:
-    """Require that neither the models are alike nor the ranks."""
     assert first[0] != first[1]
     for one, other in zip(first, second, strict=True):
         assert one.keys() == other.keys()

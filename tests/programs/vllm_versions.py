@@ -38,19 +38,14 @@ OK, BAD_REQUEST, NOT_FOUND, CONFLICT, INTERNAL, UNAVAILABLE = 200, 400, 404, 409
 STREAMS = 20
 REQUESTS = 2000 if is_soak() else 100
 NUM_SEEN = 3
-"""Versions that at least are seen: else there was nothing that could be labeled wrong."""
 EVERY_S = 0.3
-"""Between two versions, under load."""
 STEPS_PER_VERSION = 10
 LONG_TOKENS = 900
-"""Of requests that a switch must still meet, on a machine with much else to do."""
 ASKED = {"X-Weight-Versions": "true"}
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 class Program:
-    """A server that follows, its trainer and its clients."""
-
     def __init__(self, directory: Path, num_replicas: int) -> None:
         self.store = directory / "store"
         self.sender = dbuffer.WeightSender(self.store)
@@ -82,7 +77,6 @@ class Program:
         self.sender.send(revealing_weights(version), version=version, metadata=metadata)
 
     async def follow(self, version: int) -> None:
-        """Publish a version, and wait until the engine serves it."""
         await asyncio.to_thread(self.publish, version)
         await asyncio.to_thread(
             self.sender.wait_applied, version, receivers=self.num_replicas, timeout_s=WAIT_S
@@ -91,14 +85,12 @@ class Program:
     async def ask(
         self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """Return what is told of a response: status, headers about weights, body."""
         response = await self.client.post(path, json=body, headers=headers or {})
         return _told(response) | {"body": response.json()}
 
     async def stream(
         self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """Return the same of a response that comes in chunks."""
         asked = body | {"stream": True}
         async with self.client.stream("POST", path, json=asked, headers=headers or {}) as response:
             lines = [line async for line in response.aiter_lines() if line.startswith("data: ")]
@@ -106,7 +98,6 @@ class Program:
             return _told(response) | {"chunks": chunks}
 
     async def ready(self, **query: Any) -> tuple[int, Any]:
-        """Return the status and the body of what a load balancer asks."""
         response = await self.client.get("/ready", params=query)
         return response.status_code, response.json()
 
@@ -151,11 +142,9 @@ ROUTES = [
     ("/v1/chat/completions", chat),
     ("/inference/v1/generate", generate),
 ]
-"""Paths that generate, and functions that make the bodies of their requests."""
 
 
 WITHOUT_CHOICES = [("/v1/responses", response), ("/v1/messages", message)]
-"""Paths of routes whose responses have no choices, and functions that make bodies for them."""
 
 
 # What clients are told.
@@ -197,7 +186,6 @@ async def tell_versions(program: Program) -> None:
 
 
 async def require_versions(program: Program) -> None:
-    """The engine serves version 1."""
     path, body = "/v1/completions", completion()
     for met in (
         {"X-Weight-Min-Version": "1"},
@@ -227,7 +215,6 @@ async def require_versions(program: Program) -> None:
 
 
 async def tell_without_choices(program: Program) -> None:
-    """Responses without choices have the headers, streamed or not."""
     for path, body in WITHOUT_CHOICES:
         for send in (program.ask, program.stream):
             response = await send(path, body())
@@ -237,7 +224,6 @@ async def tell_without_choices(program: Program) -> None:
 
 
 async def wait_for_a_version(program: Program) -> None:
-    """A request waits for a version as long as it allows."""
     path, body = "/v1/completions", completion()
     headers = {"X-Weight-Min-Version": "2", "X-Weight-Wait-S": str(WAIT_S)}
     waiting = asyncio.create_task(program.ask(path, body, headers))
@@ -351,7 +337,6 @@ async def label_right_under_load(program: Program, first: int) -> None:
 
 
 def choices_of(response: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the choices of a response; of chunks, joined."""
     if "body" in response:
         return list(response["body"]["choices"])
     joined: dict[int, dict[str, Any]] = {}

@@ -55,7 +55,6 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a server that is there have time to answer."""
     monkeypatch.setattr(bridge_server, "_PROBE_S", TIMEOUT_S)
 
 
@@ -136,7 +135,6 @@ def attached(bridge: VLLMWeightBridge, model: nn.Module | None = None) -> nn.Mod
 
 @contextlib.contextmanager
 def opened(store: Path, url: str = "http://127.0.0.1:9", **more: Any) -> Iterator[VLLMWeightBridge]:
-    """A bridge with a small model attached."""
     with VLLMWeightBridge(config_for(url, **more), store=store) as bridge:
         attached(bridge)
         yield bridge
@@ -207,7 +205,6 @@ def test_rank_outside_of_the_world_is_refused():
 
 
 def test_default_stores(monkeypatch):
-    """In shared memory, by user, job and port; of several nodes, where all of them see it."""
     name = f"dbuffer-atropos-{os.getuid()}"
     several = config_for(num_inference_nodes=1, log_dir="/shared/logs")
     monkeypatch.setenv("LOGDIR", "/logs")
@@ -417,7 +414,6 @@ def test_server_that_is_not_available_yet_is_waited_for(store):
 
 
 def node(connection: Connection, store: Path, name: str) -> None:
-    """What an inference node does: an engine that follows the store on the shared filesystem."""
     with dbuffer.WeightReceiver(
         store, receiver_id=f"vllm-{name}", poll_interval_s=0.05
     ) as receiver:
@@ -554,8 +550,6 @@ def test_bridge_that_one_rank_makes_alone(store, tmp_path, place, error):
 
 
 class AnsweredLate(dict[str, int]):
-    """Routes whose answers wait for the end of a test."""
-
     def __init__(self) -> None:
         super().__init__(WITH_ROUTES)
         self.is_over = threading.Event()
@@ -669,7 +663,6 @@ def test_mapping_that_comes_late_is_waited_for(store, tmp_path, nodes):
 
 @pytest.mark.parametrize("several", [True, False])
 def test_mapping_that_is_needed_and_does_not_come_is_named(tmp_path, monkeypatch, several):
-    """In its directory, or if the file itself is named."""
     log_dir = tmp_path / "logs"
     log_dir.mkdir()
     path, store = log_dir / MAPPING_FILE, None if several else log_dir / "store"

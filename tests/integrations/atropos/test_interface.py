@@ -33,7 +33,6 @@ CONFIG_FIELDS = {
     "use_cuda_ipc": False,
     "num_gpus_per_node": torch.cuda.device_count(),
 }
-"""In their order: they may be given by position."""
 
 BRIDGE_METHODS = {
     "__init__": ["self", "config"],
@@ -70,7 +69,6 @@ RUNTIME_ERRORS: dict[str, Callable[[VLLMWeightBridge], object]] = {
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
-    """Those that may be given by position: by keyword only, we may have more."""
     found = inspect.signature(function).parameters.values()
     return [one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD]
 

@@ -25,7 +25,6 @@ def turn_interleaved(heads: torch.Tensor) -> torch.Tensor:
 
 
 def turn_in_halves(heads: torch.Tensor) -> torch.Tensor:
-    """The same with elements i and i + head_dim/2."""
     turns = angles(*heads.shape[1:])
     first, second = heads.chunk(2, -1)
     sine, cosine = turns.sin(), turns.cos()
@@ -35,7 +34,6 @@ def turn_in_halves(heads: torch.Tensor) -> torch.Tensor:
 def project(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_heads: int
 ) -> torch.Tensor:
-    """``[num_heads, length, head_dim]``."""
     return (hidden @ weight.t() + bias).unflatten(-1, (num_heads, -1)).transpose(0, 1)
 
 

@@ -90,7 +90,6 @@ def test_only_sglang_has_other_names_and_not_for_a_trainer_of_text_only():
 
 
 def actor_with(*names: str) -> SimpleNamespace:
-    """An actor of DeepSpeed's that has these parameters."""
     model = nn.Module()
     for name in names:
         *path, last = name.split(".")
@@ -144,14 +143,12 @@ def sharded(module: nn.Module | None = None) -> nn.Module:
 
 
 def flattened() -> nn.Module:
-    """By the first FSDP."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return FullyShardedDataParallel(plain(), device_id=torch.device("cpu"))
 
 
 def wrapped(module: nn.Module | None = None) -> nn.Module:
-    """As DeepSpeed's engine has its module; a data-parallel one too."""
     return nn.parallel.DistributedDataParallel(module or plain())
 
 
@@ -235,8 +232,6 @@ def test_no_usable_engine_is_an_error_on_all_ranks_and_publishes_nothing(
 
 
 class SGLangWrapper:
-    """The attributes by which LightRFT's wrapper round SGLang's engine is known."""
-
     tp_group_cpu = "a group"
 
     def __init__(self, tp_rank: int) -> None:
@@ -261,7 +256,6 @@ def followed_by_a_stand_in(
 
 
 def names_for_sglang(rank: int, place: Path, options: SenderKeywords) -> list[str]:
-    """Publish a vision-language model, and return the names."""
     model = nn.Module()
     model.language_model = nn.Linear(2, 2)
     with followed_by_a_stand_in(place, model, "sglang", **options) as manager:

@@ -42,8 +42,6 @@ EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok":
 
 
 class Report(NamedTuple):
-    """Report of a rank that has published."""
-
     num_held: int
     """Number of weights that the rank holds."""
     num_collectives: int
@@ -128,7 +126,6 @@ def test_a_megatron_model_is_published_as_its_checkpoint(
 
 
 def changed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with other values of few elements: of all norms, and some of the rest."""
     return torch.where(tensor > 0.05, tensor / 2, tensor)
 
 
@@ -140,7 +137,6 @@ def change(*models: torch.nn.Module) -> None:
 
 
 def publish(rank: int, checkpoint: Path, stores: Path, split: dict[str, int], mount: str) -> Report:
-    """Publish the checkpoint and then a changed one, by an export and by parts."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     from dbuffer.integrations.megatron import MegatronWeights
@@ -204,7 +200,6 @@ def test_an_export_that_is_not_made_of_parts_is_refused(world, tmp_path, shm_pat
 
 
 def send_refused(rank: int, checkpoint: Path, store: Path) -> list[str]:
-    """Return the messages of what `send` raises."""
     from dbuffer.integrations.megatron import MegatronWeights
     from dbuffer.integrations.megatron.parts import Cut
     from tests.support.megatron_parts import load_models, start_megatron

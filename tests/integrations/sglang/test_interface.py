@@ -50,7 +50,6 @@ def form_of(name: str) -> str:
 
 
 def bind(form: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by their names in a recorded form."""
     scope: dict[str, Any] = {}
     exec(f"def recorded({form.partition('(')[2]}: ...", scope)
     return dict(inspect.signature(scope["recorded"]).bind(*args, **kwargs).arguments)
@@ -64,7 +63,6 @@ class Recorded:
         self.version = "default"
         self.asked: list[tuple[str, Any]] = []
         self.lost: str | None = None
-        """Path whose answers get lost."""
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
@@ -163,7 +161,6 @@ def test_server_that_ended_in_a_pause_is_paused_again_for_the_next_request(serve
     ],
 )
 def test_engine_that_cannot_follow_is_refused(server, engine, changed, says):
-    """An engine that was started again is another one."""
     before = engine.facts().instance_id
     assert engine.facts().instance_id == before
     server.info["startup_time"] = {"load_weight": 0.2}

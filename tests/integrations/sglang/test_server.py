@@ -31,12 +31,9 @@ pytestmark = [*NEEDS_SGLANG, IN_SOAKS_ALONE, pytest.mark.timeout(3 * WAIT_S)]
 LOADER_FLAG = ["--custom-weight-loader", "dbuffer.integrations.sglang.load_from_store"]
 LONG = list(range(1, 60))
 START = 100
-"""The version whose weights are in the checkpoint."""
 
 
 class World:
-    """A server, its store, and the trainer's end of it; the tests use them one after the other."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.next_version = 1
@@ -57,7 +54,6 @@ class World:
         return server
 
     def publish(self) -> int:
-        """Weights that reveal the version that they are published as."""
         version = self.next_version
         self.next_version += 1
         return self.sender.send(revealing_weights(version), version=version).version

@@ -14,5 +14,4 @@ pytestmark = [*NEEDS_SGLANG, pytest.mark.timeout(3 * WAIT_S)]
 
 
 def test_engine_serves_the_versions_that_it_can_load(tmp_path):
-    """Engine that cannot go back after a failed load: it answers nothing."""
     assert observe(sglang_engine.__file__, tmp_path) == "nothing came"

@@ -52,9 +52,7 @@ def collector_class(class_name: str) -> Any:
 
 
 PATIENCE_S = 0.5
-"""For a scheme that is to run into its time-out."""
 ENOUGH_WEIGHTS = 300 if is_soak() else 30
-"""Weights that each worker acts by."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +64,6 @@ def forkserver() -> Iterator[None]:
 
 @pytest.fixture
 def address(shm_path: Path) -> Path:
-    """Where a scheme's stores will be; nothing is there yet."""
     return shm_path / "weights"
 
 
@@ -89,7 +86,6 @@ def fill(module: nn.Module, value: float) -> None:
 
 
 def update(collector: Any, policy: nn.Module, value: float, **how: Any) -> None:
-    """Send a policy that is full of a number."""
     fill(policy, value)
     collector.update_policy_weights_(**how)
 
@@ -99,7 +95,6 @@ def weights_of(value: float) -> parts.TensorDict:
 
 
 def states(collector: Any) -> list[float]:
-    """The weight of each worker's policy."""
     workers = range(collector.num_workers)
     return [float(parts.worker_state(collector, worker)["weight"]) for worker in workers]
 
@@ -212,7 +207,6 @@ def test_workers_run_another_object_than_the_trainer_has(scheme, collector_class
     ids=["same object", "copy", "copy from a factory"],
 )
 def test_a_collector_without_workers_acts_by_what_is_sent(scheme, given):
-    """On another device it runs a copy of the policy."""
     policy = parts.StatefulPolicy(1.0)
     if "policy_factory" in given:
         given = given | {"policy_factory": getattr(parts, given["policy_factory"])}
@@ -286,7 +280,6 @@ def scheme_of(address: Path, strategy: str) -> parts.DoubleBufferSyncScheme:
 
 @STRATEGIES
 def test_weights_in_every_form(address, strategy):
-    """As `test_multisyncdatacollector_state_dict`, too."""
     policy = parts.linear_policy(0.0)
     with parts.collecting(policy, scheme_of(address, strategy)) as collector:
 
@@ -396,7 +389,6 @@ def test_extra_state_travels(address, strategy):
 
 
 def begin(scheme: Any, model: nn.Module | None = None, num_workers: int = 1) -> None:
-    """Be the trainer's side."""
     model = parts.ConstantPolicy(1.0) if model is None else model
     scheme.init_on_sender(model_id="policy", model=model, num_workers=num_workers)
 
@@ -425,7 +417,6 @@ def _follow(
     worker_idx: int,
     model: parts.ConstantPolicy | None = None,
 ) -> None:
-    """A worker that tells its weights whenever it is asked."""
     model = model or parts.ConstantPolicy(-5.0)
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=worker_idx)
     scheme.connect(worker_idx=worker_idx)
@@ -491,7 +482,6 @@ def test_receive_that_waits_ends_when_the_scheme_is_shut_down(scheme):
 
 
 RECEIVING = {"worker_idx": 0, "total_frames": -1, "auto_register_policy_transforms": False}
-"""Options of a collector that has a scheme of its own to receive by."""
 
 
 def test_collector_receives(address):
@@ -511,7 +501,6 @@ def test_collector_receives(address):
     try:
 
         def next_batch() -> tuple[list[float], list[int]]:
-            """What was done, and by which version of the policy."""
             batch = collector.next()
             versions = batch["next", "policy_version"]
             return batch["action"].unique().tolist(), versions.unique().tolist()
@@ -551,7 +540,6 @@ def test_a_model_that_came_by_shared_memory(scheme, policy):
 
 
 def test_a_policy_in_shared_memory_for_forked_processes(policy):
-    """Else they would write into it: a fork copies all memory but the shared one."""
     policy.share_memory()
     with parts.start_method("fork"):
         handed_out = loading.unshared(policy)
@@ -575,7 +563,6 @@ def _train_until_killed(connection: Connection, address: Path, first: float) -> 
 
 
 def test_a_trainer_that_was_killed_and_restarted_is_followed(address):
-    """By a late worker, which knows the address and nothing else."""
     with contextlib.ExitStack() as stack:
         trainer = stack.enter_context(Child(_train_until_killed, address, 0.5))
         trainer.receive()
@@ -727,7 +714,6 @@ def test_first_weights_that_never_come(address):
 
 @pytest.mark.parametrize("leftover", ["weights", "other layout", "for one worker", "scheme"])
 def test_weights_of_an_earlier_run_are_not_used(address, policy, leftover):
-    """Not as first weights, and not when there are none yet."""
     old = parts.ConstantPolicy(7.0)
     if leftover == "scheme":
         with parts.collecting(old, parts.DoubleBufferSyncScheme(address)) as collector:
@@ -760,23 +746,6 @@ def test_a_policy_without_weights(scheme):
         collector.update_policy_weights_()
         collector.update_policy_weights_(worker_ids=[1])
         assert parts.acts(collector) == [0.0, 0.0]
-
-
-def test_shutdown_twice_and_what_comes_after(address, policy):
-    scheme = parts.DoubleBufferSyncScheme(address)
-    scheme.shutdown()  # before anything
-    scheme = parts.DoubleBufferSyncScheme(address)
-    with parts.collecting(policy, scheme) as collector:
-        collector.shutdown()
-        scheme.shutdown()
-        scheme.shutdown()
-        with pytest.raises(RuntimeError):
-            scheme.send()
-    with parts.collecting(policy, parts.DoubleBufferSyncScheme(address)) as collector:
-        scheme.shutdown()  # has nothing to do with its successor
-        del scheme
-        update(collector, policy, 2.0)
-        assert parts.acts(collector) == [2.0, 2.0]
 
 
 def test_nothing_is_left_behind(address, scheme, policy):

@@ -37,12 +37,10 @@ pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 FRAMES = 8
 
 Collected = list[list[float]]
-"""For each batch, what was done in it."""
 
 
 @pytest.fixture
 def address(shm_path: Path) -> Path:
-    """Where a scheme's stores will be; nothing is there yet."""
     return shm_path / "weights"
 
 
@@ -57,7 +55,6 @@ def kind(kind_name: str) -> Any:
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it in a process of its own, which must end, and return what it returns."""
     with (
         parts.start_method("forkserver"),
         Child(_call, parts.forkserver_address(), function, args) as child,
@@ -83,7 +80,6 @@ def _call(
 
 
 def local(num_batches: int, **options: Any) -> dict[str, Any]:
-    """How to start nodes as processes of this machine, and for how long."""
     return {
         "launcher": "mp",
         "tcp_port": str(free_port()),
@@ -95,7 +91,6 @@ def local(num_batches: int, **options: Any) -> dict[str, Any]:
 
 
 def start(kind: Any, policy: Any, address: Path, num_batches: int, **options: Any) -> Any:
-    """Start a collector of two nodes, with a scheme of ours unless the options have one."""
     options.setdefault("weight_sync_schemes", {"policy": parts.DoubleBufferSyncScheme(address)})
     envs = options.pop("envs", [parts.NodeEnv()] * 2)
     return kind(envs, policy, **local(num_batches), **options)
@@ -121,7 +116,6 @@ def end(collector: Any) -> None:
 
 
 def records(address: Path) -> dict[str, Any]:
-    """Records of the workers in the policy's store, by the worker."""
     store = DoubleBuffer(address / "policy")
     return {record.receiver: record for record in store.receivers()}
 
@@ -210,7 +204,6 @@ def test_worker_ids(address, kind, node):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A Ray cluster whose workers can import what is in this directory."""
     import ray
 
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
@@ -239,7 +232,6 @@ def on_ray(num_batches: int, **options: Any) -> dict[str, Any]:
 
 @IN_SOAKS_ALONE
 def test_ray_collector_updatepolicy(cluster, address):
-    """Synchronously, by worker, and when an actor has been killed."""
     policy = parts.ConstantPolicy(1.0)
     scheme = parts.DoubleBufferSyncScheme(address)
     collector = distributed.RayCollector(

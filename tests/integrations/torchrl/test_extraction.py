@@ -37,8 +37,6 @@ STRATEGIES = ["tensordict", "state_dict"]
 
 
 class Counting(nn.Module):
-    """With extra state that is whatever it is given."""
-
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
@@ -55,7 +53,6 @@ def extracted(weights: Any, strategy: str = "tensordict") -> Any:
 
 
 def back(found: Any) -> dict[str, Any]:
-    """The extra state as it comes out at the other end."""
     return unpacked(found["__extra_state__"])
 
 
@@ -174,8 +171,6 @@ def test_what_holds_no_weights_is_refused(weights):
 
 
 class Harmful:
-    """Does something as it is unpickled."""
-
     def __reduce__(self) -> Any:
         return pytest.fail, ("code from the store was executed",)
 

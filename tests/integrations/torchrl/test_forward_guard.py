@@ -89,7 +89,6 @@ def test_loading_waits_for_a_forward_call_that_runs_and_keeps_new_ones_out(
 
 
 def test_a_forward_call_waits_for_loading(pool, guard, model):
-    """Which the same thread may enter again."""
     model.may_leave.release()
     with guard.loading():
         load(guard)
@@ -129,8 +128,6 @@ def test_a_forward_call_that_raises_is_over(pool, guard):
 
 
 class Interrupted(nn.Module):
-    """A model that is interrupted once in a forward call within another one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.error: type[BaseException] | None = None
@@ -147,7 +144,6 @@ class Interrupted(nn.Module):
 @COMPILED
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
 def test_a_forward_call_that_is_interrupted_is_over(pool, guard, derive, error):
-    """Torch calls no hook then."""
     model = Interrupted()
     guard.attach(model)
     twin = derive(model)
@@ -169,8 +165,6 @@ def test_a_forward_call_that_is_interrupted_is_over(pool, guard, derive, error):
 
 
 class Helped(nn.Module):
-    """A model whose forward call waits for another thread's."""
-
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         super().__init__()
         self.pool = pool
@@ -199,8 +193,6 @@ def test_a_forward_call_may_wait_for_another_threads_while_a_load_waits(pool, gu
 
 
 class Slow(nn.Module):
-    """A model that takes its time."""
-
     def forward(self) -> None:
         time.sleep(0.2)
 

@@ -40,7 +40,6 @@ from tests.support.waiting import Gate
 pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 
 SOON_S = 0.1
-"""Long enough for another thread to begin to wait."""
 
 
 class Reader:
@@ -111,7 +110,6 @@ def test_update_returns_when_all_replicas_have_the_weights(mount, tmp_path):
 
 @pytest.fixture
 def light_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Light engines stand for those of vLLM."""
     monkeypatch.setattr(vllm_double_buffer, "vllm_engine_of", lambda engine: engine)
     for module in (vllm_double_buffer, vllm_collective):
         monkeypatch.setattr(module, "engine_in", lambda engine: engine)
@@ -231,8 +229,6 @@ def test_shutdown_waits_for_a_switch_that_is_under_way(light_engines, tmp_path):
 
 
 class WithoutValueHead(FakeEngine):
-    """A light engine that has no place for a tensor."""
-
     def __init__(self) -> None:
         super().__init__()
         unused = LoadTrace({}, frozenset(SMALL.names), unused=("value_head",))

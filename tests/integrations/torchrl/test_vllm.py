@@ -51,26 +51,6 @@ CLASSES = [
 ]
 COLLECTORS = "DoubleBufferSyncScheme"
 
-NEEDED = object()
-"""Stands for a parameter without a default."""
-
-OF_RECEIVERS = {
-    "set_context": {"context": NEEDED},
-    "register_model": {"model_ref": NEEDED},
-    "register_worker_transport": {"pipe": NEEDED},
-    "receive": {"timeout": 0.001},
-}
-DOCUMENTED: dict[str, dict[str, dict[str, Any]]] = {
-    "VLLMDoubleBufferSyncScheme": {
-        "init_on_worker": {"model_id": NEEDED, "context": None},
-        "get_sender": {},
-        "get_receiver": {},
-    },
-    "VLLMDoubleBufferWeightReceiver": OF_RECEIVERS,
-    "VLLMWeightReceiver": OF_RECEIVERS,
-}
-"""Parameters and their defaults by TorchRL's documents from 0.10 on, of what 0.14 does not have."""
-
 # Without an engine.
 
 
@@ -121,18 +101,6 @@ def assert_same_signature(mine: Any, theirs: Any, method: str) -> None:
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     for other in more:
         assert other.kind in variable or other.default is not inspect.Parameter.empty
-
-
-@pytest.mark.parametrize("name", DOCUMENTED)
-def test_signatures_are_those_that_torchrl_documents(name):
-    for method, documented in DOCUMENTED[name].items():
-        signature = inspect.signature(getattr(ours(name), method))
-        needed = [name for name, default in documented.items() if default is NEEDED]
-        for names in (documented, needed):
-            signature.bind(None, **dict.fromkeys(names))
-        for parameter, default in documented.items():
-            if default is not NEEDED and parameter in signature.parameters:
-                assert signature.parameters[parameter].default == default, method
 
 
 @pytest.mark.parametrize("name", [*CLASSES, COLLECTORS])
@@ -189,8 +157,6 @@ def test_what_is_in_torchrls_wrapper_is_sent_by_the_names_that_an_engine_knows(s
 
 
 class Counting:
-    """A collector as far as senders know it."""
-
     def __init__(self, store: Path, *, is_broken: bool = False) -> None:
         self._store, self._is_broken = store, is_broken
         self.published: list[int] = []
@@ -229,8 +195,6 @@ def test_senders_from_registration_to_shutdown(kind, store, caplog):
 
 
 class Adapted(torch.nn.Module):
-    """As PEFT's models do it: a weight, and an adapter that is merged into it for inference."""
-
     def __init__(self) -> None:
         super().__init__()
         self.base = torch.nn.Linear(2, 2, bias=False)

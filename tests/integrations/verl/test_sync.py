@@ -36,8 +36,6 @@ def weights(number: float) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def taken(incoming: StoreSync) -> dict[str, torch.Tensor]:
-    """Take the version as verl does for a rollout worker's engine."""
-
     async def take() -> dict[str, torch.Tensor]:
         return {name: tensor.clone() async for name, tensor in incoming.receive_weights()}
 
@@ -49,7 +47,6 @@ def publish(outgoing: StoreSync, pairs: Iterable[tuple[str, torch.Tensor]], step
 
 
 def number_of(found: dict[str, torch.Tensor]) -> float:
-    """The number that all of it is full of."""
     assert found.keys() == {"a", "b"}
     [number] = torch.cat([tensor.flatten().float() for tensor in found.values()]).unique().tolist()
     return float(number)
@@ -64,8 +61,6 @@ def newest(store: Path) -> dbuffer.Snapshot:
 
 
 class Ends:
-    """The actor's first rank, and a rollout worker."""
-
     def __init__(
         self,
         store: Path,
@@ -105,7 +100,6 @@ def ends(store: Path) -> Ends:
 
 
 def test_each_sync_is_a_version_that_says_its_step(ends, store):
-    """Also of a trainer that is restarted."""
     assert [ends.sync(1, 10), ends.sync(2, 20)] == [1, 2]
     assert newest(store).version == 2
     assert newest(store).metadata["global_steps"] == 20
@@ -212,8 +206,6 @@ class TestFailure:
 
 
 class TestAcknowledgement:
-    """By what ``dbuffer status`` shows, and ``wait_applied`` waits for."""
-
     def test_it_comes_when_the_engine_has_loaded_and_not_else(self, ends):
         ends.publish(1)
         taken(ends.incoming)
@@ -256,7 +248,6 @@ class TestOptions:
         one = torch.arange(100_000.0)
 
         def reused(number: float) -> Iterable[tuple[str, torch.Tensor]]:
-            """Tensors in one memory, as of who gathers into a buffer."""
             memory = torch.empty_like(one)
             for name, offset in (("a", 0), ("b", 1)):
                 torch.add(one, offset, out=memory)

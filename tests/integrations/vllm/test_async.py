@@ -21,7 +21,6 @@ pytestmark = [*NEEDS_VLLM, ANSWERS_TELL_VERSIONS]
 
 
 def test_tokens_of_an_engine_are_of_the_versions_that_it_reports(directory, record_property):
-    """It takes the backend's way."""
     # Functions are sent to workers, to make them fail. The fresh engines, which an `LLM` is, run
     # in the program itself; an `AsyncLLM` has its processes in any case.
     env = environment(processes=False, VLLM_ALLOW_INSECURE_SERIALIZATION="1")

@@ -71,7 +71,6 @@ def offline(calls: list[str], _: asyncio.AbstractEventLoop) -> Engine:
 
 
 def config(**changes: Any) -> SimpleNamespace:
-    """Configuration of an engine whose requests share no cache, but for changes."""
     caches = {"enable_prefix_caching": False, "is_multimodal_model": False}
     caches |= {"runner_type": "generate"} | changes
     return SimpleNamespace(
@@ -143,8 +142,6 @@ def test_a_call_to_an_event_loop_that_is_not_running_says_so_and_the_next_is_ans
 
 
 class Core:
-    """What an engine core's pauses need of it."""
-
     scheduler = SimpleNamespace(set_pause_state=lambda _: None)
     model_executor = SimpleNamespace(is_sleeping=False)
 
@@ -156,8 +153,6 @@ class Core:
 
 
 class HeldCore(Core):
-    """A core that can be held, and notes the calls."""
-
     def __init__(self, paused: Future[None] | None, *, resets: bool = True) -> None:
         self.calls: list[str] = []
         self._paused, self._resets = paused, resets

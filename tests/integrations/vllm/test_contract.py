@@ -8,5 +8,4 @@ pytestmark = NEEDS_VLLM
 
 
 def test_contract(tmp_path):
-    """As those documents make and call objects, on a local mount and on a network."""
     observe("vllm_contract.py", tmp_path)

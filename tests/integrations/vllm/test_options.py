@@ -232,7 +232,6 @@ def test_exactly_and_at_least_exclude_each_other():
 
 
 def config_of(**changes: Any) -> dict[str, Any]:
-    """What an engine's configuration looks like in JSON."""
     parallel = {"world_size": 2, "worker_extension_cls": "", "is_moe_model": False}
     parallel |= {f"data_parallel_{name}": False for name in ("hybrid_lb", "external_lb")}
     parallel |= {"data_parallel_size": 1, "data_parallel_size_local": 1}
@@ -299,7 +298,6 @@ def test_an_engine_that_cannot_follow_is_told(changes, told):
 
 @pytest.mark.parametrize("has_plugin", [True, False])
 def test_an_engine_without_the_plugin_is_refused(monkeypatch, has_plugin):
-    """A front end may load plugins late, or be kept from it."""
     plugins, base = ModuleType("vllm.plugins"), ModuleType("vllm.v1.worker.worker_base")
     wrapper = type("WorkerWrapperBase", (), {})
 
@@ -355,8 +353,6 @@ OUTPUTS = "vllm.v1.engine.output_processor"
 
 
 class Factory:
-    """As vLLM's: a name is registered once."""
-
     def __init__(self) -> None:
         self.engines: dict[str, tuple[str, str]] = {}
 
@@ -367,7 +363,6 @@ class Factory:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **factories: Any) -> None:
-    """Let there be a vLLM with these factories, and nothing else."""
     for path in (FACTORY, WORKERS, CORE, OUTPUTS):
         names = path.split(".")
         for end in range(1, len(names) + 1):

@@ -41,8 +41,6 @@ WEIGHTS = {
 
 @dataclass
 class Patch:
-    """As vLLM 0.32 has it."""
-
     name: str
     indices: torch.Tensor
     values: torch.Tensor
@@ -102,7 +100,6 @@ def spoilt(**fields: Any) -> Patch:
 
 
 def without_shape() -> Any:
-    """As releases before 0.32 have it."""
     given = SimpleNamespace(**vars(patch()))
     del given.full_shape
     return given
@@ -195,7 +192,6 @@ WRONG: dict[str, tuple[Any, type[DBufferError], str]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_patch_is_refused_with_all_others(sender, what):
-    """And the next ones follow the version before."""
     wrong, kind, message = WRONG[what]
     with pytest.raises(kind, match=message):
         publish_patches(sender, [patch("b", (0,), (9.0,), (6,)), wrong])
@@ -212,7 +208,6 @@ def test_parts_of_a_tensor_agree_about_it(sender):
 
 
 def test_what_is_composed_of_other_tensors_is_refused():
-    """As a shard of FSDP is."""
     with pytest.raises(InvalidWeightsError, match="'a'"):
         patches_of([spoilt(values=TwoTensor(torch.ones(2), torch.ones(2)))])
 
@@ -233,7 +228,6 @@ def test_tied_names_are_one_tensor(tmp_path):
 
 @pytest.mark.parametrize("delta", [True, False])
 def test_patches_go_upon_nothing_that_another_sender_has_published(store, delta):
-    """It may be another run's."""
     with WeightSender(store, delta=delta) as sender:
         sender.send(WEIGHTS)
     with WeightSender(store, delta=True) as sender:

@@ -13,7 +13,6 @@ pytestmark = NEEDS_VLLM
 
 
 def shown() -> list[list[str]]:
-    """Commands `vllm serve` in the README and the pages."""
     lines = [
         line
         for block in BLOCKS

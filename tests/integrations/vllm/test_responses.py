@@ -37,12 +37,9 @@ EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
 IN_TIME_S = 30.0
-"""Bound of what would otherwise wait for an hour."""
 
 
 class Core:
-    """vLLM's client of an engine's core, which knows nothing but labels."""
-
     def __init__(self, *labels: WeightLabel) -> None:
         self.labels = list(labels)
         self.num_questions = 0
@@ -67,8 +64,6 @@ Note = Callable[[Exchange], None]
 def answering(
     headers: Iterable[tuple[bytes, bytes]], *parts: bytes, note: Note
 ) -> Callable[..., Coroutine[Any, Any, None]]:
-    """An application that generates, and answers in parts."""
-
     async def app(scope: Any, receive: Any, send: Any) -> None:
         exchange = CURRENT.get()
         assert exchange is not None
@@ -87,7 +82,6 @@ def has_generated(exchange: Exchange) -> None:
 
 
 async def stay() -> Any:
-    """Receive nothing more of a client that stays."""
     await asyncio.Event().wait()
 
 
@@ -99,7 +93,6 @@ def messages_of(
     root_path: str = "",
     **headers: str,
 ) -> list[Any]:
-    """Return the messages of an answer."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -126,7 +119,6 @@ def ask(
     root_path: str = "",
     **headers: str,
 ) -> tuple[int, dict[str, str], bytes]:
-    """Return status, headers and body of an answer."""
     start, *bodies = messages_of(app, engine, path, root_path=root_path, **headers)
     assert start["type"] == "http.response.start"
     assert all(one["type"] == "http.response.body" for one in bodies)
@@ -254,7 +246,6 @@ def test_stream_that_begins_before_the_engine_has_its_headers(path):
 
 
 async def generate(*_: Any) -> Any:
-    """As vLLM's front end: one output of one token."""
     choice = SimpleNamespace(index=0, weight_versions=None)
     setattr(choice, ADMITTED, SERVED.encode())
     yield SimpleNamespace(outputs=[choice])
@@ -325,7 +316,6 @@ def test_requests_that_wait_ask_the_engine_together():
 
 
 def test_requests_that_came_one_by_one_wait_together():
-    """Each first looks for itself; after that one looks for all."""
     core = Core(WeightLabel("1"))
     outlook = outlook_on(core)
     interval_s = requests._LOOK_S

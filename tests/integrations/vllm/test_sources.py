@@ -36,7 +36,6 @@ def made() -> nn.Module:
 
 
 def send_source(rank: int, store: Path) -> list[int]:
-    """Send a source of vLLM's, and one of a class of its own; how often each has gathered."""
     from vllm.distributed.weight_transfer.base import ModuleSource
 
     class OwnSource(ModuleSource):
@@ -86,8 +85,6 @@ def test_senders_take_the_source_of_a_module(two, store):
 
 
 class Client:
-    """An engine that notes which version it is told to take."""
-
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
@@ -105,7 +102,6 @@ class Client:
 
 
 def train(rank: int, store: Path) -> list[list[Any]]:
-    """Send a source that all ranks have, and one that is split, by vLLM's half of a trainer."""
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
@@ -130,7 +126,6 @@ def train(rank: int, store: Path) -> list[list[Any]]:
 
 
 def split_source(rank: int) -> Any:
-    """Return a source of which each rank has one layer, as this vLLM has such sources."""
     from vllm.distributed.weight_transfer import base
 
     state = made().state_dict()
