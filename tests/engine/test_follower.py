@@ -1233,7 +1233,8 @@ def serve(connection: Connection, log: Path, case: str) -> None:
     import uvicorn
     from starlette.applications import Starlette
 
-    engine = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={}))
+    config = SimpleNamespace(additional_config={}, parallel_config=None)
+    engine = SimpleNamespace(vllm_config=config)
     app = Starlette()
     app.add_middleware(middleware.FollowStore)
     app.state.engine_client = {"no store": engine, "not vLLM": None}[case]
