@@ -38,11 +38,8 @@ _OF_MIRRORS = {
 def register(source: Source, registry: CollectorRegistry = REGISTRY) -> Collector:
     """Add the metrics of a sender, with its receivers' lags, or of a mirror to a registry.
 
-    For a sharded sender, call this on rank 0.
-
-    Returns:
-        The collector, which ``registry.unregister`` removes again, for instance before you register
-        a new sender.
+    For a sharded sender, call this on rank 0. ``registry.unregister`` removes the returned
+    collector, for instance before you register a new sender.
 
     Raises:
         OptionError: the registry already has another sender or mirror.

@@ -95,8 +95,6 @@ class VLLMWeightBridge:
     def initialize(self) -> None:
         """Open the store and read the parameter mapping, or wait until the mapping exists.
 
-        The servers need not run yet.
-
         Raises:
             NotReadyError: (a ``RuntimeError``) the mapping was not written in time.
             OptionError: (a ``ValueError``) the mapping cannot be read or does not fit the attached
@@ -150,7 +148,6 @@ class VLLMWeightBridge:
         dtypes, and on the same device also their memory. All calls return the same model.
 
         Raises:
-            NotReadyError: (a ``RuntimeError``) the bridge was not initialized.
             OptionError: (a ``ValueError``) the parameter mapping or the attached tensors do not fit
                 the model, or the device does not exist.
         """
@@ -181,7 +178,6 @@ class VLLMWeightBridge:
 
         Raises:
             NotReadyError: (a ``RuntimeError``) the bridge was not initialized, or has no weights.
-            DBufferError: the errors of :meth:`.WeightSender.send`.
         """
         sender, weights = self._require_sender(), self._weights
         if weights is None:
@@ -203,7 +199,6 @@ class VLLMWeightBridge:
             WaitTimeoutError: some engine did not apply the version within ``timeout_seconds``.
             EngineUnreachableError: (local mode) the server does not answer.
             EngineUpdateError: (local mode) the server answers the notification with an error.
-            RankFailedError: a rank was lost.
         """
         sender, version = self._require_sender(), self._version
         if version is None:

@@ -48,13 +48,9 @@ def get_inference_urls(
 ) -> tuple[str | None, str | None, str | None, list[str] | None]:
     """Return the addresses of Atropos' process groups, and the nodes that run engines.
 
-    Args:
-        num_inference_nodes: number of nodes that run engines, or 0 for this machine only. If the
-            job has fewer nodes, all its nodes are returned, as in Atropos.
-
-    Returns:
-        ``host:port`` of the NCCL, Gloo and inference groups, and the list of nodes. All four are
-        None if the number is negative, or outside of a SLURM job.
+    The first three are ``host:port`` of the NCCL, Gloo and inference groups. With 0 nodes, all are
+    on this machine. If the job has fewer nodes, all its nodes are returned, as in Atropos. All four
+    values are None if the number is negative, or outside of a SLURM job.
     """
     if num_inference_nodes == 0:
         first, nodes = "localhost", ["localhost"]

@@ -39,22 +39,20 @@ class BroadcastManager(Closing):
     """Brings an actor's weights to its inference engines through a store.
 
     Every rank makes a manager, and all ranks make each call together. Each rank writes its part of
-    a version; only ZeRO-3 gathers, tensor by tensor. After the publish, every engine switches to
-    the version. In each engine, either all ranks switch or none.
+    a version; only ZeRO-3 gathers, tensor by tensor. In each engine, either all ranks switch to the
+    version or none.
 
     Args:
         actor: LightRFT's actor. Its ``model`` is a module sharded by FSDP2's ``fully_shard``, or a
             DeepSpeed engine.
-        strategy: LightRFT's strategy, whose ``engine_type`` and ``args`` are read. A setting that
-            ``args`` lacks comes from ``config``, or else from LightRFT's defaults.
+        strategy: LightRFT's strategy, with settings in ``args`` or ``config``.
         inference_engine: this rank's ``vllm.LLM``, LightRFT's wrapper of an ``sglang.Engine``, or
             None if this rank has no engine.
         store: the store's directory, the same on all ranks and engines. Default: a directory in
             this machine's shared memory, for one manager of the job. It outlives the job.
         timeout_s: how long an engine can take to stage a version, while it serves.
         rank_timeout_s: how long ranks wait for a rank that hangs.
-        unused_tensors: treatment of tensors that an engine's model has no place for:
-            ``"refuse"`` the version, or ``"warn"`` once and ignore these tensors.
+        unused_tensors: see :class:`EngineOptions`.
         **sender: fields of :class:`dbuffer.SenderOptions`. By default ``dtype`` and ``rename`` are
             the same as in LightRFT, which renames only for SGLang without ``args.text_only``.
 
@@ -62,7 +60,6 @@ class BroadcastManager(Closing):
         UnsupportedError: (a ``NotImplementedError``) the engine or the trainer is not supported.
         OptionError: (a ``ValueError``) an option is invalid, no rank has an engine, or
             torch.distributed is not initialized.
-        RankFailedError: a rank was lost.
     """
 
     def __init__(

@@ -46,12 +46,9 @@ class Cut(NamedTuple):
     ) -> Self | None:
         """Return the cut of a tensor, or None if the ranks cannot publish their parts of it.
 
-        Ranks can publish a tensor that is cut by rows, or evenly along another dimension.
-
-        Args:
-            owners: the owner's number of each element.
-            parameters: names of this rank's parameters, by their owner numbers.
-            groups: groups of ranks over which a tensor can be cut evenly.
+        Ranks can publish a tensor that is cut by rows, or evenly along another dimension over one
+        of the ``groups``. ``owners`` has the number of each element's owner, and ``parameters`` has
+        the names of this rank's parameters, by these numbers.
         """
         if not owners.ndim:
             return None

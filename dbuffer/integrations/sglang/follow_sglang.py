@@ -60,8 +60,7 @@ def follow(
     Raises:
         OptionError: (a ``ValueError``) an option is invalid.
         VersionError: the ``version`` to serve is no longer in the store.
-        UnsupportedError: the engine, as it was started, cannot follow. If a server does not answer
-            yet, the follower waits for it.
+        UnsupportedError: the engine, as it was started, cannot follow.
     """
     chosen = EngineOptions.parse({"store": store, **options})
     driven = sglang_engine_of(engine, api_key=api_key)

@@ -154,10 +154,8 @@ class DoubleBufferSyncScheme(StoreScheme):
     def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
         """Publish weights, and wait until the chosen workers have applied them.
 
-        Args:
-            weights: a module, a TensorDict or a state dict, or a dictionary with weights for each
-                worker. Default: the scheme's model.
-            worker_ids: workers to send to. Default: all workers.
+        ``weights`` is a module, a TensorDict or a state dict, or a dictionary with weights for each
+        worker. Default: the scheme's model, for all workers.
 
         Raises:
             WaitTimeoutError: (a ``TimeoutError``) a worker did not apply the weights in time.

@@ -253,8 +253,7 @@ class VLLMDoubleBufferWeightSender:
         """Publish weights, by default the registered model's.
 
         Raises:
-            NotReadyError: (a ``RuntimeError``) no weights are given, and no model is registered, or
-                the registered model no longer exists.
+            NotReadyError: (a ``RuntimeError``) no model is registered, or it no longer exists.
             DBufferError: the errors of :meth:`.WeightSender.send`.
         """
         if weights is None:
@@ -299,10 +298,7 @@ class VLLMDoubleBufferWeightReceiver:
         self._followers = self._followers_of(vllm_engine)
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
-        """Wait for weights that the engine does not have, and apply them.
-
-        Args:
-            timeout: seconds to wait for newer weights. With 0, check the store once.
+        """Wait up to ``timeout`` seconds for weights that the engine does not have, and apply them.
 
         Returns:
             True if newer weights were applied, False if there were none.

@@ -52,13 +52,12 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
         """Publish the actor's weights, and return when every rollout engine generates with them.
 
-        Returns:
-            Metrics for verl's log: the version, its bytes, and the duration of the publish.
+        The returned metrics for verl's log are the version, its bytes, and the publish's duration.
 
         Raises:
             DBufferError: a worker failed; Ray raises its error here. Until every worker has staged
-                the version, the engines keep generating with the previous version. If
-                loading fails, the engines stay paused, because their weights can differ.
+                the version, the engines keep generating with the previous version. If loading
+                fails, the engines stay paused, because their weights can differ.
         """
         if self.backend != VERL_BACKEND:
             metrics: dict[str, Any] = await super().update_weights(global_steps)

@@ -99,11 +99,7 @@ class CallbackEngine:
     ) -> None:
         """Load a version by calls of ``load_weights``. A tied tensor is passed under each name.
 
-        Raises:
-            UnsupportedError: ``init_transfer_engine`` was not called.
-            WaitTimeoutError: the version was not published in time.
-            VersionError: the version is no longer in the store, or a later version is loaded.
-            SnapshotEvictedError: the sender overwrote the version meanwhile. Discard its tensors.
+        After a ``SnapshotEvictedError`` discard the tensors: the sender overwrote the version.
         """
         if load_weights is None:
             raise OptionError("receive_weights needs the function load_weights as an argument")

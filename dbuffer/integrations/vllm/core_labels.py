@@ -5,8 +5,7 @@ into spans of tokens. With dbuffer the core attaches an encoded :class:`WeightLa
 ends decode, so that vLLM's routes and fields still show the version alone.
 
 Before a call that writes or discards weights without dbuffer, the core sets its label to unknown.
-It does not know what methods of a worker extension do. If one wrote weights, the follower sets the
-label to unknown at its next poll.
+If a method of a worker extension writes weights, the follower does so at its next poll.
 """
 
 from __future__ import annotations
