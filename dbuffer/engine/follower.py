@@ -313,7 +313,13 @@ class Follower(Closing):
         goal: int | VersionId | None = None
         switch: Switch | None = None
         try:
-            view = self._start_and_resume()
+            try:
+                view = self._ensure_started()
+            finally:
+                # An attempt before may have left the engine paused. Its weights are whole even if
+                # starting failed, or the model refuses to serve.
+                if self._owes_resume:
+                    self._label_and_resume()
             if force and view.newer_than(None) is not None:
                 with self._translating("forget its weights"):
                     self._engine.do(RankRequest("forget"))
@@ -332,15 +338,6 @@ class Follower(Closing):
         self._failed = None
         self._report.following()
         return switch
-
-    def _start_and_resume(self) -> StoreView:
-        """Start if necessary, and end a pause that the last attempt could not end."""
-        try:
-            return self._ensure_started()
-        finally:
-            # Resume even if starting failed: the weights are whole, or the model refuses to serve.
-            if self._owes_resume:
-                self._label_and_resume()
 
     def _learn_attested(self) -> None:
         """Read the result of attestation, once all ranks have compared their weights."""

@@ -207,7 +207,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             param, loaded, *which_part = signature.bind(*args, **kwargs).arguments.values()
             if not param.is_meta:  # in `with_data`, where nothing is counted
                 return loader(*args, **kwargs)
-            self.recorder.note_read(loaded)
+            self.recorder.note_read(loaded, is_embedded=id(param) in self._padded)
             # Numbers convert, such as a trainer's float32 to an engine's bfloat16. Integers may be
             # codes of numbers, and do not.
             if loaded.is_floating_point() != param.is_floating_point():
@@ -229,11 +229,11 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, parameter: Any, loaded: torch.Tensor, count: int, *, is_part: bool) -> None:
         """Count the elements that a loader wrote; refuse a tensor if it wrote too few of them."""
         # A rank loads all of a tensor, or its share, or nothing (another rank's expert).
-        is_padded = id(parameter) in self._padded
-        if not is_padded and 0 < count * self.num_shares(parameter) < loaded.numel():
+        if (
+            id(parameter) not in self._padded
+            and 0 < count * self.num_shares(parameter) < loaded.numel()
+        ):
             raise WeightsMismatchError(f"only {count} of {loaded.numel()} elements fit")
-        if is_padded:
-            self.recorder.note_embedded(loaded)
         self.note_loaded(parameter, count, is_part=is_part)
         self._loaded[id(parameter)] = self.count_of(parameter) + count
 

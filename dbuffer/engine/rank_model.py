@@ -30,7 +30,7 @@ from dbuffer.engine.plan.images import Image, NotAloneError, packed_layers
 from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.engine.plan.prepared_switch import PreparedSwitch, digest_of, log_copied_whole
 from dbuffer.engine.plan.verification import UnverifiableError, Verifier
-from dbuffer.engine.shape_check import Unread, UnusedTensors
+from dbuffer.engine.shape_check import UnusedTensors
 from dbuffer.errors import UnsupportedError
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
@@ -468,7 +468,8 @@ class RankModel:
 
     # Parts of a staged version
 
-    def unread(self, staged: Staged) -> Unread:
+    def unread(self, staged: Staged) -> tuple[dict[str, str | None], dict[str, str]]:
+        """Return the result of :meth:`UnusedTensors.unread` for a version."""
         return self.unused.unread(staged.layout, staged.id, self._trace_of(staged.layout))
 
     def _switch_of(self, staged: Staged) -> PreparedSwitch | None:

@@ -22,7 +22,6 @@ from dbuffer.engine.contract import EngineRank, ModelState, describe_weights
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest, rank_id
 from dbuffer.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.engine.rank_model import RankModel
-from dbuffer.engine.shape_check import Unread
 from dbuffer.errors import (
     DBufferError,
     EngineBrokenError,
@@ -61,7 +60,8 @@ class _Offer(NamedTuple):
     """Id of the version that the rank has taken, or an empty text."""
     problem: str | None = None
     """Reason why the rank could not take a version, or None."""
-    unread: Unread = Unread({}, {})
+    unused: dict[str, str | None] = {}  # noqa: RUF012 - never changed
+    differing: dict[str, str] = {}  # noqa: RUF012
 
 
 class RankReceiver:
@@ -341,7 +341,7 @@ class RankReceiver:
         """
         offer = _Offer(self._version)
         if staged is not None:
-            offer = _Offer(staged.version, str(staged.id), unread=self._model.unread(staged))
+            offer = _Offer(staged.version, str(staged.id), None, *self._model.unread(staged))
         elif error is not None:
             logger.warning("rank %d cannot prepare: %s", self.ranks.rank, str(error))
             offer = offer._replace(problem=described(error))
@@ -358,8 +358,8 @@ class RankReceiver:
 
     def _check_pipeline(self, staged: Staged, offers: Sequence[_Offer]) -> None:
         try:
-            unread = [Unread(*offer.unread) for offer in offers]
-            self._model.unused.check_pipeline(staged.layout, unread)
+            unused, differing = zip(*((o.unused, o.differing) for o in offers), strict=True)
+            self._model.unused.check_pipeline(staged.layout, unused, differing)
         except WeightsMismatchError as error:
             raise EngineUpdateError(
                 f"engine {self.options.engine_id} could not prepare: {error}; no rank was touched, "

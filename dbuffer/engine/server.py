@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import re
 import socket
 import time
@@ -67,7 +66,8 @@ class EngineServer(Engine):
         """Make the engine's name from its address, so that it is the same after a restart."""
         url = self._httpx.URL(self.url)
         # Engines on several hosts may follow the same store, each at "localhost".
-        host = socket.gethostname() if _is_loopback(url.host) else url.host
+        is_loopback = url.host in ("localhost", "::1") or url.host.startswith("127.")
+        host = socket.gethostname() if is_loopback else url.host
         return f"{re.sub('[^A-Za-z0-9.-]', '-', host):.64}-{url.port or url.scheme}"
 
     def _get(self, path: str, key: str, **params: Any) -> Any:
@@ -128,11 +128,3 @@ class EngineServer(Engine):
         raise EngineUnreachableError(
             f"{response.url} does not answer as {self.IS_WHAT} does: {response.text:.200}"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -223,16 +223,6 @@ def is_multi_token_prediction(name: str, config: Any) -> bool:
     return layer is not None and num_layers <= int(layer[2]) < num_layers + num_drafting
 
 
-class Unread(NamedTuple):
-    """Tensors of a version that one rank of a pipeline does not read, as sent to other ranks."""
-
-    unused: dict[str, str | None]
-    """Descriptions of tensors that the rank has no place for, by name. None if the tensor
-    duplicates a tied tensor that the rank has."""
-    differing: dict[str, str]
-    """Descriptions of duplicates that differ from their tied tensor, by name."""
-
-
 class UnusedTensors:
     """Refuses versions with tensors that the model has no place for, or warns of the tensors once.
 
@@ -278,33 +268,43 @@ class UnusedTensors:
         else:
             self._refuse_or_warn([*differing.values()])
 
-    def unread(self, layout: Layout, version: VersionId, trace: LoadTrace) -> Unread:
-        """Return the tensors that this rank does not read, to be sent to the other ranks."""
+    def unread(
+        self, layout: Layout, version: VersionId, trace: LoadTrace
+    ) -> tuple[dict[str, str | None], dict[str, str]]:
+        """Return the tensors that this rank of a pipeline does not read, for the other ranks.
+
+        The first dictionary describes tensors that the rank has no place for, or has None for a
+        tensor that duplicates a tied tensor of the rank. The second one describes duplicates that
+        differ from their tied tensor. Both are by name.
+        """
         differing = self._differing[1] if self._differing[0] == version else {}
         if not self._is_pipeline or layout == self._agreed:
-            return Unread({}, differing)
+            return {}, differing
         unused = {text.partition(" ")[0]: text for text in trace.unused}
-        return Unread(unused | dict.fromkeys(trace.twins), differing)
+        return unused | dict.fromkeys(trace.twins), differing
 
-    def check_pipeline(self, layout: Layout, of_ranks: Sequence[Unread]) -> None:
-        """Refuse, on all ranks of a pipeline, a version with tensors that no rank reads."""
+    def check_pipeline(
+        self,
+        layout: Layout,
+        unused: Sequence[Mapping[str, str | None]],
+        differing: Sequence[Mapping[str, str]],
+    ) -> None:
+        """Refuse, on all ranks of a pipeline, a version with tensors that no rank reads.
+
+        The arguments are the results of :meth:`unread` on all ranks.
+        """
         if not self._is_pipeline:
             return
         nowhere: list[str] = []
         if layout != self._agreed:
-            unread = set.intersection(*(set(rank.unused) for rank in of_ranks))
-            self._redundant = {
-                name for name in unread if None in [rank.unused[name] for rank in of_ranks]
-            }
-            texts = (of_ranks[0].unused[name] for name in sorted(unread - self._redundant))
+            unread = set.intersection(*map(set, unused))
+            self._redundant = {name for name in unread if None in [of[name] for of in unused]}
+            texts = (unused[0][name] for name in sorted(unread - self._redundant))
             nowhere = [text for text in texts if text is not None]
-        differing = {
-            name: difference
-            for rank in of_ranks
-            for name, difference in rank.differing.items()
-            if name in self._redundant
+        different = {
+            name: text for of in differing for name, text in of.items() if name in self._redundant
         }
-        self._refuse_or_warn([*nowhere, *differing.values()])
+        self._refuse_or_warn([*nowhere, *different.values()])
         self._agreed = layout
 
     def _refuse_or_warn(self, unused: Sequence[str]) -> None:

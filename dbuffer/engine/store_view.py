@@ -90,7 +90,7 @@ class StoreView:
 
     def leads_on(self, version: Lineage) -> bool:
         """Whether the store has not forked from a version. True if it cannot be read just now."""
-        newest = _newest_in(self._store)
+        newest = _readable_newest(self._store)
         return newest is None or relation(version, newest) is not Relation.FORKED
 
     def require_version(self) -> None:
@@ -248,7 +248,7 @@ class StoreView:
         at_start = self._rank_records()
         while True:
             records = self._rank_records()
-            newest = _newest_in(self._store)  # read last, so no record names a newer version
+            newest = _readable_newest(self._store)  # read last, so no record names a newer version
             named = newest.at(goal) if newest is not None and isinstance(goal, int) else goal
             behind = list(records)
             if newest is not None and isinstance(named, VersionId):
@@ -310,7 +310,12 @@ class StoreView:
     ) -> None:
         """Raise if a rank cannot get this version ready, or the store has lost the version."""
         for rank, record in records.items():
-            if record is not None and _is_hindered(record, goal, newest, at_start[rank]):
+            before = at_start[rank]
+            is_old = before and record and before.updated_at == record.updated_at
+            # An old problem with the store itself may be over.
+            if record is None or (is_old and record.problem_version is None):
+                continue
+            if record.has_problem_with(goal.number, newest):
                 raise errors.EngineUpdateError(
                     f"{record.receiver} cannot get version {goal.number} ready: {record.problem}; "
                     f"{serves_on}"
@@ -327,7 +332,7 @@ class StoreView:
             return False
         if self._origin is self._store:
             return True
-        origin = _newest_in(self._origin)
+        origin = _readable_newest(self._origin)
         return origin is not None and not origin.reaches(version)
 
 
@@ -336,24 +341,9 @@ def engine_id_of(facts: EngineFacts, options: EngineOptions) -> str:
     return f"{options.engine_id}{facts.replica}"
 
 
-def _newest_in(store: DoubleBuffer) -> Lineage | None:
+def _readable_newest(store: DoubleBuffer) -> Lineage | None:
     """Return a store's newest version, or None if there is none or it is not readable now."""
     with contextlib.suppress(errors.DBufferError, OSError):
         pointer = store.newest_pointer()
         return None if pointer is None else pointer.lineage
     return None
-
-
-def _is_hindered(
-    record: ReceiverRecord,
-    goal: VersionId,
-    newest: Lineage | None,
-    at_start: ReceiverRecord | None,
-) -> bool:
-    """Whether a rank's record says that it cannot get this version ready.
-
-    A problem with the store that the record has named since the wait began does not count.
-    """
-    is_of_the_store = record.problem is not None and record.problem_version is None
-    is_old = at_start is not None and at_start.updated_at == record.updated_at
-    return record.has_problem_with(goal.number, newest) and not (is_of_the_store and is_old)

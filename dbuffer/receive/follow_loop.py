@@ -163,7 +163,16 @@ class FollowLoop(RetryLoop):
         """
         if exactly is not None:
             newer_than, self._is_exact = exactly - 1, True
-        version = self._wait(newer_than, timeout_s, interrupt or self._stop)
+        interrupt = interrupt or self._stop
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        is_due, self._is_due = self._is_due, False
+        version = None
+        if self.is_failing:
+            left_s = _time_until(0.0 if is_due else self._retry_at, deadline)
+            version = self._wait_to_retry(newer_than, left_s, interrupt)
+        if version is None:
+            left_s = _time_until(deadline)
+            version = self._receiver.wait_for_version(newer_than, left_s, interrupt)
         self._version = version if version is None or exactly is None else exactly
         if version is not None:
             # `retry_now` applies to one attempt. If that fails, the backoff applies again.
@@ -213,18 +222,6 @@ class FollowLoop(RetryLoop):
         self._receiver.record.count(failures=1)
         problem_version = None if named is None or last_seen is None else last_seen.at(named)
         self._receiver.record.write_problem(error, problem_version)
-
-    def _wait(
-        self, newer_than: int | None, timeout_s: float | None, interrupt: threading.Event
-    ) -> int | None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        is_due, self._is_due = self._is_due, False
-        if self.is_failing:
-            left_s = _time_until(0.0 if is_due else self._retry_at, deadline)
-            version = self._wait_to_retry(newer_than, left_s, interrupt)
-            if version is not None or interrupt.is_set():
-                return version
-        return self._receiver.wait_for_version(newer_than, _time_until(deadline), interrupt)
 
     def _wait_to_retry(
         self, newer_than: int | None, left_s: float | None, interrupt: threading.Event

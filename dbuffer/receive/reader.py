@@ -156,7 +156,7 @@ class VersionReader(VersionVerifier):
         """
         if self.maps_files:
             is_kept = (keep or self.keeps_snapshots) and self._is_rewritten(opened)
-            mapped = self._map_kept(opened) if is_kept else map_privately(opened)
+            mapped = self._map_kept(opened) if is_kept else map_file(opened)
             if self.verifies_copies:
                 self.verify(opened, mapped.layout, self._copier.checksums(mapped))
             return mapped
@@ -199,7 +199,7 @@ class VersionReader(VersionVerifier):
         access = mmap.ACCESS_COPY if self.keeps_snapshots else mmap.ACCESS_READ
         mapped = self._mappings.get(opened.path, opened.file.number)
         if mapped is None:
-            mapped = _map(opened, access)
+            mapped = map_file(opened, access)
             self._mappings.keep(opened.path, mapped)
         return mapped
 
@@ -226,12 +226,8 @@ class VersionReader(VersionVerifier):
         return tensors
 
 
-def map_privately(opened: OpenStoreVersion) -> MappedTensors:
-    """Map a version privately: a write into the mapping does not change the file."""
-    return _map(opened, mmap.ACCESS_COPY)
-
-
-def _map(opened: OpenStoreVersion, access: int) -> MappedTensors:
+def map_file(opened: OpenStoreVersion, access: int = mmap.ACCESS_COPY) -> MappedTensors:
+    """Map a version, by default privately: a write into the mapping does not change the file."""
     layout = opened.read_layout()
     if layout.is_in_parts or opened.manifest.anchor is not None:
         raise StoreAccessError(

@@ -11,7 +11,7 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -583,7 +583,9 @@ class WeightReceiver(Closing, ProcessBound):
             tensors = self.reader.read(opened)
             self._remember_names(opened, part.names, partial)
             # Later versions overwrite the memory that the pairs are read from.
-            with contextlib.closing(_pairs_of(SnapshotTensors(tensors.data, part))) as pairs:
+            views = SnapshotTensors(tensors.data, part)
+            pairs = ((name, tensor.clone()) for name, tensor in views.items())
+            with contextlib.closing(pairs):
                 returned = target(pairs)
             if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
                 returned.close()
@@ -626,11 +628,6 @@ def _part_of(layout: Layout, *, draft: bool) -> Layout:
             "the version has no draft: a sender publishes one with send(weights, draft=draft)"
         )
     return part
-
-
-def _pairs_of(tensors: SnapshotTensors) -> Generator[tuple[str, torch.Tensor]]:
-    for name, tensor in tensors.items():
-        yield name, tensor.clone()
 
 
 def _check_version(name: str, value: int | None) -> None:

@@ -8,7 +8,7 @@ from dbuffer.errors import StoreNotFoundError, WaitTimeoutError
 from dbuffer.format.manifest import UNDECODABLE
 from dbuffer.format.places import BUFFERS
 from dbuffer.io.copier import Copier
-from dbuffer.receive.reader import map_privately, read_whole, wrong_tensors
+from dbuffer.receive.reader import map_file, read_whole, wrong_tensors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
 from dbuffer.store.open_version import (
@@ -82,7 +82,7 @@ def _find_damage(opened: OpenStoreVersion) -> list[str]:
         if opened.manifest.checksums_xxh3 is None:
             return []
         if not layout.is_in_parts and opened.store.medium.maps_files:
-            checksums: list[int] | None = copier.checksums(map_privately(opened))
+            checksums: list[int] | None = copier.checksums(map_file(opened))
         else:
             _, checksums = read_whole(opened, copier, hashed=True)
         return [] if checksums is None else wrong_tensors(opened, layout, checksums)

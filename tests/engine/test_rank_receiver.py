@@ -20,7 +20,7 @@ from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.engine.plan.prepared_switch import PreparedSwitch
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.rank_receiver import RankReceiver
-from dbuffer.engine.shape_check import ShapeCheck, Unread, UnusedTensors
+from dbuffer.engine.shape_check import ShapeCheck, UnusedTensors
 from dbuffer.format.layout import Layout
 from dbuffer.receive.stager import DeviceMemory
 from dbuffer.store.buffer import DoubleBuffer
@@ -536,8 +536,8 @@ def test_ranks_of_a_pipeline_refuse_tensors_that_none_of_them_reads():
     unused = UnusedTensors("store", "refuse", is_pipeline=True, is_first=True)
     layout = Layout.of([])
     with pytest.raises(dbuffer.WeightsMismatchError, match="no place for b, "):
-        unused.check_pipeline(layout, [Unread({"a": "a", "b": "b"}, {}), Unread({"b": "b"}, {})])
+        unused.check_pipeline(layout, [{"a": "a", "b": "b"}, {"b": "b"}], [{}, {}])
     # A duplicate of a tied tensor, on a rank that has that one, counts only if the two differ.
-    unused.check_pipeline(layout, [Unread({"head": "head"}, {}), Unread({"head": None}, {})])
+    unused.check_pipeline(layout, [{"head": "head"}, {"head": None}], [{}, {}])
     with pytest.raises(dbuffer.WeightsMismatchError, match="head differs"):
-        unused.check_pipeline(layout, [Unread({}, {}), Unread({}, {"head": "head differs"})])
+        unused.check_pipeline(layout, [{}, {}], [{}, {"head": "head differs"}])
