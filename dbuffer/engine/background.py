@@ -21,7 +21,6 @@ from dbuffer.runtime.trouble import RetryLoop
 logger = logging.getLogger(__name__)
 
 _SERVER_CLOSE_S = 30.0
-"""Longest wait for a server to end its switch in progress, when its follower is closed."""
 
 
 class BackgroundFollower(Closing):
@@ -57,7 +56,6 @@ class BackgroundFollower(Closing):
 
     @property
     def engine_id(self) -> str:
-        """Name of the engine among the store's receivers. With replicas: all of their names."""
         return ", ".join(follower.engine_id for follower in self.replicas)
 
     @property
@@ -151,7 +149,6 @@ class BackgroundFollower(Closing):
         await self.aclose()
 
     def _run(self, follower: Follower) -> None:
-        """Switch to each newer version until closed; retry failures with backoff."""
         loop = RetryLoop(logger, final=(EngineEndedError,), stop=self._stop)
         is_current = False
         try:

@@ -45,7 +45,6 @@ class WeightLabel:
     version: str = UNKNOWN_VERSION
     """Number of the version; another text if the weights did not come from the store."""
     run: str | None = None
-    """Run that published the version."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Metadata of the version, such as the trainer's ``step``."""
     newest_run: str | None = None
@@ -121,7 +120,6 @@ PauseMode = Literal["keep", "wait", "abort", "in_place"]
 """
 
 PAUSE_MODES = ("keep", "wait", "abort")
-"""Modes that an engine supports unless its class says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +127,10 @@ class EngineFacts:
     """Facts about one start of an engine."""
 
     instance_id: str
-    """Id of this start of the engine."""
     name: str
     """Name among a store's receivers, if the options have no ``engine_id``."""
     num_ranks: int
     configured: EngineOptions | None = None
-    """Options that the engine was started with, or None."""
     replica: str = ""
     """Suffix of this replica's name; all replicas of an engine share the part before it."""
     begins_paused: bool = False
@@ -152,7 +148,6 @@ class Engine:
     """Whether the engine tells a follower's pause from pauses of other programs: only
     :meth:`resume` ends the follower's pause, and it ends no other."""
     pauses: Collection[str] = PAUSE_MODES
-    """Pause modes that this kind of engine supports."""
 
     def close(self) -> None:
         """Close this process's connections to the engine."""
@@ -304,17 +299,14 @@ class ModelState:
     version: Lineage | None = None
     """Version of `store` that the model has, or None if its weights are not a version."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Metadata of `version`, for the engine's record."""
     store: str | None = None
     must_reload: bool = False
     """Whether something other than dbuffer wrote the weights. The next update then reloads all of
     them. If False, the model has `version`, or the weights of the engine's start."""
     broken: str | None = None
-    """Reason why the model refuses to serve, or None."""
     is_asleep: bool = False
     """Whether the weights are asleep. Sleeping weights must be neither read nor written."""
     is_updating: bool = False
-    """Whether dbuffer is writing the weights."""
 
     def note_loaded(self, version: Lineage | None, store: str, metadata: Mapping[str, Any]) -> None:
         """Record that dbuffer loaded a version of a store, or (None) the checkpoint."""
@@ -322,14 +314,11 @@ class ModelState:
         self.metadata = metadata_for_record(metadata)
 
     def note_foreign_load(self) -> None:
-        """Record that something other than dbuffer wrote or discarded the weights."""
         self.version, self.must_reload, self.metadata = None, True, {}
 
     def version_of(self, store: str) -> Lineage | None:
-        """Return the version of this store that the model has, or None."""
         return self.version if self.store == store else None
 
     def require_awake(self) -> None:
-        """Raise :class:`EngineBusyError` while the weights are asleep."""
         if self.is_asleep:
             raise EngineBusyError(ASLEEP)

@@ -95,7 +95,6 @@ class RankEndpoint:
             self.note_foreign_load("going to sleep without a copy of the weights")
 
     def note_awake(self) -> None:
-        """Use the weights again. Call it after they were woken."""
         self.state.is_asleep = False
         if self.receiver is not None:
             self.receiver.note_awake()

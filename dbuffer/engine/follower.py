@@ -100,7 +100,6 @@ class Follower(Closing):
 
     @property
     def weights(self) -> str:
-        """Description of the weights that the engine serves, for messages."""
         return describe_weights(self._applied)
 
     def has_applied(self, version: int) -> bool:

@@ -45,7 +45,6 @@ class RankRequest:
     update: UpdateRequest | None = None
     tensors: tuple[TensorSpec, ...] = ()
     allows_unused: bool = False
-    """Whether ``check`` accepts tensors that the model has no place for."""
 
     def as_json(self) -> dict[str, Any]:
         values = asdict(self)

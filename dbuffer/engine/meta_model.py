@@ -78,7 +78,6 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watch_late_parameters(serving)
 
     def reset(self) -> None:
-        """Forget earlier loads, before a load by this thread."""
         for module, name in self._late.values():
             tables_of(module)[0][name] = None
         self._late.clear()

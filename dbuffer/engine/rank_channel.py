@@ -33,9 +33,7 @@ _GIVEN_UP = "given up {}"
 """Key for the last step that a rank gave up. The braces are replaced by the rank's number."""
 
 _STORE_S = 1.0
-"""Time for the store to answer, added to the time for the ranks to answer."""
 _LOOK_MIN_S = 1e-4
-"""Shortest pause between two looks for the answers of other ranks."""
 
 
 class RankChannel:

@@ -95,7 +95,6 @@ class RankModel:
             self._random,
         )
         self._trace: LoadTrace | None = None
-        """Trace of the current layout."""
         self._rewritten: Collection[str] = ()
         """Published tensors that loaders write into. Loaders get copies of these."""
         self._plan: CopyPlan | None = None
@@ -121,7 +120,6 @@ class RankModel:
     # In the stager's thread
 
     def check(self, snapshot: Snapshot) -> None:
-        """Refuse a version that cannot be loaded."""
         refuse_adapter(snapshot.metadata)
         layout = snapshot.layout
         trace = self._check(layout.specs, layout.aliases)
@@ -184,7 +182,6 @@ class RankModel:
         return self._plan
 
     def _make_plan(self) -> None:
-        """Plan copies by the current trace, except for the layers that stay with the reload."""
         assert self._trace is not None  # noqa: S101 - it was prepared
         try:
             self._plan = plan_copies(
@@ -403,7 +400,6 @@ class RankModel:
         self._rank.serve_again()
 
     def note_foreign_load(self) -> None:
-        """Make the next version reload all weights, after other code wrote them."""
         self._state.note_foreign_load()
         self._forget()
 
@@ -469,7 +465,6 @@ class RankModel:
     # Parts of a staged version
 
     def unread(self, staged: Staged) -> tuple[dict[str, str | None], dict[str, str]]:
-        """Return the result of :meth:`UnusedTensors.unread` for a version."""
         return self.unused.unread(staged.layout, staged.id, self._trace_of(staged.layout))
 
     def _switch_of(self, staged: Staged) -> PreparedSwitch | None:

@@ -37,6 +37,7 @@ from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.stager import Attestation, Staged, Stager
 from dbuffer.runtime.messages import described, listed
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 
@@ -44,11 +45,8 @@ logger = logging.getLogger(__name__)
 
 
 _MAX_ROUNDS = 5
-"""Most attempts of the ranks to take the same version."""
 _NETWORK_LAG_S = 5.0
 """Longest delay until a host sees the newest version on a network mount."""
-_NETWORK_LOOK_S = 0.05
-"""Pause between two looks for the newest version during that time."""
 
 
 class _Offer(NamedTuple):
@@ -59,7 +57,6 @@ class _Offer(NamedTuple):
     id: str = ""
     """Id of the version that the rank has taken, or an empty text."""
     problem: str | None = None
-    """Reason why the rank could not take a version, or None."""
     unused: dict[str, str | None] = {}  # noqa: RUF012 - never changed
     differing: dict[str, str] = {}  # noqa: RUF012
 
@@ -139,7 +136,6 @@ class RankReceiver:
 
     @property
     def _applied(self) -> Lineage | None:
-        """Version of this store that the model has, or None."""
         return self._state.version_of(self.options.store)
 
     @property
@@ -304,7 +300,7 @@ class RankReceiver:
                     f"version {version} was not published in {self.options.store}: the newest is "
                     f"{newest or 'none'}"
                 )
-            time.sleep(_NETWORK_LOOK_S)
+            time.sleep(TIMING.stop_check_s)
 
     def _has_already(self, request: UpdateRequest) -> bool:
         newest, has = self._stager.newest(), self._applied
@@ -483,7 +479,6 @@ class RankReceiver:
         self.note_foreign_load("they were compared with it")
 
     def note_foreign_load(self, cause: str) -> None:
-        """Treat the weights as unknown, after ``cause`` wrote or discarded them."""
         if self._version is not None:
             logger.warning(
                 "rank %d no longer has version %d of %s after %s: its weights are unknown until "

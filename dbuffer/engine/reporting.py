@@ -87,7 +87,6 @@ class FollowerReport:
             self._forget("version_applied", *_LAGS)
 
     def ended(self) -> None:
-        """Report the end of following."""
         self._set("following", 0)
         self._forget("version_available", *_LAGS)
 
@@ -176,7 +175,6 @@ class FollowerReport:
 
 @functools.cache
 def _registered() -> dict[str, Any]:
-    """Register all metrics, once per process."""
     try:
         with needed_for("/metrics"):
             from prometheus_client import Counter, Gauge, Histogram

@@ -27,7 +27,6 @@ _LONG_S = 600.0
 """Time-out of calls that may wait for unfinished requests, or load weights."""
 _RESUME_TRIES = 5
 _RESUME_RETRY_S = 0.2
-"""Pause between two attempts to resume a server."""
 
 
 class EngineServer(Engine):
@@ -44,7 +43,6 @@ class EngineServer(Engine):
     is_server = True
     IS_WHAT: str
     WITHOUT_ROUTE: str
-    """Advice if a route is missing, for messages."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         with needed_for("following a server (`follow` with a URL)"):

@@ -239,7 +239,6 @@ class UnusedTensors:
         self._is_first = is_first
         self._warned: set[str] = set()
         self._agreed: Layout | None = None
-        """Last layout that the ranks of a pipeline have accepted."""
         self._redundant: set[str] = set()
         """Tensors of this layout that no rank reads and that duplicate a tied tensor."""
         self._differing: tuple[VersionId | None, dict[str, str]] = None, {}

@@ -41,7 +41,6 @@ _FRAME_BYTES = 1024
 """Most bytes of a message that is sent in one collective. A longer message takes two."""
 
 _LENGTH_BYTES = 8
-"""Size of the length that comes before each message."""
 
 _MESSAGE_BYTES = 1 << 30
 """Most bytes that are sent to rank 0 at once. A longer message is sent in parts."""
@@ -57,17 +56,14 @@ class _Outcome(NamedTuple):
     """Outcome of a step on one rank."""
 
     number: int
-    """Number of steps and calls that this rank has begun."""
     step: str
     value: Any
     error: str | None = None
-    """Message of the error, or None if the step succeeded."""
     kind: str = RankFailedError.__name__
     """Class of the error, if dbuffer defines it."""
     may_follow: bool = False
     """Whether another rank's error may have caused this one, as with a time-out."""
     num_bytes: int = 0
-    """Bytes of the rank's message to rank 0."""
 
     def failed(self, error: Exception) -> Self:
         ours = [kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind]

@@ -243,6 +243,5 @@ def _is_fork(error: Exception) -> bool:
 
 
 def _time_until(*times: float | None) -> float | None:
-    """Return the seconds until the earliest of ``times``, or None if all are None."""
     ends = [end for end in times if end is not None]
     return max(0.0, min(ends) - time.monotonic()) if ends else None

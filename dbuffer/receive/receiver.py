@@ -123,7 +123,6 @@ class WeightReceiver(Closing, ProcessBound):
         self.left: Lineage | None = None
         """Version that this receiver had seen before it last followed a fork."""
         self._read_last: tuple[VersionId, dict[str, Any]] | None = None
-        """Id and metadata of the version that was opened last."""
         self._loaded: int | None = None
         self._has_looked = False
         self._matcher = Matcher()
@@ -241,7 +240,6 @@ class WeightReceiver(Closing, ProcessBound):
     def _opened(
         self, find: Callable[[], OpenStoreVersion | None], *, is_reported: bool
     ) -> Iterator[OpenStoreVersion | None]:
-        """Open a version for a block. The record names the version until the block ends."""
         reporting = self.reporting if is_reported else contextlib.nullcontext
         opened = None
         try:

@@ -134,7 +134,6 @@ class _Request:
     id: VersionId | None
     """Id of the version with this number, or None if it is not published yet."""
     newest: Lineage | None
-    """Newest version when the call was made."""
     is_exact: bool
     """Whether only this version meets the request, and no later version."""
     needs_tensors: bool
@@ -418,7 +417,8 @@ class Stager(ProcessBound):
                 self._state = State.CLOSED
             self._wake()
         self._thread.join()
-        self._let_go()
+        self._staged = None
+        self._let_go(self._snapshot)
         self._receiver.record.remove()
         self._receiver.close()
         self._memory.free()
@@ -471,14 +471,12 @@ class Stager(ProcessBound):
         self._condition.notify_all()
 
     def _is_answered(self) -> bool:
-        """Whether the waiting :meth:`take` can return a version or raise an error."""
         if self._request is None or self._request.error is not None:
             return self._request is not None
         is_staged = self._state in (State.READY, State.TAKEN)
         return is_staged and self._staged is not None and self._request.is_met_by(self._staged)
 
     def _may_stage(self) -> bool:
-        """Whether the thread may stage another version, in place of a ready one."""
         # A version that meets the request is about to be taken.
         if self._state in (State.CLOSED, State.TAKEN) or self._is_answered():
             return False
@@ -489,7 +487,6 @@ class Stager(ProcessBound):
 
     @property
     def _reserved_s(self) -> float:
-        """Seconds that the ready version stays reserved, or 0."""
         if self._reserved is None or self._state is not State.READY or self._staged is None:
             return 0.0
         request, until_s = self._reserved
@@ -501,17 +498,16 @@ class Stager(ProcessBound):
             return False
         if self._state is State.APPLIED and self._staged is not None:
             self.attestation = Attestation(self._staged.id, None)
-        self._state = State.EMPTY
-        self._let_go()
+        self._state, self._staged = State.EMPTY, None
+        self._let_go(self._snapshot)
         return True
 
-    def _let_go(self) -> bool:
-        """Release the staged version; return False if it was evicted or cannot be checked."""
-        self._staged = None
+    def _let_go(self, snapshot: contextlib.ExitStack) -> bool:
+        """Close a version's snapshot; return False if it was evicted or cannot be checked."""
         record = self._receiver.record
         record.set(staged=None)
         try:
-            self._snapshot.close()
+            snapshot.close()
         except (errors.DBufferError, OSError) as error:
             if isinstance(error, errors.SnapshotEvictedError | errors.VersionRegressedError):
                 # It was evicted, or the store was replaced: the version is no longer needed.
@@ -572,13 +568,15 @@ class Stager(ProcessBound):
         if applied is not None and self._attest is not None:
             differing = self._attest(applied, self._may_attest)
         with self._condition:
-            if applied is not None and self._state is State.APPLIED and self._staged is applied:
-                self._state = State.EMPTY
-                # If the version was overwritten during the comparison, the result is invalid.
-                is_valid = self._let_go()
-                self.attestation = Attestation(applied.id, differing if is_valid else None)
-                self._receiver.record.write()
-        # The version is unmapped when this function returns, after the lock was released.
+            if applied is None or self._state is not State.APPLIED or self._staged is not applied:
+                return
+            self._state, self._staged = State.EMPTY, None
+            snapshot = self._snapshot.pop_all()
+        # Without the lock: the engine may call while a record is written over a slow network.
+        # If the version was overwritten during the comparison, the result is invalid.
+        is_valid = self._let_go(snapshot)
+        self.attestation = Attestation(applied.id, differing if is_valid else None)
+        self._receiver.record.write()
 
     def _may_attest(self) -> bool:
         """Whether the applied version is still staged, and no :meth:`take` waits."""

@@ -19,7 +19,6 @@ from dbuffer.engine.contract import WeightLabel
 from dbuffer.engine.engine_options import UpdateRequest
 from dbuffer.errors import EngineUpdateError, VersionRegressedError
 from dbuffer.mirror.mirror import Mirror
-from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.engines import FakeEngine
 from dbuffer.testing.waiting import until
 from tests.support.light_engines import WAIT_S, Scene, options
@@ -124,11 +123,7 @@ def test_a_follower_tells_a_fork_by_what_the_engine_has(scene, version):
         def begin_anew() -> None:
             """Begin the store anew, and see the rank go on there: it has no problem to report."""
             begin(scene.store, 7, OLD)
-            records = DoubleBuffer(scene.store).receivers
-            until(
-                "it is staged",
-                lambda: 7 in [each.staged and each.staged.number for each in records()],
-            )
+            scene.wait_until_staged(7)
 
         engine.num_looks, engine.when_waiting = 0, begin_anew
         # A number is one of the run that is there, whichever was there when it was asked for.

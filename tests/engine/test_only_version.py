@@ -222,7 +222,7 @@ def test_store_that_is_started_over_before_the_switch(scene):
     scene.publish(1, 2, 3)
     with scene.follower(version=2) as follower:
         follower.start()
-        until("it is staged", lambda: (staged := rank(scene).staged) and staged.number == 2)
+        scene.wait_until_staged(2)
         remove_store(scene.store)
         with dbuffer.WeightSender(scene.store) as sender:
             for version in (11, 12):

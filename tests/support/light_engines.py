@@ -18,6 +18,7 @@ from dbuffer.engine.follower import Follower
 from dbuffer.errors import EngineUpdateError
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.engines import FakeEngine
+from dbuffer.testing.waiting import until
 from tests.support.patterns import SMALL
 
 WAIT_S = 60.0
@@ -52,6 +53,17 @@ class Scene:
         assert self._sender is not None
         for version in versions:
             self._sender.send(SMALL.weights(version), metadata={"step": 10 * version})
+
+    def wait_until_staged(self, version: int) -> None:
+        """Wait until the engine's rank has a version ready."""
+
+        def is_staged() -> bool:
+            record = DoubleBuffer(self.store).receiver(f"{self.engine_id}.rank-0")
+            return (
+                record is not None and record.staged is not None and record.staged.number == version
+            )
+
+        until(f"{version} is staged", is_staged, WAIT_S)
 
     @property
     def recorded(self) -> tuple[int | None, dict[str, Any]]:

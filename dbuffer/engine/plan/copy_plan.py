@@ -42,9 +42,7 @@ class _Place(NamedTuple):
     name: str
     thing: torch.nn.Module | torch.Tensor
     address: int
-    """Address of the tensor's first element, or 0 for a submodule."""
     form: Form | None
-    """Form of the tensor, or None for a submodule."""
 
     def __str__(self) -> str:
         return f"{self.name} of a {type(self.module).__name__}"
@@ -72,7 +70,6 @@ class CopyPlan:
     parameters: Tensors
     """Live tensors that copies fill directly, by their names in the trace."""
     packed: Mapping[str, PackedLayer]
-    """Layers that get images, by name."""
     reloaded: Mapping[str, str]
     """Reasons why layers stay with the reload, by the layer's name."""
     reloaded_sources: Collection[str]
@@ -81,7 +78,6 @@ class CopyPlan:
     """Digests of the published tensors that the verification could not vary, by name. The plan is
     verified for versions with equal digests. None before the verification."""
     places: Sequence[_Place] = ()
-    """Places of the model's modules, and of the tensors that a switch writes."""
 
     @cached_property
     def written(self) -> Sequence[torch.Tensor]:
@@ -100,7 +96,6 @@ class CopyPlan:
 
     @cached_property
     def all_layers(self) -> set[str]:
-        """Names of all layers that are loaded."""
         return {*map(layer_of, self.parameters), *self.packed, *self.reloaded}
 
     @cached_property
@@ -108,7 +103,6 @@ class CopyPlan:
         return sum(traced.copied_bytes for traced in self.traced.values())
 
     def copies_of(self, tensors: Tensors) -> dict[str, list[Copy]]:
-        """Return the copies of a version's tensors into each parameter, by its name."""
         return {
             name: self.traced[name].bind(parameter, tensors)
             for name, parameter in self.parameters.items()

@@ -60,8 +60,6 @@ class Packing(Protocol):
 
 
 class PackedLayer(NamedTuple):
-    """A live layer whose weights the engine processes after loading."""
-
     name: str
     layer: torch.nn.Module
     packing: Packing
@@ -106,7 +104,6 @@ class Image:
         self._tensors: list[_Changed] = []
         """Tensors to copy into live tensors, which captured graphs read in their place."""
         self._attributes: list[_Changed] = []
-        """Attributes to set on live objects."""
         for change in _changed_by(changed):
             is_of_layer = (
                 change.owner is layer and change.name in parameters.keys() | buffers.keys()

@@ -30,7 +30,6 @@ class View(NamedTuple):
     """Number of elements between the first of the tensor and the first of the part."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """Strides in elements."""
 
     @classmethod
     def of(cls, part: torch.Tensor, tensor: torch.Tensor) -> View:
@@ -62,12 +61,10 @@ class CopyOp:
     """One write into a parameter: a copy of a part of a published tensor, or a constant."""
 
     to: View
-    """Part of the parameter that is written."""
     source: str | None
     part: View | None = None
     """Part of the published tensor that is read, or None for a constant."""
     value: float = 0
-    """Value of the constant."""
 
     def bind(self, parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> Copy:
         """Return the copy from published tensors into a tensor of the parameter's form."""
@@ -87,7 +84,6 @@ class TracedTensor:
     """Record of how loaders write a parameter or buffer of the model."""
 
     form: Form
-    """Form of the tensor. The live tensor must have the same form."""
     ops: tuple[CopyOp, ...]
     """Copies that together write each element once. Empty if `refused`."""
     refused: str | None
@@ -118,11 +114,8 @@ class LoadTrace:
     """Record of how loaders load the tensors of one layout."""
 
     tensors: Mapping[str, TracedTensor]
-    """Parameters and buffers that loaders write, by name."""
     offered: frozenset[str]
-    """Names of all tensors that were offered to the loaders."""
     rewritten: frozenset[str] = frozenset()
-    """Names of published tensors that loaders write into."""
     unused: tuple[str, ...] = ()
     """Descriptions of tensors that no loader has read, although the model may need them."""
     twins: Mapping[str, str] = field(default_factory=dict)
@@ -130,7 +123,6 @@ class LoadTrace:
     embedding or a head, and has the same dtype and shape. If the values are equal too, the unread
     tensor is redundant."""
     embedded: frozenset[str] = frozenset()
-    """Names of tensors that go into embeddings or heads."""
 
     @property
     def refused(self) -> dict[str, str]:
@@ -298,7 +290,6 @@ def _changes_values(view: torch.Tensor) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[torch.Tensor]:
-    """Yield the tensors that an operation writes into."""
     for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

@@ -48,7 +48,6 @@ class Patch(NamedTuple):
     target: torch.Tensor
     """The parameter, viewed as flat integers of its elements' size."""
     positions: torch.Tensor
-    """Flat positions of the elements in the parameter."""
     values: torch.Tensor
 
     def apply(self) -> None:
@@ -66,7 +65,6 @@ class Patches(NamedTuple):
     """Patches and copies that switch a model from an earlier version, the base."""
 
     base: VersionId
-    """Version that the model must have."""
     patches: Sequence[Patch]
     copies: Mapping[str, Sequence[Copy]]
     """Copies for changed parts of parameters that are not patched, by the parameter's name."""
@@ -98,7 +96,6 @@ class PreparedSwitch:
     aliases: Mapping[str, str]
     """Stored names of tensors that the model takes under another name, by this other name."""
     copies: Mapping[str, Sequence[Copy]]
-    """Copies into each parameter, by its name."""
     images: Sequence[Image]
     digests: Mapping[str, int]
     """This version's digests of the tensors in ``plan.verified_for``, by name."""

@@ -52,7 +52,6 @@ class Verifier:
     """Function that reloads the layers that a switch leaves to the reload."""
     copier: Copier
     not_weights: Collection[str]
-    """Names of attributes in the model that serving changes."""
     random: np.random.Generator
 
     def verify(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:

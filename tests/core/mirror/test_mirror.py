@@ -62,7 +62,7 @@ from tests.support.stores import (
     small_disk,
     without_flock,
 )
-from tests.support.waiting import meanwhile
+from tests.support.waiting import Gate, meanwhile
 
 MEGABYTE = 1 << 20
 LONG = Pattern(num_tensors=9, numel=MEGABYTE // 8)  # 9 MB: read in three spans
@@ -278,26 +278,24 @@ def newest_id(store: Path) -> VersionId | None:
     return None if pointer is None else pointer.id
 
 
-class Gate:
-    """Holds a mirror up after it has copied certain versions, until it is opened."""
+def hold_up_after(gate: Gate, *versions: int) -> Callable[[Publication], None]:
+    """Hold a mirror up after it has copied certain versions."""
 
-    def __init__(self, *versions: int) -> None:
-        self._versions = versions
-        self._open = threading.Event()
-        self.open = self._open.set
+    def on_copied(copied: Publication) -> None:
+        if copied.version in versions:
+            gate.hold_up()
 
-    def __call__(self, copied: Publication) -> None:
-        if copied.version in self._versions:
-            assert self._open.wait(TIMEOUT_S)
+    return on_copied
 
 
 def test_who_waits_for_a_version_finds_it_told_and_counted(remote, local):
     """Readers have it before. Versions that come before or while one is copied are skipped."""
-    told, gate = [], Gate(10)
+    told, gate = [], Gate()
+    hold_up = hold_up_after(gate, 10)
 
     def on_copied(copied: Publication) -> None:
         told.append((copied.version, one.stats["copied"], newest(local)))
-        gate(copied)
+        hold_up(copied)
 
     publish(remote, *range(1, 11))
     with quick(remote, local, on_copied=on_copied) as one:
@@ -306,7 +304,7 @@ def test_who_waits_for_a_version_finds_it_told_and_counted(remote, local):
         with pytest.raises(dbuffer.WaitTimeoutError):
             one.wait_until_current(0.2)
         publish(remote, *range(11, 21))
-        gate.open()
+        gate.may_go_on.set()
         arrives(one, local, 20)
     assert told == [(10, 1, 10), (20, 2, 20)]
     with quick(remote, local).start() as one:
@@ -445,8 +443,8 @@ def test_layouts_that_change_begin_a_chain(remote, local, changing):
 @pytest.mark.timing(settle_s=0.05)
 def test_a_damaged_remote_delta(remote, local, changing, damage, mount):
     """What it needs is read whole where that is there, or with the next version."""
-    gate = Gate(2)
-    with quick(remote, local, on_copied=gate).start() as one:
+    gate = Gate()
+    with quick(remote, local, on_copied=hold_up_after(gate, 2)).start() as one:
         for version in (1, 2):
             changing.send(SPARSE.weights(version))
             until("it is copied", lambda: is_current(remote, local))
@@ -459,7 +457,7 @@ def test_a_damaged_remote_delta(remote, local, changing, damage, mount):
             os.truncate(path, 0)
         else:
             flip_bit(path, 8 * path.stat().st_size - 100)
-        gate.open()
+        gate.may_go_on.set()
         if mount == "local":
             arrives(one, local, 4)  # the buffer is whole
             assert one.stats["failures"] == 0
@@ -523,14 +521,14 @@ def damaged_on_the_way(
     remote: Path, local: Path, good: tuple[int, ...] = (1,), pattern: Pattern = SMALL
 ) -> Iterator[Mirror]:
     """A mirror that has all good versions; the next one is damaged before it is read."""
-    gate = Gate(good[-1])
-    with quick(remote, local, on_copied=gate).start() as one:
+    gate = Gate()
+    with quick(remote, local, on_copied=hold_up_after(gate, good[-1])).start() as one:
         for version in good:
             publish(remote, version, pattern=pattern)
             until("it is copied", lambda: is_current(remote, local))
         publish(remote, good[-1] + 1, pattern=pattern)
         flip_bit(newest_file(remote), 8 * 1000)
-        gate.open()
+        gate.may_go_on.set()
         yield one
 
 

@@ -27,8 +27,10 @@ import dbuffer
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Staged, Stager, StagingMemory
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.records import PublishedRecord
 from dbuffer.store.writer import BufferWriter
 from dbuffer.testing.waiting import until
 from tests.support.children import Child, run_program
@@ -36,7 +38,7 @@ from tests.support.damage import flip_bit
 from tests.support.patterns import OTHER, SMALL, Pattern, publish
 from tests.support.soak import in_turn
 from tests.support.stores import begin_watching, remove_store
-from tests.support.waiting import meanwhile
+from tests.support.waiting import Gate, meanwhile
 
 SOON_S = 20.0
 """Bound of what would take a minute if it were wrong."""
@@ -200,33 +202,29 @@ def test_nothing_published_is_a_time_out_in_time(store, is_made):
         until("its record says so", lambda: number(record_in(store).staged) == 1)
 
 
-class Gate:
-    """A check that stops the stager's thread at a layout until it is let go."""
+def stop_at(
+    gate: Gate, pattern: Pattern, error: Exception | None = None
+) -> Callable[[Snapshot], None]:
+    """Return a check that stops the stager's thread at a layout, and then raises the error."""
 
-    def __init__(self, pattern: Any, error: Exception | None = None) -> None:
-        self._names = pattern.names
-        self._error = error
-        self.reached = threading.Event()
-        self.open = threading.Event()
+    def check(snapshot: Snapshot) -> None:
+        if [spec.name for spec in snapshot.specs] == pattern.names:
+            gate.hold_up(IN_TIME_S)
+            if error is not None:
+                raise error
 
-    def __call__(self, snapshot: Any) -> None:
-        if [spec.name for spec in snapshot.specs] == self._names:
-            self.reached.set()
-            assert self.open.wait(IN_TIME_S)
-            if self._error is not None:
-                raise self._error
+    return check
 
 
 @contextlib.contextmanager
 def gate_before_staging(version: int) -> Iterator[Gate]:
     """Stop the stager's thread when it has found a version, and has not opened it."""
-    gate = Gate(SMALL)
+    gate = Gate()
     make_room = Stager._make_room
 
     def make_room_later(self: Stager, found: int) -> bool:
-        if found == version and not gate.open.is_set():
-            gate.reached.set()
-            assert gate.open.wait(IN_TIME_S)
+        if found == version:
+            gate.hold_up(IN_TIME_S)
         return make_room(self, found)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -235,13 +233,13 @@ def gate_before_staging(version: int) -> Iterator[Gate]:
 
 
 def test_take_while_that_version_is_being_staged(store, sender):
-    gate = Gate(SMALL)
+    gate = Gate()
     publish(sender, 1)
-    with staging(store, check=gate) as follower:
-        assert gate.reached.wait(IN_TIME_S)
+    with staging(store, check=stop_at(gate, SMALL)) as follower:
+        assert gate.is_there.wait(IN_TIME_S)
         with pytest.raises(dbuffer.WaitTimeoutError, match=r"version 1 .*0\.05 s"):
             follower.take(timeout_s=0.05)
-        with meanwhile(gate.open.set):
+        with meanwhile(gate.may_go_on.set):
             assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
         assert stats(follower)["staged"] == 1
 
@@ -251,14 +249,14 @@ def test_take_while_that_version_is_being_staged(store, sender):
 )
 def test_the_error_of_one_version_is_not_told_of_another(store, sender, version):
     """The one that is being staged fails while the other is waited for."""
-    gate = Gate(OTHER, ValueError("of the other"))
+    gate = Gate()
     if version is not None:
         publish(sender, 1)
     sender.send(OTHER.weights(2))
-    with staging(store, check=gate) as follower:
-        assert gate.reached.wait(IN_TIME_S)
+    with staging(store, check=stop_at(gate, OTHER, ValueError("of the other"))) as follower:
+        assert gate.is_there.wait(IN_TIME_S)
         wanted = sender.send(SMALL.weights(3)).version if version is None else version
-        with meanwhile(gate.open.set):
+        with meanwhile(gate.may_go_on.set):
             staged = follower.take(version, at_least=wanted, timeout_s=IN_TIME_S)
         assert staged.version == wanted
 
@@ -291,9 +289,9 @@ def test_what_is_taken_while_a_newer_version_is_found_is_kept(store, sender):
         publish(sender, 1)
         wait_until_staged(store, 1)
         publish(sender, 2)
-        assert gate.reached.wait(IN_TIME_S)
+        assert gate.is_there.wait(IN_TIME_S)
         taken = follower.take(1, timeout_s=0)
-        gate.open.set()
+        gate.may_go_on.set()
         time.sleep(NOT_IN_VAIN_S)
         assert follower.take(1, timeout_s=0) is taken
         release(follower, 1)
@@ -347,6 +345,27 @@ def test_a_version_that_was_never_taken_is_let_go_of_once_it_is_applied(store, s
         time.sleep(NOT_IN_VAIN_S)  # until its thread waits for the next version
         release(follower, 1)
         until("it is let go", lambda: record_in(store).held is record_in(store).staged is None)
+
+
+def test_a_record_that_is_slow_to_write_keeps_no_engine_waiting(store, sender, monkeypatch):
+    """The stager's thread writes it after a switch, maybe over a network."""
+    gate, put = Gate(), PublishedRecord.put
+
+    def put_slowly(self: PublishedRecord, record: ReceiverRecord) -> None:
+        if threading.current_thread().name == "dbuffer-stager":
+            gate.hold_up(IN_TIME_S)
+        put(self, record)
+
+    publish(sender, 1)
+    with staging(store) as follower:
+        follower.take(timeout_s=IN_TIME_S)
+        monkeypatch.setattr(PublishedRecord, "put", put_slowly)
+        release(follower, 1)
+        assert gate.is_there.wait(IN_TIME_S)
+        started = time.monotonic()
+        assert not follower.reserve(2)
+        assert time.monotonic() - started < SOON_S
+        gate.may_go_on.set()
 
 
 # A sender that is fast
@@ -695,10 +714,10 @@ def test_a_problem_is_that_of_the_version_which_was_opened(store, sender, caplog
     """Version 1 is found, and by the time that it is opened version 3 is there, and damaged."""
     with gate_before_staging(1) as gate, staging(store, verify=True) as follower:
         publish(sender, 1)
-        assert gate.reached.wait(IN_TIME_S)
+        assert gate.is_there.wait(IN_TIME_S)
         publish(sender, 2)
         publish_damaged(sender, 3)
-        gate.open.set()
+        gate.may_go_on.set()
         assert number(wait_for_problem(store).problem_version) == 3
         with pytest.raises(dbuffer.VersionError, match="version 1 "):
             follower.take(1, timeout_s=IN_TIME_S)
@@ -708,12 +727,12 @@ def test_a_problem_is_that_of_the_version_which_was_opened(store, sender, caplog
 
 
 def test_who_takes_what_was_just_mended_hears_nothing_of_the_try_before(store, sender):
-    gate = Gate(SMALL, ValueError("as it was before"))
+    gate = Gate()
+    checks = iter([stop_at(gate, SMALL, ValueError("as it was before")), lambda _: None])
     publish(sender, 1)
-    with staging(store, check=lambda snapshot: gate(snapshot)) as follower:
-        assert gate.reached.wait(IN_TIME_S)
-        before, gate = gate, Gate(OTHER)
-        with meanwhile(before.open.set):
+    with staging(store, check=lambda snapshot: next(checks)(snapshot)) as follower:
+        assert gate.is_there.wait(IN_TIME_S)
+        with meanwhile(gate.may_go_on.set):
             assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
 
 
@@ -753,13 +772,14 @@ def leaving_nothing(store: Path) -> Iterator[None]:
     [False, True],
 )
 def test_close_while(store, copy, state):
-    gate = Gate(SMALL if state == "it is being staged" else OTHER)
+    gate = Gate()
+    check = stop_at(gate, SMALL if state == "it is being staged" else OTHER)
     if state != "nothing is there":
         with dbuffer.WeightSender(store, checksum=True) as sender:
             send = publish_damaged if state == "it is damaged" else publish
             send(sender, 1)
     with leaving_nothing(store), contextlib.ExitStack() as stack:
-        follower = stack.enter_context(staging(store, copy=copy, verify=True, check=gate))
+        follower = stack.enter_context(staging(store, copy=copy, verify=True, check=check))
         if state == "it is damaged":
             wait_for_problem(store)
         elif state in ("it is staged", "it is taken"):
@@ -767,9 +787,9 @@ def test_close_while(store, copy, state):
             if state == "it is staged":
                 follower.release()
         elif state == "it is being staged":
-            assert gate.reached.wait(IN_TIME_S)
+            assert gate.is_there.wait(IN_TIME_S)
         started = time.monotonic()
-        with meanwhile(gate.open.set):
+        with meanwhile(gate.may_go_on.set):
             stack.close()
         assert time.monotonic() - started < SOON_S
 
