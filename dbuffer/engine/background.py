@@ -26,13 +26,9 @@ _SERVER_CLOSE_S = 30.0
 class BackgroundFollower(Closing):
     """Keeps an engine, or each of its replicas, on the newest version. Made by :func:`follow`.
 
-    Each replica has its own thread and switches while the others serve. A failure is logged,
-    counted, and retried with backoff. Until a retry succeeds, the engine serves its old weights
-    under their label. A thread ends when the follower is closed, or when an engine in this process
-    is dead, which is logged once.
-
-    Raises:
-        OptionError, UnsupportedError, StoreBusyError: see :meth:`Follower.start`.
+    Each replica has its own thread. A failure is logged, counted, and retried with backoff. Until a
+    retry succeeds, the engine serves its old weights under their label. A thread ends when the
+    follower is closed, or when an engine in this process is dead, which is logged once.
     """
 
     def __init__(self, *replicas: Follower) -> None:

@@ -145,15 +145,10 @@ class RankEndpoint:
         *,
         takes_over: bool = True,
     ) -> None:
-        """Follow a store, on all ranks or on none.
+        """Follow a store, on all ranks or on none; if they do so already, write their records.
 
-        If all ranks follow the store with these options already, only write their records.
-        ``takes_over``: whether to begin even if a rank follows with other options.
-
-        Raises:
-            UnsupportedError: a rank cannot follow with these options, and a retry cannot help.
-            EngineUpdateError: a rank cannot follow now, or (without ``takes_over``) follows with
-                other options.
+        ``takes_over``: whether to begin even if a rank follows with other options. Raise
+        :class:`UnsupportedError` if a retry cannot help, else :class:`EngineUpdateError`.
         """
         rank = self._rank = self._rank or make_rank()
         options = replace(

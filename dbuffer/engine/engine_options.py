@@ -39,38 +39,32 @@ def rank_id(engine_id: str, rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of an engine's workers. They can come from JSON, so the types are checked."""
+    """Options of an engine's workers, as docs/integrations/vllm.md explains them.
+
+    They can come from JSON, so the types are checked.
+    """
 
     store: str
     """The store's directory, as the workers see it: a text or a ``Path``."""
     local_store: str | None = None
-    """Directory in shared memory (a text or a ``Path``), for a store on a network mount. One
-    process of the node copies each version there, and all ranks map the copy. All ranks must be on
-    the same node."""
+    """Directory in shared memory for a store on a network mount. All ranks must be on its node."""
     version: int | None = None
-    """Version to serve and stay on. Later versions are ignored. It may be in a buffer, kept, or not
-    yet published. Not possible with ``local_store``. Default: always the newest version."""
+    """Version to serve and stay on. Default: always the newest version."""
     every: int = 1
     """Take only versions whose number is a multiple of this one."""
     when: Mapping[str, int] | None = None
     """Take only versions whose metadata has multiples of these numbers under these keys. With
     ``{"step": 100}``, the engine takes the versions of the steps 100, 200, and so on."""
     until_done: bool = False
-    """Keep each version until the follower's ``done()``, so that an evaluation runs on a single
-    version."""
+    """Keep each version until the follower's ``done()``."""
     engine_id: str | None = None
-    """The engine's name among the store's receivers. Default: made from the name that the engine
-    has itself, or from its address."""
+    """The engine's name among the store's receivers. Default: from its own name or address."""
     staging: Literal["auto", "map", "copy", "device"] = "auto"
-    """Way to hold a staged version.
+    """Way to hold a staged version: its mapped file, or a copy in main memory or on the device.
 
-    * ``"map"``: map its file;
-    * ``"copy"``: copy it into main memory, which is pinned if there is a GPU;
-    * ``"device"``: copy it into the device's memory while there is room, the rest as ``"copy"``;
-    * ``"auto"``: on a network mount, copy. On a local mount, map without a GPU. With a GPU, map
-      until it is certain whether switches take the fast path, then copy.
-
-    Once this rank's part of a version is known, a copy has only that part."""
+    ``"auto"``: on a network mount, copy. On a local mount, map without a GPU. With a GPU, map until
+    it is certain whether switches take the fast path, then copy.
+    """
     verify: bool | Literal["auto"] = "auto"
     """Check every tensor against its checksum. ``"auto"``: on network mounts."""
     poll_interval_s: float = 0.5
@@ -82,27 +76,17 @@ class EngineOptions:
     allow_shared_store: bool = False
     """Accept a store directory that another user owns or can write to."""
     allow_stale_kv: bool = False
-    """Accept an engine with a KV connector whose contents a switch cannot drop. The engine may then
-    continue answers from KV that older weights computed."""
+    """Accept an engine with a KV connector whose contents a switch cannot drop."""
     unused_tensors: Literal["refuse", "warn"] = "refuse"
-    """Treatment of tensors that the engine's model has no place for. ``"refuse"``: do not load a
-    version that has some. ``"warn"``: load the version without them, and warn once. In both cases
-    dbuffer leaves out, without a word, buffers that the model computes itself, a head equal to the
-    embedding that it is tied to, and layers of a draft (MTP)."""
+    """Treatment of versions with tensors that the engine's model has no place for."""
     forked: Forked = "follow"
-    """Policy if the store forks from the engine's version, because another run publishes there.
-    ``"follow"``: switch to the fork, with a warning. ``"refuse"``: keep the present version until
-    the engine follows again with ``"follow"``."""
+    """Policy if another run publishes in the store, from before the engine's version."""
     plan: bool = True
-    """Switch by direct copies, once a switch through the engine's own reload has verified that the
-    copies give the same result. If False, every switch is a reload."""
+    """Switch by direct copies, once they are verified. If False, every switch is a reload."""
     images: bool = True
-    """Pack or quantize the weights of layers that need it while the engine serves, and switch to
-    the result. This takes the memory of these layers a second time. If False, a model with such
-    layers is reloaded."""
+    """Pack or quantize layers that need it while the engine serves. If False, reload them."""
     attest: bool | Literal["auto"] = "auto"
-    """After each switch, compare the weights with the published ones while the engine serves. If
-    some differ, all of the version is loaded again. ``"auto"``: if the weights are on a GPU."""
+    """Compare the weights with the published ones after a switch. ``"auto"``: if on a GPU."""
     instance_id: str | None = None
     """Id of this start of the engine, set by the follower. Default: the id in the worker, which
     vLLM changes in some processes after the start."""
@@ -239,11 +223,9 @@ class UpdateRequest:
     """Run of the version. Default: among the versions that lead to the newest, the version
     with this number, whatever its run."""
     update_kind: Literal["dense", "sparse_flat"] = "dense"
-    """Kind of the update in vLLM's terms: complete tensors, or patches. It has no effect: the store
-    has the complete version in both cases."""
+    """Kind of the update in vLLM's terms. It has no effect."""
     attempt: str | None = None
-    """Id of a follower's attempt. The engine's record names the attempt once it has succeeded or
-    failed, which tells the follower which weights the engine has."""
+    """Id of a follower's attempt, which the engine's record then names."""
 
     def __post_init__(self) -> None:
         for name in ("version", "at_least"):

@@ -149,8 +149,7 @@ class Follower(Closing):
             UnsupportedError: the engine cannot follow in the way it was started.
             StoreBusyError: the engine has another follower in this process.
             VersionError: the version that the engine is to stay on is no longer in the store.
-            EngineUpdateError: the ranks cannot follow the store now.
-            EngineUnreachableError: the engine is a server and does not answer.
+            EngineUpdateError, EngineUnreachableError: the ranks cannot follow the store now.
         """
         self._is_certain = False  # until the ranks have begun
         facts = self._engine.facts()
@@ -297,13 +296,11 @@ class Follower(Closing):
 
         Raises:
             VersionError: the version that the engine is to stay on is no longer in the store.
-            EngineBusyError: the weights are asleep, or (an ``LLM``) requests are unfinished. The
-                weights did not change.
-            EngineUpdateError: the switch failed, and the engine serves its old version. If it had
-                no version of this store, it serves the weights of its start. The message says why.
+            EngineBusyError: the weights are asleep, or (an ``LLM``) requests are unfinished.
+            EngineUpdateError: the switch failed, and the engine serves its old version or, if it
+                had no version of this store, the weights of its start. The message says why.
             EngineBrokenError: the weights are half loaded, and the engine refuses to serve.
-            EngineUnreachableError: a server does not answer, or the event loop of an ``AsyncLLM``
-                is not running.
+            EngineUnreachableError: a server, or the event loop of an ``AsyncLLM``, does not answer.
             WaitTimeoutError: a rank did not have the version ready in time.
             ClosedError: ``stop_event`` was set.
         """

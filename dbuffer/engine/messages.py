@@ -23,14 +23,13 @@ from dbuffer.runtime.messages import described
 class RankRequest:
     """Request to all ranks of an engine.
 
-    * ``begin``: follow a store with these options, and stop following any other store;
+    * ``begin``: follow a store with these options, and no other store;
     * ``reserve``: keep the version that is ready for the next update, or answer an error;
     * ``update``: switch to a version, and answer with the engine's record;
-    * ``acknowledge``: let a thread write the engine's record into the store, and answer with it;
-    * ``attest``: collect all ranks' comparisons of their weights, and answer with the engine's
-      record;
+    * ``acknowledge``: write the engine's record in a thread, and answer with it;
+    * ``attest``: collect all ranks' comparisons of their weights, and answer with the record;
     * ``check``: answer an error if the model has no place for some of these tensors;
-    * ``forget``: treat the model's weights as unknown, so that the next update reloads all of them;
+    * ``forget``: treat the model's weights as unknown, so that the next update reloads them;
     * ``awake``: answer an error if the weights are asleep;
     * ``end``: stop following; the model keeps its weights.
     """

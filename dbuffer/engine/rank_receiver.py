@@ -1,12 +1,10 @@
 """`RankReceiver`: the receiver of one rank, which switches in step with all other ranks.
 
-A switch has two phases, and after each the ranks exchange their results:
-
-* *Prepare*: every rank takes the version from its stager, which has checked it against the model
-  (and on a network mount verified its checksums, by default) while the engine served. If a rank
-  fails, no rank continues, and the engine serves its old version.
-* *Commit*: every rank loads the version. If a rank fails, all go back to the version before; if
-  that fails too, they load the new version once more. If that also fails, all refuse to serve.
+A switch has two phases, and after each the ranks exchange their results. In *prepare*, every rank
+takes the version from its stager, which checked it while the engine served. If a rank fails, the
+engine serves its old version. In *commit*, every rank loads the version. If a rank fails, all go
+back to the version before; if that fails too, they load the new version once more. If that also
+fails, all refuse to serve.
 """
 
 from __future__ import annotations

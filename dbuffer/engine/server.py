@@ -30,12 +30,11 @@ _RESUME_RETRY_S = 0.2
 
 
 class EngineServer(Engine):
-    """A server that is driven over HTTP. Each of its methods can raise the errors below.
+    """A server that is driven over HTTP. Its methods can raise the errors below.
 
     Raises:
         OptionError: ``url`` is not a server's address, or the server refuses the API key.
-        EngineUnreachableError: (a ``ConnectionError``) the server does not answer, or is not
-            available (502, 503, 504).
+        EngineUnreachableError: (a ``ConnectionError``) the server does not answer.
         UnsupportedError: the server was started without the route.
         EngineUpdateError: the server answered with an error.
     """

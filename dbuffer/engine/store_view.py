@@ -239,8 +239,7 @@ class StoreView:
             EngineUpdateError: a rank cannot get the version ready, or no longer follows the store.
             EngineUnreachableError: a rank's process has ended and was not started again.
             VersionRegressedError: the store has forked from the version, or lost it.
-            WaitTimeoutError: a rank did not have the version ready in time.
-            ClosedError: ``stop_event`` was set.
+            WaitTimeoutError, ClosedError: the time is over, or ``stop_event`` was set.
         """
         started = time.monotonic()
         complete_s = 0.0

@@ -1,21 +1,9 @@
 """`FollowLoop`: waits for versions, retries and logs, for all that follow a store.
 
-A follower makes attempts until it stops::
-
-    loop = FollowLoop(receiver, "copying", logger, forked="follow", stop=stop)
-    newer_than = None
-    while not stop.is_set():
-        with loop.attempt():
-            version = loop.wait(newer_than)
-            if version is not None:
-                ...  # stage, copy, load or print it
-                loop.used()
-                newer_than = version
-        if loop.has_forked:
-            newer_than = None
-
-An error in an attempt is logged once, reported in the receiver's record, and retried with backoff.
-An evicted snapshot is no failure: the next attempt looks for a newer version at once.
+In each attempt, a ``with`` block, the follower waits for a version (`FollowLoop.wait`), uses it
+and says so (`FollowLoop.used`). An error in the block is logged once, reported in the receiver's
+record, and retried with backoff. An evicted snapshot is no failure: the next attempt looks for a
+newer version at once.
 """
 
 from __future__ import annotations
@@ -104,8 +92,8 @@ class FollowLoop(RetryLoop):
 
     Args:
         doing: the follower's action, for the log, such as ``"staging"``.
-        forked: reaction to a fork from the version that the receiver has seen. ``"follow"``: log
-            the fork, and follow it. ``"refuse"``: treat the fork like any other failure.
+        forked: whether to follow a fork from the version that the receiver has seen, or to treat
+            it like any other failure.
         final: errors that end the loop: they leave the block of an attempt.
         stop: ends waits. Errors after it is set are ignored.
     """

@@ -37,9 +37,8 @@ class VersionVerifier:
     def verify(self, opened: OpenVersion, layout: Layout, checksums: list[int] | None) -> None:
         """Compare ``checksums``, unless they are None, with the published ones.
 
-        Raises:
-            OvertakenError: they differ because a writer has overwritten the version.
-            StoreCorruptError: they differ for another reason.
+        Raise `OvertakenError` if they differ because a writer has overwritten the version, else
+        :class:`StoreCorruptError`.
         """
         if checksums is None:
             return

@@ -406,11 +406,8 @@ class WeightReceiver(Closing, ProcessBound):
     ) -> int | None:
         """Wait until a version above ``newer_than`` is published; return the newest one's number.
 
-        Return None if ``timeout_s`` passes or ``stop_event`` is set first.
-
-        Raises:
-            StoreNotFoundError: the store was removed.
-            VersionRegressedError: the newest version does not follow the last one seen.
+        Return None if ``timeout_s`` passes or ``stop_event`` is set first. Raise
+        :class:`VersionRegressedError` if the newest version does not follow the last one seen.
         """
         _check_version("newer_than", newer_than)
         if timeout_s is not None:

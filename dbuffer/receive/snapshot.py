@@ -174,12 +174,7 @@ class Snapshot(ProcessBound):
         return self._contents.layout
 
     def fill(self, match: Match) -> None:
-        """Copy all tensors into their matched targets.
-
-        Raises:
-            WeightsMismatchError: two tensors have one target, but different values.
-            StoreCorruptError: tensors were damaged while they were copied.
-        """
+        """Copy all tensors into their matched targets."""
         match.require_ties(self._contents.tensor)
         self._check_copied(copy_matched(match, self._contents, self._copier, hashed=self._verify))
 

@@ -188,25 +188,6 @@ def test_a_follower_that_begins_believes_no_record_of_a_backup(scene, tmp_path):
         assert (follower.applied, scene.engine.serves) == (6, (OLD + 1, "6"))
 
 
-@pytest.mark.parametrize("parts", [("CURRENT", "A", "B"), (".",)], ids=["versions", "all"])
-def test_a_number_of_which_a_store_lost_the_version_is_another_versions(scene, tmp_path, parts):
-    """As in a power cut, or by a backup that is restored: the trainer publishes it once more."""
-    with scene.background() as follower:
-        follower.wait_applied(5, WAIT_S)
-        shutil.copytree(scene.store, tmp_path / "before")
-        with dbuffer.WeightSender(scene.store) as sender:
-            sender.send(SMALL.weights(OLD + 1))
-        follower.wait_applied(6, WAIT_S)
-        for part in parts:
-            path = scene.store / part
-            (shutil.rmtree if path.is_dir() else Path.unlink)(path)
-            shutil.move(tmp_path / "before" / part, path)
-        with dbuffer.WeightSender(scene.store) as sender:
-            assert sender.send(SMALL.weights(NEW)).version == 6
-            sender.wait_applied(6, receivers=[scene.engine_id], timeout_s=WAIT_S)
-        assert scene.engine.serves == (NEW, "6")
-
-
 # Stores that are put back from a copy
 
 

@@ -60,18 +60,6 @@ def test_engine_is_switched_once_and_stays(scene, mount, version):
         assert rank(scene).stats["staged"] == 1
 
 
-def test_other_engines_follow_the_newest_beside_it(scene):
-    scene.publish(1, 2, 3)
-    other = Scene(scene.store, "other", None, engine=FakeEngine(instance_id="two"))
-    with scene.background(version=1) as stays, other.background() as follows:
-        stays.wait_applied(1, WAIT_S)
-        for version in (4, 5, 6, 7):
-            scene.publish(version)
-            follows.wait_applied(version, WAIT_S)
-        assert (scene.engine.serves, other.engine.serves) == ((1, "1"), (7, "7"))
-        assert stays.applied == 1
-
-
 def test_engine_goes_back_and_on_again(scene):
     scene.publish(1)
     with scene.follower() as follower:

@@ -1499,27 +1499,22 @@ def test_a_tensor_of_which_much_changed_leaves_the_others_alone(staged, monkeypa
 # Weights that something else has loaded meanwhile.
 
 
-NUM_OF_A_KIND = 15
+def all_kinds() -> Model:
+    return Model(**{kind: make_layer() for kind, (make_layer, _) in KINDS.items()})
 
 
-def deep_model() -> Model:
-    layers = {f"{kind}{n}": KINDS[kind][0]() for n in range(NUM_OF_A_KIND) for kind in KINDS}
-    return Model(**layers)
-
-
-def deep_tensors(*kinds: str) -> Tensors:
+def tensors_of_all_kinds() -> Tensors:
     return {
-        f"{kind}{n}.{part}": tensor
-        for n in range(NUM_OF_A_KIND)
-        for kind in kinds or KINDS
-        for part, tensor in KINDS[kind][1]().items()
+        f"{kind}.{part}": tensor
+        for kind, (_, make_parts) in KINDS.items()
+        for part, tensor in make_parts().items()
     }
 
 
 @mapped_and_staged
 def test_whichever_parameter_something_else_wrote_the_model_is_not_attested(staged):
-    switched = Switched(deep_model, deep_tensors(), staged=staged)
-    switched.switch_often(deep_tensors)
+    switched = Switched(all_kinds, tensors_of_all_kinds(), staged=staged)
+    switched.switch_often(tensors_of_all_kinds)
     switch = switched.switched
     for name, parameter in switched.model.named_parameters():
         element = parameter.data.view(-1)[:1].view(torch.uint8)[-1:]

@@ -120,16 +120,9 @@ def plan_copies(
 ) -> CopyPlan:
     """Make the plan of a trace, for the live parameters of a model.
 
-    Args:
-        model: the model that serves.
-        trace: trace of a load of the layout.
-        check: traces how the reloaded layers are loaded alone.
-        packing: the engine's way of packing layers, or None for no images.
-        derived: names of layers that a reload changes further after copying.
-        reloaded: reasons why layers stay with the reload, whatever the trace says, by name.
-
-    Raises:
-        UnsupportedError: copies would load too little of the model.
+    ``check`` traces how the ``reloaded`` layers are loaded alone; these stay with the reload for
+    the given reasons. ``derived`` names layers that a reload changes further after copying. Raise
+    :class:`UnsupportedError` if copies would load too little of the model.
     """
     live = {
         unwrapped(name): tensor

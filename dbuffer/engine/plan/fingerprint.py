@@ -64,10 +64,9 @@ _BLOCK_BYTES = 64 << 20
 class ModelFingerprint:
     """Everything that can be reached from a model at one moment.
 
-    Args:
-        without: names of attributes to skip in all objects, such as caches that serving fills.
-        undigested: addresses of the storages whose bytes are not compared.
-        replaced: attributes to skip in single objects: the object's identity, the attribute's name.
+    Skipped are attributes ``without`` in all objects, such as caches that serving fills, and
+    attributes ``replaced`` in single objects (the object's identity, the name). The bytes of
+    storages at ``undigested`` addresses are not compared.
     """
 
     def __init__(

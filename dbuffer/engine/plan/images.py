@@ -72,12 +72,7 @@ class Image:
     """A processed shadow of a layer. A switch gives its tensors and attributes to the layer.
 
     The tensors of a layer on a device wait in page-locked main memory, as the device may not have
-    room for all.
-
-    Raises:
-        UnsupportedError: the layer has a tensor in another form than the processed tensor.
-        NotAloneError: processing needs other ranks.
-        Exception: processing failed.
+    room for all. `NotAloneError`: processing needs other ranks. Any other error: it failed.
     """
 
     def __init__(

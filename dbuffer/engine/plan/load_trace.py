@@ -119,9 +119,8 @@ class LoadTrace:
     unused: tuple[str, ...] = ()
     """Descriptions of tensors that no loader has read, although the model may need them."""
     twins: Mapping[str, str] = field(default_factory=dict)
-    """Twin of a tensor that no loader has read, by the tensor's name. The twin goes into an
-    embedding or a head, and has the same dtype and shape. If the values are equal too, the unread
-    tensor is redundant."""
+    """Redundant tensors that no loader has read, if they equal the tensor of an embedding or a head
+    that has the same dtype and shape: its name, by theirs."""
     embedded: frozenset[str] = frozenset()
 
     @property

@@ -540,7 +540,7 @@ def test_a_damaged_version_is_not_published(remote, local, caplog, monkeypatch):
     def note(loop: FollowLoop, error: Exception) -> None:
         note_failure(loop, error)
         if one.stats["failures"] == 4:  # no more until the test is over
-            loop.failure = replace(loop.failure, retry_at=time.monotonic() + 1000)
+            loop._retry_at = time.monotonic() + 1000
 
     monkeypatch.setattr(FollowLoop, "_note_failure", note)
     with damaged_on_the_way(remote, local) as one:
