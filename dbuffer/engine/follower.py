@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import secrets
 import threading
@@ -50,6 +51,39 @@ _followers: weakref.WeakValueDictionary[tuple[str, str], Follower] = weakref.Wea
 """This process's followers, by the id of an engine's start and the suffix of the replica."""
 
 
+class _State(enum.IntEnum):
+    """State of a follower. Only the events in :data:`_AFTER` change it."""
+
+    NEW = 0
+    """Following has not begun."""
+    SERVING = 1
+    """The engine serves the version that its record names."""
+    PAUSED = 2
+    """As `SERVING`, in this follower's pause."""
+    UNKNOWN = 3
+    """The engine may serve any weights, or follow no store: following must begin again."""
+    LOADING = 4
+    """As `UNKNOWN`, in this follower's pause."""
+
+
+_NEW, _SERVING, _PAUSED, _UNKNOWN, _LOADING = _State
+
+_AFTER = {
+    # before:   NEW       SERVING   PAUSED    UNKNOWN   LOADING
+    "known": (_SERVING, _SERVING, _PAUSED, _SERVING, _PAUSED),
+    "lost": (_NEW, _UNKNOWN, _LOADING, _UNKNOWN, _LOADING),
+    "paused": (_LOADING, _PAUSED, _PAUSED, _LOADING, _LOADING),
+    "resumed": (_UNKNOWN, _SERVING, _SERVING, _UNKNOWN, _UNKNOWN),
+}
+"""State after each event, by the state before it.
+
+* ``known``: the ranks follow the store, and the engine's record is right about its weights;
+* ``lost``: this is no longer certain;
+* ``paused``: this follower began a pause;
+* ``resumed``: this follower has no pause to end.
+"""
+
+
 class Follower(Closing):
     """Switches one engine, which has no other follower. Made by :func:`follow`.
 
@@ -69,12 +103,7 @@ class Follower(Closing):
         self._pause_mode: PauseMode = pause
         self._view: StoreView | None = None
         self._report = FollowerReport()
-        self._is_new = True
-        """Whether following has not begun yet."""
-        self._is_certain = False
-        """Whether the ranks follow the store, and the engine's record is known to be right."""
-        self._owes_resume = False
-        """Whether this follower began a pause that has not ended."""
+        self._state = _NEW
         self._record: ReceiverRecord | None = None
         """The engine's record as last read, or None if there was no record."""
         self._set_label: WeightLabel | None = None
@@ -83,6 +112,17 @@ class Follower(Closing):
         """Version that the last attempt failed to switch to, or None."""
         self._done_with: Lineage | None = None
         """Version that the engine served at the last call of :meth:`done`, or None."""
+
+    def _note(self, event: str) -> None:
+        self._state = _AFTER[event][self._state]
+
+    @property
+    def _is_certain(self) -> bool:
+        return self._state in (_SERVING, _PAUSED)
+
+    @property
+    def _owes_resume(self) -> bool:
+        return self._state in (_PAUSED, _LOADING)
 
     @property
     def _applied(self) -> Lineage | None:
@@ -151,7 +191,8 @@ class Follower(Closing):
             VersionError: the version that the engine is to stay on is no longer in the store.
             EngineUpdateError, EngineUnreachableError: the ranks cannot follow the store now.
         """
-        self._is_certain = False  # until the ranks have begun
+        is_new = self._state is _NEW
+        self._note("lost")  # until the ranks have begun
         facts = self._engine.facts()
         was_paused = self._engine.is_paused()
         options = self._options_for(facts)
@@ -171,9 +212,9 @@ class Follower(Closing):
         view.is_kept = options.until_done and is_in_use
         if self._applied is None and WeightLabel(self._engine.weight_version()).number is not None:
             self._label(WeightLabel())  # the label was of another store, or of lost weights
-        if was_paused and self._is_new:
+        if was_paused and is_new:
             self._end_pause_left(view.engine_id)
-        self._is_new, self._is_certain = False, True
+        self._note("known")
         until = "" if self._applied else " until a version is there and loaded"
         message = "%s follows %s, and serves %s%s"
         logger.info(message, view.engine_id, options.read_store, self.weights, until)
@@ -230,7 +271,7 @@ class Follower(Closing):
         """Send a ``begin`` to the ranks, in a pause of this follower's if the engine needs one."""
         with contextlib.ExitStack() as pause:
             if facts.begins_paused and (self._engine.has_own_pause or not was_paused):
-                self._owes_resume = True
+                self._note("paused")
                 pause.callback(self._resume)
                 with self._translating("pause"):
                     self._engine.pause("keep")
@@ -239,7 +280,7 @@ class Follower(Closing):
 
     def _resume(self) -> None:
         self._engine.resume()
-        self._owes_resume = False
+        self._note("resumed")
 
     def _refresh_applied(self, view: StoreView) -> None:
         """Read the engine's record again, to see whether the engine still has its version."""
@@ -407,7 +448,7 @@ class Follower(Closing):
             if isinstance(error, errors.EngineBusyError) and not self._engine.has_own_pause:
                 # There is no pause to end: the engine fell asleep, and must not compute before it
                 # is woken; or another program has resumed it.
-                self._owes_resume = False
+                self._note("resumed")
             # Raise the load's error, which says more than an error from resuming.
             try:
                 self._label_and_resume()
@@ -435,7 +476,7 @@ class Follower(Closing):
         """Pause the engine for a switch; dbuffer never ends a pause that it did not start."""
         engine = self._engine
         if engine.has_own_pause or not engine.is_paused():
-            self._owes_resume = True  # before the call: even if it fails, the pause may have begun
+            self._note("paused")  # before the call: even if it fails, the pause may have begun
         else:
             # Another program's pause. Pause again below: its mode may treat requests differently.
             engine.do(RankRequest("awake"))
@@ -451,7 +492,7 @@ class Follower(Closing):
         """
         attempt = secrets.token_hex(8)
         update = _update_to(goal, attempt)
-        self._is_certain = False  # until the record says how the attempt ended
+        self._note("lost")  # until the record says how the attempt ended
         started = time.monotonic()
         error: Exception | None = None
         record: ReceiverRecord | None = None
@@ -495,14 +536,14 @@ class Follower(Closing):
             return None
         self._adopt_and_label(record)
         if not record.is_broken:
-            self._is_certain = True
+            self._note("known")
         return record
 
     def _acknowledge(self) -> None:
-        self._is_certain = False  # until all ranks have answered
+        self._note("lost")  # until all ranks have answered
         with self._translating("acknowledge its version"):
             self._engine.do(RankRequest("acknowledge"))
-        self._is_certain = True
+        self._note("known")
 
     def _label_and_resume(self) -> None:
         """End this follower's pause. If the weights are uncertain, first label them as unknown.
@@ -576,7 +617,8 @@ class Follower(Closing):
             once._forget()
             if once._view is not None:
                 once._view.close()
-            self._owes_resume |= once._owes_resume
+            if once._owes_resume:
+                self._note("paused")
             self.start()
 
     def done(self) -> None:
@@ -589,7 +631,7 @@ class Follower(Closing):
 
     def _note_failure(self, error: Exception, version: int | None) -> None:
         if isinstance(error, errors.EngineUnreachableError) and self._engine.is_server:
-            self._is_certain = False  # the server may have been restarted
+            self._note("lost")  # the server may have been restarted
         self._failed = version
         self._report.failed(version, is_engine_known=self._is_certain)
 
@@ -622,7 +664,7 @@ class Follower(Closing):
         if self._view is not None:
             with self._translating("stop following"):
                 self._engine.do(RankRequest("end"))
-        self._is_certain = False  # a later sync must start again
+        self._note("lost")  # a later sync must start again
 
     def close(self) -> None:
         """Stop following. The engine keeps its weights, and its ranks go on staging versions."""

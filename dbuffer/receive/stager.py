@@ -3,6 +3,7 @@
 A thread follows the store, and opens and checks each newest version. It keeps the version mapped,
 or copies it into the stager's memory if the store is on a network or a device copies faster from
 pinned memory. The engine takes the version with :meth:`Stager.take`, applies it, and releases it.
+`State` and `TRANSITIONS` describe the states.
 """
 
 from __future__ import annotations
@@ -124,6 +125,15 @@ class State(enum.Enum):
     The engine's pause does not wait for this: unmapping takes 17 ms per GB.
     """
     CLOSED = enum.auto()
+
+
+TRANSITIONS = {
+    State.EMPTY: (State.READY, State.CLOSED),
+    State.READY: (State.TAKEN, State.APPLIED, State.EMPTY, State.CLOSED),
+    State.TAKEN: (State.TAKEN, State.READY, State.CLOSED),
+    State.APPLIED: (State.EMPTY, State.CLOSED),
+    State.CLOSED: (),
+}
 
 
 @dataclass(slots=True)
@@ -362,7 +372,7 @@ class Stager(ProcessBound):
                 if request.error is not None:
                     raise request.error
                 assert self._staged is not None  # noqa: S101 - that was the answer
-                self._state = State.TAKEN
+                self._enter(State.TAKEN)
                 self._reserved = None
                 return self._staged
             finally:
@@ -373,12 +383,12 @@ class Stager(ProcessBound):
         """Release the taken version. With ``applied``, stage only versions after that one."""
         with self._condition:
             if self._state is State.TAKEN:
-                self._state = State.READY
+                self._enter(State.READY)
             if applied is not None and self._leads_on(applied):
                 self._applied = applied
                 staged = self._staged if self._state is State.READY else None
                 if staged is not None and staged.version <= applied.number:
-                    self._state = State.APPLIED
+                    self._enter(State.APPLIED)
             self._wake()
 
     def stage_again(self, *, applied: VersionId | None = None) -> None:
@@ -414,7 +424,7 @@ class Stager(ProcessBound):
             return  # in a forked process: thread and record belong to the parent
         with self._condition:
             if self._state is not State.CLOSED:
-                self._state = State.CLOSED
+                self._enter(State.CLOSED)
             self._wake()
         self._thread.join()
         self._staged = None
@@ -464,6 +474,10 @@ class Stager(ProcessBound):
     def _is_closed(self) -> bool:
         return self._state is State.CLOSED
 
+    def _enter(self, state: State) -> None:
+        assert state in TRANSITIONS[self._state], (self._state, state)  # noqa: S101
+        self._state = state
+
     def _wake(self) -> None:
         self._skipped = 0
         self._interrupt.set()
@@ -498,7 +512,8 @@ class Stager(ProcessBound):
             return False
         if self._state is State.APPLIED and self._staged is not None:
             self.attestation = Attestation(self._staged.id, None)
-        self._state, self._staged = State.EMPTY, None
+        self._enter(State.EMPTY)
+        self._staged = None
         self._let_go(self._snapshot)
         return True
 
@@ -570,7 +585,8 @@ class Stager(ProcessBound):
         with self._condition:
             if applied is None or self._state is not State.APPLIED or self._staged is not applied:
                 return
-            self._state, self._staged = State.EMPTY, None
+            self._enter(State.EMPTY)
+            self._staged = None
             snapshot = self._snapshot.pop_all()
         # Without the lock: the engine may call while a record is written over a slow network.
         # If the version was overwritten during the comparison, the result is invalid.
@@ -658,7 +674,7 @@ class Stager(ProcessBound):
             with self._condition:
                 if self._is_closed:
                     return
-                self._state = State.READY
+                self._enter(State.READY)
                 self._snapshot = opened.pop_all()
                 self._staged = staged = Staged(
                     lineage=snapshot.lineage,
