@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -20,7 +21,7 @@ from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import EngineEndedError, OptionError, UnsupportedError, WaitTimeoutError
 from dbuffer.format.manifest import metadata_for_record
 from dbuffer.integrations.peft.saved import SavedAdapter, hold, save_adapter
-from dbuffer.integrations.vllm.config import default_engine_id
+from dbuffer.integrations.vllm.config import default_engine_id, replicas_of
 from dbuffer.integrations.vllm.core_labels import ADAPTER
 from dbuffer.integrations.vllm.vllm_engine import AsyncVllm
 from dbuffer.receive.follow_loop import FollowLoop
@@ -120,7 +121,9 @@ class FollowedAdapter:
             raise OptionError(f"adapter {name!r}: the server has a model of this name already")
         self.name = name
         self._loop = AsyncVllm.loop_of(engine)
-        self._engine = AsyncVllm(engine, self._loop)
+        replicas: list[int | None] = [*replicas_of(engine.vllm_config)]
+        indices = replicas if len(replicas) > 1 else [None]
+        self._replicas = [AsyncVllm(engine, self._loop, index) for index in indices]
         self._requests = models.lora_requests
         self._receiver = WeightReceiver(
             options.store,
@@ -146,10 +149,8 @@ class FollowedAdapter:
             EngineUpdateError: the engine refuses the version.
             DBufferError: see `save_adapter`.
         """
-        try:
+        with contextlib.suppress(WaitTimeoutError):
             self._load(None)
-        except WaitTimeoutError:
-            logger.info("adapter %s has no version yet in %s", self.name, self._receiver.store)
         self._thread.start()
 
     @property
@@ -202,7 +203,8 @@ class FollowedAdapter:
         label = WeightLabel(str(saved.version), saved.run, metadata_for_record(saved.metadata))
         request.__dict__[ADAPTER] = self.name, label
         saved_at = time.monotonic()
-        self._engine.add_adapter(request)
+        for replica in self._replicas:
+            replica.load_adapter(request)
         # The event loop does this before it sees requests of clients that wait for the version.
         self._loop.call_soon_threadsafe(self._requests.__setitem__, self.name, request)
         self._receiver.acknowledge(saved.version)

@@ -22,6 +22,9 @@ _OPTIONS_OF_ADAPTERS = {
 
 CALL = "dbuffer_call"
 
+LOAD_ADAPTER = "dbuffer_load_adapter"
+"""Method of the workers that loads a LoRA adapter."""
+
 EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
 
 

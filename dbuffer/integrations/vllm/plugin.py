@@ -8,7 +8,8 @@ import re
 from functools import partial
 from typing import Any
 
-from dbuffer.integrations.vllm.config import BACKEND, CALL
+from dbuffer.integrations.vllm.config import BACKEND, CALL, LOAD_ADAPTER
+from dbuffer.runtime.messages import described
 from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def _extend() -> None:
     # collective_rpc looks up methods in the wrapper around a worker. If the worker's class had this
     # method, vLLM would refuse worker extensions that have it too.
     setattr(WorkerWrapperBase, CALL, _call_the_extension)
+    setattr(WorkerWrapperBase, LOAD_ADAPTER, _load_adapter)
 
 
 def log_as_vllm() -> None:
@@ -73,6 +75,21 @@ def log_as_vllm() -> None:
     log.setLevel(log_of_vllm.level)
     # A handler that is added to the root later must not log each line a second time.
     log.propagate = False
+
+
+def _load_adapter(wrapper: Any, name: str, number: int, path: str) -> str | None:
+    """Load an adapter; return the reason if this rank refuses it.
+
+    Of vLLM's ``add_lora``, no rank may raise: the executor would take the replies of the ranks
+    behind it for replies to the next call.
+    """
+    from vllm.lora.request import LoRARequest
+
+    try:
+        wrapper.worker.add_lora(LoRARequest(name, number, path))
+    except Exception as error:  # noqa: BLE001 - vLLM's loaders raise anything
+        return described(error)
+    return None
 
 
 def _call_the_extension(wrapper: Any, request: dict[str, Any]) -> Any:

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from dbuffer.engine.contract import PAUSE_MODES, Engine, EngineFacts, PauseMode, WeightLabel
 from dbuffer.engine.server import EngineServer
 from dbuffer.errors import (
-    DBufferError,
     EngineBusyError,
     EngineEndedError,
     EngineUnreachableError,
@@ -25,7 +24,13 @@ from dbuffer.errors import (
     UnsupportedError,
 )
 from dbuffer.integrations.vllm.caches import shared_caches
-from dbuffer.integrations.vllm.config import CALL, facts_here, facts_of_server, is_launched
+from dbuffer.integrations.vllm.config import (
+    CALL,
+    LOAD_ADAPTER,
+    facts_here,
+    facts_of_server,
+    is_launched,
+)
 from dbuffer.integrations.vllm.core_pauses import HOLD, NOT_RESET, RELEASE, refusal_in
 from dbuffer.runtime.timing import TIMING
 
@@ -192,18 +197,16 @@ class AsyncVllm(Engine):
     def set_weight_version(self, label: WeightLabel) -> None:
         self._call("set_weight_version", label.encode())
 
-    def add_adapter(self, request: Any) -> None:
+    def load_adapter(self, request: Any) -> None:
         """Load the adapter of a ``LoRARequest`` into the engine's slots.
 
         Raises:
-            EngineUpdateError: the engine refuses the adapter.
+            EngineUpdateError: a rank refuses the adapter.
         """
-        try:
-            self._call("add_lora", request)
-        except DBufferError:
-            raise
-        except Exception as error:
-            raise EngineUpdateError(f"the engine refuses {request.lora_path}: {error}") from error
+        fields = request.lora_name, request.lora_int_id, request.lora_path
+        answers = self._call("collective_rpc", LOAD_ADAPTER, None, fields)
+        if refusal := next(filter(None, answers), None):
+            raise EngineUpdateError(f"the engine refuses the adapter: {refusal}")
 
     def _call(self, method: str, *arguments: Any) -> Any:
         if asyncio._get_running_loop() is self._loop:  # noqa: SLF001 - None outside of any
