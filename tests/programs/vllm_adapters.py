@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ import torch
 
 import dbuffer
 from dbuffer.integrations.peft import send_adapter
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.waiting import until
 from tests.support.engines import preforked
 from tests.support.engines.tiny_models import make_model, save_model
@@ -40,7 +41,7 @@ NUM_TOKENS = 100
 EVERY_S = 1.0
 """Time between two versions of an adapter."""
 NUM_VERSIONS = 60 if is_soak() else 6
-"""Versions of each of two trainers of an adapter."""
+"""Versions of an adapter until its trainer is killed."""
 
 
 def model_of(name: str, rank: int = RANK) -> Any:
@@ -65,18 +66,21 @@ def publish(sender: dbuffer.WeightSender, model: Any, name: str, version: int) -
     send_adapter(sender, model, version=version, metadata={"step": 10 * version})
 
 
-def publish_in_turn(directory: Path, first: int, count: int) -> None:
-    """A trainer of both adapters: publish a version of each a second, then wait to be killed."""
+def publish_in_turn(directory: Path) -> None:
+    """A trainer of both adapters: publish a version of each a second until it is killed."""
     models = {name: model_of(name) for name in ADAPTERS}
     with contextlib.ExitStack() as stack:
         senders = {
             name: stack.enter_context(dbuffer.WeightSender(directory / name)) for name in ADAPTERS
         }
-        for version in range(first, first + count):
-            for name, model in models.items():
-                publish(senders[name], model, name, version)
-                time.sleep(EVERY_S / len(ADAPTERS))
-        signal.pause()
+        for name in itertools.cycle(ADAPTERS):
+            publish(senders[name], models[name], name, newest(directory / name) + 1)
+            time.sleep(EVERY_S / len(ADAPTERS))
+
+
+def newest(store: Path) -> int:
+    pointer = DoubleBuffer(store).pointer()
+    return 0 if pointer is None else pointer.version
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,8 @@ def stream(
     question = question_of(name, prompt, num_tokens) | {"stream": True}
     headers = {"X-Weight-Versions": "true"}
     if least:
-        headers["X-Weight-Min-Version"] = str(least)
+        # It waits, because the number is of the newest run, also before a version of it is loaded.
+        headers |= {"X-Weight-Min-Version": str(least), "X-Weight-Wait-S": "60"}
     path = "/v1/completions"
     with server.client.stream("POST", path, json=question, headers=headers) as response:
         assert response.status_code == 200, response.read()
@@ -175,16 +180,25 @@ def start(checkpoint: Path, log: Path, *, max_loras: int, **options: Any) -> Ser
 
 def follow_adapters(directory: Path) -> None:
     checkpoint = save_model(FAMILY, 0, directory)
+    publish_first("two", directory)
     server = start(checkpoint, directory / "server.log", max_loras=3, engine_id="e")
     server.wait_ready()
-    follow_first_versions(server, directory)
+    assert server.status_of("GET", "/ready?min_version=1&model=two") == 200
+    follow_first_version(server, directory)
     answers = stream_while_trainers_publish(server, directory)
     answers += keep_old_version_in_place_of_a_bad_one(server, directory)
     assert server.terminate() == (0, [])
     compare(answers, checkpoint, directory)
 
 
-def follow_first_versions(server: Server, directory: Path) -> None:
+def publish_first(name: str, directory: Path, *, waits: bool = False) -> None:
+    with dbuffer.WeightSender(directory / name) as sender:
+        publish(sender, model_of(name), name, 1)
+        if waits:
+            sender.wait_applied(1, receivers=["e"], timeout_s=WAIT_S)
+
+
+def follow_first_version(server: Server, directory: Path) -> None:
     """Before its first version, an adapter is no model of the server."""
     base = server.client.post("/v1/completions", json=question_of("policy", 0, 4))
     assert (base.status_code, base.headers["x-weight-version"]) == (200, "default")
@@ -199,28 +213,23 @@ def follow_first_versions(server: Server, directory: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         patient = needed | {"X-Weight-Wait-S": "60"}
         waiting = pool.submit(server.client.post, "/v1/completions", json=question, headers=patient)
-        for name in ADAPTERS:
-            with dbuffer.WeightSender(directory / name) as sender:
-                publish(sender, model_of(name), name, 1)
-                sender.wait_applied(1, receivers=["e"], timeout_s=WAIT_S)
+        publish_first("one", directory, waits=True)
         assert waiting.result().headers["x-weight-version"] == "1"
     assert server.status_of("GET", "/ready?min_version=1&model=one") == 200
     assert server.status_of("GET", "/ready?min_version=2&model=one") == 503
-    assert [card["id"] for card in server.get("/v1/models")["data"]] == ["policy", *ADAPTERS]
+    assert {card["id"] for card in server.get("/v1/models")["data"]} == {"policy", *ADAPTERS}
 
 
 def stream_while_trainers_publish(server: Server, directory: Path) -> list[Answer]:
-    """Two trainers, one after the other; the first is killed between its two last publishes."""
+    """Two trainers, one after the other, both killed while they publish."""
     streams = Streams(server)
     try:
-        for first in (2, 2 + NUM_VERSIONS):
-            arguments = [__file__, str(directory), "publish", str(first), str(NUM_VERSIONS)]
+        for goal in (NUM_VERSIONS, 2 * NUM_VERSIONS):
+            arguments = [__file__, str(directory), "publish"]
             trainer = preforked.start(arguments, env=dict(os.environ), output=directory / "t.log")
-            last = first + NUM_VERSIONS - 1
             try:
-                wait_ready(server, ADAPTERS[0], last, WAIT_S)
-                if first > 2:
-                    wait_ready(server, ADAPTERS[1], last, WAIT_S)
+                for name in ADAPTERS:
+                    wait_ready(server, name, goal)
             finally:
                 trainer.kill()
                 trainer.wait(WAIT_S)
@@ -228,20 +237,20 @@ def stream_while_trainers_publish(server: Server, directory: Path) -> list[Answe
         answers = streams.stop()
     for name in ADAPTERS:
         versions = {answer.version for answer in answers if answer.name == name}
-        assert len(versions) >= NUM_VERSIONS, "there were few versions to take for another"
+        assert len(versions) >= 5, "there were few versions to take for another"
     overtaken = [answer for answer in answers if answer.newest > answer.version]
     assert len(overtaken) >= 5, "few requests were in flight when a version came"
     return answers
 
 
-def wait_ready(server: Server, name: str, version: int, timeout_s: float) -> None:
+def wait_ready(server: Server, name: str, version: int) -> None:
     path = f"/ready?model={name}&min_version={version}"
-    until(path, lambda: server.status_of("GET", path) == 200, timeout_s, 0.05)
+    until(path, lambda: server.status_of("GET", path) == 200, WAIT_S, 0.05)
 
 
 def keep_old_version_in_place_of_a_bad_one(server: Server, directory: Path) -> list[Answer]:
     """The engine refuses a version; the sender is told so, and the next version is served."""
-    last = 2 * NUM_VERSIONS + 1
+    last = newest(directory / "one")
     with dbuffer.WeightSender(directory / "one") as sender:
         publish(sender, model_of("one", 2 * RANK), "one", last + 1)
         error = error_of(lambda: sender.wait_applied(last + 1, receivers=["e"], timeout_s=WAIT_S))
@@ -297,14 +306,14 @@ def require_refused(directory: Path) -> None:
     assert "--enable-lora --max-loras 3" in line
 
 
-def run(directory: Path, role: str, *arguments: str) -> None:
+def run(directory: Path, role: str) -> None:
     match role:
         case "follow":
             follow_adapters(directory)
         case "refused":
             require_refused(directory)
         case "publish":
-            publish_in_turn(directory, *map(int, arguments))
+            publish_in_turn(directory)
 
 
 if __name__ == "__main__":
