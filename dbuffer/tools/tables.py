@@ -25,11 +25,9 @@ def _printable_line(text: object) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]], *columns: str) -> RenderableType:
-    """Return a table of dictionaries that have the same keys; empty columns are left out.
+    """Return a table of dictionaries with the same keys, without empty columns.
 
-    Args:
-        rows: the dictionaries.
-        columns: keys to show, the most important first; by default, all.
+    ``columns``: keys to show, the most important first; by default, all.
     """
     keys = columns or rows[0]
     cells = {key: [_printable_line(_cell(key, row[key])) for row in rows] for key in keys}
@@ -37,9 +35,7 @@ def table(rows: Sequence[Mapping[str, Any]], *columns: str) -> RenderableType:
     return _FittingTable([[titles[key], *cells[key]] for key in cells if any(cells[key])])
 
 
-_GAP = 2
-"""Spaces behind each column."""
-
+_GAP = 2  # between columns
 _WORD = 9
 """Least width of a column. Longer words, such as names of tensors, are folded."""
 
@@ -49,7 +45,6 @@ class _FittingTable:
     """Table for narrow terminals: it folds cells between words, and drops the last columns."""
 
     columns: list[list[str]]
-    """Title and cells of each column."""
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
         drawn = Table(box=None, padding=(0, _GAP, 0, 0))
@@ -61,7 +56,6 @@ class _FittingTable:
         yield drawn
 
     def _widths(self, room: int) -> list[int]:
-        """Return the widths of the columns that fit into ``room``."""
         words = [[word for text in column for word in text.split()] for column in self.columns]
         minimums = [min(_WORD, max(map(cell_len, column))) for column in words]
         while len(minimums) > 2 and sum(minimums) + _GAP * len(minimums) > room:
@@ -74,7 +68,6 @@ class _FittingTable:
 
 
 def _cell(key: str, value: object) -> str:
-    """Return a value as text. The end of its key says its unit (``_s``, ``_bytes``)."""
     match value:
         case None | False:
             return ""
@@ -83,14 +76,13 @@ def _cell(key: str, value: object) -> str:
         case list() | tuple():
             return ", ".join(map(str, value))
         case float() if key.endswith("_s"):
-            return format_age(value)
+            return _format_age(value)
         case int() if key.endswith("_bytes"):
             return format_bytes(value)
     return str(value)
 
 
-def format_age(age_s: float) -> str:
-    """Return seconds as text, in the largest unit that they fill."""
+def _format_age(age_s: float) -> str:
     for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
         if age_s >= length_s:
             return f"{age_s / length_s:.1f} {unit}"
@@ -109,7 +101,7 @@ _RECEIVER = (
 
 
 def status_parts(status: dict[str, Any]) -> list[RenderableType]:
-    """Return a status: problems first, then the versions and the receivers."""
+    """Return the lines and tables of a status: problems, versions, receivers."""
     version, writer = status["version"], status["writer"]
     newest = "nothing published yet" if version is None else f"version {version}"
     title = f"{status['store']} ({status['filesystem']}): {newest}"
@@ -138,7 +130,7 @@ def status_parts(status: dict[str, Any]) -> list[RenderableType]:
 
 
 def layout_parts(layout: dict[str, Any]) -> list[RenderableType]:
-    """Return a table of all tensors, and a line for each name of a tied tensor."""
+    """Return a table of the tensors, and a line for each further name of a tied tensor."""
     tensors = [table(layout["tensors"])] if layout["tensors"] else []
     tied = [f"{alias} is tied to {name}" for alias, name in layout["aliases"].items()]
     return [*tensors, *map(line, tied)]

@@ -7,17 +7,12 @@ output passes through :func:`printable`.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-_PIPE_COLUMNS = 1 << 16
-"""Width of output into a pipe, so that no line is folded."""
 
 
 def printable(text: object) -> str:
@@ -33,11 +28,6 @@ def print_line(text: str) -> None:
     print(printable(text), flush=True)
 
 
-def print_json(value: Any) -> None:
-    """Print one line of JSON."""
-    print_line(json.dumps(value, default=str))
-
-
 def print_error(text: str) -> None:
     """Print text on stderr."""
     print(printable(text), file=sys.stderr, flush=True)
@@ -45,7 +35,7 @@ def print_error(text: str) -> None:
 
 def print_parts(parts: Sequence[RenderableType]) -> None:
     """Print lines and tables on stdout."""
-    width = None if sys.stdout.isatty() else _PIPE_COLUMNS
+    width = None if sys.stdout.isatty() else 1 << 16  # so that no line in a pipe is folded
     Console(width=width).print(*parts, sep="\n")
 
 
@@ -53,8 +43,7 @@ def print_parts(parts: Sequence[RenderableType]) -> None:
 def progress(text: str, *, in_bytes: bool = False) -> Iterator[Callable[[int, int], None]]:
     """Show progress on stderr, if it is a terminal, until the ``with`` block ends.
 
-    Yields:
-        A function of the bytes done and the bytes in all (0: unknown), for any thread.
+    Yield a function of the bytes done and the bytes in all (0: unknown), for any thread.
     """
     if not sys.stderr.isatty():
         yield lambda *_: None
@@ -81,10 +70,8 @@ class LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # no class a
         self.setFormatter(logging.Formatter(f"{origin}: %(levelname)s: %(message)s"))
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a record as printable text."""
         return printable(super().format(record))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a record."""
         self.stream = sys.stderr  # the progress display replaces sys.stderr
         super().emit(record)

@@ -49,9 +49,8 @@ SAFETENSORS_DTYPES = {
 def read_checkpoint(path: Path) -> tuple[dict[str, LazyTensor], Callable[[], None]]:
     """Open a HuggingFace checkpoint directory, or a single safetensors file.
 
-    Returns:
-        The tensors, and a function that raises an `InvalidWeightsError` if a file of the checkpoint
-        was written or replaced after this call.
+    Return its tensors, and a function that raises an `InvalidWeightsError` if a file of the
+    checkpoint was written or replaced after this call.
     """
     tensors: dict[str, LazyTensor] = {}
     file_of: dict[str, str] = {}
@@ -89,7 +88,7 @@ def _changed(file: Path) -> InvalidWeightsError:
 
 
 class FileState(NamedTuple):
-    """State of a file, which changes whenever the file is written or replaced."""
+    """State of a file. It changes if the file is written or replaced."""
 
     inode: int
     num_bytes: int
@@ -97,7 +96,6 @@ class FileState(NamedTuple):
 
     @property
     def modified_at(self) -> float:
-        """Time of the last write, in seconds since the epoch."""
         return self.modified_ns / 1e9
 
 
@@ -153,11 +151,8 @@ def checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
 def _open_safetensors(
     path: Path, names_in_file: list[str] | None
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield lazy tensors of a file. The file stays open while any of these tensors exists.
-
-    The file is read, not memory-mapped as safetensors does: if another program truncated a mapped
-    file, access to the missing pages would raise SIGBUS.
-    """
+    # The file is not mapped, as safetensors does: if another program truncated a mapped file,
+    # access to the missing pages would raise SIGBUS.
     try:
         file = Descriptor.open(path, os.O_RDONLY | os.O_NONBLOCK)
         entries, start = _read_header(file)
@@ -172,11 +167,7 @@ def _open_safetensors(
 
 
 def _read_header(file: Descriptor) -> tuple[dict[str, Any], int]:
-    """Return a safetensors header's entries by tensor name, and the offset of the first data byte.
-
-    Raises:
-        ValueError: the file is invalid.
-    """
+    """Return a safetensors header's entries by tensor name, and the offset of the data."""
     size = os.fstat(file.number).st_size
     start = 8 + int.from_bytes(filesystem.read_at(file.number, 0, 8), "little")
     if not 8 < start <= size:
@@ -234,10 +225,7 @@ def _read(
 
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-"""Maximum size of a file. A file with a single tensor can be larger."""
-
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Suffixes of weights files, which `write_checkpoint` does not copy from ``beside``."""
 
 
 def write_checkpoint(
@@ -248,13 +236,13 @@ def write_checkpoint(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     on_bytes: Callable[[int, int], None] = lambda *_: None,
 ) -> None:
-    """Write contiguous tensors into a new directory, and flush it to disk.
+    """Write contiguous tensors into the new directory ``path``, and flush it to disk.
 
     Args:
-        path: the new directory.
+        path: the directory.
         tensors: tensors by name.
         beside: a checkpoint whose other files (configuration, tokenizer) are copied.
-        shard_bytes: maximum size of a file.
+        shard_bytes: maximum size of a file with several tensors.
         on_bytes: called with the bytes written so far and the total number of bytes.
     """
     with needed_for("writing a checkpoint"):
@@ -284,7 +272,6 @@ def write_checkpoint(
 
 
 def _shards(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> Iterator[list[str]]:
-    """Yield a list of tensor names for each file."""
     names: list[str] = []
     num_bytes = 0
     for name, tensor in tensors.items():

@@ -1,9 +1,8 @@
 """`send_saved`: publishes each checkpoint that a trainer saves into a directory.
 
-A checkpoint is published when it is finished: its files have not changed for a while, and all come
-from the same save. Files of different saves have the same names and sizes, so only their times
-distinguish them. Each save rewrites all files. If there are several, the trainer writes their index
-last. `read_checkpoint` later checks that each file has the size that its header describes.
+A checkpoint is finished if its files have not changed for a while, and all come from the same save.
+Files of different saves have the same names and sizes, so only their times distinguish them. Each
+save rewrites all files. If there are several, the trainer writes their index last.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ Order: TypeAlias = tuple[float, int]
 """Time of the last write to a checkpoint, and the checkpoint's step."""
 
 _STEP = re.compile(r"(?:checkpoint|(?:global_)?step)[-_](\d{1,18})")
-"""Name of a checkpoint's directory, such as ``checkpoint-80``."""
 _PART = re.compile(r"-of-\d+\.safetensors")
-"""End of a file's name if the checkpoint has several files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +46,10 @@ class Checkpoint:
     step: int | None
     """Step in the name of the checkpoint's directory."""
     files: Mapping[Path, FileState]
-    """Weights files, and their index if there is one."""
+    """Weights files, and their index if it exists."""
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Metadata to publish the checkpoint with."""
         saved_at = max(state.modified_at for state in self.files.values())
         return {SAVED_AT: saved_at} | ({} if self.step is None else {"step": self.step})
 
@@ -67,13 +63,9 @@ class Checkpoint:
         return any(state_of(file) != state for file, state in self.files.items())
 
     def require_one_save(self, last: Order) -> None:
-        """Check that all files of the checkpoint exist and come from the same save.
+        """Refuse a checkpoint that is not finished, or a mix of two saves.
 
-        Args:
-            last: order of the last published checkpoint.
-
-        Raises:
-            InvalidWeightsError: the checkpoint is not finished, or is a mix of two saves.
+        ``last``: order of the last published checkpoint.
         """
         names = list(checkpoint_files(self.path))
         if missing := [file.name for file in names if file not in self.files]:
@@ -95,41 +87,6 @@ class Checkpoint:
                 )
 
 
-class CheckpointDirectory:
-    """Directory into which a trainer saves checkpoints.
-
-    The directory is itself a checkpoint, which each save overwrites, or it contains a directory for
-    each checkpoint, such as ``checkpoint-80`` or ``step_80``.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._settling: dict[Path, tuple[Checkpoint, float]] = {}
-        """Checkpoints, each with the `time.monotonic` of its last change, or infinity if it was
-        returned as settled."""
-
-    def settled(self, last: Order) -> list[Checkpoint]:
-        """Return the checkpoints whose files have stopped changing, in the order of their saves.
-
-        A checkpoint is returned once, and again after each later change.
-
-        Args:
-            last: order of the last published checkpoint; older checkpoints are not returned.
-        """
-        before, self._settling = self._settling, {}
-        settled, now = [], time.monotonic()
-        for checkpoint in _checkpoints_in(self._path):
-            if checkpoint.order <= last:
-                continue
-            same, since = before.get(checkpoint.path, (None, now))
-            since = since if same == checkpoint else now
-            if now - since >= TIMING.settle_s:
-                settled.append(checkpoint)
-                since = math.inf
-            self._settling[checkpoint.path] = checkpoint, since
-        return sorted(settled, key=lambda checkpoint: checkpoint.order)
-
-
 def send_saved(
     directory: Path,
     store: DoubleBuffer,
@@ -138,24 +95,28 @@ def send_saved(
     *,
     count: int | None = None,
 ) -> None:
-    """Call ``send`` for each checkpoint that is saved into a directory.
+    """Call ``send`` for each checkpoint that is saved into a directory, until ``stop`` is set.
+
+    The directory is itself a checkpoint, which each save overwrites, or it contains a directory for
+    each checkpoint, such as ``checkpoint-80`` or ``step_80``.
 
     Args:
         directory: the directory, which need not exist yet.
         store: the store, whose versions show which checkpoint was published last.
         send: function that publishes a checkpoint with the given metadata. If it raises an
-            `InvalidWeightsError`, the error is logged, and repeats of the same error are not.
-        stop: if set, the function returns.
+            `InvalidWeightsError`, the error is logged once.
+        stop: ends the function.
         count: number of published checkpoints after which the function returns.
     """
-    checkpoints, num_sent = CheckpointDirectory(directory), 0
+    settling: dict[Path, tuple[Checkpoint, float]] = {}
+    num_sent = 0
     published = [manifest.metadata for _, manifest in Contents(store).published()]
     last = max(map(order_of, published), default=order_of({}))
     problems: dict[Path, str] = {}
     logger.info("publishing each checkpoint that is saved into %s", directory)
     with contextlib.closing(Watcher(directory)) as watcher:
         while True:
-            for checkpoint in checkpoints.settled(last):
+            for checkpoint in _settled(directory, settling, last):
                 if checkpoint.has_changed:  # while an earlier one was sent; it settles again
                     continue
                 try:
@@ -176,15 +137,34 @@ def send_saved(
 
 
 def order_of(metadata: Mapping[str, Any]) -> Order:
-    """Return the order of a version's checkpoint among all saves, from the version's metadata.
-
-    Without a time of its save, the version comes first. Two small checkpoints can have equal times,
-    so the step is compared too.
-    """
+    """Return the order of a version's checkpoint among all saves, from the version's metadata."""
     saved_at, step = metadata.get(SAVED_AT), metadata.get("step")
     if not isinstance(saved_at, float):
         return 0.0, -1
     return saved_at, step if type(step) is int else -1
+
+
+def _settled(
+    directory: Path, settling: dict[Path, tuple[Checkpoint, float]], last: Order
+) -> list[Checkpoint]:
+    """Return checkpoints after ``last`` that have stopped changing, in the order of their saves.
+
+    A checkpoint is returned once, and again after each later change. ``settling`` has the state of
+    each checkpoint, and the time of its last change, or infinity after it was returned.
+    """
+    before, now = dict(settling), time.monotonic()
+    settling.clear()
+    settled = []
+    for checkpoint in _checkpoints_in(directory):
+        if checkpoint.order <= last:
+            continue
+        same, since = before.get(checkpoint.path, (None, now))
+        since = since if same == checkpoint else now
+        if now - since >= TIMING.settle_s:
+            settled.append(checkpoint)
+            since = math.inf
+        settling[checkpoint.path] = checkpoint, since
+    return sorted(settled, key=lambda checkpoint: checkpoint.order)
 
 
 def _checkpoints_in(directory: Path) -> Iterator[Checkpoint]:

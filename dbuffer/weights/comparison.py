@@ -17,9 +17,9 @@ class Comparison:
     """Differences between a published version and a model, under the model's names."""
 
     missing: list[TensorSpec]
-    """Tensors of the model that the store lacks."""
+    """Tensors that only the model has."""
     left_over: list[TensorSpec]
-    """Tensors of the store that the model lacks, under their new names."""
+    """Tensors that only the version has."""
     differing: list[tuple[TensorSpec, TensorSpec]]
     """Published and needed spec of each tensor whose shapes differ."""
     recast: list[tuple[TensorSpec, TensorSpec]]
@@ -36,14 +36,17 @@ class Comparison:
 def compare(
     published: Layout, needed: Iterable[TensorSpec], rename: NameMap | None = None
 ) -> Comparison:
-    """Compare a version, renamed by ``rename``, with a model's tensors.
-
-    A tied tensor was published once, under several names. The model needs only one of these names.
-    """
+    """Compare a version, renamed by ``rename``, with a model's tensors."""
     index_of = {spec.name: index for index, spec in enumerate(published.specs)}
     index_of |= {alias: index_of[name] for alias, name in published.aliases.items()}
-    specs = {name: published.specs[index] for name, index in index_of.items()}
-    offered = _renamed_specs(specs, rename)
+    offered: dict[str, TensorSpec] = {}
+    for name, index in index_of.items():
+        spec, new = published.specs[index], name if rename is None else rename(name)
+        if new in offered:
+            raise InvalidWeightsError(
+                f"rename gives two tensors the same name {new!r:.200}; one of the two is {name!r}"
+            )
+        offered[new] = spec if spec.name == new else spec._replace(name=new)
     origins = dict(zip(offered, index_of.values(), strict=True))
     of_model = {spec.name: spec for spec in needed}
     differing, recast = [], []
@@ -70,18 +73,6 @@ def compare(
     )
 
 
-def _renamed_specs(specs: dict[str, TensorSpec], rename: NameMap | None) -> dict[str, TensorSpec]:
-    offered: dict[str, TensorSpec] = {}
-    for name, spec in specs.items():
-        new = name if rename is None else rename(name)
-        if new in offered:
-            raise InvalidWeightsError(
-                f"rename gives two tensors the same name {new!r:.200}; one of the two is {name!r}"
-            )
-        offered[new] = spec if spec.name == new else spec._replace(name=new)
-    return offered
-
-
 _FUSED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 
 
@@ -103,12 +94,9 @@ def suggest(
 
 
 def advice(unknown: Sequence[str], missing: Iterable[str], fits: Callable[[NameMap], bool]) -> str:
-    """Return advice on names that do not match, or an empty string.
+    """Return advice on published names that the model lacks, or an empty string.
 
-    Args:
-        unknown: published names that the model does not have.
-        missing: the model's names that were not published.
-        fits: function that returns whether the weights fit if a map renames them.
+    ``fits`` returns whether the weights fit if a map renames them.
     """
     # `fits` raises an error if the map gives several tensors the same name, for instance.
     with contextlib.suppress(DBufferError):
@@ -126,7 +114,7 @@ def advice(unknown: Sequence[str], missing: Iterable[str], fits: Callable[[NameM
 
 
 def _changed_prefix(unknown: Iterable[str], missing: Iterable[str]) -> tuple[str, str] | None:
-    """Return the differing prefixes of the two names with the longest common end, or None."""
+    """Return the prefixes by which the two names with the longest common end differ, or None."""
     name_with = {
         end: name for name in sorted(missing, key=len, reverse=True) for end in _ends(name)
     }

@@ -1,8 +1,8 @@
 """`Conversion`: tensors made from other tensors by cutting, joining and renaming.
 
-The converting function is traced once, on tensors without data. If the trace shows that an output
-is a view of a single source, each publish makes that view: nothing is copied, and a delta contains
-only what changed. All other outputs are lazy: the function computes them when they are published.
+The converting function is traced once, on tensors without data. Each output that is a view of a
+single tensor is published as this view, without a copy. All other outputs are computed when they
+are published.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Convert: TypeAlias = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]
 
 
 def shapes_of(tensors: Mapping[str, Any]) -> Shapes:
-    """Return dtypes and shapes of tensors, which can be lazy."""
+    """Return the dtypes and shapes of tensors."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
@@ -42,11 +42,7 @@ class Output:
     """Place of the output in its only source, or None if the output is computed."""
     stride: tuple[int, ...]
     offset: int
-    """Stride and storage offset of the view if its source is contiguous and has no offset."""
-
-    def is_unchanged(self, name: str) -> bool:
-        """Whether the output is the complete source tensor of the given name."""
-        return self.sources == (name,) and self.view is not None and self.view.is_whole
+    """Storage offset of the view in a source that is contiguous and has no offset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,6 @@ class Conversion:
     """Traced conversion, which `apply` repeats on other tensors of the same shapes."""
 
     shapes: Shapes
-    """Dtypes and shapes of the tensors to convert."""
     outputs: dict[str, Output]
     """Outputs by name, in the order of their sources."""
 
@@ -91,11 +86,12 @@ class Conversion:
     @property
     def changes_anything(self) -> bool:
         return self.outputs.keys() != self.shapes.keys() or not all(
-            output.is_unchanged(name) for name, output in self.outputs.items()
+            output.sources == (name,) and output.view is not None and output.view.is_whole
+            for name, output in self.outputs.items()
         )
 
     def apply(self, convert: Convert, tensors: Tensors) -> dict[str, torch.Tensor | LazyTensor]:
-        cut: dict[str, Callable[[Output], torch.Tensor | LazyTensor]] = {}
+        cut: dict[str, Callable[[Output, View], torch.Tensor | LazyTensor]] = {}
         converted: dict[str, torch.Tensor | LazyTensor] = {}
         for name, output in self.outputs.items():
             source = output.sources[0]
@@ -107,35 +103,26 @@ class Conversion:
             else:
                 if source not in cut:
                     cut[source] = _views_of(tensors[source])
-                converted[name] = cut[source](output)
+                converted[name] = cut[source](output, output.view)
         return converted
 
 
 def _views_of(
     tensor: torch.Tensor | LazyTensor,
-) -> Callable[[Output], torch.Tensor | LazyTensor]:
+) -> Callable[[Output, View], torch.Tensor | LazyTensor]:
     """Return a function that makes views of a tensor, without a copy."""
     if isinstance(tensor, LazyTensor):
         return _SharedFetch(tensor).part
     source = tensor.detach()
     if not source.is_contiguous():
-        return lambda output: _view(output).of(source)
+        return lambda _, view: view.of(source)
     start = source.storage_offset()
     # Takes a third of the time of indexing, which matters for the 18,000 experts of a version.
-    return lambda output: source.as_strided(output.shape, output.stride, start + output.offset)
-
-
-def _view(output: Output) -> View:
-    assert output.view is not None  # noqa: S101 - outputs without a view are computed
-    return output.view
+    return lambda output, _: source.as_strided(output.shape, output.stride, start + output.offset)
 
 
 class _SharedFetch:
-    """Lazy tensor that is fetched once per publish, while its views are published one by one.
-
-    The fetched tensor is dropped after its last view. If a view is fetched a second time, a new
-    publish has begun, and the tensor is fetched again.
-    """
+    """Lazy tensor that is fetched once per publish for all its views, and then dropped."""
 
     def __init__(self, tensor: LazyTensor) -> None:
         self._tensor = tensor
@@ -143,8 +130,8 @@ class _SharedFetch:
         self._num_views = 0
         self._fetched: set[int] = set()
 
-    def part(self, output: Output) -> LazyTensor:
-        tensor, view, number = self._tensor, _view(output), self._num_views
+    def part(self, _: Output, view: View) -> LazyTensor:
+        tensor, number = self._tensor, self._num_views
         self._num_views += 1
         fetch = functools.partial(self._fetch, number, view)
         # If the tensor is itself a view, this view's place in the sharded tensor is unknown.
@@ -158,7 +145,7 @@ class _SharedFetch:
         )
 
     def _fetch(self, number: int, view: View) -> torch.Tensor:
-        if self._made is None or number in self._fetched:
+        if self._made is None or number in self._fetched:  # a new publish fetches all views again
             self._made, self._fetched = self._tensor.fetch(), set()
         made = self._made
         self._fetched.add(number)
@@ -190,11 +177,7 @@ def _computed(name: str, output: Output, convert: Convert, parts: Tensors) -> La
 
 
 class _Tracer(TorchFunctionMode):
-    """Mode that records the sources of each new tensor. ``contiguous()`` copies nothing in it.
-
-    Args:
-        wholes: the tensors to convert by name, without data.
-    """
+    """Mode that records the sources of each new tensor. In it, ``contiguous()`` copies nothing."""
 
     def __init__(self, wholes: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -237,6 +220,6 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    """Return a number that identifies a tensor's storage. Storage without data has no address."""
+    # Not its address: storage without data has none.
     with torch._C.DisableTorchFunction():  # noqa: SLF001 - so that the tracer does not trace itself
         return int(tensor.untyped_storage()._cdata)  # noqa: SLF001

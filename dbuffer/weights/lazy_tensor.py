@@ -23,11 +23,6 @@ class View:
     """Whether the view is the complete larger tensor, unchanged."""
 
     @classmethod
-    def of_all(cls, shape: tuple[int, ...]) -> Self:
-        index = tuple(slice(0, extent) for extent in shape)
-        return cls(index, tuple(range(len(shape))), shape, is_whole=True)
-
-    @classmethod
     def find(cls, part: torch.Tensor, source: torch.Tensor) -> Self | None:
         """Return the place of the view ``part`` in the contiguous tensor ``source``.
 
@@ -35,7 +30,8 @@ class View:
         """
         shape, offset = tuple(part.shape), int(part.storage_offset())
         if shape == source.shape and part.stride() == source.stride():
-            return cls.of_all(shape)
+            slices = tuple(slice(0, extent) for extent in shape)
+            return cls(slices, tuple(range(len(shape))), shape, is_whole=True)
         index: list[int | slice] = []
         dimension_at = {}
         for dimension, (stride, size) in enumerate(zip(source.stride(), source.shape, strict=True)):

@@ -1,7 +1,4 @@
-"""Tensors of modules, state dicts and TensorDicts by clean name, and checks of tensors.
-
-Both sources and targets use this module.
-"""
+"""Tensors of modules, state dicts and TensorDicts by clean name, and checks of tensors."""
 
 from __future__ import annotations
 
@@ -29,23 +26,20 @@ from dbuffer.weights.lazy_tensor import LazyTensor
 if TYPE_CHECKING:  # importing tensordict takes as long as importing torch
     from tensordict import TensorDictBase
 
-WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Parts that torch.compile, FSDP and activation checkpointing insert into names."""
-
-_wrapper_parts = re.compile(rf"(?:(?<=\.)|^)(?:{'|'.join(WRAPPER_PARTS)})\.")
+# Parts that torch.compile, FSDP and activation checkpointing insert into names.
+_WRAPPERS = re.compile(
+    r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 
 WRAPPER_PREFIX = "module."
 """The prefix that DDP, DataParallel and DeepSpeed add to every name."""
-
-TORCH_EXTRA_STATE = "_extra_state"
-"""Last part of a state dict's key for a module's extra state."""
 
 _Value = TypeVar("_Value")
 
 
 def without_wrappers(name: str) -> str:
     """Return a tensor's name without the parts that wrappers insert."""
-    return _wrapper_parts.sub("", name)
+    return _WRAPPERS.sub("", name)
 
 
 def clean_names(names: Iterable[str]) -> list[str]:
@@ -71,24 +65,21 @@ def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:
 
 
 def may_have_model(module: object) -> bool:
-    """Whether a module may be or contain a transformers model.
-
-    False if transformers was not imported, so that `transformers_modules` is not imported either.
-    """
+    """Whether a module may be or contain a transformers model: transformers was imported."""
     return "transformers.modeling_utils" in sys.modules and is_module(module)
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state dict with clean names. Values need not be tensors."""
+    """Return a module's state dict with clean names. Some values may not be tensors."""
     state = module.state_dict(keep_vars=True)
-    # A module without extra state at this moment returns None.
+    # A module without extra state returns None.
     kept = {n: v for n, v in state.items() if not (v is None and is_extra_state(n))}
     return by_name(clean_names(kept), kept.values())
 
 
 def is_extra_state(name: str) -> bool:
     """Whether a state dict's entry of this name is a module's extra state."""
-    return name.rpartition(".")[2] == TORCH_EXTRA_STATE
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -97,7 +88,7 @@ def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def only_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return a module's state, or raise an error if some of its values are not tensors."""
+    """Return a module's state. Raise an error if some values are not tensors."""
     lost = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if lost:
         extra = listed([f"{name!r} ({type(state[name]).__name__})" for name in lost])
@@ -133,7 +124,7 @@ def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
 
 
 def _refuse_lazy_stack(value: Any, where: str) -> None:
-    """Refuse a lazy stack: it makes new tensors at each access, and hides tensors that differ."""
+    # A lazy stack makes new tensors at each access, and hides tensors that differ.
     from tensordict import LazyStackedTensorDict
 
     if isinstance(value, LazyStackedTensorDict):
@@ -167,7 +158,7 @@ def check_names(names: Collection[str]) -> None:
 def spec_of(
     name: str, tensor: torch.Tensor | LazyTensor, dtype: torch.dtype | None = None
 ) -> TensorSpec:
-    """Return the spec to publish a tensor with. If it can be cast, ``dtype`` is its dtype."""
+    """Return the spec of a tensor, cast to ``dtype`` if torch can cast it."""
     if dtype is None or not can_cast_to(tensor.dtype):
         dtype = tensor.dtype
     try:
@@ -225,17 +216,14 @@ def is_same_memory(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WeightsSpec:
-    """Names, shapes and dtypes of weights, to recognize later weights that have the same ones.
+    """Original names, shapes and dtypes of weights, to recognize later weights that have the same.
 
-    Checking 18,000 names takes as long as copying 18,000 tensors. So names are checked only for the
-    first version, and after names, shapes or dtypes have changed.
+    The checks of 18,000 names would take as long as a copy of 18,000 tensors.
     """
 
     names: list[str]
-    """Original names, with wrappers' prefixes."""
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]
-    """Dtypes before any cast."""
 
     @classmethod
     def of(cls, named: Mapping[str, torch.Tensor]) -> WeightsSpec:
@@ -246,10 +234,7 @@ class WeightsSpec:
         )
 
     def addresses_of(self, named: Mapping[str, torch.Tensor]) -> list[int] | None:
-        """Return the addresses of tensors, or None if they are not plain or do not match this spec.
-
-        Tensors match if they have these names, shapes and dtypes in the same order.
-        """
+        """Return the addresses of tensors, or None if they are not plain or have another spec."""
         tensors = named.values()
         with contextlib.suppress(RuntimeError):  # raised by tensors without shape or address
             # Shapes are compared one by one: a list of 18,000 shapes would start the garbage

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 _Step: TypeAlias = tuple[Rule, Change | None]
-"""A step's first rule, and its function for names, or None if the rule changes tensors."""
+"""A rule, and its function for names, or None if the rule changes tensors."""
 
 
 class NameMap:
@@ -34,7 +34,7 @@ class NameMap:
 
     A tensor that no rule matches keeps its name. Each rule applies to the result of the rules
     before it, except that consecutive rules for complete names (:meth:`exact`) form a single table.
-    Start with an empty map and add rules in order::
+    Start with an empty map and add rules in order. Each method returns a new map::
 
         NameMap().prefix("actor.", "").pattern(r"(.*)\.gamma", r"\1.weight")
 
@@ -50,7 +50,6 @@ class NameMap:
 
     @cached_property
     def _steps(self) -> list[_Step]:
-        """Steps in the rules' order. Consecutive rules for complete names form a single table."""
         steps: list[_Step] = []
         for is_table, group in itertools.groupby(self.rules, lambda rule: rule.kind == "name"):
             rules = list(group)
@@ -63,32 +62,24 @@ class NameMap:
         return steps
 
     def exact(self, name: str, to: str) -> Self:
-        """Return a map with another rule, which changes the complete name ``name`` to ``to``."""
+        """Add a rule that changes the complete name ``name`` to ``to``."""
         return self._with(Rule("name", name, to))
 
     def prefix(self, prefix: str, to: str) -> Self:
-        """Return a map with another rule, which replaces the prefix ``prefix`` by ``to``.
-
-        ``prefix("", "model.")`` puts ``model.`` before all names.
-        """
+        """Add a rule that replaces a prefix. ``prefix("", "model.")`` adds one to all names."""
         return self._with(Rule("prefix", prefix, to))
 
     def part(self, part: str, to: str = "") -> Self:
-        """Return a map with another rule, which replaces a part between dots by ``to``.
+        """Add a rule that replaces a part between dots, or removes it if ``to`` is empty.
 
-        If ``to`` is empty, the rule removes the part: ``part("_orig_mod")`` changes
-        ``layers.0._orig_mod.weight`` to ``layers.0.weight``.
+        ``part("_orig_mod")`` changes ``layers.0._orig_mod.weight`` to ``layers.0.weight``.
         """
         return self._with(Rule("part", part, to))
 
     def pattern(self, pattern: str, to: str) -> Self:
-        r"""Return a map with another rule, which replaces names that match a pattern by ``to``.
+        r"""Add a rule that replaces each name that a regular expression matches completely.
 
-        The complete name must match.
-
-        Args:
-            pattern: a regular expression.
-            to: the new name; ``\1`` is replaced by the pattern's first group.
+        In ``to``, ``\1`` is replaced by the pattern's first group.
 
         Raises:
             OptionError: (a ``ValueError``) ``pattern`` is not a regular expression, or ``to``
@@ -97,7 +88,7 @@ class NameMap:
         return self._with(Rule("pattern", pattern, to))
 
     def split(self, name: str, to: str | Iterable[str], dim: int = 0) -> Self:
-        """Return a map with another rule, which cuts tensors along a dimension.
+        """Add a rule that cuts tensors along the dimension ``dim``.
 
         ``split("*.qkv.weight", ["*.q.weight", "*.k.weight", "*.v.weight"])`` cuts a tensor into
         three equal parts. ``split("*.experts.up", "*.experts.#.up.weight")`` cuts it into a tensor
@@ -106,7 +97,7 @@ class NameMap:
         Args:
             name: name of the tensors to cut; ``*`` matches any part of a name between dots.
             to: names of the parts, or a single name; its ``#`` is replaced by the part's index.
-            dim: dimension to cut along.
+            dim: the dimension.
 
         Raises:
             OptionError: (a ``ValueError``) ``name`` and ``to`` do not fit each other.
@@ -114,7 +105,7 @@ class NameMap:
         return self._with(Rule("split", name, to if isinstance(to, str) else tuple(to), (dim,)))
 
     def stack(self, names: str | Iterable[str], to: str, dim: int = 0) -> Self:
-        """Return a map with another rule, which joins tensors: the reverse of :meth:`split`.
+        """Add a rule that joins tensors: the reverse of :meth:`split`.
 
         The joined tensor is computed when it is published.
         """
@@ -122,11 +113,11 @@ class NameMap:
         return self._with(Rule("stack", text, to, (dim,)))
 
     def transpose(self, name: str, dims: tuple[int, int] = (0, 1)) -> Self:
-        """Return a map with another rule, which exchanges two dimensions of tensors."""
+        """Add a rule that exchanges two dimensions of tensors."""
         return self._with(Rule("transpose", name, dims=tuple(dims)))
 
     def preset(self, name: str) -> Self:
-        """Return a map with the rules of a preset, one of `PRESETS`."""
+        """Add the rules of a preset, one of `PRESETS`."""
         return self._with(*preset_rules(name))
 
     def _with(self, *rules: Rule) -> Self:
@@ -134,7 +125,7 @@ class NameMap:
 
     @property
     def changes_tensors(self) -> bool:
-        """Whether any rule cuts, joins or transposes tensors; if so, only `convert` works."""
+        """Whether any rule cuts, joins or transposes tensors. If so, only `convert` works."""
         return any(rule.kind in TENSOR_KINDS for rule in self.rules)
 
     @classmethod
@@ -157,11 +148,7 @@ class NameMap:
 
     @classmethod
     def parse(cls, content: Any, source: str) -> Self:
-        """Make a map from a mapping file's content. Errors name the file as ``source``.
-
-        Raises:
-            OptionError: (a ``ValueError``) the content has another form.
-        """
+        """Make a map from a mapping file's content. Errors name the file as ``source``."""
         match content:
             case {"rules": list(rules), **rest} if not rest:
                 return cls(rule for fields in rules for rule in parse_rule(fields, source))
@@ -172,9 +159,6 @@ class NameMap:
             f"{source} must be an object with a list of 'rules' and nothing else, or with "
             "'param_mappings'"
         )
-
-    def as_json(self) -> dict[str, Any]:
-        return {"rules": [rule.as_json() for rule in self.rules]}
 
     def __call__(self, name: str) -> str:
         """Return a tensor's new name.
@@ -222,7 +206,7 @@ def _changed(name: str, change: Change) -> str:
 
 
 def read_mapping_file(path: str | os.PathLike[str]) -> Any:
-    """Return the content of a mapping file, for :meth:`NameMap.parse`."""
+    """Return the JSON of a mapping file."""
     file = options.path("path", path)
     try:
         return json.loads(file.read_bytes())

@@ -18,36 +18,25 @@ if TYPE_CHECKING:
 Kind: TypeAlias = Literal["name", "prefix", "part", "pattern", "split", "stack", "transpose"]
 
 NAME_KINDS = frozenset({"name", "prefix", "part", "pattern"})
-"""Kinds of rules that change names only."""
 TENSOR_KINDS = frozenset({"split", "stack", "transpose"})
-"""Kinds of rules that change tensors."""
 
 Names: TypeAlias = str | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Rule that renames, cuts, joins or transposes tensors.
-
-    Args:
-        kind: name of the `NameMap` method that adds and documents this kind of rule. ``"name"`` is
-            `NameMap.exact`.
-        text: name, prefix, part or pattern to match. ``"stack"``: the parts' names.
-        to: new name. ``"split"``: the parts' names. ``"transpose"``: empty.
-        dims: dimension of a split or stack, or both dimensions of a transpose.
-
-    Raises:
-        OptionError: (a ``ValueError``) ``text`` is not a valid regular expression, ``to`` does not
-            fit ``text``, or the number of dimensions does not fit the kind.
-    """
+    """Rule that renames, cuts, joins or transposes tensors."""
 
     kind: Kind
+    """Name of the `NameMap` method that adds the rule; ``"name"`` is `NameMap.exact`."""
     text: Names
+    """Name, prefix, part or pattern to match, or names of the parts to stack."""
     to: Names = ""
+    """New name, or names of the parts of a split tensor."""
     dims: tuple[int, ...] = ()
+    """Dimension of a split or stack, or both dimensions of a transpose."""
 
     def __post_init__(self) -> None:
-        """Check the rule now, not in the middle of a publish."""
         problem = ""
         if self.kind == "pattern":
             try:
@@ -77,17 +66,12 @@ class Rule:
             and all(text.count("*") == name.count("*") for text in texts)
         )
 
-    def as_json(self) -> dict[str, Any]:
-        text, to, dims = (
-            list(value) if isinstance(value, tuple) else value
-            for value in (self.text, self.to, self.dims)
-        )
-        if self.kind == "transpose":
-            return {self.kind: text, "dims": dims}
-        return {self.kind: text, "to": to} | ({"dim": dims[0]} if dims else {})
-
     def __str__(self) -> str:
-        return json.dumps(self.as_json())
+        """Return the rule as in a mapping file."""
+        fields: dict[str, Any] = {self.kind: self.text}
+        if self.kind == "transpose":
+            return json.dumps(fields | {"dims": self.dims})
+        return json.dumps(fields | {"to": self.to} | ({"dim": self.dims[0]} if self.dims else {}))
 
 
 PRESETS: dict[str, tuple[Rule, ...]] = {
@@ -104,14 +88,14 @@ whose language model is served alone."""
 
 
 def preset_rules(name: str, source: str = "preset") -> tuple[Rule, ...]:
-    """Return the rules of a preset. Errors name ``source`` as the place of the preset's name."""
+    """Return the rules of a preset. An error begins with ``source``."""
     if name not in PRESETS:
         raise OptionError(f"{source}: no preset {name!r}: use one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
 def parse_rule(fields: Any, source: str) -> tuple[Rule, ...]:
-    """Return the rules of an entry of a mapping file. Errors name the file as ``source``."""
+    """Return the rules of an entry of a mapping file. An error begins with ``source``."""
     problem = "unknown fields"
     try:
         match fields:
@@ -143,7 +127,7 @@ Change: TypeAlias = Callable[[str], str | None]
 
 
 def change_of(rule: Rule) -> Change:
-    """Return the function that applies a rule of a kind in `NAME_KINDS`."""
+    """Return the function that applies a rule for names."""
     text, to = str(rule.text), str(rule.to)
     if rule.kind == "prefix":
         return lambda name: to + name[len(text) :] if name.startswith(text) else None
@@ -164,7 +148,7 @@ Pairs: TypeAlias = list[tuple[str, "torch.Tensor"]]
 
 
 def change_tensors(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
-    """Apply a rule of a kind in `TENSOR_KINDS`."""
+    """Apply a rule that changes tensors."""
     if rule.kind == "stack":
         return _stacked(rule, tensors)
     match_of, pairs = _matcher(str(rule.text)), Pairs()
@@ -184,10 +168,7 @@ def change_tensors(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
 
 
 def _matcher(text: str) -> Callable[[str], tuple[list[str], int] | None]:
-    """Return a function that matches names with a text.
-
-    For a name that matches, it returns the parts at the text's ``*``, and the number at its ``#``.
-    """
+    """Return a function that returns a name's parts at ``*`` in a text, and its number at ``#``."""
     escaped = re.escape(text).replace(r"\*", r"([^.]+)").replace(r"\#", r"(\d+)")
     pattern, place = re.compile(escaped), text.partition("#")[0].count("*")
 
@@ -201,7 +182,7 @@ def _matcher(text: str) -> Callable[[str], tuple[list[str], int] | None]:
 
 
 def _fill(text: str, stars: Iterable[str], index: int = 0) -> str:
-    """Replace each ``*`` of a text by a part of a name, and ``#`` by an index."""
+    """Replace each ``*`` of a text by one of ``stars``, and ``#`` by an index."""
     parts = iter(stars)
     return re.sub(r"[*#]", lambda sign: next(parts) if sign[0] == "*" else str(index), text)
 

@@ -1,9 +1,7 @@
 """Sources of weights: a `Describer` turns weights of any kind into a `Source`.
 
-Weights can be a module, a state dict, a TensorDict, a list or iterator of ``(name, tensor)``, a
-HuggingFace checkpoint directory, or one of vLLM's weight sources. Mappings and lists can contain
-lazy tensors. All weights are checked before a byte is written, except tensors that an iterator or a
-lazy tensor makes later.
+All weights are checked before a byte is written, except tensors that an iterator or a lazy tensor
+makes later.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ def _check_nothing() -> None: ...
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Weights to publish. Specs are known before any tensor is fetched, except for a stream."""
+    """Weights to publish."""
 
     specs: tuple[TensorSpec, ...]
     tensors: list[torch.Tensor] | list[torch.Tensor | LazyTensor]
@@ -74,8 +72,7 @@ class Source:
     reader: SourceReader | None = None
     """Reader that the lazy tensors come from, in their order."""
     check: Callable[[], None] = _check_nothing
-    """Called after all tensors were copied, before the commit. If it raises an error, nothing is
-    committed."""
+    """Function that raises an error, before the commit, if the tensors must not be committed."""
     is_cast: bool = False
     """Whether tensors are cast to the dtypes of their specs."""
     must_be_finite: bool = False
@@ -109,8 +106,7 @@ class Describer:
     dtype: torch.dtype | None = None
     """Dtype of published floating-point tensors; None keeps each tensor's dtype."""
     rename: Rename | None = None
-    """Mapping of complete names, or function of a name. Applied after wrappers' prefixes are
-    removed."""
+    """Mapping or function of names without wrappers' prefixes."""
     sharded: bool = False
     """Whether to accept sharded tensors. All ranks must take part in a gather, so a sender on a
     single rank would wait forever."""
@@ -123,11 +119,11 @@ class Describer:
     _conversion: Conversion | None = field(default=None, init=False)
     """Conversion of the last weights, if ``rename`` changes tensors."""
     _last: tuple[WeightsSpec, tuple[TensorSpec, ...]] | None = field(default=None, init=False)
-    """Specs of the last version's weights, to check the next version's weights faster."""
+    """Specs of the last version's weights."""
 
     @property
     def _changes_tensors(self) -> bool:
-        """Whether ``rename`` is a `NameMap` that changes tensors, not only names."""
+        """Whether ``rename`` changes tensors, not only names."""
         return getattr(self.rename, "changes_tensors", False)
 
     def describe(self, weights: Weights, draft: Weights | None = None) -> Source:
@@ -148,7 +144,7 @@ class Describer:
             return Source((), [], {}, stream=self._stream(weights), new_names=self._new_names)
         named = self._named_in(weights)
         if named is None:
-            return self._describe_tensors(*self._open(weights))
+            return self._describe_other(weights)
         if (source := self._like_before(named)) is not None:
             return source
         source = self._describe_tensors(self._checked(named.items()))
@@ -183,25 +179,24 @@ class Describer:
                 return as_checkpoint(weights, self._checked(named.items()))
         return named
 
-    def _open(self, weights: Any) -> tuple[Tensors, SourceReader | None, Callable[[], None]]:
-        """Return the tensors, ``reader`` and ``check`` of a `Source` for weights of other kinds."""
+    def _describe_other(self, weights: Any) -> Source:
         if isinstance(weights, str | os.PathLike):
             from dbuffer.weights.checkpoint import read_checkpoint
 
             tensors, check = read_checkpoint(options.path("weights", weights))
-            return tensors, None, check
+            return self._describe_tensors(tensors, check=check)
         from dbuffer.weights.weight_source import SourceReader, is_weight_source, parameters_of
 
         if (parameters := parameters_of(weights, may_be_sharded=self.sharded)) is not None:
-            return self._checked(parameters.items()), None, _check_nothing
+            return self._describe_tensors(self._checked(parameters.items()))
         if is_weight_source(weights):
             self._require_whole_tensors("a weight source")
             reader = SourceReader(weights)
             if not self.sharded:
                 reader.require_all()
-            return reader.tensors, reader, _check_nothing
+            return self._describe_tensors(reader.tensors, reader)
         if isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor | bytes):
-            return self._checked(weights), None, _check_nothing
+            return self._describe_tensors(self._checked(weights))
         raise InvalidWeightsError(
             f"cannot publish a {type(weights).__name__}: pass a module, a state dict, a "
             "TensorDict, (name, tensor) pairs, the path of a checkpoint directory or one of "
@@ -209,10 +204,7 @@ class Describer:
         )
 
     def _like_before(self, named: Mapping[str, Any]) -> Source | None:
-        """Return the source for weights like the last version's, or None if they differ.
-
-        Weights are alike if they are plain tensors with equal names, shapes and dtypes.
-        """
+        """Return the source of plain tensors with the last specs, or None for other tensors."""
         if self._last is None or not (addresses := self._last[0].addresses_of(named)):
             return None
         if 0 in addresses or len(set(addresses)) < len(named):  # some tensors are empty or tied
@@ -222,10 +214,7 @@ class Describer:
     def _stream(
         self, weights: Iterator[tuple[str, torch.Tensor | LazyTensor]]
     ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        """Check the tensors of an iterator, and yield each with its spec.
-
-        Tied tensors are not detected: an earlier, freed tensor may have had the same address.
-        """
+        """Check the tensors of an iterator, and yield each with its spec."""
         names = set()
         for position, pair in enumerate(weights):
             name, tensor = _checked_pair(pair, position)
@@ -260,7 +249,7 @@ class Describer:
         return by_name(converted, converted.values())
 
     def _new_names(self, names: list[str]) -> list[str]:
-        """Return the names to publish: wrappers' prefixes are removed, ``rename`` is applied."""
+        """Return the names to publish, without wrappers' prefixes, changed by ``rename``."""
         names = clean_names(names)
         if self.rename is not None:
             names = [_renamed(name, self.rename) for name in names]

@@ -1,9 +1,4 @@
-"""Targets of a load: all of a target's tensors are matched with a layout's, or the load is refused.
-
-With ``partial=True``, a layout can have fewer tensors than the target. A receiver then remembers
-the names of the tensors that it loaded, and refuses a version that lacks one of them. Otherwise the
-target would have a mix of two versions.
-"""
+"""Targets of a load: `Matcher` finds a target's tensor for each tensor of a layout."""
 
 from __future__ import annotations
 
@@ -54,11 +49,10 @@ class Match:
     """Tensors of the target whose names are aliases in the layout, each with the index of its
     published tensor."""
     ties: list[tuple[NamedIndex, NamedIndex]] = field(default_factory=list)
-    """Pairs of names that are a single tensor in the target, but two tensors in the layout. Each
-    name comes with the index of its published tensor."""
+    """Pairs of names, with their indices in the layout, that are a single tensor in the target."""
 
     def require_ties(self, published: Callable[[int], torch.Tensor]) -> None:
-        """Raise an error if two published tensors for the same target tensor have different values.
+        """Refuse two published tensors with different values for one tensor of the target.
 
         ``published`` returns a published tensor, by its index in the layout.
         """
@@ -84,7 +78,7 @@ class _LastMatch:
 
 
 def refuse_adapter(metadata: Mapping[str, Any]) -> None:
-    """Refuse a version that holds an adapter instead of a model, by its metadata."""
+    """Refuse a version that is an adapter, not a model, by its metadata."""
     if ADAPTER_KEY in metadata:
         raise WeightsMismatchError(
             "the store holds an adapter, not a model: use save_adapter of "
@@ -101,12 +95,8 @@ class Matcher:
     def match(self, target: Any, layout: Layout, *, partial: bool = False) -> Match:
         """Match a target's tensors with a layout's tensors, by name.
 
-        The caller calls :meth:`Match.require_ties` before it copies into the target's tensors.
-
-        Args:
-            target: a module, a TensorDict or a mapping.
-            layout: the layout of the version to load.
-            partial: whether the layout can have fewer tensors than the target.
+        If ``partial``, the layout can have fewer tensors than the target. The caller calls
+        :meth:`Match.require_ties` before it copies into the target's tensors.
 
         Raises:
             OptionError: the target has no named tensors.
@@ -158,10 +148,8 @@ class Matcher:
 def require_names(loaded: Mapping[str, int], names: Set[str], version: int) -> None:
     """Refuse a partial version that would leave a target with a mix of versions.
 
-    Args:
-        loaded: names of all tensors that were loaded, each with the first version that had it.
-        names: names of the tensors in this version.
-        version: the version's number.
+    ``loaded`` has the names of all tensors that were loaded before, each with the first version
+    that had it. ``names`` are the names in this version.
     """
     if lacking := sorted(loaded.keys() - names):
         lost = listed([f"{name!r} of version {loaded[name]}" for name in lacking], "; ")
@@ -211,10 +199,7 @@ def _differences(comparison: Comparison, layout: Layout, unfit: Mapping[str, str
 
 
 def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem for each tensor of the target that the store does not have.
-
-    A tensor that is tied to a loaded one needs no published tensor.
-    """
+    """Yield a problem for each tensor of the target that the store lacks, unless it is tied."""
     filled = [tensors[name] for name in comparison.sources]
     for spec in comparison.missing:
         tensor = tensors[spec.name]
@@ -225,7 +210,7 @@ def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator
 def _overlaps(
     tensors: Mapping[str, torch.Tensor], comparison: Comparison
 ) -> tuple[list[tuple[NamedIndex, NamedIndex]], list[str]]:
-    """Return pairs of target tensors with the same memory, and problems with partial overlaps."""
+    """Return pairs of tensors with the same memory, and problems with partial overlaps."""
     ties: list[tuple[NamedIndex, NamedIndex]] = []
     problems: list[str] = []
     for first, *group in _overlap_groups(tensors):
@@ -262,10 +247,7 @@ def _overlap_groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
 
 
 def _may_overlap(addresses: list[int], tensors: list[torch.Tensor]) -> bool:
-    """Whether contiguous tensors may overlap.
-
-    Devices are not compared, so equal addresses on two devices count as an overlap.
-    """
+    """Whether contiguous tensors may overlap, if all are on one device."""
     ends = (address + tensor.nbytes for address, tensor in zip(addresses, tensors, strict=True))
     ranges = sorted(zip(addresses, ends, strict=True))
     return any(start < end for (_, end), (start, _) in itertools.pairwise(ranges))
@@ -290,7 +272,7 @@ def _describe_problems(problems: list[str]) -> str:
 def _as_published(
     target: nn.Module, named: dict[str, torch.Tensor], layout: Layout
 ) -> dict[str, torch.Tensor]:
-    """Return a module's tensors under its names or its checkpoint's names, whichever fit better."""
+    """Return a module's tensors under its own names, or its checkpoint's if these fit better."""
     from dbuffer.weights.transformers_modules import as_checkpoint, has_model
 
     if layout.all_names <= named.keys() or not has_model(target):
@@ -327,10 +309,7 @@ def _unfit(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _not_kept(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of tensors that the target recomputes at each access, each with a reason.
-
-    Values that are loaded into such tensors would be lost.
-    """
+    """Return the names of tensors that the target recomputes at each access, each with a reason."""
     if is_module(target):
         kept = [tensor for tensor in own_tensors(target) if not has_no_shape(tensor)]
         ids, places = set(map(id, kept)), {_storage_address(tensor) for tensor in kept} - {0}
@@ -368,7 +347,6 @@ def _has_elements(tensor: Any) -> bool:
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage, or 0 if it is unknown."""
     is_plain = tensor.layout is torch.strided and not is_made_of_others(tensor)
     return tensor.untyped_storage().data_ptr() if is_plain else 0
 
@@ -397,7 +375,7 @@ def _reason_not_to_fill(name: str, tensor: Any) -> str:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor may share memory, so that it cannot be filled."""
+    """Whether elements of a tensor may share memory."""
     reach = 0
     steps = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted(step for step in steps if step[1] > 1):

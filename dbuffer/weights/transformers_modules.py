@@ -1,7 +1,7 @@
 """`as_checkpoint`: the tensors of a transformers module's checkpoint, made from the module.
 
-transformers fuses experts and renames layers when it loads a checkpoint. ``save_pretrained``
-reverses these changes, with a function of transformers that this module calls too.
+transformers fuses experts and renames layers when it loads a checkpoint. This module reverses these
+changes with the function of transformers that ``save_pretrained`` calls.
 """
 
 from __future__ import annotations
@@ -31,19 +31,14 @@ def has_model(module: nn.Module) -> bool:
 def as_checkpoint(module: nn.Module, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the tensors that ``save_pretrained`` would write, in the module's order.
 
-    Most of them are views of the module's tensors. Tensors that must be computed are lazy.
-
-    Args:
-        module: a transformers model, a wrapped one, or a module that contains several.
-        tensors: the module's tensors by clean name.
+    Most of them are views of ``tensors``, the module's tensors by clean name. Tensors that must be
+    computed are lazy.
 
     Raises:
         UnsupportedError: a tensor must be computed from sharded tensors, or transformers cannot
             convert the module.
     """
     models = {_prefix_in(tensors, path): model for path, model in _models_in(module)}
-    if not models:
-        return tensors
 
     def convert(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return _saved(models, parts)
@@ -67,10 +62,7 @@ def _trace(module: nn.Module, models: Mapping[str, Any], shapes: Shapes) -> Conv
 
 
 def _saved(models: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors as transformers saves them.
-
-    ``models`` are the transformers models, by the prefix of their tensors' names.
-    """
+    """Return tensors as transformers saves ``models``, by the prefix of the models' tensors."""
     from transformers.core_model_loading import revert_weight_conversion
 
     saved: dict[str, torch.Tensor] = {}
@@ -87,7 +79,7 @@ def _saved(models: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[
 
 
 def _models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield paths and outermost transformers models in a module."""
+    """Yield the outermost transformers models in a module, each with its path."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None or not hasattr(library, "revert_weight_conversion"):  # before version 5
         return

@@ -16,11 +16,8 @@ from dbuffer.io.tensors import DTYPES
 def refuse_overflow(specs: Iterable[TensorSpec], tensors: Iterable[torch.Tensor]) -> None:
     """Refuse tensors with values that the dtype of their spec cannot represent.
 
-    torch casts such values without an error. They become infinite, NaN or the dtype's largest
-    value, depending on the dtype and the device. NaNs remain NaNs in every dtype. Infinities are
-    accepted only if the dtype has infinities.
-
-    Each tensor that is cast to a smaller range is read once, which takes as long as its cast.
+    torch casts such values without an error. NaNs are accepted, and infinities if the dtype has
+    infinities. Each tensor that is cast to a smaller range is read once.
     """
     pairs = []
     for spec, tensor in zip(specs, tensors, strict=True):
@@ -35,7 +32,7 @@ def refuse_overflow(specs: Iterable[TensorSpec], tensors: Iterable[torch.Tensor]
 
 
 def refuse_not_finite(specs: Iterable[TensorSpec], tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse tensors with a NaN or an infinity. Reads each floating-point tensor once."""
+    """Refuse tensors with a NaN or an infinity. Each floating-point tensor is read once."""
     pairs = []
     for spec, tensor in zip(specs, tensors, strict=True):
         if tensor.numel() and _may_be_infinite(tensor):

@@ -30,7 +30,7 @@ from dbuffer.weights.lazy_tensor import LazyTensor
 
 
 class WeightSource(Protocol):
-    """A trainer's weights in vLLM: an iterable, or since vLLM 0.33 a class with ``iter_full()``."""
+    """Weights of a trainer, as vLLM's trainers pass them."""
 
     @property
     def metadata(self) -> Any:
@@ -64,10 +64,8 @@ def parameters_of(source: object, *, may_be_sharded: bool) -> dict[str, torch.Te
 class SourceReader:
     """Reader of a weight source, with a lazy tensor for each of its tensors.
 
-    The lazy tensors must be fetched in order, because they are all read in a single pass.
-
-    Args:
-        source: the source. The constructor reads its ``metadata``, on all ranks.
+    The lazy tensors must be fetched in order, because they are all read in a single pass. The
+    constructor reads the source's ``metadata``, on all ranks.
 
     Raises:
         InvalidWeightsError: ``metadata`` does not have the form that vLLM defines.
@@ -83,7 +81,6 @@ class SourceReader:
                 "iter_local(): add iter_full(), or send the sharded module itself"
             )
         self.tensors: dict[str, LazyTensor] = {}
-        """Tensors by the source's names."""
         try:
             metadata = list(metadata_of(source))
             for entry in metadata:
@@ -106,11 +103,7 @@ class SourceReader:
         return [place for name, place in self._place.items() if name in self._held]
 
     def require_all(self) -> None:
-        """Check that this rank has all tensors of the source.
-
-        Raises:
-            UnsupportedError: only other ranks have some of the tensors.
-        """
+        """Refuse a source if only other ranks have some of its tensors."""
         if self._held is not None and (missing := self._place.keys() - self._held):
             raise UnsupportedError(
                 f"this rank does not have {listed(sorted(missing))} of the "
@@ -119,11 +112,7 @@ class SourceReader:
             )
 
     def finish(self) -> None:
-        """Finish the pass, or make a complete pass if none was begun: other ranks wait for that.
-
-        Raises:
-            InvalidWeightsError: the pass yields a tensor that ``metadata`` does not have.
-        """
+        """Finish the pass, or make a complete pass if none was begun: other ranks wait for that."""
         unfinished, self._pass = self._pass, None
         surplus = []
         for pair in pass_over(self._source) if unfinished is None else unfinished:
@@ -135,10 +124,7 @@ class SourceReader:
             )
 
     def _read(self, name: str) -> torch.Tensor:
-        """Return the tensor of this name from the pass.
-
-        Tensors before it are skipped, because other ranks publish them.
-        """
+        """Return a tensor from the pass. Skip the tensors before it, which other ranks publish."""
         if self._pass is None:
             self._pass = pass_over(self._source)
         for pair in self._pass:
@@ -155,10 +141,9 @@ class SourceReader:
 
 
 def metadata_of(source: Any) -> Iterator[Any]:
-    """Return the metadata of a source in either of the two forms that vLLM defines."""
+    """Return the metadata of a source: an attribute, or a method before vLLM 0.33."""
     metadata: Any = source.metadata
-    metadata = metadata() if callable(metadata) else metadata
-    return iter(metadata)
+    return iter(metadata() if callable(metadata) else metadata)
 
 
 def is_split(source: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import dataclasses
+import json
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import counted, format_bytes
 from dbuffer.store.buffer import DoubleBuffer, is_store
-from dbuffer.tools.terminal import print_json, print_line, print_parts
+from dbuffer.tools.terminal import print_line, print_parts
 
 if TYPE_CHECKING:
     from dbuffer.publish.publisher import Publication
@@ -47,12 +48,7 @@ def _parser(parse_url: Callable[[str, str], Any] = options.path) -> Callable[[st
 
 
 parse_path = _parser()
-"""Parser of a path."""
-
-
 parse_place = _parser(options.directory_or_bucket)
-"""Parser of a directory's path, or a bucket's URL."""
-
 
 StoreArgument = Annotated[
     Path,
@@ -108,13 +104,13 @@ def refuse_for_bucket(**options: object) -> None:
 
 
 def show(result: Any, shown: str | Sequence[RenderableType], *, as_json: bool) -> None:
-    """Print a result as JSON, or ``shown``: its text, or lines and tables."""
+    """Print a result as JSON if ``as_json``, or else the text or tables in ``shown``."""
     if as_json:
         fields = result if isinstance(result, dict | list) else dataclasses.asdict(result)
         if isinstance(fields, dict) and "id" in fields:
             version = fields.pop("id")
             fields = {"version": version.number, "run": version.run, **fields}
-        print_json(fields)
+        print_line(json.dumps(fields, default=str))
     elif isinstance(shown, str):
         print_line(shown)
     else:
@@ -136,9 +132,9 @@ def describe_copy(done: Publication) -> str:
 def stopped_by_signals() -> Iterator[threading.Event]:
     """Yield an event that SIGINT and SIGTERM set, so that the block can finish its current work.
 
-    After a signal, the command exits with the signal's code when the block ends. The handlers do
-    not raise: if a signal comes during the callback of a weak reference, Python drops an exception.
+    After a signal, the command exits with the signal's code when the block ends.
     """
+    # The handlers raise nothing: in the callback of a weak reference, Python drops an exception.
     stop, received = threading.Event(), list[int]()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 

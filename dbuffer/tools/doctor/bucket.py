@@ -14,12 +14,7 @@ NAME = ".dbuffer-doctor"
 
 
 def examine_bucket(url: str) -> list[Finding]:
-    """Try the rights that the trainer's mirror and a node's mirror need.
-
-    Raises:
-        OptionError: the URL is not a bucket's, or there are no credentials.
-        DBufferError: the client for object storage is not installed.
-    """
+    """Try the rights that the trainer's mirror and a node's mirror need."""
     record, version = f"{RECEIVERS_PREFIX}/{NAME}", f"{VERSIONS_PREFIX}/{NAME}"
 
     def get() -> Outcome:

@@ -1,11 +1,9 @@
 """Measurements between two hosts: `doctor` on the first host sends, `doctor --peer` receives.
 
-The peer makes a directory, and a `WeightReceiver` that waits for a store in it. The first host sees
-the directory, makes the store with a `WeightSender`, publishes versions, and removes the directory,
-which ends the peer.
-
-A delay is measured on the first host's clock, from the end of a publish until the peer's
-acknowledgement is visible. A worker waits no longer than that for a version.
+The peer makes a directory, and a `WeightReceiver` that waits for a store in it. The first host
+makes the store, publishes versions, and removes the directory, which ends the peer. A delay is the
+time on the first host's clock from the end of a publish until the peer's acknowledgement is
+visible.
 """
 
 from __future__ import annotations
@@ -44,14 +42,7 @@ _RECEIVER = "peer"
 
 
 def wait_for_host(path: Path) -> int:
-    """Receive versions as the peer; return the number of versions seen.
-
-    Raises:
-        OptionError: no directory of the path exists.
-        WaitTimeoutError: no first host began to publish.
-        StoreAccessError: the directory is not writable, or the first host fell silent.
-        StoreCorruptError: versions of the first host cannot be read here.
-    """
+    """Receive versions as the peer; return the number of versions seen."""
     from dbuffer.receive.receiver import WeightReceiver  # and torch, which takes seconds
 
     base = existing(path)
@@ -91,7 +82,7 @@ def _receive(receiver: WeightReceiver) -> int:
 
 
 def _wait_until_removed(place: Path) -> None:
-    """Wait until the first host has removed the directory: it must see the last record."""
+    """Wait until the first host, which must see the last record, has removed the directory."""
     deadline = time.monotonic() + TIMING.peer_answer_s
     while os.path.lexists(place) and time.monotonic() < deadline:
         time.sleep(TIMING.look_s)
@@ -99,11 +90,7 @@ def _wait_until_removed(place: Path) -> None:
 
 
 def measure_with_peers(path: Path) -> list[Finding]:
-    """Measure with all waiting peers of this user, as the first host. Links are not followed.
-
-    Raises:
-        OptionError: no directory of the path exists.
-    """
+    """Measure with all waiting peers of this user, as the first host. Links are not followed."""
     base, findings = existing(path), list[Finding]()
     filesystem.refresh(base)
     for place in sorted(base.glob(f"{PREFIX}peer-*")):

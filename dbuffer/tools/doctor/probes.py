@@ -1,7 +1,4 @@
-"""Probes of a mount: each acts as a store does, in a temporary directory.
-
-A mount's documentation and options do not say how its server behaves.
-"""
+"""Probes of a mount: each acts as a store does, in a temporary directory."""
 
 from __future__ import annotations
 
