@@ -15,21 +15,15 @@ from dbuffer.mirror import stores as mirror_stores
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.testing.waiting import TIMEOUT_S
 from tests.lab.guest import Guest
-from tests.lab.hosts import Looking, applied, load_each, publish_when_told, published
+from tests.lab.hosts import Looking, publish_when_told, published
 from tests.lab.lab import scenario
 from tests.support.patterns import Pattern, newest
-from tests.support.soak import IN_SOAKS_ALONE, is_soak
 from tests.support.steps import Step, at_step
 from tests.support.stores import SHARED_MEMORY
 
 MB = 1 << 20
-WEIGHTS_BYTES = 5 * MB
 WEIGHTS = Pattern(num_tensors=5, numel=MB // 8)  # read in two spans
-NUM_VERSIONS = 3 if is_soak() else 2
-NUM_READERS = 4 if is_soak() else 2
 POLL_INTERVAL_S = 0.1
-MANY_POLLS_BYTES = MB // 4
-"""Records and pointers that are read again and again; a hundred bytes each."""
 
 
 @contextlib.contextmanager
@@ -49,52 +43,6 @@ def mirror(connection: Connection, path: Path, local: Path, poll_interval_s: flo
         on_copied=lambda copied: connection.send((copied.version, time.monotonic())),
     ) as mirroring:
         mirroring.run()
-
-
-def require_each_version_read_once(guest: Guest, stores: dict[str, Path]) -> None:
-    """By each client's kernel, for all readers of its store together.
-
-    And the sender sees what they have applied, by name; also behind a mirror.
-    """
-    with contextlib.ExitStack() as stack:
-        writer = stack.enter_context(guest.on("w", publish_when_told, WEIGHTS))
-        readers = {}
-        for client, store in stores.items():
-            for name in (f"{client}-{number}" for number in range(NUM_READERS)):
-                reader = stack.enter_context(guest.on(client, load_each, store, WEIGHTS, name))
-                readers[name] = reader
-        for reader in readers.values():
-            assert reader.receive() == "ready"
-        before = {client: guest.nfs_read_bytes(client) for client in stores}
-        for version in range(1, NUM_VERSIONS + 1):
-            started, written, done = published(writer, version, *readers)
-            print(f"published in {written - started:.2f} s, applied {done - written:.2f} s later")
-            for reader in readers.values():
-                assert applied(reader, version) == [version]
-        file_bytes = max(file.stat().st_size for file in guest.server_path.rglob("weights-*"))
-        for client in stores:
-            read = guest.nfs_read_bytes(client) - before[client]
-            print(f"{client} read {read / file_bytes / NUM_VERSIONS:.3f} of each file")
-            assert read >= NUM_VERSIONS * WEIGHTS_BYTES
-            assert read <= NUM_VERSIONS * file_bytes + MANY_POLLS_BYTES
-
-
-@IN_SOAKS_ALONE
-@scenario()
-def test_a_version_is_read_once_a_node(guest: Guest) -> None:
-    with contextlib.ExitStack() as stack:
-        clients = ("r", "r2") if is_soak() else ("r",)
-        stores = dict(zip(clients, stack.enter_context(local_stores(*clients)), strict=True))
-        for client, local in stores.items():
-            stack.enter_context(guest.on(client, mirror, local, POLL_INTERVAL_S))
-        require_each_version_read_once(guest, stores)
-
-
-@IN_SOAKS_ALONE
-@scenario()
-def test_without_a_mirror_a_node_reads_a_version_once_too(guest: Guest) -> None:
-    """Its kernel keeps what one rank has read for the others, where there is memory for that."""
-    require_each_version_read_once(guest, {c: guest.path(c) / "store" for c in ("r", "r2")})
 
 
 def mirror_looking(connection: Connection, path: Path, local: Path) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dbuffer
-from dbuffer.format.places import BUFFERS, part_path
+from dbuffer.format.places import BUFFERS
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.moments import die
@@ -100,18 +100,6 @@ def published_by_two(guest: Guest, versions: range, pattern: Pattern) -> None:
 
 @IN_SOAKS_ALONE
 @scenario()
-def test_two_hosts_write_and_a_third_reads_no_mix(guest: Guest) -> None:
-    published_by_two(guest, range(1, NUM_PUBLISHES + 1), WEIGHTS)
-    # Files of old versions went, each with its parts.
-    for buffer in ("A", "B"):
-        names = {path.name for path in (guest.server_path / "store" / buffer).glob("weights-*")}
-        files = {name for name in names if ".r" not in name}
-        assert names == {part for file in files for part in (file, *parts_of(file))}
-        assert len(files) < NUM_PUBLISHES / 2
-
-
-@IN_SOAKS_ALONE
-@scenario()
 def test_two_hosts_write_deltas_and_a_third_reads_no_mix(guest: Guest) -> None:
     """Upon an anchor of which each has written a part; so do those who come after them."""
     last = NUM_PUBLISHES // 3
@@ -122,10 +110,6 @@ def test_two_hosts_write_deltas_and_a_third_reads_no_mix(guest: Guest) -> None:
     assert {found.version for found in manifests if found and found.anchor} == {last - 1, last}
     assert newest(guest.path("r2") / "store", CHANGING) == last
     assert len(list((guest.server_path / "store" / "deltas").iterdir())) > 1
-
-
-def parts_of(file: str) -> list[str]:
-    return [part_path(Path(file), rank).name for rank in range(len(HOSTS))]
 
 
 @scenario()

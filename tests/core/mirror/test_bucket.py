@@ -22,7 +22,7 @@ import dbuffer
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import encode
-from dbuffer.format.objects import POINTER_OBJECT, Content, file_object, version_of
+from dbuffer.format.objects import POINTER_OBJECT, version_of
 from dbuffer.integrations import metrics
 from dbuffer.mirror import bucket as buckets
 from dbuffer.mirror.bucket import NUM_REQUESTS, Bucket
@@ -39,7 +39,6 @@ from tests.support.object_store import (
     FAULTS,
     Answer,
     Exchange,
-    FaultyProxy,
     Hold,
     Request,
     lose_answer,
@@ -170,34 +169,10 @@ def test_an_anchor_is_the_weights_file(remote, bucket):
     assert content == weights_file.read_bytes()
 
 
-def test_only_the_deltas_go_through_the_bucket(remote, local, proxy, bucket_url):
-    """Each delta goes once, although both buffers of the far store need it."""
-    with Way(remote, bucket_url, local, delta=True) as way:
-        way.carry(1, LONG)
-        num_before = len(proxy.requests)
-        sent = way.sender.send(LONG.weights(2))
-        assert_copied(local, LONG, 2)
-        requests = proxy.requests[num_before:]
-        for version in range(3, 7):
-            way.carry(version, LONG)
-        assert way.failures == [0, 0]
-        got = Counter(request.path for request in gets(proxy) if request.path.endswith(".delta"))
-    num_bytes = sum(each.received_bytes + each.sent_bytes for each in requests)
-    assert num_bytes < 3 * sent.delta_bytes + 30_000 < LONG_BYTES / 4
-    assert list(got.values()) == [1] * 5
-
-
-LONG_BYTES = 9 * 8 * (1 << 14)
-
-
 def anchors_in(bucket: Bucket) -> list[int]:
     """Return the numbers of the anchors of which parts are in a bucket."""
     versions = [version_of(name) for name in bucket.list("") if name.endswith(".weights")]
     return sorted({version.number for version in versions if version is not None})
-
-
-def gets(proxy: FaultyProxy) -> list[Request]:
-    return [request for request in proxy.requests if request.method == "GET"]
 
 
 def test_another_layout_is_an_anchor_of_its_own(remote, local, bucket_url):
@@ -226,22 +201,6 @@ def test_a_long_chain_ends_with_a_new_anchor(remote, local, bucket, monkeypatch)
 
 
 # Readers
-
-
-def test_late_readers(remote, local, bucket, timing):
-    """One takes the anchor and the deltas; one that fell behind begins at the newest anchor."""
-    with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
-        with mirror(remote, bucket.url) as up:
-            send(sender, up, 1, 2, 3, 4)
-        with mirror(bucket.url, local):
-            assert_copied(local, LONG, 4)
-    timing.bucket_grace_s, timing.bucket_heartbeat_s = 0.0, 0.05
-    last = KEEP_ANCHORS + 6
-    with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
-        send(sender, up, *range(5, last + 1))
-        until("others are deleted", lambda: anchors_in(bucket) == [last - 1, last])
-    with mirror(bucket.url, local):
-        assert_copied(local, LONG, last)
 
 
 def test_a_version_that_goes_while_it_is_read_is_replaced_by_a_newer_one(
@@ -331,32 +290,6 @@ def test_a_mirror_that_stands_by_waits_for_a_server_that_is_away(remote, local, 
             assert second.is_elected
 
 
-@pytest.mark.parametrize("does_publish", [False, True], ids=["goes back", "forks"])
-def test_a_backup_in_place_of_the_store(remote, local, bucket, does_publish, caplog):
-    """Of a version that was lost, none of the same number is taken for it."""
-    with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
-        send(sender, up, 1)
-        backup = shutil.copytree(remote, remote.with_name("backup"))
-        send(sender, up, 2)
-    lost = newest_version(bucket)
-    shutil.rmtree(remote)
-    backup.rename(remote)
-    with contextlib.ExitStack() as stack:
-        sender = stack.enter_context(dbuffer.WeightSender(remote, checksum=True))
-        if does_publish:
-            assert sender.send(OTHER.weights(2)).version == 2
-        up = stack.enter_context(mirror(remote, bucket.url))
-        if not does_publish:
-            until("it is told", lambda: "went back" in caplog.text)
-            up.wait_until_current(TIMEOUT_S)
-            assert newest_version(bucket).id == lost.id, "what the source has lost stays"
-            assert sender.send(OTHER.weights(2)).version == 2
-        up.wait_until_current(TIMEOUT_S)
-        assert newest_version(bucket).id == DoubleBuffer(remote).pointer().id != lost.id
-    with mirror(bucket.url, local):
-        assert_copied(local, OTHER, 2)
-
-
 # Writers
 
 
@@ -372,22 +305,6 @@ def test_the_mirror_that_was_started_last_is_the_writer(remote, bucket, caplog):
             send(sender, second, 3)
             assert newest_version(bucket).id.number == 3
     assert "has ended" in caplog.text
-
-
-def test_a_late_record_replaces_no_newer_one(remote, proxy, bucket_url, bucket):
-    """A mirror's put of version 2 comes after another mirror has put version 3."""
-    held = Hold()
-    with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket_url) as first:
-        send(sender, first, 1, pattern=SMALL)
-        proxy.inject(held, when=lambda each: each.method == "PUT" and "/CURRENT" in each.path)
-        sender.send(SMALL.weights(2))
-        held.wait()
-        with mirror(remote, bucket_url) as second:
-            second.wait_until_current(TIMEOUT_S)
-            send(sender, second, 3, pattern=SMALL)
-            held.release()
-            until("the first one has ended", lambda: first.error is not None)
-            assert newest_version(bucket).id.number == 3
 
 
 def test_a_record_of_the_writer_before_that_is_put_back_ends_no_mirror(remote, bucket, timing):
@@ -881,25 +798,70 @@ def test_each_poll_of_a_mirror_has_an_interval_of_its_own(bucket_url, tmp_path, 
         until("three intervals", lambda: uniform.mock_calls.count(call(0.75, 1.25)) >= 3)
 
 
-def test_a_mirror_that_is_started_again_deletes_what_was_not_needed_for_long(
-    remote, bucket, timing
-):
-    """It does so after a time without mirrors, and deletes a late file of an overtaken mirror."""
-    late = file_object(VersionId("0" * 16, 9), "weights", Content(4, "0" * 16)).name
-    bucket.put(late, b"late")
+# Costs, as `docs/object-storage.md` has them
 
-    def put(*versions: int) -> list[int]:
-        for version in versions:
-            with mirror(remote, bucket.url) as up:
-                send(sender, up, version, pattern=SMALL)
-        return [number for number in anchors_in(bucket) if number != 9]
+RECORD_BYTES = 4000
+"""Bound of the sizes of a version's record, of a mirror's records, and of a footer."""
+IDLE_S = 3.0
+IDLE_LIST_S = 0.3
+IDLE = {"poll", "list of records", "get of records"}
+"""Kinds of requests that mirrors repeat at intervals."""
 
-    with dbuffer.WeightSender(remote, checksum=True) as sender:
-        one, two, three, four = put(1, 2, 3, 4)
-        time.sleep(2.1)  # by the service's clock, which has whole seconds
-        five = put(5)[-1]
-        assert one < two < three < four < five
-        assert late in bucket.list("")
-        timing.bucket_grace_s = 1.5
-        assert put(6)[:-1] == [four, five]
-    assert late not in bucket.list("")
+
+def kind_of(request: Request) -> str:
+    if "list-type" in request.query:
+        return "list of records"
+    if request.path.endswith("/CURRENT"):
+        is_poll = request.method == "GET" and request.sent_bytes == 0
+        return "poll" if is_poll else f"{request.method.lower()} of the version"
+    what = "records" if "/receivers/" in request.path else "a file"
+    return f"{request.method.lower()} of {what}"
+
+
+def count_kinds(requests: list[Request]) -> Counter[str]:
+    return Counter(map(kind_of, requests))
+
+
+@pytest.mark.timing(bucket_records_s=1.0, bucket_heartbeat_s=2.0)
+@pytest.mark.parametrize(("delta", "num_gets"), [(False, 6), (True, 1)], ids=["anchor", "delta"])
+def test_requests_and_bytes_of_a_version(remote, local, proxy, bucket_url, delta, num_gets):
+    """A weights file is got in five ranges and a request for its checksums."""
+    far = DoubleBuffer(local)
+    with Way(remote, bucket_url, local, delta=delta) as way:
+        for count in (1, 2, 3):  # the first two go into both buffers of the far store
+            before = len(proxy.requests)
+            sent = way.sender.send(LONG.weights(count))
+
+            def has_arrived(before: int = before, sent: dbuffer.Publication = sent) -> bool:
+                pointer = far.newest_pointer() if far.exists() else None
+                kinds = count_kinds(proxy.requests[before:])
+                return pointer is not None and pointer.id == sent.id and kinds["put of records"] > 0
+
+            until("it has arrived, and is acknowledged", has_arrived)
+        requests = [each for each in proxy.requests[before:] if kind_of(each) not in IDLE]
+    assert count_kinds(requests) == {
+        "put of a file": 1,
+        "put of the version": 1,
+        "get of the version": 1,
+        "get of a file": num_gets,
+        "put of records": 1,
+    }
+    num_bytes = sum(each.received_bytes + each.sent_bytes for each in requests)
+    file_bytes = sent.delta_bytes or manifest_of(remote).file_bytes
+    assert 2 * file_bytes < num_bytes < 2 * file_bytes + 4 * RECORD_BYTES
+
+
+@pytest.mark.timing(bucket_list_s=IDLE_LIST_S, bucket_records_s=0.1)
+def test_requests_of_idle_mirrors(remote, local, proxy, bucket_url):
+    with Way(remote, bucket_url, local) as way:
+        way.carry(1)
+        time.sleep(1.0)  # until the records have been relayed
+        before = len(proxy.requests)
+        time.sleep(IDLE_S)
+        requests = proxy.requests[before:]
+    kinds = count_kinds(requests)
+    assert kinds.keys() <= {"poll", "list of records"}
+    assert kinds["poll"] <= IDLE_S / (0.75 * POLL_S) + 1
+    assert kinds["list of records"] <= IDLE_S / IDLE_LIST_S + 1
+    assert min(kinds.values()) >= 3
+    assert max(each.sent_bytes for each in requests) < RECORD_BYTES

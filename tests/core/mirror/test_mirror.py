@@ -253,20 +253,6 @@ def test_a_version_is_the_same_in_the_mirror(remote, local, checksum):
         assert (ours.id, ours.metadata) == (theirs.id, theirs.metadata)
 
 
-def test_layouts_may_change(remote, local, mount):
-    with dbuffer.WeightSender(remote, checksum=True) as sender, quick(remote, local).start() as one:
-        for version, pattern in enumerate((SMALL, OTHER, OTHER, SMALL, LONG, SMALL, SMALL), 1):
-            sender.send(pattern.weights(version))
-            arrives(one, local, version, LONG)
-            if mount == "network":  # each version has a file of its own, which is not mapped
-                assert str(local) not in Path("/proc/self/maps").read_text()
-    if mount == "network":
-        assert not DoubleBuffer(local).medium.maps_files
-        assert DoubleBuffer(local).manifest("A").is_final
-    else:
-        assert_tidy(local)
-
-
 def is_current(remote: Path, local: Path) -> bool:
     """Whether both stores have the same newest version, or none."""
     return newest_id(remote) == newest_id(local)
@@ -411,9 +397,12 @@ def test_deltas_are_copied_with_whole_versions(remote, local, changing, mount, m
                 there, here = (store / "deltas" / f"{name}.delta" for store in (remote, local))
                 if there.exists():
                     assert there.read_bytes() == here.read_bytes()
-    if mount == "local":
-        assert read.call_count == 2, "two whole copies, one for each buffer; then what changed"
-        assert_tidy(local)
+        if mount == "network":  # each version has a file of its own, which is not mapped
+            assert DoubleBuffer(local).manifest("A").is_final
+            assert str(local) not in Path("/proc/self/maps").read_text()
+        else:
+            assert read.call_count == 2, "two whole copies, one for each buffer; then what changed"
+            assert_tidy(local)
 
 
 def test_versions_that_were_skipped_have_their_deltas_too(remote, local, changing):
@@ -1115,14 +1104,20 @@ def command(tmp_path: Path) -> Callable[..., Command]:
 
 
 def test_the_command_copies_and_ends(remote, local, command):
+    port = free_port()
     publish(remote, 1)
-    with command(remote, local, "--json", "--poll-interval-s", 0.05) as process:
+    options = ("--json", "--poll-interval-s", 0.05, "--metrics-port", port)
+    with command(remote, local, *options) as process:
         first = json.loads(process.line(0))
         assert (first["version"], first["num_tensors"], first["num_bytes"]) == (1, 8, 16384)
         assert first["duration_s"] > 0
         for version in (2, 3):
             publish(remote, version)
             assert json.loads(process.line(version - 1))["version"] == version
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=SOON_S) as answer:
+            text = answer.read().decode()
+        assert "dbuffer_mirror_version 3.0" in text
+        assert "dbuffer_mirror_elected 1.0" in text
         process.signal(signal.SIGTERM)
         code, out, err = process.communicate()
         assert (code, out.count("\n"), err) == (-signal.SIGTERM, 3, "")
@@ -1137,21 +1132,6 @@ def test_the_command_counts_and_says_what_was_wrong(remote, local, command):
         assert (code, out[:22]) == (0, "version 1: 8 tensors, "), err
         wrong = f"dbuffer: {remote} and {remote} are one directory: there is nothing to mirror\n"
         assert same.communicate() == (2, "", wrong)
-
-
-def test_the_command_serves_metrics(remote, local, command):
-    port = free_port()
-    publish(remote, 3)
-    with command(remote, local, "--json", "--metrics-port", port) as process:
-        assert json.loads(process.line(0))["version"] == 3
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{port}/metrics", timeout=TIMEOUT_S
-        ) as answer:
-            text = answer.read().decode()
-        assert "dbuffer_mirror_version 3.0" in text
-        assert "dbuffer_mirror_elected 1.0" in text
-        process.signal(signal.SIGTERM)
-        assert process.wait() == -signal.SIGTERM
 
 
 def test_a_version_is_not_published_again_where_its_commit_failed_too_late(

@@ -124,6 +124,9 @@ def places(directory: Path) -> Path:
         (2, "status store --watch --json", "--watch"),
         (2, "status store --watch --check", "--watch"),
         (2, "status store --watch", "--watch needs a terminal"),
+        (2, "publish checkpoint x --watch --version 3", "--watch excludes --version"),
+        (2, "publish checkpoint x --count 1", "--count needs --watch"),
+        (2, f"publish checkpoint/{FILE} x --watch", "--watch needs a directory, and "),
         # Arguments that are not what they should be.
         (2, "publish store checkpoint", "did you swap CHECKPOINT and STORE?"),
         (2, "publish checkpoint checkpoint", "name a directory of the store's own"),

@@ -105,12 +105,6 @@ def test_a_directory_that_is_written_over(watch, out):
         assert watch.version_of(number) == (number + 1, None)
 
 
-def test_a_checkpoint_that_is_renamed_into_place(watch, out):
-    save(out / "tmp-checkpoint-7", 7)
-    (out / "tmp-checkpoint-7").rename(out / "checkpoint-7")
-    assert watch.version_of(0) == (7, 7)
-
-
 def test_all_that_are_there_are_published_in_the_order_of_saves(out, store):
     for number in (9, 10, 8):
         save(out / f"checkpoint-{number}", number)
@@ -176,16 +170,6 @@ def test_a_save_over_another_one_whose_writer_was_killed_is_refused_and_told(
     assert said in watch.refusal(2)
     save(out, 4)
     assert watch.version_of(1) == (4, None)
-
-
-def test_a_mix_is_refused_by_a_command_that_was_started_after_it(out, store):
-    save(out, 1)
-    kill_writer(out, 2)
-    watch = Watch(out, store)
-    with watch.command:
-        assert "may be from another save" in watch.refusal()
-        save(out, 3)
-        assert watch.version_of(0) == (3, None)
 
 
 def test_files_that_the_index_names_and_that_are_missing_are_told(watch, out):
@@ -274,17 +258,3 @@ def test_a_problem_that_stays_is_told_once(caplog, monkeypatch, out, store):
         watching.result()
     [told] = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert f"has several files, but no {INDEX}" in told
-
-
-def test_options_that_have_no_effect_are_refused(capsys, out, store):
-    for options in (["--watch", "--version", 3], ["--count", 1]):
-        assert call(capsys, "publish", out, store, *options)[0] == 2
-    assert not store.exists()
-
-
-def test_a_file_is_not_watched(capsys, tmp_path, store):
-    save_file(shards(1)[0], tmp_path / FILES[0])
-    code, _, errors = call(capsys, "publish", "--watch", tmp_path / FILES[0], store, "--count", 1)
-    assert code == 2
-    assert f"--watch needs a directory, and {tmp_path / FILES[0]} is a file" in errors
-    assert not store.exists()

@@ -73,21 +73,6 @@ def test_rules_come_back_from_what_a_file_holds(rules):
     )
 
 
-def test_a_map_builds_the_rules_that_a_file_holds(tmp_path):
-    rules = [
-        {"name": "a", "to": "b"},
-        {"prefix": "model.", "to": ""},
-        {"pattern": r"h\.(\d+)\.(.*)\.gamma", "to": r"layers.\1.\2.weight"},
-    ]
-    names = NameMap.read(write(tmp_path / "names.json", {"rules": rules}))
-    built = NameMap().exact("a", "b").prefix("model.", "")
-    built = built.pattern(r"h\.(\d+)\.(.*)\.gamma", r"layers.\1.\2.weight")
-    assert names.rules == built.rules
-    for pattern, to in (("(", ""), ("(a)", r"\2"), ("a", r"\g<x>")):
-        with pytest.raises(dbuffer.OptionError):
-            names.pattern(pattern, to)
-
-
 def write(path, content):
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
@@ -253,6 +238,8 @@ def test_a_map_that_was_used_is_pickled():
 def test_a_file_has_every_kind_of_rule(tmp_path):
     rules = [
         {"preset": "actor."},
+        {"name": "a", "to": "b"},
+        {"pattern": r"h\.(\d+)\.gamma", "to": r"layers.\1.weight"},
         {"part": "base_layer", "to": ""},
         {"split": "*.qkv", "to": ["*.q", "*.k"], "dim": 1},
         {"split": "*.kv", "to": ["*.k", "*.v"]},
@@ -260,8 +247,10 @@ def test_a_file_has_every_kind_of_rule(tmp_path):
         {"transpose": "a", "dims": [1, 2]},
     ]
     names = NameMap.read(write(tmp_path / "rules.json", {"rules": rules}))
+    built = NameMap().prefix("actor.", "").exact("a", "b")
+    built = built.pattern(r"h\.(\d+)\.gamma", r"layers.\1.weight")
     assert names.rules == (
-        Rule("prefix", "actor.", ""),
+        *built.rules,
         Rule("part", "base_layer", ""),
         Rule("split", "*.qkv", ("*.q", "*.k"), (1,)),
         Rule("split", "*.kv", ("*.k", "*.v"), (0,)),
@@ -272,3 +261,6 @@ def test_a_file_has_every_kind_of_rule(tmp_path):
         NameMap.parse({"rules": [json.loads(str(rule)) for rule in names.rules]}, "here").rules
         == names.rules
     )
+    for pattern, to in (("(", ""), ("(a)", r"\2"), ("a", r"\g<x>")):
+        with pytest.raises(dbuffer.OptionError):
+            names.pattern(pattern, to)
