@@ -63,12 +63,10 @@ class Mirror(Closing, ProcessBound):
         num_threads: threads that read. Default: this process's cores, at most 8.
         reader_timeout_s: how long to wait for local receivers that still read the buffer that the
             next version goes into.
-        allow_shared_store: accept directories that belong to another user, or that other users can
-            write to.
-        on_copied: called in the mirror's thread after each version was published; receivers can
-            read the version before the call. :attr:`version` and :meth:`wait_until_current` count
-            the version as copied only after the call has returned. The publication's
-            ``duration_s`` is the time of the copy. If the call raises, the mirror ends.
+        allow_shared_store: accept directories that other users own or can write to.
+        on_copied: called in the mirror's thread after each version was published. :attr:`version`
+            and :meth:`wait_until_current` count the version as copied only after the call has
+            returned. If the call raises, the mirror ends.
 
     Raises:
         OptionError: an option is invalid.
@@ -128,10 +126,7 @@ class Mirror(Closing, ProcessBound):
 
     @property
     def requests(self) -> dict[str, int]:
-        """Number of requests to the bucket, by kind: get, put, list, delete.
-
-        Retries of a part's upload are not counted.
-        """
+        """Number of requests to the bucket, by kind, without retries of a part's upload."""
         return {} if self._bucket is None else dict(self._bucket.requests)
 
     def start(self) -> Self:
@@ -144,10 +139,8 @@ class Mirror(Closing, ProcessBound):
             OptionError: the local store is a sender's.
             WaitTimeoutError: for 10 s the local store has held versions of another run, and no
                 mirror has been replacing them.
-            NotReadyError: the mirror already runs.
-            StoreAccessError, StoreCorruptError: for 10 s the mirror could not compare the two
-                stores.
-            ClosedError: the mirror was closed.
+            StoreAccessError, StoreCorruptError: for 10 s the mirror could not compare the stores.
+            ClosedError, NotReadyError: the mirror was closed, or already runs.
         """
         thread = self._begin()
         try:
@@ -160,17 +153,13 @@ class Mirror(Closing, ProcessBound):
     def run(self, stop_event: threading.Event | None = None) -> None:
         """Mirror until :meth:`close` is called or ``stop_event`` is set.
 
-        Transient errors (a broken network, a full disk, a damaged version, an emptied store) are
-        logged, reported in the remote store, and retried with backoff.
-
-        Args:
-            stop_event: closes the mirror when it is set; :meth:`close` sets it, too.
+        :meth:`close` sets ``stop_event``, too. Transient errors (a broken network, a full disk, a
+        damaged version, an emptied store) are logged, reported in the remote store, and retried.
 
         Raises:
             OptionError: the local store is a sender's, or both paths are the same store.
             WriterSupersededError: another writer took the local store over.
-            ClosedError: the mirror was closed.
-            NotReadyError: the mirror already runs.
+            ClosedError, NotReadyError: the mirror was closed, or already runs.
         """
         thread = self._begin(stop_event, is_awaited=True)
         try:
@@ -229,7 +218,6 @@ class Mirror(Closing, ProcessBound):
         this method in ``on_copied``.
 
         Raises:
-            OptionError: ``timeout_s`` is invalid.
             WaitTimeoutError: the version was not copied within ``timeout_s``.
             DBufferError: the error that ended this mirror.
         """

@@ -236,15 +236,10 @@ class StoreTarget:
         if writer is not None:
             writer.close()
 
-    def check(self) -> None:
-        """Do nothing: while this mirror has the lock, no other process writes."""
+    def check(self) -> None: ...  # while this mirror has the lock, no other process writes
 
     def copy(self, opened: OpenUpstream, receiver: UpstreamReceiver) -> Publication:
-        """Publish a copy of an open version.
-
-        Raises:
-            OvertakenError: a sender overwrote the version.
-        """
+        """Publish a copy of an open version."""
         assert self._writer is not None  # noqa: S101 - it is open
         started, manifest = time.monotonic(), opened.manifest
         if self._layout is None or self._layout.xxh3 != manifest.layout_xxh3:

@@ -107,17 +107,10 @@ class BucketTarget:
             )
         self._take_over()
 
-    def close(self) -> None:
-        """Do nothing: another mirror can take over at any time."""
+    def close(self) -> None: ...
 
     def copy(self, opened: OpenUpstream, receiver: UpstreamReceiver) -> Publication:
-        """Publish an open version in the bucket.
-
-        Raises:
-            OvertakenError: the sender overwrote the version.
-            WriterSupersededError: another mirror has put the record.
-            StoreCorruptError: the record was deleted, or replaced by an earlier one.
-        """
+        """Publish an open version in the bucket."""
         if self._last is None:
             self._take_over()
         started, manifest = time.monotonic(), opened.manifest
@@ -142,12 +135,7 @@ class BucketTarget:
         return Publication.of(manifest.id, layout, started, delta_bytes or None)
 
     def check(self) -> None:
-        """Check that the bucket holds the version that this mirror has put last.
-
-        Raises:
-            WriterSupersededError: another mirror has put the record.
-            StoreCorruptError: an object is missing, or the record was replaced by an earlier one.
-        """
+        """Check that the bucket holds the version that this mirror has put last."""
         if self._last is not None:
             self._take_over(self._last)
 
