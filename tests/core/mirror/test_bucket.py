@@ -22,7 +22,7 @@ import dbuffer
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import encode
-from dbuffer.format.objects import POINTER_OBJECT, version_of
+from dbuffer.format.objects import POINTER_OBJECT, Content, file_object, version_of
 from dbuffer.integrations import metrics
 from dbuffer.mirror import bucket as buckets
 from dbuffer.mirror.bucket import NUM_REQUESTS, Bucket
@@ -554,6 +554,7 @@ def test_old_objects_of_the_mirror_are_deleted_and_no_others(remote, bucket, tim
     ]
     for name in others:
         bucket.put(name, b"mine")
+    bucket.put(file_object(VersionId(run, 9), "weights", Content(4, run)).name, b"of another run")
     beside = [Bucket(f"{bucket.url}{end}") for end in ("-2", ".txt")]
     for each in beside:
         each.put("CURRENT", b"mine")
