@@ -22,7 +22,6 @@ from dbuffer.format.layout import Layout, digest
 from dbuffer.format.lineage import Count, Token, VersionId
 from dbuffer.format.manifest import Record, decodable, decode, encode
 from dbuffer.runtime.extras import needed_for
-from dbuffer.runtime.lazy import cached_property
 
 MAGIC = b"dbufdelt"
 DELTA_FORMAT = 1
@@ -77,17 +76,12 @@ class DeltaHeader:
 
     record: DeltaRecord
     layout: Layout
-    header_bytes: int
+    places: list[int]
+    """Offset of each chunk in the file, in bytes. The last item is the size of the file."""
 
     @property
     def chunks(self) -> list[Chunk]:
         return self.record.chunks
-
-    @cached_property
-    def places(self) -> list[int]:
-        """Offset of each chunk in the file, in bytes. The last item is the size of the file."""
-        stored = (chunk.stored_bytes for chunk in self.chunks)
-        return list(itertools.accumulate(stored, initial=self.header_bytes))
 
 
 def encode_header(record: DeltaRecord) -> bytes:
@@ -140,7 +134,9 @@ def decode_header(
     if any(index >= following for index, following in itertools.pairwise(indices)):
         raise StoreCorruptError("delta: its tensors are out of order, or not in the layout")
     _check_chunks(record.chunks, layout)
-    return DeltaHeader(record, layout, PREFIX_BYTES + stored_bytes)
+    chunks_bytes = (chunk.stored_bytes for chunk in record.chunks)
+    places = itertools.accumulate(chunks_bytes, initial=PREFIX_BYTES + stored_bytes)
+    return DeltaHeader(record, layout, list(places))
 
 
 def _check_chunks(chunks: list[Chunk], layout: Layout) -> None:

@@ -12,6 +12,7 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -32,12 +33,24 @@ from dbuffer.format.lineage import (
     relation,
 )
 from dbuffer.format.places import BUFFERS, WEIGHTS_FILE
+from dbuffer.runtime.trouble import TranslatedErrors
 
 FORMAT = 1
 """Version of the on-disk format. No other version is read."""
 
 UNDECODABLE = (StoreCorruptError, UnsupportedError)
 """Errors of a file that is damaged, or has another format."""
+
+
+def naming(path: Path | str) -> TranslatedErrors:
+    """Put a file's name in front of the messages of decoding errors."""
+
+    def translate(error: BaseException) -> None:
+        if isinstance(error, UNDECODABLE):
+            raise type(error)(f"{path}: {error}") from None
+
+    return TranslatedErrors(translate)
+
 
 MAX_RECORD_BYTES = 1 << 20
 """Most bytes of a record. This limits the bytes that a reader loads from a hostile store."""
@@ -61,7 +74,7 @@ _WeightsFile = Annotated[str, Meta(pattern=rf"^{WEIGHTS_FILE.pattern}\Z")]
 RecordT = TypeVar("RecordT", bound="Record")
 
 _FILE_FIELDS = (
-    *("file", "file_bytes", "num_tensors", "num_bytes", "layout_offset", "layout_bytes"),
+    *("file_bytes", "num_tensors", "num_bytes", "layout_offset", "layout_bytes"),
     *("layout_xxh3", "checksums_offset", "checksums_xxh3"),
 )
 
@@ -193,7 +206,8 @@ class Manifest(Versioned, frozen=True, kw_only=True):
 
     @property
     def of_file(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _FILE_FIELDS if name != "file"}
+        """Fields that describe the weights file, except its name."""
+        return {name: getattr(self, name) for name in _FILE_FIELDS}
 
     @property
     def file_version(self) -> VersionId:

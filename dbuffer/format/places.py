@@ -31,10 +31,6 @@ WEIGHTS_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td")
 _DELTA_FILE = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}\.delta")
 
 
-def record_file(receiver_id: str, token: str) -> str:
-    return f"{receiver_id}.{token}.json"
-
-
 def receiver_of(name: str) -> str | None:
     """Return the id of the receiver whose record has this file name, or None for other names."""
     match = _RECORD_FILE.fullmatch(name)
@@ -53,10 +49,6 @@ def version_file(name: str) -> str:
 
 def is_weights_file(name: str) -> bool:
     return WEIGHTS_FILE.fullmatch(version_file(name)) is not None
-
-
-def delta_file(version: VersionId) -> str:
-    return f"{version}.delta"
 
 
 def is_delta_file(name: str) -> bool:

@@ -13,13 +13,12 @@ from dbuffer.errors import StoreCorruptError
 from dbuffer.format.delta import DeltaHeader, decode_header
 from dbuffer.format.layout import Layout, digest
 from dbuffer.format.lineage import VersionId
-from dbuffer.format.manifest import UNDECODABLE
+from dbuffer.format.manifest import naming
 from dbuffer.format.ranges import Integers
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import ReadChunk, apply_delta, changed_places, elements_at
 from dbuffer.io.tensors import FileTensors, unpack_checksums
 from dbuffer.io.transfer import read_tensors
-from dbuffer.runtime.trouble import TranslatedErrors
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.open_version import OpenStoreVersion, OpenVersion
@@ -112,7 +111,7 @@ class ChainReader:
         The delta is closed again: a chain may have more deltas than a process may open files.
         """
         path, file = self._opened.open_delta(version)
-        with file, _naming(path):
+        with file, naming(path):
             if version not in self._headers:
                 self._headers[version] = self._read_header(path, file, version)
             header = self._headers[version]
@@ -134,14 +133,6 @@ class ChainReader:
                 f"{version}; publish again to replace it"
             )
         return header
-
-
-def _naming(path: Path | str) -> TranslatedErrors:
-    def translate(error: BaseException) -> None:
-        if isinstance(error, UNDECODABLE):
-            raise type(error)(f"{path}: {error}") from None
-
-    return TranslatedErrors(translate)
 
 
 def _read_at(path: Path | str, file: Descriptor, offset: int, num_bytes: int) -> bytes:

@@ -221,7 +221,9 @@ class Draft:
                     self.claim.weights, self.path, layout, elements, copier, hashed=self.hashed
                 )
         elif self.is_mapped:
-            copier.copy_tensors(part.views_in(self.mapped.views, numbers), elements)
+            boxes = [part.boxes[number] for number in numbers]
+            views = [box.of(self.mapped.views[box.tensor]) for box in boxes]
+            copier.copy_tensors(views, elements)
         elif numbers:
             file = self._file_to_write()
 

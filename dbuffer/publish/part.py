@@ -38,12 +38,6 @@ class Part:
             layout.offsets[box.tensor] + file_offset(box, specs[box.tensor]) for box in self.boxes
         ]
 
-    def views_in(
-        self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]
-    ) -> list[torch.Tensor]:
-        boxes = [self.boxes[number] for number in numbers]
-        return [box.of(tensors[box.tensor]) for box in boxes]
-
     def local_boxes(self, source: Source) -> Iterator[tuple[Sequence[int], list[torch.Tensor]]]:
         """Yield the numbers of boxes that this rank holds, with their elements.
 

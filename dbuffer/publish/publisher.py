@@ -33,12 +33,13 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Lag
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import KeptMappings
+from dbuffer.publish.assignment import Assignment, layout_in_parts
 from dbuffer.publish.draft import Draft, Progress, counter, fill
 from dbuffer.publish.part import Part
 from dbuffer.ranks.world import World
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
-from dbuffer.store.acknowledgements import receiver_lags
+from dbuffer.store.acknowledgements import receiver_lags, wait_applied
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.sources import Source
@@ -115,6 +116,8 @@ class Publisher(Closing, ProcessBound):
         self._rewrites_files = rewrites_files
         self._hashed = hashed
         self._deltas: Deltas | None = None
+        self._assignment: Assignment | None = None
+        """Boxes that each rank writes, if there are other ranks."""
         self._part: Part | None = None
         self._layout: Layout | None = None
         if has_deltas:
@@ -169,7 +172,14 @@ class Publisher(Closing, ProcessBound):
                     if options.seconds("timeout_s", timeout_s) >= world.timeout_s:
                         limit = f"rank_timeout_s + reader_timeout_s, {world.timeout_s:g} s here"
                         options.refuse("timeout_s", timeout_s, f"less than {limit}")
-                    self._writer.wait_applied(version, receivers, timeout_s)
+                    wait_applied(
+                        self._buffers,
+                        version,
+                        receivers,
+                        timeout_s=timeout_s,
+                        writer=self._writer.record,
+                        written_before=self._writer.written_before,
+                    )
 
     def receiver_lags(self) -> dict[str, Lag]:
         """Return the lags of living receivers behind the newest version, by their ids.
@@ -234,19 +244,16 @@ class Publisher(Closing, ProcessBound):
     def _layout_of(self, source: Source) -> Layout:
         last = self._layout
         if last is None or (last.specs, last.aliases) != (source.specs, source.aliases):
-            self._layout = last = self._make_layout(source)
+            last = Layout.of(source.specs, source.aliases)
+            if self._assignment is not None and not self._maps_files:
+                last = layout_in_parts(last, self._assignment)
+            self._layout = last
         return last
-
-    def _make_layout(self, source: Source) -> Layout:
-        return Layout.of(source.specs, source.aliases)
 
     @property
     def _writer(self) -> BufferWriter:
         assert self._writer_on_0 is not None  # noqa: S101
         return self._writer_on_0
-
-    def _make_part(self, layout: Layout) -> Part:
-        return Part(layout)
 
     def _part_of(self, layout: Layout | None) -> Part | None:
         """Return this rank's part of a version: the last part again, if the layout is the same."""
@@ -255,7 +262,7 @@ class Publisher(Closing, ProcessBound):
             self._part = None
         # Compared by content: equal layouts may be one object on one rank, and two on another.
         elif last is None or (last.whole is not layout and last.whole.xxh3 != layout.xxh3):
-            self._part = self._make_part(layout)
+            self._part = Part(layout, self._assignment, self._world.rank)
         return self._part
 
     def _publish(

@@ -17,12 +17,10 @@ import torch
 from torch import distributed
 
 from dbuffer.errors import InvalidWeightsError, OptionError, StoreAccessError
-from dbuffer.format.layout import Layout
 from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
-from dbuffer.publish.assignment import Assignment, layout_in_parts
+from dbuffer.publish.assignment import Assignment
 from dbuffer.publish.draft import checked_metadata
 from dbuffer.publish.inventory import Inventory, join, take_inventory
-from dbuffer.publish.part import Part
 from dbuffer.publish.publisher import Publication, Publisher
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.ranks.agreement import Agreement
@@ -60,6 +58,7 @@ class ShardedWeightSender(Publisher):
     """
 
     _world: Agreement
+    _assignment: Assignment
     _closed_message = (
         "this sender of {store} is closed, has lost a rank, or was made before a fork; make a new "
         "one"
@@ -156,9 +155,6 @@ class ShardedWeightSender(Publisher):
             layout = self._layout_of(source)
             return self._publish(started, source, layout, number, checked)
 
-    def _make_part(self, layout: Layout) -> Part:
-        return Part(layout, self._assignment, self._world.rank)
-
     def _describe(
         self,
         weights: Weights,
@@ -201,10 +197,6 @@ class ShardedWeightSender(Publisher):
                 self._deltas.forget("ranks hold other tensors than in the last version")
             self._part = self._layout = None
         return self._placed(source), number, checked
-
-    def _make_layout(self, source: Source) -> Layout:
-        layout = super()._make_layout(source)
-        return layout if self._maps_files else layout_in_parts(layout, self._assignment)
 
     def _placed(self, source: Source) -> Source:
         joined = self._assignment

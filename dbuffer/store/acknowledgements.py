@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from dbuffer.errors import ReceiverFailedError, WaitTimeoutError
@@ -72,86 +73,82 @@ def receiver_lags(store: DoubleBuffer) -> dict[str, Lag]:
     return lags
 
 
+@dataclass(slots=True)
 class _Wait:
-    def __init__(
-        self,
-        store: DoubleBuffer,
-        version: int,
-        names: set[str] | None,
-        written_before: Mapping[tuple[str, str], float],
-    ) -> None:
-        self._store = store
-        self._version = version
-        self._names = names
-        self._written_before = written_before
-        self._newest: Lineage | None = None
-        self._counted: dict[str, list[ReceiverRecord]] = {}
-        self._ranks: Mapping[tuple[str, str], Sequence[ReceiverRecord]] = {}
-        self._noted_at: dict[tuple[str, str, str], float] = {}
+    store: DoubleBuffer
+    version: int
+    names: set[str] | None
+    """Ids of the receivers to wait for, or None for any."""
+    written_before: Mapping[tuple[str, str], float]
+    newest: Lineage | None = None
+    counted: dict[str, list[ReceiverRecord]] = field(default_factory=dict)
+    ranks: Mapping[tuple[str, str], Sequence[ReceiverRecord]] = field(default_factory=dict)
+    noted_at: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    """Time at which a receiver was first seen in a state, by its id, token and the state."""
 
     def look(self, writer: WriterRecord) -> int:
         """Read all records; return how many of the receivers have applied the version."""
-        records = self._store.receivers()
+        records = self.store.receivers()
         # Read after the records: versions that receivers have applied lead to this one.
-        pointer = self._store.newest_pointer()
-        self._newest = None if pointer is None else pointer.lineage
-        self._store.require_writer(writer)  # the records are of its versions, or of earlier ones
+        pointer = self.store.newest_pointer()
+        self.newest = None if pointer is None else pointer.lineage
+        self.store.require_writer(writer)  # the records are of its versions, or of earlier ones
         # The engine's record acknowledges; its ranks' records only name staged versions.
         by_id: defaultdict[str, list[ReceiverRecord]] = defaultdict(list)
         ranks: defaultdict[tuple[str, str], list[ReceiverRecord]] = defaultdict(list)
         for record in records:
             if record.part_of is not None:
                 ranks[record.part_of, record.token].append(record)
-            elif self._names is None or record.receiver in self._names:
+            elif self.names is None or record.receiver in self.names:
                 by_id[record.receiver].append(record)
-        self._ranks = ranks
-        self._counted = {name: self._counting(of_id) for name, of_id in by_id.items()}
-        applied = [list(map(self._has_applied, of_id)) for of_id in self._counted.values()]
-        return sum(map(sum, applied)) if self._names is None else sum(map(all, applied))
+        self.ranks = ranks
+        self.counted = {name: self._counting(of_id) for name, of_id in by_id.items()}
+        applied = [list(map(self._has_applied, of_id)) for of_id in self.counted.values()]
+        return sum(map(sum, applied)) if self.names is None else sum(map(all, applied))
 
     def _has_applied(self, record: ReceiverRecord) -> bool:
-        if self._version == 0:
+        if self.version == 0:
             return True
-        return self._newest is not None and self._newest.has_since(self._version, record.applied)
+        return self.newest is not None and self.newest.has_since(self.version, record.applied)
 
     def _counting(self, records: list[ReceiverRecord]) -> list[ReceiverRecord]:
         if len(records) == 1:
             return records
 
         def written_at(record: ReceiverRecord) -> float:
-            return filesystem.touched_at(self._store.record_path(record.receiver, record.token))
+            return filesystem.touched_at(self.store.record_path(record.receiver, record.token))
 
-        living = [record for record in records if self._store.may_live(record)]
+        living = [record for record in records if self.store.may_live(record)]
         return living or [max(records, key=written_at)]
 
     def states(self) -> str:
-        states = [self._state(record) for records in self._counted.values() for record in records]
-        missing = sorted((self._names or set()) - self._counted.keys())
+        states = [self._state(record) for records in self.counted.values() for record in records]
+        missing = sorted((self.names or set()) - self.counted.keys())
         return ", ".join([*states, *(f"{name} has not connected" for name in missing)])
 
     def _state(self, record: ReceiverRecord) -> str:
-        verb = "stays" if record.stays_below(self._version) else "is"
+        verb = "stays" if record.stays_below(self.version) else "is"
         if self._is_skipped_by(record):
-            verb = f"skips version {self._version} and is"
-        if not self._store.may_live(record):
+            verb = f"skips version {self.version} and is"
+        if not self.store.may_live(record):
             verb = "has ended" if _is_certain_of_end(record) else "was"
         state = f"{record.receiver} {verb} {_at(record)}"
         for part in self._parts_of(record):
-            if part.has_problem_with(self._version, self._newest):
+            if part.has_problem_with(self.version, self.newest):
                 return f"{state}, because of: {part.problem}"
         return state
 
     def _parts_of(self, record: ReceiverRecord) -> list[ReceiverRecord]:
-        return [record, *self._ranks.get((record.receiver, record.token), ())]
+        return [record, *self.ranks.get((record.receiver, record.token), ())]
 
     def require_able(self) -> None:
-        for records in () if self._names is None else self._counted.values():
+        for records in () if self.names is None else self.counted.values():
             for record in records:
                 if not self._has_applied(record):
                     self._require_able(record)
 
     def _require_able(self, record: ReceiverRecord) -> None:
-        version = self._version
+        version = self.version
         if record.stays_below(version):
             raise ReceiverFailedError(
                 f"{_process_of(record)} stays on version {record.only_version}, and will not "
@@ -163,7 +160,7 @@ class _Wait:
                 f"takes only versions with multiples of {_multiples_of(record)}"
             )
         for part in self._parts_of(record):
-            if self._is_old(part) or not part.has_problem_with(version, self._newest):
+            if self._is_old(part) or not part.has_problem_with(version, self.newest):
                 continue
             problem = part.problem_version
             if problem or self._has_lasted(part, str(part.problem), TIMING.last_word_s):
@@ -171,7 +168,7 @@ class _Wait:
                 raise ReceiverFailedError(
                     f"{_process_of(part)} could not apply version {number}: {part.problem}"
                 )
-        may_live = self._is_old(record) or self._store.may_live(record)
+        may_live = self._is_old(record) or self.store.may_live(record)
         is_certain = _is_certain_of_end(record)
         limit_s = TIMING.last_word_s if is_certain else TIMING.bucket_presumed_dead_after_s
         if not may_live and self._has_lasted(record, "ended", limit_s):
@@ -181,19 +178,19 @@ class _Wait:
         """Whether a receiver skips the version on purpose, as far as the store still shows it."""
         if record.every == 1 and not record.when:
             return False
-        version = None if self._newest is None else self._newest.at(self._version)
-        manifest = None if version is None else self._store.manifest_of(version)
+        version = None if self.newest is None else self.newest.at(self.version)
+        manifest = None if version is None else self.store.manifest_of(version)
         return manifest is not None and not record.takes(manifest.version, manifest.metadata)
 
     def _is_old(self, record: ReceiverRecord) -> bool:
         """Whether a record is as it was when the writer began."""
         # Only equality counts: the times may come from two hosts' clocks.
-        before = self._written_before.get((record.receiver, record.token))
+        before = self.written_before.get((record.receiver, record.token))
         return before == record.updated_at
 
     def _has_lasted(self, record: ReceiverRecord, state: str, limit_s: float) -> bool:
         now_s = time.monotonic()
-        noted_at = self._noted_at.setdefault((record.receiver, record.token, state), now_s)
+        noted_at = self.noted_at.setdefault((record.receiver, record.token, state), now_s)
         return now_s - noted_at >= limit_s
 
 

@@ -22,6 +22,7 @@ from dbuffer.format.manifest import (
     Versioned,
     WriterRecord,
     decode,
+    naming,
 )
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
@@ -153,10 +154,10 @@ class DoubleBuffer:
         return self.root / buffer / manifest.file
 
     def delta_path(self, version: VersionId) -> Path:
-        return self.root / places.DELTAS_DIRECTORY / places.delta_file(version)
+        return self.root / places.DELTAS_DIRECTORY / f"{version}.delta"
 
     def record_path(self, receiver_id: str, token: str) -> Path:
-        return self.root / places.RECEIVERS_DIRECTORY / places.record_file(receiver_id, token)
+        return self.root / places.RECEIVERS_DIRECTORY / f"{receiver_id}.{token}.json"
 
     def manifest(self, buffer: str) -> Manifest | None:
         return self._read(Manifest, self.root / buffer / places.MANIFEST_FILE)
@@ -310,10 +311,8 @@ class DoubleBuffer:
                 data = filesystem.read_small(path, MAX_RECORD_BYTES, owner_only=self.owner_only)
         except errors.StoreNotFoundError:
             return None
-        try:
+        with naming(path):
             return decode(kind, data)
-        except UNDECODABLE as error:
-            raise type(error)(f"{path}: {error}") from None
 
 
 def _file_state(status: os.stat_result, now_s: float) -> _FileState | None:

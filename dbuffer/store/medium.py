@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dbuffer.errors import OptionError
@@ -38,21 +39,20 @@ works on one host."""
 _CLOCK_S = 60.0
 
 
+@dataclass(eq=False)
 class Medium:
     """Properties of the mount that a store's directory is on."""
 
-    def __init__(
-        self, root: Path, filesystem_name: str, source: str, *, reaches_other_hosts: bool
-    ) -> None:
-        self.root = root
-        self.filesystem = filesystem_name
-        """The kernel's name of the type: ``tmpfs``, ``ext4``, ``nfs4`` ..."""
-        self.source = source
-        self.reaches_other_hosts = reaches_other_hosts
-        """Whether processes of other hosts may use the store, as on a network mount."""
-        self._ahead_s = time.time() - time.monotonic()
-        """Seconds that the mount's clock is ahead of the monotonic clock."""
-        self._measured_at: float | None = None
+    root: Path
+    filesystem: str
+    """The kernel's name of the type: ``tmpfs``, ``ext4``, ``nfs4`` ..."""
+    source: str
+    """Device that is mounted, or ``server:/export``."""
+    reaches_other_hosts: bool
+    """Whether processes of other hosts may use the store, as on a network mount."""
+    _ahead_s: float = field(default_factory=lambda: time.time() - time.monotonic(), init=False)
+    """Seconds that the mount's clock is ahead of the monotonic clock."""
+    _measured_at: float | None = field(default=None, init=False)
 
     @property
     def maps_files(self) -> bool:

@@ -20,7 +20,7 @@ from dbuffer import errors
 from dbuffer.format import places
 from dbuffer.format.layout import Layout, digest
 from dbuffer.format.lineage import VersionId
-from dbuffer.format.manifest import UNDECODABLE, Manifest, Pointer
+from dbuffer.format.manifest import Manifest, Pointer, naming
 from dbuffer.runtime.timing import TIMING, doubling
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
@@ -96,10 +96,8 @@ class OpenVersion(abc.ABC):
             raise errors.StoreCorruptError(
                 f"{self.name}: its layout was damaged after it was published"
             )
-        try:
+        with naming(self.name):
             layout = Layout.decode(data, manifest.checksums_offset)
-        except UNDECODABLE as error:
-            raise type(error)(f"{self.name}: {error}") from None
         if len(layout.specs) != manifest.num_tensors:
             raise errors.StoreCorruptError(f"{self.name}: its layout and its manifest disagree")
         return layout

@@ -48,6 +48,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,6 +85,7 @@ class Reason(NamedTuple):
         return self.unnamed_since == math.inf
 
 
+@dataclass(eq=False)
 class Retention:
     """Removes the files of a store that need not stay, for the store's writer.
 
@@ -93,30 +95,20 @@ class Retention:
     record. Besides the versions in A and B, ``num_kept`` versions stay.
     """
 
-    def __init__(
-        self,
-        store: DoubleBuffer,
-        files: WeightsFiles,
-        *,
-        reader_timeout_s: float,
-        num_kept: int,
-        durable: bool,
-    ) -> None:
-        self._store = store
-        self._is_remote = store.medium.reaches_other_hosts
-        self._files = files
-        self._reader_timeout_s = reader_timeout_s
-        self._num_kept = num_kept
-        self._durable = durable
-        self._reasons: dict[Path, Reason] = {}
-        self._flipped_at: float | None = None
-        self._cleared_at = time.monotonic()
-        self.spared: str | None = None
-        """Kept version (``kept/RUN-NUMBER``) that must stay while it is published again."""
+    store: DoubleBuffer
+    files: WeightsFiles
+    reader_timeout_s: float
+    num_kept: int
+    durable: bool
+    spared: str | None = None
+    """Kept version (``kept/RUN-NUMBER``) that must stay while it is published again."""
+    _reasons: dict[Path, Reason] = field(default_factory=dict)
+    _flipped_at: float | None = None
+    _cleared_at: float = field(default_factory=lambda: time.monotonic())
 
     def keep(self, buffer: str, manifest: Manifest) -> None:
         try:
-            kept.keep(self._store, buffer, manifest, durable=self._durable)
+            kept.keep(self.store, buffer, manifest, durable=self.durable)
         except (StoreNotFoundError, VersionError) as error:
             logger.warning("version %d is not kept: %s", manifest.version, str(error))
 
@@ -125,8 +117,8 @@ class Retention:
         named: dict[Path, range] = {}
         for buffer, manifest in manifests.items():
             if manifest is not None:
-                made_for = {self._store.weights_path(buffer, manifest): manifest.file_version}
-                made_for |= {self._store.delta_path(later): later for later in manifest.chain[1:]}
+                made_for = {self.store.weights_path(buffer, manifest): manifest.file_version}
+                made_for |= {self.store.delta_path(later): later for later in manifest.chain[1:]}
                 end = manifest.version + 1 if manifest.state == "complete" else 0
                 for file, version in made_for.items():
                     named[file] = _longer(range(version.number, end), named.get(file))
@@ -141,7 +133,7 @@ class Retention:
         """Remove the files of dead processes, before this writer's first version."""
         # This writer's record is written, so an earlier writer that still lives learns at its next
         # step that it is superseded. Until then it may have published.
-        self.sweep(Contents(self._store).manifests)
+        self.sweep(Contents(self.store).manifests)
         self.clear_up()
 
     def sweep(self, manifests: Manifests, next_one: Lineage | None = None) -> None:
@@ -152,7 +144,7 @@ class Retention:
         versions beyond ``num_kept``.
         """
         # List the files first: a version that is pinned after that is not removed.
-        directories = self._store.kept_directories()
+        directories = self.store.kept_directories()
         files = self._files_in([*places.BUFFERS, places.DELTAS_DIRECTORY, *directories])
         kept_versions = self._kept_versions()
         if next_one is not None:
@@ -165,7 +157,7 @@ class Retention:
                 }
         self._reasons = self._find_reasons(files, named)
         self._remove_unneeded(files, manifests)
-        logger.debug("%s: files that stay: %s", self._store.root, self._reasons)
+        logger.debug("%s: files that stay: %s", self.store.root, self._reasons)
         for buffer in directories.keys() - kept_versions.keys():
             if not any(file.parent == directories[buffer] for file in self._reasons):
                 shutil.rmtree(directories[buffer], ignore_errors=True)
@@ -179,19 +171,19 @@ class Retention:
             return
         self._cleared_at = time.monotonic()
         try:
-            scratch = self._store.root / places.SCRATCH_DIRECTORY
+            scratch = self.store.root / places.SCRATCH_DIRECTORY
             now_s = filesystem.time_at(scratch)
             filesystem.remove_stale_temporaries(scratch, now_s)
             self._remove_old_records(now_s)
         except (DBufferError, OSError) as error:
-            logger.warning("cannot clear up %s: %s", self._store.root, str(error))
+            logger.warning("cannot clear up %s: %s", self.store.root, str(error))
 
     def _remove_old_records(self, now_s: float) -> None:
         """Remove records of receivers that ended long ago: generated ids would add up forever."""
         # By the times of the files: the times in records are of many hosts' clocks.
         aged: list[tuple[float, Path, ReceiverRecord]] = []
-        for record in self._store.receivers():
-            path = self._store.record_path(record.receiver, record.token)
+        for record in self.store.receivers():
+            path = self.store.record_path(record.receiver, record.token)
             aged.append((now_s - filesystem.touched_at(path), path, record))
         aged.sort(key=lambda row: row[0], reverse=True)
         last = {record.receiver: record.token for _, _, record in aged}
@@ -199,7 +191,7 @@ class Retention:
             keep_s = TIMING.forget_ephemeral_after_s
             if not record.is_ephemeral and last[record.receiver] == record.token:
                 keep_s = TIMING.forget_receivers_after_s
-            if age_s > keep_s and not self._store.may_live(record):
+            if age_s > keep_s and not self.store.may_live(record):
                 try:
                     path.unlink(missing_ok=True)
                 except OSError as error:
@@ -210,7 +202,7 @@ class Retention:
         """List deltas, and weights files with their parts; ignore files that are not dbuffer's."""
         files: defaultdict[Path, list[Path]] = defaultdict(list)
         for directory in directories:
-            for path in filesystem.list_matching(self._store.root / directory, "*"):
+            for path in filesystem.list_matching(self.store.root / directory, "*"):
                 is_ours = places.is_weights_file(path.name) or places.is_delta_file(path.name)
                 if is_ours and (path.is_symlink() or not path.is_dir()):
                     files[path.with_name(places.version_file(path.name))].append(path)
@@ -222,13 +214,13 @@ class Retention:
         If a version was pinned while a writer dropped it, restore its manifest.
         """
         pinned: dict[str, Manifest | None] = {}
-        for buffer in self._store.kept_directories():
-            if kept.is_pinned(self._store, buffer):
+        for buffer in self.store.kept_directories():
+            if kept.is_pinned(self.store, buffer):
                 pinned[buffer] = None
-                dropped = self._store.root / buffer / places.DROPPED_FILE
+                dropped = self.store.root / buffer / places.DROPPED_FILE
                 if dropped.exists():
                     filesystem.rename(dropped, dropped.with_name(places.MANIFEST_FILE))
-        return pinned | self._store.kept()
+        return pinned | self.store.kept()
 
     def _drop_excess(
         self, kept_versions: dict[str, Manifest | None], manifests: Manifests, next_one: Lineage
@@ -236,11 +228,11 @@ class Retention:
         num_kept = 0
         for buffer, manifest in reversed(list(kept_versions.items())):
             is_newest = manifest in manifests.values()
-            if manifest is None or is_newest or kept.is_pinned(self._store, buffer):
+            if manifest is None or is_newest or kept.is_pinned(self.store, buffer):
                 continue
             is_lost = not next_one.reaches(manifest.id)
             num_kept += not is_lost
-            must_go = (is_lost or num_kept > self._num_kept) and buffer != self.spared
+            must_go = (is_lost or num_kept > self.num_kept) and buffer != self.spared
             if must_go and self._withdraw(buffer):
                 del kept_versions[buffer]
 
@@ -249,10 +241,10 @@ class Retention:
 
         Return False if the version is pinned, and keeps its manifest.
         """
-        manifest = self._store.root / buffer / places.MANIFEST_FILE
+        manifest = self.store.root / buffer / places.MANIFEST_FILE
         dropped = manifest.with_name(places.DROPPED_FILE)
         filesystem.rename(manifest, dropped)
-        if kept.is_pinned(self._store, buffer):  # pinned since the last check
+        if kept.is_pinned(self.store, buffer):  # pinned since the last check
             filesystem.rename(dropped, manifest)
             return False
         return True
@@ -288,9 +280,9 @@ class Retention:
         a buffer's manifest stops naming one file before the next file is made, so the file is
         unnamed since the next file was written.
         """
-        if not (self._is_remote and unknown):
+        if not (unknown and self.store.medium.reaches_other_hosts):
             return {}
-        root = self._store.root
+        root = self.store.root
         with os_errors("look at old versions", root):
             marked_at = {}
             for directory in (root / buffer for buffer in places.BUFFERS):
@@ -317,9 +309,10 @@ class Retention:
         """Remove files that no manifest names and, on a network mount, that no reader needs."""
         unnamed = [file for file, reason in self._reasons.items() if not reason.is_named]
         readers: dict[int, str] = {}
-        if unnamed and self._is_remote:
+        is_remote = self.store.medium.reaches_other_hosts
+        if unnamed and is_remote:
             try:
-                for record in self._store.readers():
+                for record in self.store.readers():
                     if record.held is not None:
                         readers[record.held.number] = record.receiver
             except (DBufferError, OSError) as error:
@@ -330,9 +323,9 @@ class Retention:
                 return
         in_buffers = {manifest.version for manifest in manifests.values() if manifest is not None}
         for file in unnamed:
-            if not (self._is_remote and self._may_be_read(file, readers, in_buffers)):
+            if not (is_remote and self._may_be_read(file, readers, in_buffers)):
                 del self._reasons[file]
-        self._files.close_all_but(self._reasons)
+        self.files.close_all_but(self._reasons)
         for path in [path for file in files.keys() - self._reasons for path in files[file]]:
             try:
                 path.unlink(missing_ok=True)
@@ -346,7 +339,7 @@ class Retention:
         versions = readers.keys() - in_buffers if reason.versions is None else reason.versions
         reader = next((readers[number] for number in sorted(readers) if number in versions), None)
         now_s = time.monotonic()
-        if now_s - reason.unnamed_since < self._reader_timeout_s:
+        if now_s - reason.unnamed_since < self.reader_timeout_s:
             is_fresh = now_s - reason.superseded_at < TIMING.keep_superseded_s
             return reader is not None or is_fresh
         if reader is not None:
@@ -355,7 +348,7 @@ class Retention:
                 first, last = reason.versions[0], reason.versions[-1]
                 name = f"version {last}" if first == last else f"versions {first} to {last}"
             message = "removing %s of %s, which %s has read for more than %g s"
-            logger.warning(message, file, name, reader, self._reader_timeout_s)
+            logger.warning(message, file, name, reader, self.reader_timeout_s)
         return False
 
 

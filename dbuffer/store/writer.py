@@ -17,7 +17,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ from dbuffer.format.manifest import (
 )
 from dbuffer.runtime.trouble import TranslatedErrors
 from dbuffer.store import filesystem, kept
-from dbuffer.store.acknowledgements import wait_applied
 from dbuffer.store.buffer import DoubleBuffer, other_buffer, pointer_to, require_own_directory
 from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import Descriptor, os_errors
@@ -123,7 +122,7 @@ class BufferWriter:
         self._is_shown = not self.medium.reaches_other_hosts
         """Whether other hosts have been shown the store's directory, which may be new."""
         self._generation = 0
-        self._written_before: dict[tuple[str, str], float] = {}
+        self.written_before: dict[tuple[str, str], float] = {}
         self._last_number = 0
         """Number of this run's last version, which the store may have lost since."""
         # A mount between hosts may lack locks: there the writer's record shows a second writer.
@@ -163,19 +162,6 @@ class BufferWriter:
                 file.close()
         self._note_close()
         self._lock.close()
-
-    def wait_applied(
-        self, version: int, receivers: int | str | Collection[str], timeout_s: float
-    ) -> None:
-        self._check_open()
-        wait_applied(
-            self.store,
-            version,
-            receivers,
-            timeout_s=timeout_s,
-            writer=self.record,
-            written_before=self._written_before,
-        )
 
     def version(self, number: int) -> Lineage:
         return Lineage(VersionId(self.record.token, number), self._runs)
@@ -463,7 +449,7 @@ class BufferWriter:
         self._put(self.root / places.WRITER_FILE, record)
         self._retention.recover()
         with contextlib.suppress(DBufferError, OSError):  # `recover` has logged it
-            self._written_before = {
+            self.written_before = {
                 (written.receiver, written.token): written.updated_at
                 for written in self.store.receivers()
             }
