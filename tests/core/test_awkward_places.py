@@ -1,4 +1,4 @@
-"""Stores that cannot be written, vanish or come late, on odd paths, under clocks that jump."""
+"""Stores that cannot be written, vanish or come late, on odd paths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 
 import dbuffer
 from tests.support.children import Child, run_program
-from tests.support.patterns import OTHER, SMALL, load, newest, publish
+from tests.support.patterns import SMALL, load, publish
 
 # Stores that cannot be written, move, vanish or come late
 
@@ -151,35 +150,6 @@ def test_any_path_will_do(shm_path, name):
         sender.wait_applied(3, timeout_s=1)
         with pytest.raises(dbuffer.StoreBusyError):
             dbuffer.WeightSender(store)
-
-
-# Clocks
-
-DAY_S = 24 * 3600.0
-
-
-@pytest.mark.parametrize("jump_s", [10 * DAY_S, -10 * DAY_S, 400 * DAY_S, -20_000 * DAY_S])
-def test_clock_that_jumps(store, monkeypatch, jump_s):
-    now, jumped = time.time, 0.0
-    monkeypatch.setattr(time, "time", lambda: now() + jumped)
-    with dbuffer.WeightReceiver(store, receiver_id="steady") as receiver:
-        with dbuffer.WeightSender(store) as sender:
-            publish(sender, 1)
-            assert load(receiver) == 1
-            jumped = jump_s
-            publish(sender, 2)
-            assert load(receiver) == 2
-            sender.wait_applied(2, timeout_s=0)
-        with dbuffer.WeightSender(store) as sender:
-            sender.wait_applied(2, timeout_s=0), "a receiver that lives was forgotten"
-            jumped = 0.0
-            for version in (3, 4):
-                publish(sender, version)
-                assert receiver.wait_for_version(version - 1, timeout_s=5) == version
-                assert load(receiver) == version
-            assert receiver.wait_for_version(4, timeout_s=0.01) is None
-            publish(sender, 5, pattern=OTHER)
-    assert newest(store) == 5
 
 
 # What is no place for a store, and no memory, said as errors of ours

@@ -22,7 +22,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from msgspec import structs
 
 import dbuffer
@@ -222,26 +221,6 @@ def test_killed_while_it_clears_up_after_a_crash(shm_path, record_property):
         moments_passed = child.receive(patience_s())
     assert moments_passed > MIN_MOMENTS
     record_property("kills of a sender that clears up after a crash", moments_passed)
-
-
-def publish_stream(connection: Connection, store: Path) -> None:
-    def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from list(SMALL.weights(2).items())[:3]
-        stop()
-
-    with dbuffer.WeightSender(store, checksum=True) as sender:
-        sender.send(SMALL.weights(1))
-        sender.send(stream())
-
-
-def test_a_sender_that_is_killed_in_the_middle_of_a_stream_frees_the_store(store):
-    with Child(publish_stream, store) as child:
-        child.wait_until_stopped()
-        with pytest.raises(dbuffer.StoreBusyError, match=f"{child.pid}"):
-            dbuffer.WeightSender(store)
-        child.kill()
-        assert newest(store, verify=True) == 1
-        assert_recovers(store, 1)
 
 
 # Readers that die or freeze, and senders that freeze

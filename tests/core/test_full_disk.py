@@ -219,17 +219,6 @@ def test_full_because_an_evicted_reader_still_has_its_file(store):
         assert_tidy(store)
 
 
-def test_receiver_acknowledges_again_when_there_is_room(disk, store):
-    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
-        publish(sender, 1)
-        filler = fill(disk)
-        assert load(receiver) == 1, "a reader needs no room"
-        filler.unlink()
-        publish(sender, 2)
-        assert load(receiver) == 2
-        sender.wait_applied(2, timeout_s=0)
-
-
 def test_a_version_whose_delta_has_no_room_is_published_without(disk, store, monkeypatch, caplog):
     """On a local mount, where a buffer is whole and its delta tells what changed."""
     monkeypatch.setenv("DBUFFER_MOUNT", "local")

@@ -163,6 +163,14 @@ def test_all_names_are_there():
         exec("from dbuffer import WeightSendr")
 
 
+def test_public_names_have_docstrings():
+    """Others need one only if their names and types do not say it all."""
+    values = {name: getattr(dbuffer, name) for name in dbuffer.__all__ if name != "__version__"}
+    for name, value in values.items():
+        assert value.__doc__, name
+        assert not value.__doc__.startswith(f"{name}("), f"{name} has a dataclass's own docstring"
+
+
 def test_type_checkers_see_the_same_names():
     """As a type checker reads them: all errors, and what `dbuffer.api` imports as ``X as X``."""
     tree, api = (

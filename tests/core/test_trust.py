@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
-import pickle
 import re
 import stat
 import tokenize
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -17,7 +14,6 @@ import pytest
 from safetensors.torch import save_file
 
 import dbuffer
-from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.weights.checkpoint import read_checkpoint
 from tests.support.children import Child
 from tests.support.patterns import SMALL, newest, publish
@@ -115,18 +111,6 @@ def test_a_store_of_somebody_else_is_refused(published, way_in):
     with pytest.raises(dbuffer.StoreAccessError, match=rf"{published} .*\b{NOBODY}\b"):
         way_in(published)
     way_in(published, allow_shared_store=True)
-
-
-@EVERY_WAY_IN
-def test_what_is_no_directory_is_refused(shm_path, way_in):
-    path = shm_path / "file"
-    path.write_text("not a store")
-    if way_in is open_sender:
-        with pytest.raises(dbuffer.StoreAccessError, match=str(path)):
-            way_in(path)
-    else:
-        with dbuffer.WeightReceiver(path) as receiver:
-            assert receiver.load_into(SMALL.empty()) is None
 
 
 def test_a_store_that_turns_insecure_is_refused_from_then_on(published):
@@ -262,28 +246,3 @@ def test_no_module_can_unpickle():
         "from torch import distributed as d; d.broadcast_object_list(names)",
     ):
         assert ways_to_unpickle(source), source
-
-
-class Bomb:
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, (self.path,)
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        *("CURRENT", "A/manifest.json", "B/manifest.json", "writer.json", "writer.lock"),
-        *("receivers/old.json", "tmp/CURRENT", "tmp/.CURRENT.1.tmp", "?/weights-*"),
-    ],
-)
-def test_a_pickle_in_a_store_is_not_opened(published, shm_path, file):
-    for path in [*published.glob(file)] or [published / file]:
-        path.write_bytes(pickle.dumps(Bomb(shm_path / "boom")))
-        path.chmod(0o600)
-    for way_in in (load, hold, open_sender, lambda store: [*DoubleBuffer(store).receivers()]):
-        with contextlib.suppress(dbuffer.StoreCorruptError):
-            way_in(published)
-    assert not (shm_path / "boom").exists()

@@ -83,18 +83,6 @@ def test_tensors_are_aligned_in_order_and_apart(layout):
     assert table_end <= layout.layout_offset < table_end + ALIGNMENT_BYTES
 
 
-@given(st.integers(0, 2**62))
-def test_align(offset):
-    assert 0 <= align(offset) - offset < ALIGNMENT_BYTES
-    assert align(offset) % ALIGNMENT_BYTES == 0
-
-
-def test_a_spec_reads_well():
-    spec = TensorSpec("model.norm.weight", "bfloat16", (3, 4))
-    assert str(spec) == "model.norm.weight bfloat16[3, 4]"
-    assert spec.num_bytes == 24
-
-
 @st.composite
 def layouts_in_parts(draw) -> Layout:
     """Tensors cut anywhere, their pieces dealt out to parts."""

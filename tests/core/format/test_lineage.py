@@ -118,21 +118,3 @@ def test_a_version_is_reached_from_as_many_runs_as_are_named(num_runs):
         expected = Relation.BEHIND if is_named else Relation.FORKED
         assert version == newest.id or relation(chain(index + 1), newest) is expected
         assert newest.at(version.number) == (version if is_named else None)
-
-
-def test_a_version_of_the_same_number_in_another_run_is_another():
-    shared = run_of(0, None)
-    one, other = (
-        Lineage(VersionId(run.id, 6), [run, shared]) for run in (run_of(1, 5), run_of(2, 5))
-    )
-    assert relation(one, other) is Relation.FORKED
-    assert one.reaches(VersionId(shared.id, 5))
-    assert not one.reaches(VersionId(shared.id, 6)), "lost: the run began upon the one before"
-
-
-def test_a_run_that_began_upon_none_is_reached_from_no_other():
-    first, second = (
-        Lineage(VersionId(run.id, 3), [run]) for run in (run_of(1, None), run_of(2, None))
-    )
-    assert relation(first, second) is Relation.FORKED
-    assert not second.reaches(VersionId(first.id.run, 1))

@@ -276,24 +276,3 @@ def test_a_read_that_fails_ends_all_threads_before_it_is_told(files, monkeypatch
         transfer.read_tensors(file, path, layout, memory, copier, hashed=True)
     assert not running
     copier.close()
-
-
-# At the sender
-
-
-@pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("kind", ["at once", "as a stream"])
-def test_a_network_store_and_a_local_one_hold_the_same_file(
-    shm_path, monkeypatch, num_threads, kind
-):
-    found = {}
-    for mount in ("local", "network"):
-        monkeypatch.setenv("DBUFFER_MOUNT", mount)
-        weights = {name: tensor.detach() for name, (tensor, _) in odd_tensors(700_000).items()}
-        with dbuffer.WeightSender(
-            shm_path / mount, checksum=True, dtype=torch.bfloat16, num_threads=num_threads
-        ) as sender:
-            sender.send(weights if kind == "at once" else iter(weights.items()))
-        [path] = (shm_path / mount).glob("B/weights-*")
-        found[mount] = path.read_bytes()
-    assert found["local"] == found["network"]

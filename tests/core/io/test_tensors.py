@@ -19,9 +19,7 @@ from dbuffer.io.tensors import (
     DTYPES,
     MappedTensors,
     is_plain,
-    pack_checksums,
     split_evenly,
-    unpack_checksums,
 )
 from tests.support.patterns import bits, checksum_of, random_bits
 
@@ -163,10 +161,3 @@ def test_what_can_be_copied_byte_by_byte():
         (torch.empty(4, device="meta"), torch.float32),
     ):
         assert not is_plain(tensor, dtype)
-
-
-@given(st.lists(st.integers(0, 2**64 - 1)))
-def test_the_table_of_checksums_comes_back(checksums):
-    data = pack_checksums(checksums)
-    assert len(data) == 8 * len(checksums)
-    assert unpack_checksums(data) == checksums

@@ -41,7 +41,7 @@ from tests.support.children import Child
 from tests.support.damage import flip_bit
 from tests.support.patterns import OTHER, SPARSE, assert_same, newest, received
 from tests.support.soak import in_turn
-from tests.support.stores import fill, named_files, small_disk, version_files
+from tests.support.stores import named_files, version_files
 
 Tensors = dict[str, torch.Tensor]
 
@@ -470,25 +470,6 @@ def test_a_chain_of_large_deltas_is_short(store, mount, sender):
             assert publication.delta_bytes == sizes[-1] < publication.num_bytes / 4
 
 
-@pytest.mark.usefixtures("network")
-def test_a_version_that_is_a_delta_alone_is_not_published_without_it(tmp_path):
-    """There is room for its records alone, which would name an earlier version's file."""
-    weights = {"a": torch.zeros(1 << 20, dtype=torch.uint8)}
-    with small_disk(tmp_path / "disk", 8 << 20) as disk, make_sender(disk / "store") as sender:
-        for _ in range(2):
-            weights["a"][torch.randperm(1 << 20)[:50_000]] += 1
-            published = sender.send(weights)
-        before = weights["a"].clone()
-        weights["a"][torch.randperm(1 << 20)[:50_000]] += 1
-        filler = fill(disk, leave_bytes=published.delta_bytes // 2)
-        with pytest.raises(dbuffer.StoreFullError):
-            sender.send(weights)
-        assert torch.equal(received(sender.store)["a"], before)
-        filler.unlink()
-        assert sender.send(weights).version == published.version + 1
-        assert torch.equal(received(sender.store)["a"], weights["a"])
-
-
 @pytest.mark.timing(settle_s=0.01)
 def test_a_store_is_verified(store, mount, sender):
     publish(sender, 1, 2, 3, 4)
@@ -549,16 +530,6 @@ def test_a_snapshot_that_its_user_wrote_into_is_not_gone_on_from(caplog, sender,
             assert opened(reader) == version + 1
         if version > 2:
             assert name in caplog.text
-
-
-@pytest.mark.usefixtures("network")
-def test_an_older_version_after_a_newer_one(sender, reader):
-    for version in range(1, 8):
-        publish(sender, version)
-        assert opened(reader) == version
-        if version > 1:
-            with reader.open(version=version - 1) as snapshot:
-                assert SPARSE.version_of(dict(snapshot.tensors)) == version - 1
 
 
 def test_what_changed_in_several_versions_is_named_once(store, mount, sender, reader):

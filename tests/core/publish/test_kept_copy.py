@@ -6,16 +6,12 @@ import pytest
 import torch
 
 from dbuffer.format.layout import Layout, TensorSpec
-from dbuffer.io.changes import Changes, find_changes
+from dbuffer.io.changes import Changes
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import apply_delta, encode_delta
-from dbuffer.io.tensors import DTYPE_NAMES, FileTensors, join_blocks
+from dbuffer.io.tensors import FileTensors, join_blocks
 from dbuffer.publish import kept_copy
-from dbuffer.publish.assignment import Assignment, Box
 from dbuffer.publish.kept_copy import KeptCopy
 from dbuffer.publish.part import Part
-from tests.support.deltas import BASE, ID, Step
-from tests.support.patterns import odd_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -46,27 +42,6 @@ def contents_of(layout: Layout, tensors: list[torch.Tensor], copier: Copier) -> 
 
 
 @pytest.mark.usefixtures("batches")
-def test_odd_tensors_are_cast_as_a_publish_would_and_found_where_they_changed(copier):
-    tensors = odd_tensors(1000)
-    layout = Layout.of(
-        TensorSpec(name, DTYPE_NAMES[dtype], tuple(tensor.shape))
-        for name, (tensor, dtype) in tensors.items()
-    )
-    after = [tensor for tensor, _ in tensors.values()]
-    before = [torch.zeros_like(tensor) for tensor in after]
-    expected = contents_of(layout, after, copier)
-    copy = KeptCopy(Part(layout), copier)
-    copy.write(range(len(before)), before)
-    assert all(not view.any() for view in copy.contents.views if view.numel())
-    changes = update(copy, after)
-    wanted = find_changes(contents_of(layout, before, copier).data, expected.data, layout, copier)
-    assert changes.num_bytes
-    assert changes.tensors == wanted.tensors
-    for view, right in zip(copy.contents.views, expected.views, strict=True):
-        assert torch.equal(view.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8))
-
-
-@pytest.mark.usefixtures("batches")
 def test_what_did_not_change_is_not_hashed_again(copier, monkeypatch):
     specs = [TensorSpec(f"{index}", "bfloat16", (700,)) for index in range(9)]
     layout = Layout.of([*specs, TensorSpec("empty", "bfloat16", (0,))])
@@ -91,36 +66,6 @@ def test_what_did_not_change_is_not_hashed_again(copier, monkeypatch):
         blocks = [block for block in layout.blocks if block.num_bytes]
         expected = copier.checksums(contents_of(layout, weights, copier), range(9))
         assert join_blocks(blocks, digests) == expected
-
-
-@pytest.mark.usefixtures("batches")
-def test_rows_of_tensors_are_changes_of_the_whole_tensors(copier):
-    """Two ranks together find the same changes as a sender alone."""
-    layout = Layout.of(
-        [TensorSpec(f"{index}", "float32" if index % 3 else "int8", (31, 7)) for index in range(9)]
-    )
-    before = [torch.randint(-9, 9, (31, 7)).to(torch.int8) for _ in range(9)]
-    after = [tensor.clone() for tensor in before]
-    for index, tensor in enumerate(after):
-        tensor[index::4, 3] += 1
-    rows = [slice(0, 16), slice(16, 31)]
-    boxes = [
-        tuple(Box(index, (part.start, 0), (part.stop - part.start, 7)) for index in range(9))
-        for part in rows
-    ]
-    assignment, found = Assignment(layout.specs, {}, tuple(boxes)), []
-    for rank, part in enumerate(rows):
-        copy = KeptCopy(Part(layout, assignment, rank), copier)
-        copy.write(range(9), [tensor[part] for tensor in before])
-        found.append(update(copy, [tensor[part] for tensor in after]))
-    sides = [contents_of(layout, side, copier) for side in (before, after)]
-    layout_xxh3 = layout.xxh3
-    encoded, *chunks = encode_delta(
-        Changes.joined(found), None, base=BASE, version=ID, layout_xxh3=layout_xxh3
-    )
-    step = Step(layout, layout_xxh3, before, after, encoded, chunks)
-    apply_delta(step.header, chunks.__getitem__, sides[0].data, copier)
-    assert torch.equal(sides[0].data, sides[1].data)
 
 
 @pytest.mark.usefixtures("batches")

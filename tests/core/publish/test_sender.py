@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 from safetensors.torch import save_file
 from tensordict import TensorDict
 
@@ -30,7 +29,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.children import Child, open_files
-from tests.support.patterns import assert_same, bits, checksum_of, random_bits, received
+from tests.support.patterns import assert_same, random_bits, received
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -230,23 +229,6 @@ def test_all_is_flushed_before_the_pointer_and_the_pointer_too(store, monkeypatc
     ]
     assert not is_flushed or f"pwrite {weights}" not in calls[calls.index(f"fsync {weights}") :]
     assert any("replace receivers/one" in call for call in calls) == (mount == "network")
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_checksums_are_those_of_the_bytes(store, form, num_threads):
-    sizes = (0, 1, 63, MB - 1, MB, MB + 1, 2 * MB, 3 * MB + 17)
-    weights = {str(size): random_bits(torch.uint8, size) for size in sizes}
-    weights["transposed"] = torch.randn(700, 900).t()
-    with dbuffer.WeightSender(store, checksum=True, num_threads=num_threads) as sender:
-        for _ in range(2):
-            sender.send(form(weights))
-    path, manifest = newest(store)
-    start = manifest["checksums_offset"]
-    table = path.read_bytes()[start : start + 8 * len(weights)]
-    assert xxhash.xxh3_64_hexdigest(table) == manifest["checksums_xxh3"]
-    for index, (name, tensor) in enumerate(weights.items()):
-        found = int.from_bytes(table[8 * index : 8 * index + 8], "little")
-        assert found == checksum_of(bits(tensor)), name
 
 
 # Threads, casts, memory
@@ -594,11 +576,3 @@ def test_progress_of_a_stream(sender):
 
     sender.send(pairs(), progress=lambda done, total: seen.append((done, total)))
     assert seen == [(64, 0), (128, 0), (192, 0)]
-
-
-def test_progress_of_a_checkpoint_with_deltas(store, tmp_path):
-    seen = []
-    save_file({str(n): torch.zeros(16) for n in range(3)}, tmp_path / "model.safetensors")
-    with dbuffer.WeightSender(store, delta=True) as sender:
-        sender.send(tmp_path, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(64, 192), (128, 192), (192, 192)]

@@ -245,25 +245,21 @@ def test_casting_and_renaming(four, store, case, mount):
     assert_equal_stores(store, verify=False, mount=mount)
 
 
-def refuse_overflow(rank: int, case: Callable[[int], Case], store: Path, mount: str) -> None:
+def send_refused_values(
+    rank: int,
+    case: Callable[[int], Case],
+    store: Path,
+    mount: str,
+    options: dict[str, Any],
+    value: float,
+    message: str,
+) -> None:
     weights, _ = case(distributed.get_world_size())
-    with mounted(mount), ShardedWeightSender(store, dtype=torch.float16) as sender:
+    with mounted(mount), ShardedWeightSender(store, **options) as sender:
         sender.send(weights)
         for tensor in weights.values():
-            tensor.to_local().fill_(1e5)
-            with pytest.raises(dbuffer.InvalidWeightsError, match="cannot be cast to float16"):
-                sender.send(weights)
-            tensor.to_local().fill_(1)
-        assert sender.send(weights).version == 2
-
-
-def refuse_infinity(rank: int, case: Callable[[int], Case], store: Path, mount: str) -> None:
-    weights, _ = case(distributed.get_world_size())
-    with mounted(mount), ShardedWeightSender(store, require_finite=True) as sender:
-        sender.send(weights)
-        for tensor in weights.values():
-            tensor.to_local().fill_(float("inf"))
-            with pytest.raises(dbuffer.InvalidWeightsError, match="NaN or infinite"):
+            tensor.to_local().fill_(value)
+            with pytest.raises(dbuffer.InvalidWeightsError, match=message):
                 sender.send(weights)
             tensor.to_local().fill_(1)
         assert sender.send(weights).version == 2
@@ -271,10 +267,17 @@ def refuse_infinity(rank: int, case: Callable[[int], Case], store: Path, mount: 
 
 @pytest.mark.parametrize("mount", MOUNTS)
 @pytest.mark.parametrize("case", [STRIDED])
-@pytest.mark.parametrize("refuse", [refuse_overflow, refuse_infinity])
-def test_values_are_refused_on_all_ranks(four, store, case, mount, refuse):
+@pytest.mark.parametrize(
+    "refused",
+    [
+        ({"dtype": torch.float16}, 1e5, "cannot be cast to float16"),
+        ({"require_finite": True}, math.inf, "NaN or infinite"),
+    ],
+    ids=["overflow", "infinity"],
+)
+def test_values_are_refused_on_all_ranks(four, store, case, mount, refused):
     """In boxes that a rank holds, and in tensors that are gathered."""
-    four.run(refuse, case, store, mount)
+    four.run(send_refused_values, case, store, mount, *refused)
 
 
 def test_large_plain_tensors_are_spread_over_the_ranks():

@@ -18,7 +18,7 @@ from dbuffer import ShardedWeightSender, WeightReceiver
 from dbuffer.format import chain
 from dbuffer.publish.draft import Draft
 from dbuffer.store.buffer import DoubleBuffer
-from tests.support.patterns import SPARSE, bits, newest, received
+from tests.support.patterns import bits, received
 from tests.support.sharded import (
     STRIDED,
     Case,
@@ -26,7 +26,6 @@ from tests.support.sharded import (
     hsdp,
     mounted,
     partly_fsdp,
-    pattern_of,
     placements,
     replicated,
     sums,
@@ -275,23 +274,3 @@ def test_after_a_failure_the_next_version_is_whole(world, store, mount, why, err
     for told in world.run(fail_in_between, store, mount, why):
         assert told == [False, True, error, why == "metadata", True]
     assert DoubleBuffer(store).pointer().version == 4
-
-
-@pytest.mark.parametrize("mount", MOUNTS)
-def test_a_mirror_brings_them_on(world, store, monkeypatch, mount):
-    """Also those of new senders, which begin with whole versions."""
-    monkeypatch.setenv("DBUFFER_MOUNT", mount)
-    local = store.parent / "local"
-    with dbuffer.Mirror(store, local, poll_interval_s=0.01).start() as mirror:
-        for versions in (range(1, 2), range(2, 6), range(6, 9)):
-            world.run(publish_sparse, store, versions, mount)
-            mirror.wait_until_current(30)
-            assert newest(local) == versions[-1]
-
-
-def publish_sparse(rank: int, store: Path, versions: range, mount: str) -> None:
-    with mounted(mount), ShardedWeightSender(store, delta=True) as sender:
-        for version in versions:
-            weights = pattern_of(version, distributed.get_world_size(), SPARSE)
-            has_delta = sender.send(weights, version=version).delta_bytes is not None
-            assert has_delta == (version > versions[0])

@@ -391,23 +391,3 @@ def send_one_replica(rank: int, store: Path) -> None:
 
 def test_one_replica_of_several_publishes(four, store):
     four.run(send_one_replica, store)
-
-
-def send_other_stages(rank: int, store: Path) -> list[bool]:
-    """A layer moves to another rank: what a delta led from does not fit any more."""
-    layers = {str(number): torch.full((400,), float(number)) for number in range(8)}
-    has_delta = []
-    with ShardedWeightSender(store, delta=True) as sender:
-        for turn in (0, 0, 1, 1):
-            mine = {name: t for name, t in layers.items() if (int(name) + turn) % 4 == rank}
-            for tensor in layers.values():
-                tensor[:2] += 1
-            has_delta.append(sender.send(mine).delta_bytes is not None)
-            if rank == 0:
-                assert_same(received(store), layers)
-            distributed.barrier()
-    return has_delta
-
-
-def test_tensors_that_move_between_ranks_begin_with_a_whole_version(four, store):
-    assert four.run(send_other_stages, store) == [[False, True, False, True]] * 4

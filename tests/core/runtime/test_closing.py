@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import pickle
 import signal
@@ -19,12 +18,11 @@ import pytest
 import torch
 
 from dbuffer import LazyTensor, WeightReceiver, WeightSender
-from dbuffer.errors import ClosedError, StoreBusyError
+from dbuffer.errors import ClosedError
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.draft import Draft
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.filesystem import Descriptor
 from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support.children import Child
 from tests.support.forks import in_a_fork
@@ -137,21 +135,6 @@ def test_closed_from_inside_a_send_it_closes_when_that_ends(store):
     WeightSender(store).close()
 
 
-def test_a_send_inside_a_send_is_refused(store):
-    outcomes: list[Any] = []
-
-    def make() -> torch.Tensor:
-        with pytest.raises(StoreBusyError) as caught:
-            sender.send({"other": torch.ones(1)})
-        outcomes.append(caught.value)
-        return torch.ones(4)
-
-    with WeightSender(store) as sender:
-        assert sender.send({"lazy": LazyTensor(torch.float32, (4,), make)}).version == 1
-        assert sender.send({"lazy": torch.ones(4)}).version == 2
-    assert len(outcomes) == 1
-
-
 @pytest.mark.usefixtures("mount")
 def test_a_closed_writer_commits_nothing(tmp_path, store):
     """The second line: whoever closed it, the claim's file is not written by its number."""
@@ -167,30 +150,6 @@ def test_a_closed_writer_commits_nothing(tmp_path, store):
         assert [os.fstat(file.fileno()).st_size for file in files] == [0] * len(files)
     sender.close()
     assert newest(store) is None
-
-
-def test_closing_threads_waits_for_what_they_do():
-    gate, done = Gate(), []
-    copier = Copier(2)
-
-    def work(first: int, _end: int) -> None:
-        if threading.current_thread().name.startswith("dbuffer-copy"):
-            gate.hold_up()
-        else:
-            assert gate.is_there.wait(TIMEOUT_S)
-        done.append(first)
-
-    working = InThread(lambda: copier.in_parallel(work, [(0, 1), (1, 2)]))
-    assert gate.is_there.wait(TIMEOUT_S)
-    closing = InThread(copier.close)
-    closing.join(HANGS_S)
-    assert closing.is_alive()
-    gate.may_go_on.set()
-    assert closing.outcome() is None
-    assert working.outcome() is None
-    assert sorted(done) == [0, 1]
-    with pytest.raises(ClosedError):
-        copier.copy_tensors([torch.empty(8)], [torch.empty(8)])
 
 
 # Forks
@@ -302,23 +261,6 @@ def test_a_snapshot_can_be_copied_in_a_forked_child(store):
         assert child.receive() == 0
 
 
-def test_a_descriptor_is_handed_on_and_not_its_number(tmp_path):
-
-    def opened(name: str) -> Descriptor:
-        """At the first free number that is so high that no other thread gets it by chance."""
-        with (tmp_path / name).open("w") as file:
-            return Descriptor(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 900))
-
-    first = opened("first")
-    number = first.number
-    first.close()
-    second = opened("second")
-    assert second.number == number
-    with pytest.raises(ClosedError):
-        os.write(first.number, b"not here")
-    second.close()
-
-
 # An interrupt in the middle of a copy that several threads make
 
 
@@ -357,22 +299,6 @@ def test_nobody_copies_on_when_an_interrupt_has_left_the_call(times):
     done: list[int] = []
     copier.in_parallel(lambda first, _: done.append(first), [(0, 1), (1, 2)])
     assert sorted(done) == [0, 1]
-    copier.close()
-
-
-def test_an_error_in_another_thread_is_raised():
-    copier = Copier(2)
-    gate = Gate()
-
-    def work(_first: int, _end: int) -> None:
-        if threading.current_thread() is threading.main_thread():
-            assert gate.is_there.wait(TIMEOUT_S)
-            return
-        gate.is_there.set()
-        raise OSError("here")
-
-    with pytest.raises(OSError, match="here"):
-        copier.in_parallel(work, [(0, 1), (1, 2)])
     copier.close()
 
 

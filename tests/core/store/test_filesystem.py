@@ -6,7 +6,6 @@ import contextlib
 import errno
 import functools
 import os
-import stat
 import subprocess
 import threading
 import time
@@ -18,8 +17,6 @@ from hypothesis import strategies as st
 
 from dbuffer.errors import (
     StoreAccessError,
-    StoreCorruptError,
-    StoreFullError,
     StoreNotFoundError,
 )
 from dbuffer.store import filesystem, medium
@@ -31,19 +28,6 @@ from tests.support.stores import open_below, small_disk
 
 
 @pytest.fixture
-def opened(tmp_path):
-    """Open ``tmp_path/file`` again and again, each time on its own."""
-    with contextlib.ExitStack() as stack:
-
-        def open_file() -> int:
-            number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
-            stack.callback(os.close, number)
-            return number
-
-        yield open_file
-
-
-@pytest.fixture
 def scratch(tmp_path):
     path = tmp_path / "scratch"
     path.mkdir()
@@ -51,25 +35,6 @@ def scratch(tmp_path):
 
 
 # Replacing
-
-
-@pytest.mark.parametrize("durable", [False, True])
-def test_file_is_replaced_whole(tmp_path, scratch, durable):
-    """An open file keeps its bytes, and a link is replaced, not followed."""
-    target, path = tmp_path / "target", tmp_path / "record"
-    target.write_bytes(b"mine")
-    path.symlink_to(target)
-    for data in (b"one", b"", b"x" * 100_000):
-        with path.open("rb") as old:
-            before = path.read_bytes()
-            filesystem.replace_file(path, data, scratch=scratch, durable=durable)
-            assert old.read() == before
-        assert not path.is_symlink()
-        assert path.read_bytes() == data
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert list(scratch.iterdir()) == []
-        assert not open_below(tmp_path)
-    assert target.read_bytes() == b"mine"
 
 
 def refuse(replace, temporary, path):
@@ -120,91 +85,6 @@ def test_stale_temporaries_are_removed_and_other_files_stay(tmp_path):
     filesystem.remove_stale_temporaries(tmp_path, time.time())
     stay = {*others, *(f".{name}{end}" for name in ("folder", "link", "young"))}
     assert {path.name for path in tmp_path.iterdir()} == stay
-
-
-# Reading and writing
-
-
-@pytest.mark.parametrize("name", ["open", "read", "fstat"])
-def test_small_file_is_read_again_after_a_stale_handle(tmp_path, monkeypatch, name):
-    """A file that is replaced between lookup and read; the next lookup finds the new one."""
-    path = tmp_path / "file"
-    path.write_bytes(b"12345")
-    real, left = getattr(os, name), 0
-
-    def stale(*arguments):
-        nonlocal left
-        if left > 0:
-            left -= 1
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return real(*arguments)
-
-    monkeypatch.setattr(os, name, stale)
-    for times in (0, 1, 2, 4):
-        left = times
-        assert filesystem.read_small(path, 5) == b"12345"
-    with pytest.raises(StoreCorruptError, match=str(path)):
-        filesystem.read_small(path, 4)
-    left = 1000
-    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
-        filesystem.read_small(path, 5)
-    monkeypatch.undo()
-    assert not open_below(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda path: path.symlink_to(path.with_name("target")),
-        lambda path: path.symlink_to(path.with_name("none")),
-        Path.mkdir,
-        os.mkfifo,
-    ],
-    ids=["link", "dangling link", "directory", "pipe"],
-)
-@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR], ids=["read", "write"])
-def test_only_a_plain_file_is_opened(tmp_path, make, flags):
-    (tmp_path / "target").write_bytes(b"secret")
-    path = tmp_path / "file"
-    make(path)
-    with pytest.raises(StoreCorruptError, match=str(path)):
-        filesystem.open_regular(path, flags)
-    assert not open_below(tmp_path)
-
-
-def test_read_and_write_at(tmp_path, opened):
-    descriptor, data = opened(), os.urandom(3_000_001)
-    filesystem.write_at(descriptor, 100, data)
-    assert filesystem.read_at(descriptor, 100, len(data)) == data
-    assert filesystem.read_at(descriptor, 90, 20) == bytes(10) + data[:10]
-    assert filesystem.read_at(descriptor, 100 + len(data) - 3, 10) == data[-3:]
-    assert filesystem.read_at(descriptor, 10**9, 10) == b""
-    filesystem.allocate(descriptor, 4 << 20, tmp_path / "file")
-    status = os.fstat(descriptor)
-    assert status.st_size == 4 << 20
-    assert status.st_blocks * 512 >= 4 << 20, "the space is real"
-
-
-@pytest.mark.parametrize(
-    ("number", "kind"),
-    [
-        (errno.ENOSPC, StoreFullError),
-        (errno.EDQUOT, StoreFullError),
-        (errno.EIO, StoreAccessError),
-        (errno.EROFS, StoreAccessError),
-        (errno.EACCES, StoreAccessError),
-        (errno.ENOENT, StoreNotFoundError),
-        (errno.ESTALE, StoreNotFoundError),
-    ],
-)
-def test_os_errors_become_ours(tmp_path, number, kind):
-    with (
-        pytest.raises(kind, match=f"flush it.*{tmp_path}") as caught,
-        filesystem.os_errors("flush it", tmp_path),
-    ):
-        raise OSError(number, os.strerror(number), str(tmp_path))
-    assert type(caught.value) is kind
-    assert isinstance(caught.value.__cause__, OSError)
 
 
 # Descriptors
@@ -262,21 +142,6 @@ def test_an_opening_that_hangs_keeps_neither_forks_nor_other_files_waiting(tmp_p
     first.join(TIMEOUT_S)
     assert has_ended
     assert other.exists()
-
-
-# Trust
-
-
-def test_what_is_not_there(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreNotFoundError):
-        filesystem.replace_file(tmp_path / "a", b"", scratch=tmp_path / "none")
-    with pytest.raises(FileNotFoundError):
-        filesystem.read_small(tmp_path / "none", 10)
-    with pytest.raises(StoreNotFoundError):
-        filesystem.check_trust(tmp_path / "none")
-    with pytest.raises(StoreAccessError, match=str(tmp_path / "file")):
-        filesystem.check_trust(tmp_path / "file")
 
 
 # Mounts

@@ -35,7 +35,7 @@ from dbuffer.tools.status import read_status
 from tests.support.children import Child
 from tests.support.namespaces import Boxed
 from tests.support.patterns import SMALL, newest, publish
-from tests.support.stores import applied, make_temporaries_old, weights_files
+from tests.support.stores import applied, make_temporaries_old
 
 pytestmark = pytest.mark.timing(last_word_s=0.2)
 
@@ -109,27 +109,6 @@ def test_a_receiver_in_another_container_lives_until_it_ends(store, sender, pid)
         assert not is_alive(store)
         with pytest.raises(dbuffer.ReceiverFailedError, match=rf"{NAME} .*\b1\b"):
             sender.wait_applied(2, receivers=[NAME], timeout_s=SOON_S)
-
-
-@pytest.mark.usefixtures("network")
-@pytest.mark.timing(keep_superseded_s=0.0)
-def test_what_another_container_reads_is_kept(store):
-    def has_file() -> bool:
-        return any(file in files for files in weights_files(store).values())
-
-    with dbuffer.WeightSender(store, reader_timeout_s=600) as sender:
-        publish(sender, 1)
-        [file] = weights_files(store)["B"] + weights_files(store)["A"]
-        with Boxed(hold_and_stay, store) as boxed:
-            assert boxed.receive()
-            publish(sender, 2, 3, 4)
-            assert has_file()
-            boxed.kill()
-            publish(sender, 5, 6)
-            assert has_file()
-            make_old(path_of(store))
-            publish(sender, 7, 8)
-            assert not has_file()
 
 
 def test_a_reader_in_another_container_is_named_when_it_is_evicted(store, sender, caplog):

@@ -20,7 +20,6 @@ from dbuffer.format.manifest import Manifest
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.testing.moments import die, stop
-from dbuffer.tools import cli
 from tests.support.children import Child
 from tests.support.patterns import SMALL, load, newest, publish
 from tests.support.steps import Step, at_step
@@ -212,11 +211,3 @@ def test_writer_that_comes_round_between_the_looks_at_two_manifests(
 def broken() -> Iterator[tuple[str, object]]:
     raise KeyError("breaks off after the mark")
     yield
-
-
-def test_commands_go_by_the_manifests_too(store, sender, capsys):
-    publish(sender, 1, 2)
-    take_away(store)
-    for command in ("ls", "status", "verify"):
-        assert cli.run([command, str(store)]) == 0, command
-        assert "1" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from dbuffer.store.records import OwnRecord
 from dbuffer.store.retention import Retention
 from dbuffer.testing.moments import die
 from tests.support.children import Child
-from tests.support.patterns import OTHER, SMALL, SPARSE, newest, publish
+from tests.support.patterns import SMALL, SPARSE, newest, publish
 from tests.support.stores import named_files, version_files, weights_files
 
 pytestmark = pytest.mark.usefixtures("network")
@@ -90,15 +89,6 @@ def test_each_publish_writes_a_new_file_and_old_ones_go_in_time(store, sender, c
     clock.now_s += KEEP_S
     publish(sender, 12)
     assert len(files_in(store)) == 2, "two versions need room for two"
-
-
-def test_an_anchor_goes_when_what_stands_on_it_has_long_been_superseded(store, clock, monkeypatch):
-    monkeypatch.setattr("dbuffer.format.chain.MAX_CHAIN", 2)
-    with dbuffer.WeightSender(store, num_threads=1, delta=True) as sender:
-        for version in range(1, 12):
-            clock.now_s += KEEP_S
-            publish(sender, version, pattern=SPARSE)
-            assert version_files(store) <= named_files(store), "it takes a whole model's room"
 
 
 @pytest.mark.parametrize(
@@ -168,20 +158,6 @@ def cannot_remove(*_: Any, **__: Any) -> None:
     raise PermissionError(13, "Permission denied")
 
 
-def test_a_version_that_is_read_elsewhere_outlives_many_publishes(store, sender, clock):
-    publish(sender, 1, 2)
-    [held] = weights_files(store)["B"]
-    put_record(store, 1)
-    for version in range(3, 13):
-        clock.now_s += 5.0
-        publish(sender, version)
-        assert (store / "B" / held).exists(), "version 1 is being read"
-        assert len(files_in(store)) <= 4, "and nothing else is kept for that"
-    put_record(store, None)
-    publish(sender, 13)
-    assert not (store / "B" / held).exists()
-
-
 def test_a_version_that_is_read_elsewhere_outlives_its_withdrawal(store, sender, clock):
     """As a mirror withdraws versions that the store it copies has lost."""
     publish(sender, 1, 2)
@@ -212,34 +188,6 @@ def test_records_of_dead_processes_count_only_where_nobody_can_tell(store, sende
 
 def do_nothing(connection: Connection) -> None:
     """A process that ends."""
-
-
-def test_failures_leave_no_growing_heap(store, sender, clock, monkeypatch):
-    """Whichever flush fails: what no manifest names any more goes in time."""
-    publish(sender, 1, 2)
-    real_fsync = os.fsync
-    for failing in range(1, 41):
-        left = failing % 8 + 1
-
-        def fsync(descriptor: int) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise OSError(5, "Input/output error")
-            real_fsync(descriptor)
-
-        monkeypatch.setattr(os, "fsync", fsync)
-        with contextlib.suppress(dbuffer.StoreAccessError):
-            sender.send(OTHER.weights(failing + 2), version=failing + 2)
-        monkeypatch.setattr(os, "fsync", real_fsync)
-        clock.now_s += KEEP_S
-    clock.now_s += READER_TIMEOUT_S
-    publish(sender, 100)
-    clock.now_s += READER_TIMEOUT_S
-    publish(sender, 101)
-    # Two that are named, and the one that this publish put away.
-    assert len(files_in(store)) <= 3
-    assert newest(store) == 101
 
 
 def test_what_a_dead_writer_kept_goes_when_readers_were_waited_for(store, clock, caplog):

@@ -7,7 +7,6 @@ and a later time does not tell a later version.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -426,14 +425,3 @@ def test_status_names_the_run_of_each_version(capsys, store):
         code, out, _ = call(capsys, "status", store)
     assert code == 0
     assert re.search(rf" newest .* {run} +exp-7\b", out)
-
-
-def test_the_newest_runs_are_told_by_a_store_of_many(store):
-    """A receiver that slept through as many as a lineage names goes on."""
-    with dbuffer.WeightReceiver(store) as receiver:
-        for version, _ in enumerate(itertools.repeat(None, 60), 1):
-            with dbuffer.WeightSender(store) as sender:
-                send(sender, version)
-            if version == 1:
-                assert load(receiver) == 1
-        assert load(receiver) == 60
