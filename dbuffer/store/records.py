@@ -23,6 +23,7 @@ from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.messages import described
 from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
@@ -44,7 +45,6 @@ class PublishedRecord:
         self._file: Descriptor | None = None
 
     def put(self, record: ReceiverRecord) -> None:
-        """Replace the file, and show from then on that the receiver lives."""
         self._file = self._store.medium.publish_file(
             self.path, encode(record), shows_life=True, before=self._file
         )
@@ -118,7 +118,6 @@ class OwnRecord(ProcessBound):
         return self._record
 
     def set(self, **changes: Any) -> None:
-        """Change fields of the record; :meth:`write` publishes them."""
         with self._lock:
             self._record = _anew(self._record, **changes)
 
@@ -182,7 +181,11 @@ class RecordFile(OwnRecord):
             # The heartbeat touches the file, or writes it as soon as the store can be written.
             needs_heartbeat = self._store.medium.reaches_other_hosts or not self._can_write
             if self._heartbeat is None and needs_heartbeat:
-                self._heartbeat = _start_heartbeat(self._beat)
+                try:
+                    self._heartbeat = _start_heartbeat(self._beat)
+                except RuntimeError as error:  # the next write tries again
+                    message = "receiver %s has no heartbeat, and may count as dead: %s"
+                    log_once(logger, message, self._record.receiver, str(error))
 
     def close(self) -> None:
         """Record that the receiver has ended; the record stays, and is not written again."""

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -179,6 +180,22 @@ def test_a_heartbeat_that_hangs_delays_no_change_of_the_record(made, network, mo
     record.close()
     assert is_changed
     assert record.current.staged == FOURTH
+
+
+@pytest.mark.timing(heartbeat_s=0.02)
+def test_without_a_thread_for_heartbeats_the_record_is_written(made, network, monkeypatch, caplog):
+    """As at a limit on threads, or when the interpreter ends; a later write begins them."""
+    record = RecordFile(made, "one")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no threads")))
+        for version in (1, 2):
+            record.write(**applied(version))
+            assert read(made) == record.current
+    assert caplog.text.count("receiver one has no heartbeat, and may count as dead") == 1
+    record.write()
+    os.utime(record.path, (1, 1))
+    until("it is touched", lambda: record.path.stat().st_mtime > 1)
+    record.close()
 
 
 @pytest.mark.timing(heartbeat_s=0.02)
