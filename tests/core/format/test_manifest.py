@@ -97,8 +97,10 @@ def values_of(hint):
         return st.one_of([values_of(choice) for choice in get_args(hint)])
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
-    if get_origin(hint) is not Annotated:
+    if hint in OF_TYPE:
         return OF_TYPE[hint]
+    if get_origin(hint) is dict:
+        return st.dictionaries(texts, values_of(get_args(hint)[1]), max_size=4)
     kind, limits = get_args(hint)
     return st.from_regex(limits.pattern) if kind is str else st.integers(limits.ge, limits.le)
 
@@ -174,7 +176,7 @@ TIMES = ("published_at", "started_at", "updated_at", "attested_at")
         (-1, TIMES),
         (2**63, TIMES),
         (1.5, TIMES),
-        ({"a": 1}, ("metadata", "stats")),
+        ({"a": 1}, ("metadata", "stats", "when")),
     ],
     ids=lambda value: repr(value)[:20],
 )
