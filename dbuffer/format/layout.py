@@ -100,8 +100,6 @@ class Block(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes of a tensor that a rank writes into its part."""
-
     tensor: Count
     offset: Count
     num_bytes: Positive
@@ -142,7 +140,6 @@ class Layout:
     specs: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
     aliases: dict[str, str]
-    """Other names of tied tensors: alias to the name under which the tensor is stored."""
     part_bytes: tuple[int, ...] = ()
     """Size of each part; empty if the weights file has all data."""
     pieces: tuple[Piece, ...] = ()
@@ -230,7 +227,6 @@ class Layout:
 
     @cached_property
     def byte_ranges(self) -> ByteRanges:
-        """Byte ranges of the tensors, counted from the first one."""
         from dbuffer.format.ranges import ByteRanges  # numpy is much to import for a command
 
         word_bytes = [min(ITEM_BYTES[spec.dtype], 8) for spec in self.specs]
@@ -284,7 +280,6 @@ class Layout:
         return self.layout_offset + len(self.encoded) + len(self.tail)
 
     def describe_file(self, table_xxh3: str | None) -> dict[str, Any]:
-        """Return the fields of a manifest that describe a file with this layout."""
         return {
             "file_bytes": self.file_bytes,
             "num_tensors": len(self.specs),

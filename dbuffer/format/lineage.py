@@ -51,8 +51,6 @@ class VersionId(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A start of a sender."""
-
     id: Token
     name: str | None
     host: str
@@ -83,7 +81,6 @@ class Lineage(NamedTuple):
     runs: Sequence[Run]
 
     def reaches(self, version: VersionId) -> bool:
-        """Whether ``version`` leads to this one, or is the same."""
         last: int | None = self.id.number
         for run in self.runs:
             if last is None or run.id == version.run:

@@ -73,7 +73,7 @@ _WeightsFile = Annotated[str, Meta(pattern=rf"^{WEIGHTS_FILE.pattern}\Z")]
 
 RecordT = TypeVar("RecordT", bound="Record")
 
-_FILE_FIELDS = (
+FILE_FIELDS = (
     *("file_bytes", "num_tensors", "num_bytes", "layout_offset", "layout_bytes"),
     *("layout_xxh3", "checksums_offset", "checksums_xxh3"),
 )
@@ -83,7 +83,6 @@ class Lag(NamedTuple):
     """Lag of a receiver behind the newest version."""
 
     versions: int
-    """Difference of the two versions' numbers."""
     steps: int | float | None
     """Difference of the trainer's steps, which are the numbers ``step`` in the two versions'
     metadata. It is negative if an earlier version was published again. None if a version has no
@@ -207,7 +206,7 @@ class Manifest(Versioned, frozen=True, kw_only=True):
     @property
     def of_file(self) -> dict[str, Any]:
         """Fields that describe the weights file, except its name."""
-        return {name: getattr(self, name) for name in _FILE_FIELDS}
+        return {name: getattr(self, name) for name in FILE_FIELDS}
 
     @property
     def file_version(self) -> VersionId:
@@ -274,15 +273,14 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     """Id of the engine that this rank is part of. Only the engine's own receiver acknowledges."""
     staged: VersionId | None
     problem: str | None
-    """Reason why the receiver cannot stage or apply a version, or None."""
     problem_version: VersionId | None
     """Version that ``problem`` is about, or None if it is about the store."""
     unreadable: VersionId | None
     """Version whose deltas the receiver could not read. The sender then publishes an anchor."""
     stats: dict[str, int | float]
     state: Literal["serving", "broken"] | None
-    """State of an engine. ``serving``: all ranks serve ``applied``. ``broken``: a rank is half
-    loaded, and the engine refuses to serve. None if unknown, or if the receiver is no engine."""
+    """State of an engine. ``serving``: all ranks serve ``applied``. ``broken``: the engine refuses
+    to serve, since a rank is half loaded. None if unknown, or if the receiver is no engine."""
     attested_at: float | None
     """Time at which all ranks of an engine had compared their weights with ``applied``, and found
     them equal; None before that."""
@@ -312,12 +310,10 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
 
     @property
     def applied_version(self) -> int | None:
-        """Number of the version that the receiver has applied last, or None."""
         return None if self.applied is None else self.applied.number
 
     @property
     def lineage(self) -> Lineage | None:
-        """The version that the receiver has applied last, with its runs, for `relation`."""
         return None if self.applied is None else Lineage(self.applied, self.runs)
 
     @property
@@ -357,7 +353,6 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
         return newest is not None and newest.has_since(number, self.problem_version)
 
     def stays_below(self, version: int) -> bool:
-        """Whether the receiver stays on a version below this number."""
         return self.only_version is not None and self.only_version < version
 
 
@@ -413,7 +408,6 @@ def is_multiple(
 
 
 def steps_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | float | None:
-    """Return the difference of the trainer's steps of two versions, by their metadata."""
     first, last = step_in(before), step_in(after)
     return None if first is None or last is None else last - first
 
@@ -424,7 +418,6 @@ def is_receiver_id(text: str) -> bool:
 
 
 def is_run(text: object) -> bool:
-    """Whether ``text`` can be a run's id."""
     return isinstance(text, str) and RUN.fullmatch(text) is not None
 
 
@@ -443,7 +436,6 @@ def encode(record: Record) -> bytes:
 
 
 def fields_of(record: Record) -> dict[str, Any]:
-    """Return the fields of a record as JSON types."""
     fields: dict[str, Any] = msgspec.to_builtins(record)
     return fields
 
@@ -460,12 +452,7 @@ def made_of(kind: type[RecordT], values: Any) -> RecordT:
 
 
 def decode(kind: type[RecordT], data: bytes) -> RecordT:
-    """Decode and check a record.
-
-    Raises:
-        UnsupportedError: this version of dbuffer does not know the record's format.
-        StoreCorruptError: the data is not a record of this kind.
-    """
+    """Decode and check a record, or raise one of the `UNDECODABLE` errors."""
     return made_of(kind, parse_object(data, kind.NAME))
 
 

@@ -27,7 +27,6 @@ from dbuffer.format.manifest import (
 POINTER_OBJECT = "CURRENT"
 RECEIVERS_PREFIX = "receivers"
 VERSIONS_PREFIX = "versions"
-"""Directory of versions' files."""
 
 RANGE_BYTES = 32 << 20
 """Bytes of a file that are hashed together, and got by one request: small enough for many requests
@@ -43,16 +42,12 @@ _RECEIVERS = re.compile(rf"{RECEIVERS_PREFIX}/mirror-[A-Za-z0-9-]{{0,64}}-[0-9a-
 
 
 class Content(NamedTuple):
-    """Content of an object."""
-
     num_bytes: Positive
     xxh3: Token
     """Digest of the digests of the object's ranges, or the digest of its only range."""
 
 
 class FileObject(NamedTuple):
-    """Object with a file of a version."""
-
     name: str
     content: Content
 
@@ -70,7 +65,6 @@ class BucketVersion(Record, frozen=True, kw_only=True):
     manifest: Manifest
     """The version's manifest; its ``anchor_buffer`` is None."""
     weights: Token
-    """Digest of the weights file."""
     deltas: list[Content]
     """Deltas that lead to the versions of the chain, except its first."""
     xxh3: Token
@@ -78,11 +72,9 @@ class BucketVersion(Record, frozen=True, kw_only=True):
 
     @classmethod
     def sealed(cls, **fields: Any) -> Self:
-        """Make a record of its other fields, with their digest."""
         return cls(**fields, xxh3=_joint_digest(fields))
 
     def by(self, writer: str, epoch: int) -> Self:
-        """Return the record for another mirror to put."""
         changes: dict[str, Any] = {"writer": writer, "epoch": epoch}
         return replace(self, **changes, xxh3=_joint_digest(asdict(self) | changes))
 
@@ -96,7 +88,6 @@ class BucketVersion(Record, frozen=True, kw_only=True):
 
     @property
     def id(self) -> VersionId:
-        """The version's id."""
         return self.manifest.id
 
     @property
@@ -113,7 +104,6 @@ class BucketVersion(Record, frozen=True, kw_only=True):
 
     @property
     def files(self) -> list[FileObject]:
-        """All objects of the version."""
         return [self.weights_file, *self.delta_files.values()]
 
 
@@ -138,21 +128,17 @@ def version_of(name: str) -> VersionId | None:
 
 
 def file_object(version: VersionId, kind: Kind, content: Content) -> FileObject:
-    """Return the object for a version's file."""
     return FileObject(f"{VERSIONS_PREFIX}/{version}-{content.xxh3}.{kind}", content)
 
 
 def receivers_object(mirror: str) -> str:
-    """Return the name of the object with the records of a mirror's store."""
     return f"{RECEIVERS_PREFIX}/{mirror}.json"
 
 
 def is_of_receivers(name: str) -> bool:
-    """Whether an object has records of receivers, by its name."""
     return _RECEIVERS.fullmatch(name) is not None
 
 
 def _joint_digest(fields: dict[str, Any]) -> str:
-    """Return the digest of all fields except ``xxh3``."""
     digested = {name: value for name, value in fields.items() if name != "xxh3"}
     return digest(json.dumps(msgspec.to_builtins(digested), sort_keys=True).encode())

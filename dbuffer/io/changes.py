@@ -28,8 +28,6 @@ WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """Chunks of a delta, in the order of the file."""
-
     chunks: list[tuple[Chunk, bytes]]
     tensors: set[int]
     """Indices of the changed tensors, in the layout of the compared memory."""
@@ -76,14 +74,9 @@ def find_changes(
 ) -> Changes:
     """Compare the bytes of two versions of one layout, and encode the changes.
 
-    Args:
-        before: bytes of the earlier version.
-        after: bytes of the later version.
-        layout: layout of both.
-        copier: its threads compare and encode.
-        file_starts: first byte of each tensor in the weights file, if the layout is not the file's.
-        share: number of this rank, and number of ranks. Each rank compares an equal share.
-        max_bytes: the comparison stops once the changed words have more bytes than this.
+    ``file_starts`` has the first byte of each tensor in the weights file, if the layout is not the
+    file's. ``share`` is the number of this rank, and the number of ranks, which compare equal
+    shares. The comparison stops once the changed words have more bytes than ``max_bytes``.
     """
     ranges = _ranges(layout)
     first, last = (number * len(ranges) // share[1] for number in (share[0], share[0] + 1))

@@ -130,7 +130,6 @@ class Copier(ProcessBound):
         self._is_closed = False
 
     def close(self) -> None:
-        """End the threads, after the work under way."""
         if self._is_inherited:  # a fork has no threads that could end, or release the lock
             self._begin()
         with self._lock:

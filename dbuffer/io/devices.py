@@ -117,8 +117,6 @@ class _Slot:
 
 
 class _Piece:
-    """Tensors, or parts of long tensors, packed into a slot."""
-
     def __init__(self, slot: _Slot, pairs: list[Pair]) -> None:
         self.slot = slot
         self.pairs = pairs
@@ -243,11 +241,8 @@ class PageLock(ProcessBound):
     """
 
     max_bytes: ClassVar[int] = (512 << 30) - 1
-    """Most bytes that a lock covers: NVIDIA's driver 580 refuses more in one call.
-
-    Two adjacent locks are no way out: CUDA refuses a copy that crosses from one to the other as an
-    "invalid argument" (seen on an H200 with that driver), and a tensor may cross.
-    """
+    """Most bytes that a lock covers: NVIDIA's driver 580 refuses more in one call, and refuses a
+    copy that crosses from one lock to another."""
 
     def __init__(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
         super().__init__()

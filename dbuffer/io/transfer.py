@@ -141,7 +141,6 @@ def chunks_of(file: Descriptor, path: Path | str) -> Iterator[bytes]:
 def _open_parts(
     stack: contextlib.ExitStack, file: int, path: Path, layout: Layout
 ) -> dict[int | None, int]:
-    """Open all parts; return their descriptors, and the weights file's."""
     files: dict[int | None, int] = {None: file}
     trusted = os.fstat(file)
     for part, num_bytes in enumerate(layout.part_bytes):

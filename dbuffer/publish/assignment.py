@@ -24,8 +24,6 @@ must all come from one rank."""
 
 
 class Box(NamedTuple):
-    """A region of a tensor."""
-
     tensor: int
     start: tuple[int, ...]
     shape: tuple[int, ...]

@@ -63,14 +63,9 @@ class Draft:
     Leaving its ``with`` block without a commit abandons it.
 
     Args:
-        store: the store.
         mappings: mappings of the store's files, kept from one draft to the next.
-        copier: copies and hashes.
-        path: the weights file.
         inode: device and inode of the file that rank 0 has claimed, or None if there is no file.
         part: boxes that this rank writes, or None for a stream.
-        is_mapped: whether the file is mapped, as on a local mount.
-        hashed: whether its checksums are computed.
         writer, claim: the store's writer and its claim, on rank 0.
     """
 
@@ -180,7 +175,6 @@ class Draft:
 
     @property
     def mapped(self) -> MappedTensors:
-        """Mapping of the weights file, shared with all processes that map it."""
         if self._mapped is None:
             with contextlib.ExitStack() as stack:
                 file = self._claim.weights if self._claim else stack.enter_context(self._open())

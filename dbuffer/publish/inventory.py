@@ -45,7 +45,6 @@ class Inventory:
     specs: tuple[TensorSpec, ...]
     aliases: dict[str, str]
     ranks: list[Ranks]
-    """Ranks that hold parts of each tensor."""
     boxes: Boxes
 
     def encode_description(self) -> dict[str, Any]:

@@ -36,7 +36,6 @@ class PendingPublication(ProcessBound):
         super().__init__()
         self._future: Future[Publication] = Future()
         self._unreported: list[str] = []
-        """Message of the error, until the error is raised."""
         weakref.finalize(self, _log_unreported, self._unreported, os.getpid())
 
     def begin(self, publish: Callable[[], Publication]) -> None:

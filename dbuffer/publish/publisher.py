@@ -117,7 +117,6 @@ class Publisher(Closing, ProcessBound):
         self._hashed = hashed
         self._deltas: Deltas | None = None
         self._assignment: Assignment | None = None
-        """Boxes that each rank writes, if there are other ranks."""
         self._part: Part | None = None
         self._layout: Layout | None = None
         if has_deltas:

@@ -26,7 +26,6 @@ class HeldParts:
         self._local: dict[int, torch.Tensor] = {}
 
     def box(self, index: int, tensor: torch.Tensor | LazyTensor) -> Box | None:
-        """Return the box of a tensor, or of a view of a sharded tensor, by the tensor's index."""
         if not isinstance(tensor, LazyTensor) or tensor.sharded is None:
             return whole_box(index, tensor.shape)
         box, is_strided = self._box_of(tensor.sharded)

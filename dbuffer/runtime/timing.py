@@ -27,19 +27,16 @@ class Timing:
     """Upper bound of the backoff."""
 
     settle_s: float = 2.0
-    """Longest time that pointer and manifest can disagree. A writer writes one microseconds
-    after the other; if they disagree for longer, the store is damaged. A file that another program
-    writes can be incomplete for as long."""
+    """Longest time that pointer and manifest can disagree, unless the store is damaged. A file that
+    another program writes can be incomplete for as long."""
     keep_superseded_s: float = 2.0
     """Age at which a superseded file on a network mount can be removed. Readers that write no
     record (on a read-only mount, or `dbuffer verify`) must finish within this time."""
     heartbeat_s: float = 15.0
     """Interval at which a receiver on a network mount touches its record."""
     last_word_s: float = 1.0
-    """Time to wait for the last acknowledgement of an ended process. The process may have
-    acknowledged after its record was read, or the network may be late. A mirror relays the end
-    together with the last acknowledgement. A receiver's problem with the store can also end within
-    this time, at its next look."""
+    """Time to wait for the last acknowledgement of an ended process, which may be on its way. A
+    receiver's problem with the store can also end within this time, at its next look."""
     forget_receivers_after_s: float = 7 * 24 * 3600.0
     """Age at which the record of an ended receiver is removed, if the user gave its id, and the id
     has no later record. The age counts from the record's last change."""
@@ -60,8 +57,7 @@ class Timing:
     bucket_list_s: float = 1.0
     """Interval at which the sender's mirror lists the objects with mirrors' records."""
     bucket_watch_s: float = 15.0
-    """Interval at which `dbuffer status --watch` reads a bucket. Listing up to 1,000 objects costs
-    as much as 12 gets: half the cost of a mirror, which makes two gets a second."""
+    """Interval at which `dbuffer status --watch` reads a bucket, where listing costs money."""
     bucket_grace_s: float = 3600.0
     """Time after which the objects of a version that is not kept are deleted. A reader that needs
     longer starts again with a newer version."""
@@ -79,11 +75,9 @@ class Timing:
 
     @property
     def presumed_dead_after_s(self) -> float:
-        """Age of a record at which its process counts as dead, if this host cannot see the process.
-
-        Other hosts can see a file's time up to a minute late, and a process that compiles or swaps
-        can miss some heartbeats.
-        """
+        """Age of a record at which its process counts as dead, if it cannot be seen from here."""
+        # Other hosts can see a file's time up to a minute late, and a process that compiles or
+        # swaps can miss some heartbeats.
         return 8 * self.heartbeat_s
 
     @property

@@ -183,7 +183,6 @@ class _Wait:
         return manifest is not None and not record.takes(manifest.version, manifest.metadata)
 
     def _is_old(self, record: ReceiverRecord) -> bool:
-        """Whether a record is as it was when the writer began."""
         # Only equality counts: the times may come from two hosts' clocks.
         before = self.written_before.get((record.receiver, record.token))
         return before == record.updated_at

@@ -51,7 +51,6 @@ class DoubleBuffer:
         self._records: dict[Path, tuple[_FileState | None, ReceiverRecord | None]] = {}
 
     def check(self) -> None:
-        """Raise if the store does not exist, or if other users can write to it."""
         if not self.exists():
             raise errors.StoreNotFoundError(f"there is no store at {self.root}")
         if self.owner_only:
@@ -210,7 +209,6 @@ class DoubleBuffer:
         return token == writer.token.encode()
 
     def require_writer(self, writer: WriterRecord) -> None:
-        """Raise if the store was removed, or another writer has taken it over."""
         record = self.writer()
         if record is None:
             raise errors.StoreNotFoundError(
@@ -343,7 +341,6 @@ def pointer_to(buffer: str, manifest: Manifest) -> Pointer:
 
 
 def require_successor(store: Path | str, last: Versioned, newest: Versioned | None) -> None:
-    """Raise a `VersionRegressedError` unless ``last``, read before, leads to ``newest``."""
     if newest is None:
         raise errors.VersionRegressedError(f"{store} was emptied: it held version {last.version}")
     match relation(last.lineage, newest.lineage):
@@ -404,7 +401,6 @@ def is_store(root: Path) -> bool:
 
 
 def require_own_directory(root: Path) -> None:
-    """Raise an `OptionError` if a directory holds something other than a store."""
     contents = other_contents(root)
     if contents is not None:
         raise errors.OptionError(

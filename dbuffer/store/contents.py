@@ -74,10 +74,8 @@ class Contents:
         return places.BUFFERS[1] if self.newest_buffer is None else other_buffer(self.newest_buffer)
 
     def has_published(self, manifest: Manifest) -> bool:
-        """Whether a buffer's manifest describes a version that was published, and not lost since.
-
-        A failed commit may leave a complete manifest. The next version takes its number.
-        """
+        """Whether a manifest describes a version that was published, and not lost since."""
+        # A failed commit may leave a complete manifest.
         newest = self.newest
         return manifest.state == "complete" and newest is not None and newest.reaches(manifest.id)
 

@@ -122,7 +122,6 @@ def make_directory(path: Path, *, parents: bool = False, durable: bool = False) 
 
 
 def check_trust(path: Path) -> None:
-    """Raise if other users can write to a directory."""
     with os_errors("look at a store", path):
         status = path.stat()
     if not stat.S_ISDIR(status.st_mode):
@@ -262,22 +261,15 @@ def replace_file(
     lock: bool = False,
     before: Descriptor | None = None,
 ) -> Descriptor:
-    """Put ``data`` at ``path`` atomically: a reader gets the old bytes or the new ones.
+    """Put ``data`` at ``path`` atomically, by a temporary file in ``scratch``; return that file.
 
-    Args:
-        path: the file's name.
-        data: its bytes.
-        scratch: directory for the temporary file, on the same filesystem.
-        flush: flush the file.
-        durable: flush file and directory.
-        lock: lock the file exclusively before it has its name.
-        before: on a network mount, the file that has the name now, open for writing. Otherwise an
-            NFSv4 server could delegate the file to a host that reads it; if that host is cut off,
-            the file cannot be replaced until the server's lease ends (90 s by default). ``before``
-            is closed just before it is replaced: an open file that is removed takes space.
+    ``flush``: flush the file; ``durable``: flush the file and the directory; ``lock``: lock the
+    file exclusively before it has its name.
 
-    Returns:
-        The file, open.
+    ``before``: on a network mount, the file that has the name now, open for writing. Otherwise an
+    NFSv4 server could delegate the file to a host that reads it; if that host is cut off, the file
+    cannot be replaced until the server's lease ends (90 s by default). ``before`` is closed just
+    before it is replaced: an open file that is removed takes space.
     """
     with os_errors("write", path):
         temporary, file = _open_temporary(scratch, path)
@@ -312,7 +304,6 @@ def _rename(temporary: Path, path: Path, made: tuple[int, int]) -> None:
 
 
 def identity_at(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of the file at a path, or None if they cannot be read."""
     try:
         refresh(path.parent)  # otherwise an NFS client answers from its cache
         with Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
@@ -395,7 +386,6 @@ def make_file(path: Path, access: int) -> Descriptor:
 
 
 def make_memory_file(name: str) -> Descriptor:
-    """Make a file in memory without a path. It exists while a process has it open."""
     # Not os.memfd_create: a Python that was built with an older libc lacks it.
     libc = ctypes.CDLL(None, use_errno=True)
     number = libc.memfd_create(name.encode(), _MFD_CLOEXEC)
@@ -420,7 +410,6 @@ def check_room(path: Path, num_bytes: int) -> None:
 
 
 def sync_file(descriptor: int, path: Path) -> None:
-    """Flush a file's data, mapped writes included, to stable storage or to the server."""
     with os_errors("flush", path):
         os.fsync(descriptor)
 
@@ -551,7 +540,6 @@ def time_at(scratch: Path) -> float:
 
 
 def is_at(file: Descriptor, path: Path) -> bool:
-    """Whether ``path`` still leads to this open file."""
     try:
         return file.is_open and os.path.samestat(os.fstat(file.number), path.lstat())
     except OSError:
@@ -631,7 +619,6 @@ _open_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
 
 _forking: set[int] = set()
-"""Threads that are forking."""
 _fork_moment = 0
 """Count of forks that have begun and of forks that have ended."""
 

@@ -32,7 +32,6 @@ class Process:
     pid_namespace: int
     pid: int
     started: int
-    """Start time in clock ticks since the boot, or 0 if unknown."""
 
     @classmethod
     def here(cls) -> Process:

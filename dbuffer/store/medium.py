@@ -24,10 +24,9 @@ REWRITABLE_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "ramfs", "tmpfs"})
 """Filesystems that need no new space to write an allocated page again.
 
 A copy-on-write filesystem (btrfs, zfs, xfs with reflinks) needs new space for old pages, and
-writing a mapped page without space is a SIGBUS. An overlay may be on such a filesystem. It
-replaces a file of a lower layer when the file is first opened for writing: older mappings keep
-showing the old file, and the new file has the same device and inode. On all these filesystems each
-version has a new file.
+writing a mapped page without space is a SIGBUS. An overlay replaces a file of a lower layer when
+the file is first opened for writing: older mappings keep showing the old file. On all these
+filesystems each version has a new file.
 """
 
 LOCAL_FILESYSTEMS = REWRITABLE_FILESYSTEMS | frozenset(
@@ -51,7 +50,6 @@ class Medium:
     reaches_other_hosts: bool
     """Whether processes of other hosts may use the store, as on a network mount."""
     _ahead_s: float = field(default_factory=lambda: time.time() - time.monotonic(), init=False)
-    """Seconds that the mount's clock is ahead of the monotonic clock."""
     _measured_at: float | None = field(default=None, init=False)
 
     @property
@@ -149,7 +147,6 @@ def _mount_of(path: Path) -> tuple[str, str]:
 
 
 def _mounts() -> Iterator[tuple[str, tuple[str, str]]]:
-    """Return mount points, each with its filesystem and source, as the kernel lists them."""
     try:
         table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except FileNotFoundError:  # not Linux

@@ -40,8 +40,6 @@ class OvertakenError(Exception):
 
 
 class OpenVersion(abc.ABC):
-    """Version open for reading, until :meth:`release` or the end of its ``with`` block."""
-
     __slots__ = ()
     manifest: Manifest
 
@@ -62,9 +60,7 @@ class OpenVersion(abc.ABC):
     @abc.abstractmethod
     def is_still_named(self) -> bool: ...
     @abc.abstractmethod
-    def open_delta(self, version: VersionId) -> tuple[Path | str, Descriptor]:
-        """Open the delta that leads to ``version`` in the chain; return its name and its file."""
-
+    def open_delta(self, version: VersionId) -> tuple[Path | str, Descriptor]: ...
     @abc.abstractmethod
     def read_at(self, offset: int, num_bytes: int) -> bytes: ...
     def __enter__(self) -> Self:

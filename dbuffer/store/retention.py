@@ -113,7 +113,6 @@ class Retention:
             logger.warning("version %d is not kept: %s", manifest.version, str(error))
 
     def named_by(self, manifests: Manifests) -> dict[Path, range]:
-        """Return the files that manifests name, and the versions that need each file."""
         named: dict[Path, range] = {}
         for buffer, manifest in manifests.items():
             if manifest is not None:
@@ -252,7 +251,6 @@ class Retention:
     def _find_reasons(
         self, files: dict[Path, list[Path]], named: dict[Path, range]
     ) -> dict[Path, Reason]:
-        """Return the reason for each file to stay, whether or not a reader needs it."""
         now_s = time.monotonic()
         unknown = files.keys() - named.keys() - self._reasons.keys()
         ages_s = self._ages_s(files, unknown)

@@ -42,11 +42,13 @@ class WeightsFiles:
         # A file that is never rewritten stays intact for its readers, even if it is removed.
         if self._medium.reaches_other_hosts or old.is_final:
             return None
-        file = self._lock_existing(buffer, old)
+        file = self._open_again(self._store.root / buffer / old.file)
         if file is None:
             return None
         is_fit = (
-            self._medium.can_rewrite_in_place
+            not _has_second_name(file)  # a kept version's file: don't wait for its readers
+            and self._lock_against_readers(file, buffer, old.version)
+            and self._medium.can_rewrite_in_place
             and old.state == "complete"
             and old.layout_xxh3 == layout_xxh3
             and old.file_bytes == file_bytes
@@ -84,7 +86,6 @@ class WeightsFiles:
         file.close()
 
     def close_all_but(self, paths: Container[Path]) -> None:
-        """Close all other files: they are removed, and an open file takes space."""
         for path, file in list(self._open.items()):
             if path not in paths:
                 self.close_one(file)
@@ -94,43 +95,24 @@ class WeightsFiles:
             file.close()
         self._open.clear()
 
-    def _lock_existing(self, buffer: str, manifest: Manifest) -> Descriptor | None:
-        """Lock and return the buffer's file; return None if it is missing, or readers keep it.
+    def _lock_against_readers(self, file: Descriptor, buffer: str, version: int) -> bool:
+        """Wait for a weights file's readers, and lock the file; return False if a reader keeps it.
 
-        A reader that keeps it is evicted: it keeps the bytes that it maps, and learns of its
-        eviction when it compares generations.
+        That reader is evicted: it keeps the bytes that it maps, and learns of its eviction when it
+        compares generations.
         """
-        file = self._open_again(self._store.root / buffer / manifest.file)
-        if file is None:
-            return None
-        if _has_second_name(file):  # not rewritten, so don't wait for readers
-            self.close_one(file)
-            return None
-        if not self._lock_against_readers(file, manifest.version):
-            logger.warning(
-                "evicting %s from buffer %s of %s (version %d): read for more than %g s",
-                self._holders(manifest.version) or "a reader",
-                buffer,
-                self._store.root,
-                manifest.version,
-                self._reader_timeout_s,
-            )
-            self.close_one(file)
-            return None
-        return file
-
-    def _lock_against_readers(self, file: Descriptor, version: int) -> bool:
-        """Wait for a weights file's readers, and lock it; log a wait of more than a second."""
-        patience_s = self._reader_timeout_s
+        patience_s, store = self._reader_timeout_s, self._store.root
         quiet_s = min(patience_s, _QUIET_WAIT_S)
         if filesystem.lock_within(file.number, quiet_s):
             return True
-        if quiet_s == patience_s:
-            return False
-        readers = self._holders(version) or "a reader"
-        message = "waiting up to %g s for %s, which reads version %d of %s"
-        logger.info(message, patience_s, readers, version, self._store.root)
-        return filesystem.lock_within(file.number, patience_s - quiet_s)
+        if quiet_s < patience_s:
+            message = "waiting up to %g s for %s, which reads version %d of %s"
+            logger.info(message, patience_s, self._holders(version), version, store)
+            if filesystem.lock_within(file.number, patience_s - quiet_s):
+                return True
+        message = "evicting %s from buffer %s of %s (version %d): read for more than %g s"
+        logger.warning(message, self._holders(version), buffer, store, version, patience_s)
+        return False
 
     def _open_again(self, path: Path) -> Descriptor | None:
         before = self._open.get(path)
@@ -150,11 +132,12 @@ class WeightsFiles:
         return file
 
     def _holders(self, version: int) -> str:
-        return ", ".join(
+        holders = ", ".join(
             f"receiver {record.receiver} (pid {record.pid}, {record.host})"
             for record in self._store.readers()
             if record.held is not None and record.held.number == version
         )
+        return holders or "a reader"
 
 
 def parts_of(path: Path) -> list[Path]:

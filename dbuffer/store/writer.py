@@ -36,6 +36,7 @@ from dbuffer.errors import (
 from dbuffer.format import places
 from dbuffer.format.lineage import MAX_RUNS, Lineage, Run, VersionId
 from dbuffer.format.manifest import (
+    FILE_FIELDS,
     Manifest,
     Pointer,
     Record,
@@ -68,7 +69,6 @@ class Claim:
     of a kept version (`republish`)."""
     marked: Manifest
     earlier: VersionId | None
-    """Version whose bytes are in the file until it is written, or None."""
     deltas: dict[Path, int] = field(default_factory=dict)
 
     @property
@@ -155,7 +155,6 @@ class BufferWriter:
         return self.medium.can_rewrite_in_place and not self._keep
 
     def close(self) -> None:
-        """Give up the store, and write into the lock's file that this writer was closed."""
         self._files.close()
         for file in self._open_records.values():
             if file is not None:
@@ -217,10 +216,11 @@ class BufferWriter:
     def _mark(
         self, buffer: str, version: Lineage, last_generation: int, file: str | None
     ) -> Manifest:
-        """Mark a buffer as being written, into ``file``, or into a new file if None."""
         # Also above this writer's own last generation: the record with it may be damaged by now.
         # Two higher, because the commit adds one.
         self._generation = generation = max(self._generation, last_generation) + 2
+        no_file: dict[str, Any] = dict.fromkeys(FILE_FIELDS, 0)
+        no_file |= {"layout_xxh3": None, "checksums_xxh3": None}
         marked = Manifest(
             state="writing",
             id=version.id,
@@ -228,14 +228,7 @@ class BufferWriter:
             generation=generation,
             writer=self.record.token,
             file=file or f"weights-{self.record.token}-{generation}.td",
-            file_bytes=0,
-            num_tensors=0,
-            num_bytes=0,
-            layout_offset=0,
-            layout_bytes=0,
-            layout_xxh3=None,
-            checksums_offset=0,
-            checksums_xxh3=None,
+            **no_file,
             is_final=False,
             anchor=None,
             anchor_buffer=None,
