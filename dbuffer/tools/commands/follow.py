@@ -41,12 +41,12 @@ def follow(
         ),
     ] = None,
     every: Annotated[
-        int, typer.Option(help="Skip versions whose number is no multiple of this.", metavar="N")
+        int, typer.Option(help="Skip versions whose number is not a multiple of N.", metavar="N")
     ] = 1,
     when: Annotated[
         list[str] | None,
         typer.Option(
-            help="Skip versions whose metadata has no multiple of N under this key, as step=100.",
+            help="Skip versions unless this key of their metadata is a multiple of N: step=100.",
             metavar="KEY=N",
         ),
     ] = None,

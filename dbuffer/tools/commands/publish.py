@@ -66,8 +66,8 @@ def publish(
     metadata: Annotated[
         dict[str, Any] | None,
         typer.Option(
-            help="JSON object to publish with the version, such as '{\"step\": 80}'. `step` is the "
-            "trainer's: `dbuffer status` then shows lags in steps, too.",
+            help="JSON object to publish with the version, such as '{\"step\": 80}'. With a "
+            "`step`, `dbuffer status` also shows lags in steps.",
             metavar="JSON",
             parser=_parse_metadata,
         ),
@@ -75,8 +75,8 @@ def publish(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Cast floating-point tensors to this dtype: bf16, fp16, fp32, or torch's name "
-            "of one.",
+            help="Cast floating-point tensors to this dtype: bf16, fp16, fp32, or torch's "
+            "name of another dtype.",
             metavar="DTYPE",
         ),
     ] = None,
