@@ -502,7 +502,7 @@ def between(text: str, since: str, until: str | None = None) -> str:
     ("page", "results", "since", "until"),
     [
         ("benchmarks.md", "cpu.txt", "# Benchmarks", "## The pause"),
-        ("benchmarks.md", "pause.txt", "## The pause", "## Inter-token latency"),
+        ("benchmarks.md", "pause.txt", "## The pause", "## From publish to served"),
         ("benchmarks.md", "served.txt", "## From publish to served", "## GPUs"),
         ("benchmarks.md", "gpu.txt", "## GPUs", "## An engine on a GPU"),
         ("benchmarks.md", "gpu-engine.txt", "## An engine on a GPU", "## Deltas"),
