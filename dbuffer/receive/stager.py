@@ -301,8 +301,8 @@ class Stager(ProcessBound):
         """Reservation and its end: a ready version that meets it is not replaced until then."""
         self._applied = applied
         """Only versions after this one are staged."""
-        self._skipped = 0
-        """Number of the newest version seen, if there is none to stage until a newer one comes."""
+        self._skipped: VersionId | None = None
+        """Newest version seen, if there is none to stage until a newer one comes."""
         receiver.record.count(staged=0, staged_bytes=0, stage_s=0.0, evictions=0, failures=0)
         receiver.record.write()
         self._thread = threading.Thread(target=self._run, name="dbuffer-stager", daemon=True)
@@ -479,7 +479,7 @@ class Stager(ProcessBound):
         self._state = state
 
     def _wake(self) -> None:
-        self._skipped = 0
+        self._skipped = None
         self._interrupt.set()
         self._receiver.wake()
         self._condition.notify_all()
@@ -543,10 +543,9 @@ class Stager(ProcessBound):
             with self._condition:
                 request = self._request
                 newer_than, exactly = self._aim()
-                above = max(newer_than or 0, self._skipped)
             with self._loop.attempt():
                 number = None if exactly is None else number_of(exactly)
-                version = self._loop.wait(above, exactly=number, interrupt=self._interrupt)
+                version = self._loop.wait(newer_than, exactly=number, interrupt=self._interrupt)
                 if version is not None and exactly is None and self._takes is not None:
                     exactly = self._choose(self._takes, version, newer_than)
                     version = None if exactly is None else exactly.number
@@ -602,16 +601,12 @@ class Stager(ProcessBound):
         """Return what to stage: the newest version above the first value, or exactly the second."""
         if self._request is not None and self._request.is_exact:
             return None, self._request.id or self._request.number
+        staged = None if self._staged is None else self._staged.id
         # Ignore a version that does not lead to the store's newest version.
-        staged, applied = (
-            version if version is not None and self._leads_on(version) else None
-            for version in (None if self._staged is None else self._staged.id, self._applied)
-        )
+        seen = [v for v in (staged, self._applied, self._skipped) if v and self._leads_on(v)]
         if self._version is None:
-            above = [] if staged is None else [staged.number]
-            above += [] if applied is None else [applied.number]
-            return max(above, default=None), None
-        if staged is not None and staged.number == self._version:
+            return max((version.number for version in seen), default=None), None
+        if staged in seen and staged.number == self._version:
             return MAX_INTEGER, None  # stage nothing, unless the store forks
         return None, self._version
 
@@ -623,9 +618,10 @@ class Stager(ProcessBound):
         if goal is not None and goal.number > (newer_than or 0):
             self._loop.uses(goal.number)
             return goal
+        last_seen = self._receiver.last_seen
         with self._condition:
             if not self._interrupt.is_set():  # else a call may have requested an earlier version
-                self._skipped = newest
+                self._skipped = None if last_seen is None else last_seen.at(newest)
         return None
 
     def _make_room(self, version: int) -> bool:

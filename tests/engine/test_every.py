@@ -207,6 +207,23 @@ def test_another_run_is_followed_even_if_a_version_is_kept(scene, version):
             until("the run is followed", lambda: scene.engine.serves == (7, str(version)))
 
 
+def test_another_run_is_followed_from_below_the_versions_that_were_skipped(scene):
+    scene.publish(1, 2, 3)
+    with scene.background(every=3) as follower:
+        follower.wait_applied(3, WAIT_S)
+        scene.publish(4, 5)
+        with nearly_idle():
+            time.sleep(0.5)
+        remove_store(scene.store)
+        with dbuffer.WeightSender(scene.store) as again:
+            again.send(SMALL.weights(5))
+            with nearly_idle():
+                time.sleep(0.5)
+            for seed in (6, 7):
+                again.send(SMALL.weights(seed))
+            until("the run is followed", lambda: scene.engine.serves == (7, "3"))
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_version_is_kept_until_its_user_is_done(scene, every):
     scene.publish(1, 2)
