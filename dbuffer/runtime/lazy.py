@@ -37,7 +37,7 @@ else:
 def lazily(package: str) -> tuple[Callable[[str], Any], list[str]]:
     """Return the ``__getattr__`` and ``__all__`` of a package that imports its names when used.
 
-    The names are those that the package imports under ``if TYPE_CHECKING``, for type checkers.
+    The package lists its names as imports under ``if TYPE_CHECKING``, for type checkers.
     """
     places: dict[str, tuple[str, str]] = {}
     for block in ast.parse(inspect.getsource(sys.modules[package])).body:

@@ -228,7 +228,7 @@ class ServerEngine(_Sglang, EngineServer):
         self._flush_caches()
 
     def resume(self) -> None:
-        # Also if this fails: the server may be a restarted one, which is not paused.
+        # Set even if the request fails: the server may have restarted, and is then not paused.
         self._has_paused = False
         self._request_resume("/continue_generation", json={"torch_empty_cache": False})
 

@@ -28,8 +28,8 @@ class StoreCheckpointEngine(StoreSync, CheckpointEngine):  # type: ignore[misc] 
 
     verl makes an engine in each actor rank and in each rollout worker, and makes all calls. The
     actor's first rank (``is_master``) publishes a version for each sync and generates the sync's
-    id, which verl passes to all workers. A rollout worker loads only the version with this id. The
-    options are those of ``engine_kwargs.dbuffer`` in verl's configuration.
+    id, which verl passes to all workers. A rollout worker loads only the version with this id.
+    verl reads the options from ``engine_kwargs.dbuffer`` in its configuration.
     """
 
 

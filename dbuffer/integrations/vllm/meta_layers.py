@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 def vllm_shape_check(vllm_config: Any, serving: torch.nn.Module) -> ShapeCheck:
     """Return a check of published weights, with a copy of the serving model.
 
-    Call it on the worker's main thread. It refuses (`UnsupportedError`) a model whose experts vLLM
-    moves, or for which vLLM's reload would fail, or would leave old weights in a part of it.
+    Call it on the worker's main thread. Raises `UnsupportedError` if vLLM moves the model's
+    experts, or if vLLM's reload would fail, or would leave old weights in a part of the model.
     """
     if vllm_config.parallel_config.enable_eplb:
         raise UnsupportedError(

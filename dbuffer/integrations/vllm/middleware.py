@@ -1,4 +1,4 @@
-"""`FollowStore`: an ASGI middleware with which a vLLM server follows a store by itself.
+"""`FollowStore`: an ASGI middleware that lets a vLLM server follow a store by itself.
 
 The server answers no request before it serves the newest version in the store. With ``--load-format
 dummy`` it waits for a first version. A server that cannot follow does not start.
