@@ -991,6 +991,23 @@ def test_server_does_not_start_whatever_goes_wrong(scene, client):
     assert "RuntimeError: a bug in two lines" in asyncio.run(refusal(client))
 
 
+def test_server_does_not_start_if_its_follower_cannot_be_closed_either(scene, client, monkeypatch):
+    def close() -> None:
+        raise RuntimeError("another bug")
+
+    async def run() -> None:
+        lifespan = Lifespan(client)
+        assert (await lifespan.do("startup"))["type"] == "lifespan.startup.failed"
+        with pytest.raises(RuntimeError, match="another bug"):
+            await lifespan.end()
+
+    client.vllm_config.load_config.load_format = "dummy"
+    client.vllm_config.additional_config["dbuffer"]["timeout_s"] = 0.1
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.engine, "close", close)
+        asyncio.run(run())
+
+
 def test_dummys_weights_are_not_served_when_no_version_comes_in_time(scene, client):
     client.vllm_config.load_config.load_format = "dummy"
     client.vllm_config.additional_config["dbuffer"]["timeout_s"] = 0.5

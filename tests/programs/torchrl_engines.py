@@ -308,12 +308,6 @@ class UserEngine:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         return self.llm.generate(*args, **kwargs)
 
-    def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
-        return self.llm.collective_rpc(*args, **kwargs)
-
-    def reset_prefix_cache(self, **kwargs: Any) -> Any:
-        return self.llm.reset_prefix_cache(**kwargs)
-
     def pid(self) -> int:
         return os.getpid()
 

@@ -73,11 +73,13 @@ class FollowStore:
             # If an exception left this, the server would conclude that the application has no
             # lifespan, and serve. The message below ends the server.
             except Exception as error:  # noqa: BLE001
-                await self._end()
-                await receive()
-                reason = " ".join(message_of(error).split())
-                message = f"this server does not start, because it cannot follow: {reason}"
-                await send({"type": "lifespan.startup.failed", "message": message})
+                try:
+                    await self._end()
+                finally:
+                    await receive()
+                    reason = " ".join(message_of(error).split())
+                    message = f"this server does not start, because it cannot follow: {reason}"
+                    await send({"type": "lifespan.startup.failed", "message": message})
                 return
             self._outlook = Outlook(engine, self._follower)
             for adapter in self._adapters:
