@@ -482,6 +482,28 @@ async def switch_after_a_session_only(program: Program, pause: str, problem: str
         await program.require_served(version)
 
 
+async def wait_for_the_end_of_one_step_only(program: Program) -> None:
+    """The core answers between two steps: asked one after the other, each would wait for a step."""
+    calls: list[str] = []
+    client = program.engine.engine_core
+    call = client._call_utility_async
+
+    async def noted(method: str, *args: Any, **options: Any) -> Any:
+        calls.append(f"{method} asked")
+        try:
+            return await call(method, *args, **options)
+        finally:
+            calls.append(f"{method} answered")
+
+    async with program.following() as follower, program.answering([PROMPTS[2]], 100):
+        client._call_utility_async = noted
+        version = await program.trainer.publish("reveal")
+        await follower.wait_applied_async(version, STEP_TIMEOUT_S)
+        del client._call_utility_async
+    assert f"{HOLD} asked" in calls
+    assert "is_scheduler_paused asked" not in calls
+
+
 async def lose_the_weights(program: Program) -> None:
     """Put it to sleep while a version comes, wake it, load past dbuffer, take the store away."""
     async with program.following() as follower:
@@ -614,6 +636,7 @@ async def run_one_rank(directory: Path) -> dict[str, int]:
         await interfere_in_a_switch(program)
         for pause, problem in SESSIONS.items():
             await switch_after_a_session_only(program, pause, problem)
+        await wait_for_the_end_of_one_step_only(program)
         await lose_the_weights(program)
         compare = await switch_kept_requests(program)
         with pytest.raises(dbuffer.OptionError, match="no store given"):

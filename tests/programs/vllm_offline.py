@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 import dbuffer
 from dbuffer.engine.contract import UNKNOWN_VERSION
 from dbuffer.integrations.vllm import follow, versions_of
+from dbuffer.integrations.vllm.launched import LaunchedFollower
 from dbuffer.testing.conformance import Client
 from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.engines.broken_backends import require_conformance
@@ -90,6 +92,7 @@ def run(directory: Path) -> None:
     pair, base = pairs[MANY], directory / "qwen3-0"
     patch_without_source(directory / "sourceless", base, pair)
     update_by_stock_calls(directory / "stock", pair)
+    lose_the_weights_of_launched_ranks()
     refuse_misfits(directory / "refusals", pair.llm)
     for more in ({}, {"load_format": "dummy"}):
         settings = {"dbuffer": {"store": str(directory / MANY / "store")}}
@@ -227,6 +230,22 @@ def update_by_stock_calls(store: Path, pair: Pair) -> None:
         assert re.search("version 3 .*is not in", str(update(version=3)))
     if hasattr(llm, "shutdown_weight_transfer_engine"):  # from 0.32 on
         llm.shutdown_weight_transfer_engine()
+
+
+def lose_the_weights_of_launched_ranks() -> None:
+    """Ranks of torchrun's know what the engine has after a sync that failed; with no engine."""
+    orders: list[dict[str, Any]] = []
+    failing = Mock(applied=None, **{"sync.side_effect": dbuffer.WaitTimeoutError("not ready")})
+    leading = Mock(is_open=True, share=lambda _, order: [orders.append(order)])
+    for leader, agreement in (
+        (failing, leading),
+        (None, Mock(is_open=True, share=lambda *_: orders[:1])),
+    ):
+        follower = object.__new__(LaunchedFollower)
+        follower._leader, follower._agreement, follower.applied = leader, agreement, 7
+        with pytest.raises(dbuffer.WaitTimeoutError, match="not ready"):
+            follower.sync()
+        assert follower.applied is None
 
 
 def refuse_misfits(store: Path, llm: Any) -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import dbuffer
+from dbuffer.engine.follower import Follower
 from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.torchrl import (
     VLLMDoubleBufferSyncScheme,
@@ -33,7 +34,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.engines import FakeEngine
 from dbuffer.testing.waiting import until
 from tests.support.children import Child
-from tests.support.light_engines import WAIT_S
+from tests.support.light_engines import WAIT_S, options
 from tests.support.patterns import SMALL
 from tests.support.waiting import Gate
 
@@ -226,6 +227,24 @@ def test_shutdown_waits_for_a_switch_that_is_under_way(light_engines, tmp_path):
         assert polling.result(WAIT_S) is True
     assert engine.serves == (1, "1")
     assert engine.endpoint.receiver is None, "the engine follows on"
+
+
+def test_the_worst_error_of_several_engines_is_raised(tmp_path, monkeypatch):
+    store = tmp_path / "light"
+    monkeypatch.setattr(vllm_double_buffer, "followers_of", lambda followers, _: followers)
+    engines = [FakeEngine(instance_id=name) for name in ("busy", "broken", "well")]
+    followers = [Follower(one, options(store, one.rank.instance_id)) for one in engines]
+    for follower in followers:
+        follower.start()
+    engines[0].error = lambda: dbuffer.EngineBusyError("it is generating")
+    engines[1].rank.failing_loads = 100
+    receiver = VLLMDoubleBufferSyncScheme(store).create_receiver(followers)
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        with pytest.raises(dbuffer.EngineBrokenError, match="it is generating; half-loaded"):
+            receiver.poll_and_apply()
+    assert engines[2].version == 1
+    receiver.shutdown()
 
 
 class WithoutValueHead(FakeEngine):
