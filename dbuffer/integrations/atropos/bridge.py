@@ -53,8 +53,7 @@ class VLLMWeightBridge:
             With several nodes, the default is ``dbuffer-atropos`` in ``log_dir`` or ``LOGDIR``.
         rank_timeout_s: how long ranks wait for a missing or hung rank, in addition to the
             ``timeout_seconds`` of an update.
-        **sender: fields of :class:`dbuffer.SenderOptions`. By default ``rename`` is the parameter
-            mapping.
+        **sender: fields of :class:`dbuffer.SenderOptions`. ``rename`` replaces the mapping.
     """
 
     def __init__(

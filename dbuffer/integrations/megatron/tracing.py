@@ -1,9 +1,8 @@
 """`Tracer`: finds the parts of exported tensors that are in a rank's parameters.
 
 mbridge exports the model three times. In the first export, each weight is replaced by the number of
-its parameter; in the second, by its position in the parameter. Two such exports with four bytes per
-element need less memory than one with eight. The third export has the weights, and each rank
-compares its parts with them.
+its parameter; in the second, by its position in the parameter. The third export has the weights,
+and each rank compares its parts with them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """`Engine` implementations for SGLang: an ``sglang.Engine`` in this process, and a server.
 
-An update makes the calls that SGLang requires: pause, flush the caches, ``begin_weight_update``, a
-single ``update_weights_from_tensor``, ``end_weight_update``, set the new version's label, continue.
-
 SGLang passes only tensors to its ``custom_weight_loader``. So dbuffer sends an empty tensor whose
 name is the request, and each rank then reads the weights from the store.
 """

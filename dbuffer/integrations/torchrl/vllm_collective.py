@@ -95,14 +95,10 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
     ) -> None:
         """Make each later ``update_weights`` call wait until engines have applied the weights.
 
-        If too few engines apply the weights in time, ``update_weights`` raises a
-        ``WaitTimeoutError``, whose message lists each engine's problem.
-
-        Args:
-            model_metadata: dtype and shape of each tensor, which must fit ``vllm_engine``.
-            vllm_engine: engine that ``update_weights`` switches. Default: ``update_weights`` waits
-                for ``num_replicas`` engines that follow the store, by themselves or with a
-                :class:`VLLMWeightReceiver`.
+        With a ``vllm_engine``, which the metadata must fit, ``update_weights`` switches this
+        engine. Otherwise it waits for ``num_replicas`` engines that follow the store, by themselves
+        or with a :class:`VLLMWeightReceiver`. If too few engines apply the weights in time, it
+        raises a ``WaitTimeoutError``, whose message lists each engine's problem.
         """
         if vllm_engine is None:
             self._num_awaited = self._num_replicas

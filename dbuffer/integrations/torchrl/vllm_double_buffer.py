@@ -189,13 +189,10 @@ class VLLMDoubleBufferTransport:
     ) -> Any | None:
         """Return a copy of the newest version, or None if there is no newer one than last time.
 
-        Args:
-            timeout: seconds to wait for a newer version. Default: 0. If this transport has a
-                mirror, the mirror first copies the newest version, for at most 60 s.
-            weights: a TensorDict, or a dictionary by dotted name, to copy into and return. Default:
-                a new TensorDict with flat keys.
-            model: ignored, as in TorchRL.
-            strategy: ignored, as in TorchRL.
+        Wait up to ``timeout`` seconds for a newer version. A mirror first copies the newest
+        version, for at most 60 s. The copy goes into ``weights``, a TensorDict or a dictionary by
+        dotted name, or by default into a new TensorDict with flat keys. ``model`` and ``strategy``
+        are ignored, as in TorchRL.
 
         Raises:
             WeightsMismatchError: ``weights`` does not fit, and was not changed.

@@ -76,11 +76,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
     ) -> Self:
         """Open the store, and let the engine's workers follow it. Every rank must call this.
 
-        Args:
-            init_info: store and options.
-            client: client of the engine, as vLLM defines it.
-            source: a ``WeightSource``. If it is split between ranks, all ranks write, and
-                torch.distributed must be initialized.
+        ``client`` is vLLM's client of the engine. If ``source``, a ``WeightSource``, is split
+        between ranks, all ranks write, and torch.distributed must be initialized.
         """
         if not isinstance(init_info, DBufferTrainerInitInfo):
             raise OptionError(f"init_info is {init_info!r:.200}: use a DBufferTrainerInitInfo")
@@ -158,9 +155,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         meanwhile serves each version, and so do other engines that follow the store: pass patches
         that must apply atomically in one call.
 
-        Returns:
-            The number of the version, for the client's ``finish_weight_update(str(version))``.
-            None if there are no patches, or on other ranks than 0.
+        Return the version's number, for the client's ``finish_weight_update(str(version))``, or
+        None if there are no patches, or on other ranks than 0.
         """
         version = self._publish_patches(patches)
         if version is not None:

@@ -458,21 +458,8 @@ def test_engines_of_all_inference_nodes_are_waited_for(tmp_path, network):
         # One of them dies: the other does not stand for both.
         nodes[1].signal(signal.SIGKILL)
         nodes[1].wait()
-        for is_notified in (True, False):
-            problem, timeout_s = "", SOON_S
-            while "1 of 2 receivers applied version" not in problem:
-                # Until it is long enough for the one that lives, on a busy machine too.
-                assert timeout_s < TIMEOUT_S, problem
-                value, timeout_s = value + 1, 2 * timeout_s
-                trainer.send((value, timeout_s, is_notified))
-                problem = trainer.receive()
-            assert "vllm-gpu09 has ended at 3" in problem
-        # And comes back.
-        again = stack.enter_context(Child(node, store, "gpu09"))
-        assert again.receive() == "ready"
-        assert again.receive() == (value, [value])
-        trainer.send((value + 1, TIMEOUT_S, True))
-        assert trainer.receive() == value + 1
+        trainer.send((4, SOON_S, True))
+        assert "vllm-gpu09 has ended at 3" in trainer.receive()
         trainer.send(None)
         assert trainer.wait() == 0
 
