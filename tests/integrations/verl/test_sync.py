@@ -179,6 +179,16 @@ class TestFailure:
             next(waiting)
         assert number_of(taken(ends.incoming)) == 2
 
+    def test_a_version_that_was_overwritten_unfinished_does_not_fail_the_next(self, ends, store):
+        ends.publish(1)
+        taken(ends.incoming)
+        ends.outgoing._sender.close()
+        with dbuffer.WeightSender(store, reader_timeout_s=0.01) as impatient:
+            for number in (2.0, 3.0):
+                impatient.send(dict(weights(number)))
+        ends.outgoing = ends.new_actor()
+        assert ends.sync(4) == 4
+
     def test_all_weights_are_asked_for_as_other_ranks_ask_for_them_too(self, ends):
         asked = []
 
