@@ -2,9 +2,9 @@
 
     python examples/trainer.py CHECKPOINT STORE --steps 20 --receivers 1
 
-Your trainer takes its place: between its steps it does what this one does with its sender. It waits
-for engines, so a run shows that they follow. It trains on one batch of random tokens, on a GPU if
-there is one. Needs transformers.
+Replace this program by your trainer, which uses a sender in the same way. After each step it waits
+until `--receivers` engines have loaded the version, so a run shows that they follow. It trains on
+one batch of random tokens, on a GPU if there is one. Needs transformers.
 """
 
 import argparse

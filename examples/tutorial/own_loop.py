@@ -2,7 +2,7 @@
 
     python examples/tutorial/own_loop.py MODEL STORE http://localhost:8000
 
-The reward is the share of an answer's words with a number below 128: a quarter of all words.
+The reward is the share of an answer's words whose number is below 128, of 512 words in all.
 """
 
 import argparse
