@@ -193,9 +193,9 @@ class PlannedReceiver:
         Raises:
             RuntimeError: the model has other weights than were staged.
         """
-        while self._stager.attestation is None:
+        while self._stager.compared is None:
             time.sleep(0.001)
-        if differing := self._stager.attestation.differing:
+        if differing := self._stager.differing:
             raise RuntimeError(f"the switch left other weights than were staged: {differing}")
         return self._attest_s
 

@@ -62,7 +62,6 @@ class BackgroundFollower(Closing):
 
     @property
     def applied_metadata(self) -> dict[str, Any]:
-        """Metadata of the version :attr:`applied`; empty if that is None."""
         oldest = min(self.replicas, key=lambda follower: follower.applied or 0)
         return oldest.applied_metadata
 
@@ -135,7 +134,6 @@ class BackgroundFollower(Closing):
                 stack.callback(_end, follower, thread)
 
     async def aclose(self) -> None:
-        """Close as :meth:`close` does, from a coroutine in the engine's event loop."""
         await asyncio.to_thread(self.close)
 
     async def __aenter__(self) -> Self:

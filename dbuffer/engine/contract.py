@@ -75,7 +75,6 @@ class WeightLabel:
         return int(self.version) if is_number else None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the label as responses show it, without empty values."""
         values = {
             "version": self.version,
             "run": self.run,
@@ -111,13 +110,8 @@ def describe_weights(version: Lineage | None) -> str:
 
 
 PauseMode = Literal["keep", "wait", "abort", "in_place"]
-"""Treatment of requests in flight.
-
-* ``keep``: they are kept; their caches are recomputed with the new weights;
-* ``wait``: they are finished before the pause;
-* ``abort``: they are aborted;
-* ``in_place``: they are kept, and so are their caches.
-"""
+"""Treatment of requests in flight: finish them first (``wait``), ``abort`` them, ``keep`` them and
+recompute their caches with the new weights, or keep their caches too (``in_place``)."""
 
 PAUSE_MODES = ("keep", "wait", "abort")
 
@@ -167,7 +161,6 @@ class Engine:
         raise NotImplementedError
 
     def call(self, request: messages.RankRequest) -> list[messages.RankAnswer]:
-        """Send a request to all ranks; return the answer of each rank."""
         return [messages.decode_answer(answer) for answer in self.send(request.as_json())]
 
     def send(self, request: dict[str, Any]) -> list[dict[str, Any]]:
@@ -259,7 +252,6 @@ class EngineRank:
         return self.device.type != "cpu"
 
     def engine_id(self, options: EngineOptions) -> str:
-        """Return the engine's name among the store's receivers, the same on all ranks."""
         raise NotImplementedError
 
     def make_check(self) -> ShapeCheck:

@@ -178,7 +178,6 @@ class RankEndpoint:
             ) from failure
 
     def _start(self, rank: EngineRank, options: EngineOptions) -> None:
-        """Make the receiver on all ranks, or raise on all ranks."""
         problem, is_final = None, False
         try:
             self.receiver = RankReceiver(rank, options, self.state)
@@ -204,7 +203,6 @@ class RankEndpoint:
         return self.receiver
 
     def end(self) -> None:
-        """Stop following. The model keeps its weights, and the state still names their version."""
         if self.receiver is not None:
             receiver, self.receiver = self.receiver, None
             receiver.close()

@@ -185,10 +185,7 @@ class Follower(Closing):
         """Make the engine's ranks follow the store. Call it again after a restart of the engine.
 
         Raises:
-            OptionError: (a ``ValueError``) neither the follower nor the engine names a store.
-            UnsupportedError: the engine cannot follow in the way it was started.
-            StoreBusyError: the engine has another follower in this process.
-            VersionError: the version that the engine is to stay on is no longer in the store.
+            OptionError, UnsupportedError, StoreBusyError, VersionError: a retry cannot help.
             EngineUpdateError, EngineUnreachableError: the ranks cannot follow the store now.
         """
         is_new = self._state is _NEW
@@ -390,7 +387,6 @@ class Follower(Closing):
             self._report.attested(record)
 
     def _find_goal(self, view: StoreView, at_least: int | None = None) -> int | VersionId | None:
-        """Return the version to switch to, or None, and report how far the engine is behind it."""
         goal = view.newer_than(self._applied, at_least)
         newest = None if goal is None else view.manifest_of(goal)
         self._report.lag(self._applied, self.applied_metadata, goal, newest)
@@ -684,7 +680,6 @@ class Follower(Closing):
         self._engine.close()
 
     def _forget(self) -> None:
-        """Remove this follower from the table, so that the engine can get a new follower."""
         for key in [key for key, follower in _followers.items() if follower is self]:
             del _followers[key]
 

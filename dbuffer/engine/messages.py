@@ -84,7 +84,6 @@ _ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "awake": {},
     "end": {},
 }
-"""Arguments of each call, with the functions that parse them."""
 
 RankAnswer = errors.DBufferError | ReceiverRecord | None
 """Answer of a rank: an error, the engine's record, or None."""
@@ -98,7 +97,6 @@ _SEVERITIES: tuple[type[errors.DBufferError], ...] = (
     errors.DBufferError,  # any other: the engine does not answer, or has ended
     errors.EngineBrokenError,
 )
-"""Classes of errors, from least to most severe."""
 
 _ANSWERS = tuple(kind for kind in _SEVERITIES if kind is not errors.DBufferError)
 """Classes of errors that a rank answers with. After all but `EngineBrokenError`, the last one, the

@@ -30,8 +30,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A model on the meta device that counts the elements which loaders write into its tensors.
 
     Args:
-        model: the copy, made on the meta device. Parameters that a layer has put on another device
-            are moved to the meta device.
+        model: the copy, made on the meta device.
         embedding: class of embeddings and heads, which are padded to a round number of rows. No
             checkpoint has the padding, and the loaders check the number of rows.
         default_loader: loader for tensors without a ``weight_loader``.
@@ -86,7 +85,6 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recorder = LoadRecorder(self._tensors)
 
     def require_complete(self) -> None:
-        """Raise :class:`WeightsMismatchError` if a parameter was not loaded completely."""
         self.require_late_parameters()
         for name, parameter in self.model.named_parameters():
             self.require_whole(name, parameter, parameter.numel())
@@ -104,7 +102,6 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._loaded.get(id(tensor), 0)
 
     def end(self) -> LoadTrace:
-        """Return the trace of all loads since :meth:`reset`."""
         return self.recorder.end(
             (tensor, self.count_of(tensor))
             for tensor in (*self.model.parameters(), *self.model.buffers())

@@ -72,14 +72,11 @@ class RankChannel:
         return _channels[key]
 
     def gather(self, answer: AnswerT, *, begins: bool = False) -> list[AnswerT]:
-        """Return all ranks' answers, by rank, on every rank.
+        """Return all ranks' answers, which are JSON values, by rank, on every rank.
 
-        An answer is a JSON value. ``begins``: whether this is the first of several gathers that
-        belong together. It brings ranks back in step if some had given up waiting for others.
-
-        Raises:
-            RankFailedError: a rank did not answer within ``timeout_s``, or its process has ended.
-                The message names the rank.
+        ``begins``: whether this is the first of several gathers that belong together. It brings
+        ranks back in step if some had given up waiting for others. Raise :class:`RankFailedError`,
+        which names the rank, if one did not answer in time, or its process has ended.
         """
         if self.size == 1:
             return [answer]

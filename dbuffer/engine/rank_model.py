@@ -319,7 +319,6 @@ class RankModel:
         return staged.tensors is not None
 
     def load(self, staged: Staged) -> None:
-        """Load a version. If this fails, the model has a mix, which the caller must repair."""
         switch = self._switch_of(staged)
         if switch is not None and switch.replaces_tensors:
             self._apply(switch)
@@ -447,7 +446,6 @@ class RankModel:
             self._drop_plan()
 
     def _give_up(self, reason: str, level: int = logging.INFO) -> None:
-        """Reload all later versions of this layout."""
         self._drop_plan()
         self._num_skipped = _NEVER
         logger.log(level, "no fast path: switches go through the engine's reload: %s", reason)

@@ -33,7 +33,7 @@ from dbuffer.errors import (
 from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.receive.stager import Attestation, Staged, Stager
+from dbuffer.receive.stager import Staged, Stager
 from dbuffer.runtime.messages import described, listed
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
@@ -53,7 +53,6 @@ class _Offer(NamedTuple):
     version: int | None
     """Number of the version that the rank has taken. If it has taken none: of its model's."""
     id: str = ""
-    """Id of the version that the rank has taken, or an empty text."""
     problem: str | None = None
     unused: dict[str, str | None] = {}  # noqa: RUF012 - never changed
     differing: dict[str, str] = {}  # noqa: RUF012
@@ -189,8 +188,7 @@ class RankReceiver:
         is passed as its error, so that all ranks refuse.
 
         Raises:
-            OptionError: (a ``ValueError``) on all ranks, the request was invalid, or the engine
-                stays on another version.
+            OptionError: (a ``ValueError``) all ranks got an invalid request.
             EngineBusyError: the weights are asleep.
             EngineUpdateError: the switch failed, and the engine serves its old weights.
             EngineBrokenError: the engine refuses to serve until an update succeeds.
@@ -254,8 +252,8 @@ class RankReceiver:
             request = self.options.admit(request)
             self._state.require_awake()
             # A follower may not have collected this result yet.
-            if (attestation := self._attestation) is not None and attestation.differing:
-                self._note_other_weights(listed(attestation.differing))
+            if self._is_compared and self._stager.differing:
+                self._note_other_weights(listed(self._stager.differing))
             if is_first and request.version is not None:
                 self._require_published(request.version)
             if self._has_already(request) and not must_load:
@@ -425,7 +423,6 @@ class RankReceiver:
         return broken
 
     def _on_all_ranks(self, action: Callable[[], None]) -> list[str | None]:
-        """Run an action, as all other ranks do; return the problem of each rank, or None."""
         problem = None
         try:
             action()
@@ -441,8 +438,7 @@ class RankReceiver:
 
     def attest(self) -> bool:
         """Collect the attestations of all ranks; return whether the record has the result now."""
-        attestation = self._attestation
-        result = None if attestation is None else [attestation.differing]
+        result = [self._stager.differing] if self._is_compared else None
         answers = self.ranks.gather(result, begins=True)
         results = [answer[0] for answer in answers if answer is not None]
         if self._id is None or len(results) < self.ranks.size:
@@ -456,13 +452,13 @@ class RankReceiver:
         return True
 
     @property
-    def _attestation(self) -> Attestation | None:
-        last = self._stager.attestation
-        return None if last is None or last.version != self._id else last
+    def _is_compared(self) -> bool:
+        """Whether this rank's weights were compared with its version."""
+        return self._id is not None and self._stager.compared == self._id
 
     def _note_unattested(self) -> None:
         """Forget the attestation of earlier weights, as new ones were loaded."""
-        self._stager.attestation = None
+        self._stager.compared = None
         self._record.set(attested_at=None, is_attestable=self._attests)
 
     def _note_other_weights(self, differing: str) -> None:

@@ -74,7 +74,6 @@ class FollowerReport:
             self._metric(name)  # counters start at 0; gauges are added with their first value
 
     def following(self) -> None:
-        """Report an attempt that switched the engine, or had nothing to do."""
         self._set("following", 1)
 
     def failed(self, version: int | None, *, is_engine_known: bool) -> None:
@@ -107,7 +106,6 @@ class FollowerReport:
         self._add("bytes", switch.num_bytes)
 
     def attested(self, record: ReceiverRecord) -> None:
-        """Report the version that the engine's record says is attested, if it names one."""
         if record.attested_at is not None and record.applied is not None:
             self._set("version_attested", record.applied.number)
 
@@ -132,20 +130,18 @@ class FollowerReport:
             lag = lag_between(applied, metadata, goal_manifest.lineage, goal_manifest.metadata)
         self._set("version_available", newest)
         self._set("version_applied", version)
-        self._set_run(None if applied is None else applied.id.run)
+        run = None if applied is None else applied.id.run
+        if RUN in self._families and run != self._run:
+            for of_run, value in ((self._run, 0), (run, 1)):
+                if of_run is not None:
+                    self._families[RUN].labels(self._engine_id, of_run).set(value)
+            self._run = run
         self._set("lag_versions", lag.versions)
         self._set("lag_seconds", age_s)
         if lag.steps is None:
             self._forget("lag_steps")
         else:
             self._set("lag_steps", lag.steps)
-
-    def _set_run(self, run: str | None) -> None:
-        if RUN in self._families and run != self._run:
-            for of_run, value in ((self._run, 0), (run, 1)):
-                if of_run is not None:
-                    self._families[RUN].labels(self._engine_id, of_run).set(value)
-            self._run = run
 
     def _metric(self, name: str) -> Any:
         return self._families[name].labels(engine=self._engine_id)
@@ -155,7 +151,6 @@ class FollowerReport:
             self._metric(name).set(value)
 
     def _forget(self, *names: str) -> None:
-        """Remove gauges until they are set again."""
         for name in names:
             if name not in self._families:
                 continue

@@ -56,11 +56,8 @@ class ShapeCheck:
         """Check that tensors fit the model; return the trace of how its loaders load them.
 
         ``aliases``: stored names of tensors, by a further name of the same tensor. If the model
-        lacks something without the further names, they are offered to it too.
-        The tensors of a draft are left out.
-
-        Raises:
-            WeightsMismatchError: a shape does not fit the model, or a tensor is missing.
+        lacks something without the further names, they are offered to it too. Raise
+        :class:`WeightsMismatchError` if a shape does not fit, or a tensor is missing.
         """
         specs = [spec for spec in specs if not is_of_draft(spec.name)]
         aliases = {alias: name for alias, name in (aliases or {}).items() if not is_of_draft(alias)}
@@ -149,7 +146,6 @@ class ShapeCheck:
         return unknown
 
     def _load(self, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-        """Load tensors without data; return the tensors that the loaders took, by name."""
         self._meta.reset()
         tensors, refused, error = self._offer(specs)
         if error is not None:
@@ -270,11 +266,10 @@ class UnusedTensors:
     def unread(
         self, layout: Layout, version: VersionId, trace: LoadTrace
     ) -> tuple[dict[str, str | None], dict[str, str]]:
-        """Return the tensors that this rank of a pipeline does not read, for the other ranks.
+        """Return the tensors that this rank of a pipeline does not read, by name.
 
-        The first dictionary describes tensors that the rank has no place for, or has None for a
-        tensor that duplicates a tied tensor of the rank. The second one describes duplicates that
-        differ from their tied tensor. Both are by name.
+        First, tensors that it has no place for, described; or None for a duplicate of a tied tensor
+        that it has. Second, descriptions of duplicates that differ from their tied tensor.
         """
         differing = self._differing[1] if self._differing[0] == version else {}
         if not self._is_pipeline or layout == self._agreed:

@@ -67,7 +67,6 @@ class StoreView:
         self._seen |= {rank for rank in self._rank_ids if self._record(rank) is not None}
 
     def has_lost_ranks(self) -> bool:
-        """Whether a rank that had a record in the store has none now."""
         return any(self._record(rank) is None for rank in self._seen)
 
     def engine_record(self) -> ReceiverRecord | None:
@@ -104,12 +103,8 @@ class StoreView:
         """Return the version to switch to, or None if the engine is to keep its version.
 
         By default, it is the newest version, or ``at_least`` if this is above it. The options
-        ``version``, ``every`` and ``when`` limit it, and so does ``until_done``, except after a
-        fork.
-
-        Raises:
-            VersionError: the version that the engine is to stay on is gone from the store.
-            EngineUpdateError: the mirror has ended, so the local store gets no more versions.
+        limit it, except after a fork. Raise if the version that the engine is to stay on is gone,
+        or if the mirror has ended.
         """
         if self._mirror is not None and (error := self._mirror.error) is not None:
             raise errors.EngineUpdateError(

@@ -1,11 +1,9 @@
 """`Agreement`: the ranks of a trainer take each step together, or learn together that one failed.
 
 If a rank raised an error alone, the other ranks would wait in the next collective. So at the end of
-each step all ranks exchange its outcome, over a process group of their own, as JSON. If the step
-failed on a rank, all ranks raise that rank's error.
-
-Ranks at different steps must never exchange messages. If an error leaves a call on one rank alone,
-that rank drops its connections, which the others notice at once.
+each step all ranks exchange its outcome, as JSON, over a process group of their own. If an error
+leaves a call on one rank alone, that rank drops its connections, which the others notice at once:
+ranks at different steps must never exchange messages.
 """
 
 from __future__ import annotations
@@ -81,8 +79,7 @@ class Agreement(World):
 
     Raises:
         OptionError: torch.distributed was not initialized, or this rank is not in the group.
-        RankTimeoutError: a rank did not join within ``timeout_s``.
-        RankFailedError: the ranks cannot connect to each other.
+        RankTimeoutError, RankFailedError: a rank did not join, or they cannot connect.
     """
 
     def __init__(self, group: distributed.ProcessGroup | None, *, timeout_s: float) -> None:
@@ -130,10 +127,8 @@ class Agreement(World):
     def end_step(self, step: Step, error: BaseException | None) -> None:
         """Exchange the outcomes of a step, which ended with ``error`` on this rank, or with None.
 
-        Raises:
-            DBufferError: the error of the first rank that failed, on all ranks. A lost connection
-                or a time-out is raised only if no rank failed in another way.
-            RankFailedError: a rank was lost, interrupted, or at another step.
+        If a rank failed, all ranks raise its error. A lost connection or a time-out is raised only
+        if no rank failed in another way.
         """
         if error is not None and not isinstance(error, Exception):
             self.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, Self
 
 
@@ -28,12 +27,7 @@ class Step(AbstractContextManager["Step"]):
         self._world.begin_step()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self._world.end_step(self, error)
 
 

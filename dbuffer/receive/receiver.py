@@ -380,14 +380,10 @@ class WeightReceiver(Closing, ProcessBound):
     ) -> Iterator[Snapshot]:
         """Yield a snapshot of each newest version, which is acknowledged after the loop body.
 
-        Versions that are published and replaced during the loop body are skipped.
-
-        Args:
-            newer_than: begin with a version above this one. Default: with the newest version.
-            stop_event: if set, the loop ends within a tenth of a second.
-
-        Raises:
-            SnapshotEvictedError: the loop body took longer than the sender waits.
+        Versions that are published and replaced during the loop body are skipped. The first one is
+        above ``newer_than``, if given. If ``stop_event`` is set, the loop ends within a tenth of a
+        second. Raise :class:`SnapshotEvictedError` if the loop body took longer than the sender
+        waits.
         """
         while True:
             with self.reporting(None):

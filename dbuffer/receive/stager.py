@@ -18,7 +18,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -99,14 +99,6 @@ class Staged:
     def version(self) -> int:
         """The version's number."""
         return self.lineage.id.number
-
-
-class Attestation(NamedTuple):
-    """Result of comparing an engine's weights with the version that it applied last."""
-
-    version: VersionId
-    differing: Sequence[str] | None
-    """Names of parameters and layers that differ, or None if they could not be compared."""
 
 
 class State(enum.Enum):
@@ -279,8 +271,10 @@ class Stager(ProcessBound):
         self._prepare = prepare
         self._on_found = on_found
         self._attest = attest
-        self.attestation: Attestation | None = None
-        """Result for the version that was compared last, or None if none was compared yet."""
+        self.compared: VersionId | None = None
+        """Version that the engine's weights were compared with last, or None."""
+        self.differing: Sequence[str] | None = None
+        """Parameters and layers that differed from it, or None if they could not be compared."""
         self._copy = copy
         self._memory = StagingMemory(pinned=pin_memory)
         self._device_memory = None if device is None else DeviceMemory(device)
@@ -343,12 +337,9 @@ class Stager(ProcessBound):
             at_least: take this version or a later one. Default: the version that the stager was
                 made for, or the newest version when the call is made.
             needs_tensors: whether the version must be staged with all its tensors.
-            timeout_s: how long to wait.
+            timeout_s: how long to wait; then, :class:`WaitTimeoutError` is raised.
 
-        Raises:
-            WaitTimeoutError: the version was not ready within ``timeout_s``.
-            VersionRegressedError: the version does not lead to the store's newest one.
-            DBufferError, OSError: the version, or the store, cannot be used.
+        Any other error: the version, or the store, cannot be used.
         """
         self._require_open()  # before the lock, which can stay locked forever in a forked process
         with self._condition:
@@ -511,7 +502,7 @@ class Stager(ProcessBound):
         if self._state not in (State.READY, State.APPLIED):
             return False
         if self._state is State.APPLIED and self._staged is not None:
-            self.attestation = Attestation(self._staged.id, None)
+            self.differing, self.compared = None, self._staged.id
         self._enter(State.EMPTY)
         self._staged = None
         self._let_go(self._snapshot)
@@ -590,7 +581,7 @@ class Stager(ProcessBound):
         # Without the lock: the engine may call while a record is written over a slow network.
         # If the version was overwritten during the comparison, the result is invalid.
         is_valid = self._let_go(snapshot)
-        self.attestation = Attestation(applied.id, differing if is_valid else None)
+        self.differing, self.compared = differing if is_valid else None, applied.id
         self._receiver.record.write()
 
     def _may_attest(self) -> bool:

@@ -337,8 +337,8 @@ def test_follower_learns_what_the_ranks_found_of_their_weights(scene, differing)
 
     with scene.serving(attest=True) as follower:
         stager = engine.receiver._stager
-        until("it was compared", lambda: stager.attestation)
-        stager.attestation = stager.attestation._replace(differing=differing)
+        until("it was compared", lambda: stager.compared)
+        stager.differing = differing
         engine.set_weight_version = note
         switch = follower.sync()
         record = DoubleBuffer(scene.store).receiver(scene.engine_id)

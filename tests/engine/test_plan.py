@@ -971,19 +971,6 @@ def test_what_is_derived_beside_a_layer_leaves_the_whole_block_to_the_reload():
     assert switched.parts[-1] == {"a.weight", "b.weight"}
 
 
-def test_images_and_samples_of_the_other_layers_outlast_a_mismatch():
-    def make() -> Model:
-        return Model(a=DerivingOnData(in_an_attribute), b=IntoAKernel(), c=Layer(shape=(20, 4)))
-
-    switched = Switched(make, mixed_tensors(), packing=Packer(), in_parts=True)
-    switched.changes = differences
-    tensors = mixed_tensors()
-    planned = [switched.switch(tensors := changed_a_little(tensors)) for _ in range(NUM_SWITCHES)]
-    assert planned == PLANNED_AGAIN
-    assert switched.patched == [False, *PATCHED[:-1]]
-    assert switched.reloads == 4
-
-
 class Spreading(Model):
     """Marks another layer with each reload of all: no plan is ever good."""
 

@@ -493,7 +493,7 @@ def test_a_request_that_is_invalid_on_some_ranks_is_refused_on_all(world, store)
 
 def wait_until_compared(rank: int) -> None:
     receiver = _engine[-1][1]
-    until("compared", lambda: receiver._attestation)
+    until("compared", lambda: receiver._is_compared)
 
 
 def last_error(rank: int) -> str:

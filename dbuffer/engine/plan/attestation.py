@@ -1,8 +1,7 @@
 """Attestation: whether a model that serves has the weights of its last switch.
 
 After a switch, `RankModel.attest` compares the parameters with the staged version, byte by byte, in
-the stager's thread. It also takes a digest of the parameters, for a later check without the
-version. `RankReceiver.attest` collects the results of all ranks for the engine's record.
+the stager's thread, and takes a digest of them, for a later check without the version.
 
 Not detected: writes after the comparison, unless the next switch patches; writes into layers that
 stay with the reload, into buffers that are not published, and into a kernel's own memory.

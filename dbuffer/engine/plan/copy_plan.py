@@ -73,7 +73,6 @@ class CopyPlan:
     reloaded: Mapping[str, str]
     """Reasons why layers stay with the reload, by the layer's name."""
     reloaded_sources: Collection[str]
-    """Published tensors that the layers in `reloaded` are loaded from."""
     verified_for: Mapping[str, int] | None = None
     """Digests of the published tensors that the verification could not vary, by name. The plan is
     verified for versions with equal digests. None before the verification."""

@@ -112,7 +112,6 @@ class Image:
 
     @property
     def replaced(self) -> set[tuple[int, str]]:
-        """Attributes that a switch changes, as the object's identity and the attribute's name."""
         changes = (*self._tensors, *self._attributes)
         return {(id(change.owner), change.name) for change in changes}
 

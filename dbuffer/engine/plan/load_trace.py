@@ -67,7 +67,6 @@ class CopyOp:
     value: float = 0
 
     def bind(self, parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> Copy:
-        """Return the copy from published tensors into a tensor of the parameter's form."""
         target = self.to.in_(parameter.detach())
         if self.source is None or self.part is None:
             return target, torch.tensor(self.value, dtype=target.dtype).expand(self.to.shape)
@@ -89,7 +88,6 @@ class TracedTensor:
     refused: str | None
     """Reason why there are no such copies, or None."""
     num_loaded: int
-    """Number of elements that loaders have written, by copies or otherwise."""
 
     @property
     def copied_bytes(self) -> int:

@@ -53,7 +53,6 @@ class Patch(NamedTuple):
         self.target.scatter_(0, self.positions.long(), self.values)
 
     def on_device(self) -> Patch:
-        """Return the patch with positions and values on the parameter's device."""
         is_short = self.target.numel() <= torch.iinfo(torch.int32).max
         positions = self.positions.to(torch.int32 if is_short else torch.int64)
         device = self.target.device
@@ -69,7 +68,6 @@ class Patches(NamedTuple):
     """Copies for changed parts of parameters that are not patched, by the parameter's name."""
 
     def apply(self, copier: Copier) -> None:
-        """Apply the patches, one after the other."""
 
         def work(first: int, end: int) -> None:
             for patch in self.patches[first:end]:

@@ -147,12 +147,10 @@ def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
 def _stand_in(tensor: torch.Tensor, number: float, *, is_reloaded: bool) -> torch.Tensor:
     """Return a tensor of the same form with other elements, or the tensor if it has none to vary.
 
-    * A floating-point tensor is filled with ``number``, or with twice the number if the tensor
-      begins with it, and takes no memory.
-    * Integers may be indices or codes, so a matrix of integers gets only integers that it has
-      already: in another order, and one of them more often, since a model may derive a value from
-      their order or from their sum.
-    * Other tensors of integers stay unchanged, unless they are reloaded with each switch.
+    A floating-point tensor is filled with ``number``, or with twice the number if it begins with
+    that. Integers may be indices or codes, so a matrix of integers gets only integers that it has
+    already, in another order and in other shares. Other integers stay, unless they are reloaded
+    with each switch.
     """
     if not tensor.numel():
         return tensor

@@ -163,17 +163,3 @@ def test_a_target_that_was_filled_is_not_said_to_be_untouched(sender, receiver, 
         receiver.load_into(target)
     assert "touched" not in str(caught.value)
     assert "parts of version 1" in caught.value.__notes__[0]
-
-
-def test_loading_into_tensors_starts_over_by_itself(sender, receiver, monkeypatch):
-    target, read = SMALL.empty(), receiver._copier.read
-
-    def read_slowly(*args: Any, **options: Any) -> None:
-        read(*args, **options)
-        if sender._writer.next_version(None) == 2:
-            publish(sender, 2, 3)
-
-    publish(sender, 1)
-    monkeypatch.setattr(receiver._copier, "read", read_slowly)
-    assert receiver.load_into(target) == 3
-    assert SMALL.version_of(target) == 3

@@ -516,15 +516,6 @@ class TestFollowing:
                 sender.send(weights_of(value))
             assert not is_applied(sender, 2)
 
-    def test_an_evicted_loop_is_told(self, sender, receiver):
-        sender.send(weights_of(1))
-        snapshots = receiver.follow()
-        assert next(snapshots).version == 1
-        for value in (2, 3):
-            sender.send(weights_of(value))
-        with pytest.raises(dbuffer.SnapshotEvictedError):
-            next(snapshots)
-
 
 class TestVerifying:
     @pytest.mark.parametrize("num_threads", [1, 5])
@@ -608,16 +599,6 @@ class TestStore:
             (store / "CURRENT").unlink()
             with pytest.raises(dbuffer.VersionRegressedError, match="was emptied"):
                 receiver.wait_or_follow_fork(None, timeout_s=0)  # there is no other run
-
-    def test_that_a_sender_took_over_goes_on(self, sender, receiver, store):
-        """A trainer that is started again is no new run of versions; nor one without its record."""
-        sender.send(weights_of(1))
-        receiver.load_into(weights_of(0))
-        sender.close()
-        (store / "writer.json").unlink()
-        with dbuffer.WeightSender(store) as again:
-            again.send(weights_of(2))
-            assert receiver.load_into(weights_of(0)) == 2
 
     def test_is_left_as_it_was_by_a_receiver_that_never_reads(self, sender, store):
         sender.send(weights_of(1))
