@@ -85,7 +85,7 @@ def newest(store: Path) -> int:
 
 @dataclass(frozen=True)
 class Answer:
-    """A streamed answer, and what the server told of it."""
+    """A streamed answer, and the version in its headers."""
 
     name: str
     prompt: int
@@ -128,7 +128,7 @@ class Streams:
 def stream(
     server: Server, name: str, prompt: int, num_tokens: int, least: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yield the version of an answer and each chunk's tokens; check what the answer tells."""
+    """Yield the version of an answer and each chunk's tokens; check its headers and span."""
     question = question_of(name, prompt, num_tokens) | {"stream": True}
     headers = {"X-Weight-Versions": "true"}
     if least:
@@ -270,7 +270,7 @@ def answer_of(server: Server, name: str, version: int) -> Answer:
 
 
 def compare(answers: list[Answer], checkpoint: Path, directory: Path) -> None:
-    """Compare every token with that of an engine that loads the versions as peft saves them."""
+    """Compare all tokens with those of an engine that loads the versions as peft saves them."""
     from vllm.lora.request import LoRARequest
 
     versions = sorted({(answer.name, answer.version) for answer in answers})

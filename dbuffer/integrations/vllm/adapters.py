@@ -156,11 +156,11 @@ class FollowedAdapter:
     @property
     def label(self) -> WeightLabel:
         """Label of the version that new requests get."""
-        request, seen = self._requests.get(self.name), self._receiver.last_seen
-        if request is None or seen is None:
-            return WeightLabel()
-        label: WeightLabel = getattr(request, ADAPTER)[1]
-        return label if seen.id.run == label.run else replace(label, newest_run=seen.id.run)
+        request, newest = self._requests.get(self.name), self._receiver.last_seen
+        _, label = getattr(request, ADAPTER, (None, WeightLabel()))
+        if newest is None or label.run in (None, newest.id.run):
+            return label
+        return replace(label, newest_run=newest.id.run)
 
     def close(self) -> None:
         """Stop following. Requests in flight go on."""
@@ -192,7 +192,7 @@ class FollowedAdapter:
 
     def _load(self, newer_than: int | None) -> None:
         """Load the newest version, and let it take over the adapter's name."""
-        started = time.monotonic()
+        started_at = time.monotonic()
         request, saved = _saved_request(
             self._receiver,
             self._directory,
@@ -213,6 +213,6 @@ class FollowedAdapter:
             "adapter %s serves version %d: saved in %.1f ms, loaded in %.1f ms",
             self.name,
             saved.version,
-            1e3 * (saved_at - started),
+            1e3 * (saved_at - started_at),
             1e3 * (time.monotonic() - saved_at),
         )

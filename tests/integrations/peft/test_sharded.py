@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def world(frameworks_preloaded: None, tmp_path_factory: Any) -> Iterator[World]:
-    """Three ranks, by which neither the adapter's rows nor the base model's divide."""
+    """Three ranks: neither the adapter's rows nor the base model's divide by that number."""
     with World(tmp_path_factory.mktemp("world"), 3) as world:
         world.run(start_deepspeed)
         yield world

@@ -1,7 +1,8 @@
 """A vLLM server that follows two stores of adapters.
 
-Twenty streams ask it while trainers publish a version of each adapter a second; the first trainer
-is killed. Every token is compared with that of an engine that loads the version as peft saves it.
+Twenty streams ask it while a trainer publishes a version of each adapter a second. The trainer is
+killed, and another one goes on. All tokens equal those of an engine that loads the version as peft
+saves it.
 """
 
 from __future__ import annotations
