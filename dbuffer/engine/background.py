@@ -101,7 +101,6 @@ class BackgroundFollower(Closing):
         return applied
 
     async def wait_applied_async(self, version: int, timeout_s: float = 60.0) -> int:
-        """Wait as :meth:`wait_applied` does, in an event loop."""
         return await asyncio.to_thread(self.wait_applied, version, timeout_s)
 
     async def wait_started_async(self) -> None:

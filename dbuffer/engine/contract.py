@@ -301,7 +301,6 @@ class ModelState:
     is_updating: bool = False
 
     def note_loaded(self, version: Lineage | None, store: str, metadata: Mapping[str, Any]) -> None:
-        """Record that dbuffer loaded a version of a store, or (None) the checkpoint."""
         self.version, self.store, self.must_reload = version, store, False
         self.metadata = metadata_for_record(metadata)
 

@@ -77,7 +77,6 @@ class RankEndpoint:
             self.note_foreign_load("load_weights")
 
     def note_foreign_load(self, cause: str) -> None:
-        """Treat the weights as unknown, unless dbuffer is updating them."""
         # Loaders that load tensor by tensor call this method for each tensor.
         if self.state.is_updating or self.state.must_reload:
             return

@@ -483,8 +483,7 @@ class Follower(Closing):
     def _load(self, view: StoreView, goal: int | VersionId) -> tuple[ReceiverRecord, float]:
         """Load on all ranks; return the engine's record, and the seconds that loading took.
 
-        If this raises, the engine serves the version that its record names, refuses to serve, or
-        has unknown weights.
+        An error leaves the version that the record names, unknown weights, or a broken engine.
         """
         attempt = secrets.token_hex(8)
         update = _update_to(goal, attempt)

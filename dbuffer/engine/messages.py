@@ -86,7 +86,6 @@ _ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
 }
 
 RankAnswer = errors.DBufferError | ReceiverRecord | None
-"""Answer of a rank: an error, the engine's record, or None."""
 
 _SEVERITIES: tuple[type[errors.DBufferError], ...] = (
     errors.WeightsMismatchError,

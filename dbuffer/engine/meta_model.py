@@ -248,7 +248,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def built_without_data(make: Callable[[], Any], kind: str, keep: Collection[str] = ()) -> Any:
-    """Build a model on the meta device, in which the buffers named in ``keep`` have data.
+    """Build a model on the meta device, where only the buffers named in ``keep`` have data.
 
     Some constructors read values that they compute (slopes of ALiBi, a threshold), which fails on
     the meta device. Then the model is built again, with data in tensors made of plain numbers. If

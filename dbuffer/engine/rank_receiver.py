@@ -214,7 +214,7 @@ class RankReceiver:
             self._stager.release(applied=self._id)
 
     def _take_on_all_ranks(self, request: UpdateRequest | OptionError) -> Staged | None:
-        """Take the same version on all ranks, or raise on all ranks. None: the engine has it."""
+        """Take the same version on all ranks, or raise on all; return None if the engine has it."""
         must_load = False
         for round_ in range(_MAX_ROUNDS):
             staged, error = self._take(request, must_load=must_load, is_first=round_ == 0)
@@ -328,8 +328,7 @@ class RankReceiver:
     ) -> list[_Offer]:
         """Exchange offers with all ranks; return the offers, or raise if a rank has a problem.
 
-        If all ranks have a problem, raise an invalid request or a busy engine unchanged: vLLM's
-        contract requires a ``ValueError`` for an invalid request.
+        vLLM's contract requires a ``ValueError`` for a request that is invalid on all ranks.
         """
         offer = _Offer(self._version)
         if staged is not None:
@@ -533,7 +532,6 @@ class RankReceiver:
         self.acknowledge()
 
     def _set_record(self, **changes: Any) -> None:
-        """Update the engine's record from the model's state, and set further fields."""
         applied = self._applied
         self._record.set(
             applied=applied and applied.id,

@@ -116,11 +116,7 @@ class FollowerReport:
         goal: int | VersionId | None,
         goal_manifest: Manifest | None,
     ) -> None:
-        """Report how far the engine is behind the store.
-
-        ``goal`` is the version to switch to, or None; ``goal_manifest`` is None if the store does
-        not have that version.
-        """
+        """Report how far the engine is behind the store's version to switch to, the goal."""
         version = 0 if applied is None else applied.id.number
         newest = version if goal is None else number_of(goal)
         has_newest = goal is None and step_in(metadata) is not None

@@ -160,8 +160,7 @@ class ShapeCheck:
     ) -> tuple[dict[str, torch.Tensor], TensorSpec | None, Exception | None]:
         """Load tensors without data, until the loaders raise or are done.
 
-        Return the tensors that the loaders took, by name; and the tensor on which they raised, with
-        the error, or None and None.
+        Return the tensors that they took, the tensor on which they raised, and the error.
         """
         tensors: dict[str, torch.Tensor] = {}
         current: TensorSpec | None = None

@@ -63,7 +63,6 @@ class StoreView:
     # Records of the engine and its ranks
 
     def note_ranks(self) -> None:
-        """Remember the ranks that have records in the store, for :meth:`has_lost_ranks`."""
         self._seen |= {rank for rank in self._rank_ids if self._record(rank) is not None}
 
     def has_lost_ranks(self) -> bool:
@@ -159,8 +158,7 @@ class StoreView:
     def _newest_in(self, store: DoubleBuffer, served: Lineage | None) -> Lineage | None:
         """Return a store's newest version, or None if it has none.
 
-        Raise :class:`VersionRegressedError` if the store went back to before ``served``; or has
-        forked from ``served``, and ``forked`` is ``"refuse"``.
+        Raise if the store went back to before ``served``, or has a fork that is to be refused.
         """
         if self._store.exists():
             self._store.check()
@@ -189,7 +187,6 @@ class StoreView:
         """Wait until the store has a version above ``newer_than``, or a fork; return its number.
 
         Return None if there was none in time, or if the engine keeps its version.
-        :meth:`newer_than` decides whether the engine switches to it.
         """
         only = self.options.version
         if only is not None:

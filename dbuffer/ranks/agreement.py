@@ -47,7 +47,6 @@ _MAX_TIMEOUT_S = 1e9
 """Longest time-out: gloo adds it to its clock, as nanoseconds in 64 bits."""
 
 _LAST = "last"
-"""Key in torch's store: number of the last meeting of its ranks."""
 
 
 class _Outcome(NamedTuple):

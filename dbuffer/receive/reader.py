@@ -264,8 +264,7 @@ def wrong_tensors(
 ) -> list[str]:
     """Return the names of the tensors whose checksums differ from the published ones.
 
-    ``verified``: right checksums of an earlier version, which save work. They are replaced by this
-    version's if these are right.
+    ``verified``: right checksums of an earlier version, replaced by this version's if right.
     """
     manifest = opened.manifest
     if manifest.checksums_xxh3 is None:

@@ -161,8 +161,7 @@ def _sources_to_reload(
 ) -> Collection[str]:
     """Return the published tensors that only these layers are loaded from.
 
-    Raise :class:`UnsupportedError` if the layers cannot be loaded from such tensors alone, or the
-    other layers have too few elements.
+    Raise if the layers cannot be loaded from these alone, or the others have too few elements.
     """
     reasons = listed(list(dict.fromkeys(layers.values())), "; ")
     reloaded = {name: t for name, t in trace.tensors.items() if layer_of(name) in layers}

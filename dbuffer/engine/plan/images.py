@@ -64,7 +64,6 @@ class PackedLayer(NamedTuple):
     layer: torch.nn.Module
     packing: Packing
     loaded: Mapping[str, str]
-    """Tensors of the layer that are loaded: names in the trace, by names in the layer."""
     device: torch.device
 
 

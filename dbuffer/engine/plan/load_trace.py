@@ -134,7 +134,7 @@ _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 
 
 class LoadRecorder:
-    """Records what the operations of one load do to a model's parameters and buffers."""
+    """Records how the operations of one load use a model's parameters and buffers."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         # A tied tensor has several names. The last one is kept here.

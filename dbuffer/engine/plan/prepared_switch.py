@@ -95,9 +95,7 @@ class PreparedSwitch:
     copies: Mapping[str, Sequence[Copy]]
     images: Sequence[Image]
     digests: Mapping[str, int]
-    """This version's digests of the tensors in ``plan.verified_for``, by name."""
     patches: Patches | None = None
-    """Patches from an earlier version that the model may have, or None."""
 
     @property
     def replaces_tensors(self) -> bool:
