@@ -32,7 +32,7 @@ class _Hold:
     other_pause: Any
     """vLLM's pause state by other programs, or None if they have not paused the engine."""
     deferred: list[tuple[Callable[[], Any], Future[Any]]] = field(default_factory=list)
-    """Calls of other programs that pause the engine, to be made at the end, and their results."""
+    """Pauses that other programs requested during the hold, to begin when it ends, with results."""
 
 
 def refusal_in(error: Exception) -> str | None:

@@ -113,7 +113,7 @@ def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _expert_maps_with_data() -> Iterator[None]:
-    """Make the maps of experts to ranks with data: loaders read them."""
+    """Give the maps from experts to ranks data, because loaders read these maps."""
     make = ExpertMapManager.__init__
 
     def make_with_data(*args: Any, **kwargs: Any) -> None:

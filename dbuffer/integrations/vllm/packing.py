@@ -31,7 +31,7 @@ _HOOK = "process_weights_after_loading"
 
 
 def packs(layer: torch.nn.Module, *, is_as_loaded: bool) -> bool:
-    """See :meth:`.Packing.packs`."""
+    """Whether vLLM packs or quantizes a layer after it has loaded the layer."""
     method = getattr(layer, "quant_method", None)
     # vLLM processes the scales of caches later, with the attention layers.
     if isinstance(method, (UnquantizedFusedMoEMethod, BaseKVCacheMethod)):
@@ -43,7 +43,7 @@ def packs(layer: torch.nn.Module, *, is_as_loaded: bool) -> bool:
 
 
 def pack(shadow: Any, layer: torch.nn.Module) -> list[tuple[Any, Any]]:
-    """See :meth:`.Packing.pack`."""
+    """Pack or quantize a shadow of a layer, as vLLM does after it has loaded the layer."""
     _restore_form(shadow, layer)
     copies: dict[int, tuple[Any, Any]] = {}
     _copy_hooks(shadow, copies)
@@ -60,7 +60,7 @@ def pack(shadow: Any, layer: torch.nn.Module) -> list[tuple[Any, Any]]:
 
 
 def computed(layer: Any) -> torch.Tensor | None:
-    """See :meth:`.Packing.computed`."""
+    """Return a layer's output for a fixed input, or None if the input's width is unknown."""
     widths = ("embedding_dim", "input_size_per_partition", "input_size")
     width = next((getattr(layer, name) for name in widths if hasattr(layer, name)), None)
     if width is None:

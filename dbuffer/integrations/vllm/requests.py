@@ -213,7 +213,7 @@ def error_answer(
 
 
 def headers_of(label: WeightLabel) -> dict[str, str]:
-    """Return the response headers that describe these weights."""
+    """Return the response headers that tell a label."""
     values = {"x-weight-version": label.version, "x-weight-run": label.run}
     metadata = json.dumps(label.metadata) if label.metadata else ""
     if len(metadata) <= _MAX_HEADER_CHARS:

@@ -59,7 +59,7 @@ _OK, _BAD_REQUEST, _NOT_ALLOWED = 200, 400, 405
 
 @dataclass(slots=True)
 class Exchange:
-    """Weights behind one response, noted as its outputs come."""
+    """Record of the weights that produced one response, completed with each output."""
 
     wants_spans: bool = False
     has_choices: bool = True
