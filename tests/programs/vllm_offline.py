@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from tests.support.engines.misfits import (
     K_PROJ,
     MISFITS,
     Q_PROJ,
-    layer_too_many,
 )
 from tests.support.engines.patch_trainers import all_of, require_patched, trainer_engine
 from tests.support.engines.tiny_models import make_model, save_model, version_of
@@ -265,29 +263,6 @@ def refuse_misfits(store: Path, llm: Any) -> None:
         finish_the_request_of_a_busy_engine(llm)
         switch(follower, sender, good)
         assert greedy(llm) != before
-    leave_out_surplus(store, llm, good)
-
-
-def leave_out_surplus(store: Path, llm: Any, good: dict[str, Any]) -> None:
-    """Tensors whose names vLLM passes over, and others that it refuses: with one warning."""
-    before = greedy(llm)
-    surplus = {name: tensor.clone() for name, tensor in layer_too_many(good).items()}
-    logger = logging.getLogger("dbuffer.engine")
-    warnings: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    with (
-        dbuffer.WeightSender(store) as sender,
-        follow(llm, store, unused_tensors="warn") as follower,
-    ):
-        for _ in range(2):
-            switch(follower, sender, {BIAS: torch.ones(64)} | good | surplus)
-            assert greedy(llm) == before
-    logger.removeHandler(handler)
-    [warning] = [each for each in warnings if "no place" in each]
-    assert BIAS in warning
-    assert "model.layers.2." in warning
 
 
 def finish_the_request_of_a_busy_engine(llm: Any) -> None:
