@@ -1,8 +1,4 @@
-"""Atropos: a weight bridge that uses a dbuffer store.
-
-``VLLMWeightBridge`` and ``BridgeConfig`` replace the classes of the same names in Atropos' example
-trainer, with the same methods and fields.
-"""
+"""Atropos: a weight bridge, which replaces the classes of Atropos' example trainer."""
 
 from __future__ import annotations
 

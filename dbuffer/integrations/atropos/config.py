@@ -32,7 +32,6 @@ class BridgeConfig:
     """Hugging Face name or directory of :meth:`VLLMWeightBridge.get_trainable_model`'s model."""
     device: str = "cuda"
     timeout_seconds: float = 300.0
-    """Maximum seconds from an update until the servers generate with it."""
     log_dir: str | None = None
     """Directory that trainer and servers see. Default: the environment variable ``LOGDIR``."""
     vllm_api_url: str = "http://localhost:9001"

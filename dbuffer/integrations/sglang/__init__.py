@@ -1,11 +1,8 @@
 """SGLang: engines and servers that follow a store, with any TP size.
 
-* :func:`follow` keeps an ``sglang.Engine`` or a server on the newest version;
-* :func:`versions_of` returns the versions that generated the tokens of an output;
-* :func:`load_from_store` is the ``custom_weight_loader`` that receives weights in the engine's
-  processes, with :mod:`.rank`. :mod:`.weight_calls` detects weights that SGLang writes itself.
-
-A name is imported when it is first used, and SGLang with it.
+:func:`load_from_store` is the ``custom_weight_loader`` that receives weights in the engine's
+processes, with :mod:`.rank`. :mod:`.weight_calls` detects weights that SGLang writes itself. A name
+is imported when it is first used, and SGLang with it.
 """
 
 from __future__ import annotations

@@ -47,9 +47,6 @@ class DoubleBufferSyncScheme(StoreScheme):
         timeout_s: how long ``send`` waits for workers, and a worker for its first weights.
         **options: fields of :class:`dbuffer.SenderOptions`, and the receivers' ``verify`` and
             ``poll_interval_s``.
-
-    Raises:
-        OptionError: (a ``ValueError``) an option is invalid.
     """
 
     def __init__(

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 ModelMetadata: TypeAlias = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 _TURN_S = 0.01
-"""Pause between two polls of the store, so that other threads can call the receiver."""
 
 
 class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):

@@ -67,9 +67,6 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
             merges LoRA adapters.
         **options: fields of :class:`dbuffer.SenderOptions`, the receivers' ``verify`` and
             ``poll_interval_s``, and the engine's ``unused_tensors``.
-
-    Raises:
-        OptionError: (a ``ValueError``) an option is unknown or invalid.
     """
 
     def __init__(

@@ -1,8 +1,4 @@
-"""TRL: a trainer's weights go to vLLM servers through a store, without a process group.
-
-* :func:`over_store`, for `GRPOTrainer` and all other trainers that generate with vLLM servers;
-* :class:`StoreWeightTransfer`, for ``AsyncGRPOTrainer(weight_transfer=...)``.
-"""
+"""TRL: a trainer's weights go to vLLM servers through a store, without a process group."""
 
 from __future__ import annotations
 

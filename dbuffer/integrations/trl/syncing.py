@@ -1,7 +1,4 @@
-"""`over_store`: makes a TRL trainer whose weights go to vLLM servers through a store.
-
-TRL's generation then calls the trainer's `WeightSync` where it would send weights itself.
-"""
+"""`over_store`: makes a TRL trainer whose weights go to vLLM servers through a store."""
 
 from __future__ import annotations
 
@@ -113,7 +110,6 @@ class WeightSync:
         self._receivers, self._timeout_s = receivers, timeout_s
         self.version: int | None = None
         self.sender: WeightSender | ShardedWeightSender
-        """Sender that publishes the weights, for instance for `dbuffer.integrations.metrics`."""
         if self._generation.accelerator.distributed_type == DistributedType.NO:
             self.sender = WeightSender(store, **sender)
         else:

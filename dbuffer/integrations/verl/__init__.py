@@ -1,9 +1,4 @@
-"""verl: weights go from the actor to rollout workers through a store, without a process group.
-
-* :class:`CheckpointManager`, for ``rollout.checkpoint_manager_class``;
-* :class:`StoreCheckpointEngine`, verl's backend ``dbuffer``, for
-  ``checkpoint_engine.custom_backend_module``. Importing :mod:`.checkpoint_engine` registers it.
-"""
+"""verl: weights go from the actor to rollout workers through a store, without a process group."""
 
 from __future__ import annotations
 

@@ -27,10 +27,8 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     """Worker's half of the weight transfer, under vLLM's names; calls :class:`RankEndpoint`.
 
     A worker follows its store from ``init_transfer_engine`` on, or from its start if the engine's
-    ``additional_config["dbuffer"]`` names a store.
-
-    ``update_weights`` replaces all weights at once, so the engine may serve between
-    ``start_weight_update`` and ``finish_weight_update``. A follower calls neither of the two.
+    ``additional_config["dbuffer"]`` names a store. ``update_weights`` replaces all weights at once,
+    so the engine may serve between ``start_weight_update`` and ``finish_weight_update``.
 
     Given the arguments of vLLM 0.23 and 0.24 (``config, parallel_config, model``), the constructor
     returns a :class:`.CallbackEngine`.

@@ -67,15 +67,13 @@ def follow(
         store: directory of the store, as the engine's workers and this process see it. Default:
             the store in the engine's ``additional_config``.
         pause: treatment of requests in flight during a switch; see :data:`.PauseMode`.
-            ``"in_place"`` is for an ``AsyncLLM`` whose requests share no cache.
         api_key: key of the server.
         **options: more fields of :class:`EngineOptions`.
 
     Raises:
         OptionError: (a ``ValueError``) an option is invalid, or no store is given.
         VersionError: the ``version`` to serve is no longer in the store.
-        UnsupportedError: the engine, as it was started, cannot follow, or cannot be paused in this
-            mode. If a server does not answer, the follower waits for it in the background.
+        UnsupportedError: the engine, as it was started, cannot follow, or cannot be paused so.
     """
     chosen = None
     if store is not None:
