@@ -116,8 +116,10 @@ class RankEndpoint:
                 receiver = self.following()
                 receiver.update(request.update)
                 return receiver.engine_record
-            case "acknowledge" | "attest":
+            case "acknowledge" | "attest" | "accept":
                 receiver = self.following()
+                if request.call == "accept":
+                    receiver.accept()
                 if request.call == "attest" and not receiver.attest():
                     return receiver.engine_record
                 # The engine is generating, and must not wait for a disk.

@@ -25,6 +25,7 @@ from dbuffer.format.manifest import (
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.receive.follow_loop import Forked
 from dbuffer.runtime import options as checks
+from dbuffer.store.buffer import DoubleBuffer
 
 NO_STORE_YET = (
     "this engine follows no store yet: name one first (vLLM's own call for that: "
@@ -87,6 +88,8 @@ class EngineOptions:
     """Pack or quantize layers that need it while the engine serves. If False, reload them."""
     attest: bool | Literal["auto"] = "auto"
     """Compare the weights with the published ones after a switch. ``"auto"``: if on a GPU."""
+    canary: bool = False
+    """Acknowledge a version only once the follower's probe has accepted it. Set by ``follow``."""
     instance_id: str | None = None
     """Id of this start of the engine, set by the follower. Default: the id in the worker, which
     vLLM changes in some processes after the start."""
@@ -137,6 +140,8 @@ class EngineOptions:
         checks.flag("plan", self.plan)
         checks.flag("images", self.images)
         checks.choice("attest", self.attest, (True, False, "auto"))
+        checks.flag("canary", self.canary)
+        _require(self, "canary", is_newest or not self.canary, f"false {stays}")
         is_text = isinstance(self.instance_id, str | None) and self.instance_id != ""
         _require(self, "instance_id", is_text, "a text, not empty")
 
@@ -155,9 +160,19 @@ class EngineOptions:
         """Whether the engine skips some versions on purpose."""
         return self.every > 1 or self.when is not None
 
+    def may_skip(self, newest: VersionId) -> bool:
+        """Whether the engine skips some versions, so that the newest one may be among them."""
+        return self.skips or self.refusal(newest) is not None
+
     def takes(self, manifest: Manifest) -> bool:
-        """Whether the engine does not skip this version on purpose."""
-        return is_multiple(manifest.version, manifest.metadata, self.every, self.when or {})
+        """Whether the engine does not skip this version."""
+        is_due = is_multiple(manifest.version, manifest.metadata, self.every, self.when or {})
+        return is_due and self.refusal(manifest.id) is None
+
+    def refusal(self, version: VersionId) -> str | None:
+        """Return a text that says which canary refused a version, and why, or None."""
+        store = DoubleBuffer(self.store, allow_shared_store=self.allow_shared_store)
+        return store.refusal(version)
 
     def attests(self, *, on_device: bool) -> bool:
         return on_device if self.attest == "auto" else self.attest

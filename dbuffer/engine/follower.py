@@ -22,6 +22,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,7 @@ from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.messages import described
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import TranslatedErrors
 
@@ -96,8 +98,12 @@ class Follower(Closing):
         options: EngineOptions | None = None,
         *,
         pause: PauseMode = "keep",
+        canary: Callable[[], str | None] | None = None,
     ) -> None:
         engine.require_pause(pause)
+        self._canary = canary
+        self._accepted: VersionId | None = None
+        """Version that the canary accepted last, or None."""
         self._engine = engine
         self._options = options
         self._pause_mode: PauseMode = pause
@@ -158,6 +164,7 @@ class Follower(Closing):
             and min(applied.id.number, recorded.id.number) >= version
             and view.options.version in (None, applied.id.number)
             and view.leads_on(applied)
+            and not (record and record.state == "on_trial")
         )
 
     @property
@@ -245,7 +252,9 @@ class Follower(Closing):
                 "additional_config={'dbuffer': {'store': directory}}"
             )
         engine_id = options.engine_id or facts.name
-        return replace(options, engine_id=engine_id, instance_id=facts.instance_id)
+        is_canary = self._canary is not None
+        instance_id = facts.instance_id
+        return replace(options, engine_id=engine_id, instance_id=instance_id, canary=is_canary)
 
     def _ensure_started(self) -> StoreView:
         self._engine.require_alive()
@@ -365,6 +374,8 @@ class Follower(Closing):
                 wait_s = self._wait_ready(view, goal, timeout_s, stop_event)
                 with self._translating(f"switch to version {number_of(goal)}"):
                     switch = self._switch(view, goal, wait_s)
+            if self._canary is not None:
+                self._judge(view, self._canary, timeout_s, stop_event)
         except Exception as error:
             if stop_event is None or not stop_event.is_set():
                 self._note_failure(error, None if goal is None else number_of(goal))
@@ -372,6 +383,50 @@ class Follower(Closing):
         self._failed = None
         self._report.following()
         return switch
+
+    def _judge(
+        self,
+        view: StoreView,
+        canary: Callable[[], str | None],
+        timeout_s: float | None,
+        stop_event: threading.Event | None,
+    ) -> None:
+        """Accept the version on trial, or go back to the newest version that is not refused.
+
+        Raises:
+            EngineUpdateError: the canary refused a version.
+        """
+        refusals: list[str] = []
+        while self._record is not None and self._record.state == "on_trial" and self._applied:
+            version = self._applied.id
+            refusal = None if version == self._accepted else view.options.refusal(version)
+            if refusal is None and version != self._accepted:
+                refusal = self._verdict(canary)
+            if refusal is None:
+                with self._translating("accept its version"):
+                    self._adopt_and_label(self._engine.do(RankRequest("accept")))
+                self._accepted = version
+                break
+            refusals.append(f"version {version.number} of {view.options.store} {refusal}")
+            view.refuse(version, refusal)
+            with self._translating("leave its version"):
+                self._engine.do(RankRequest("forget"))
+            self._refresh_applied(view)
+            if (goal := self._find_goal(view)) is not None:
+                wait_s = self._wait_ready(view, goal, timeout_s, stop_event)
+                with self._translating(f"go back to version {number_of(goal)}"):
+                    self._switch(view, goal, wait_s)
+        if refusals:
+            raise errors.EngineUpdateError(f"{'; '.join(refusals)}; the engine has {self.weights}")
+
+    def _verdict(self, canary: Callable[[], str | None]) -> str | None:
+        """Return the canary's refusal of the engine's weights, or None if it accepts them."""
+        try:
+            reason = canary()
+        except Exception as error:
+            logger.warning("the probe of %s failed", self.engine_id, exc_info=True)
+            reason = described(error)
+        return None if reason is None else f"was refused by {self.engine_id}: {reason}"
 
     def _learn_attested(self) -> None:
         """Read the result of attestation, once all ranks have compared their weights."""

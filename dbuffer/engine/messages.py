@@ -28,6 +28,7 @@ class RankRequest:
     * ``update``: switch to a version, and answer with the engine's record;
     * ``acknowledge``: write the engine's record in a thread, and answer with it;
     * ``attest``: collect all ranks' comparisons of their weights, and answer with the record;
+    * ``accept``: end the trial of the version, and ``acknowledge`` it;
     * ``check``: answer an error if the model has no place for some of these tensors;
     * ``forget``: treat the model's weights as unknown, so that the next update reloads them;
     * ``awake``: answer an error if the weights are asleep;
@@ -35,7 +36,16 @@ class RankRequest:
     """
 
     call: Literal[
-        "begin", "reserve", "update", "acknowledge", "attest", "check", "forget", "awake", "end"
+        "begin",
+        "reserve",
+        "update",
+        "acknowledge",
+        "attest",
+        "accept",
+        "check",
+        "forget",
+        "awake",
+        "end",
     ]
     _: KW_ONLY
     options: EngineOptions | None = None
@@ -79,6 +89,7 @@ _ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "update": {"update": UpdateRequest.parse},
     "acknowledge": {},
     "attest": {},
+    "accept": {},
     "check": {"tensors": specs_of, "allows_unused": partial(checks.flag, "allows_unused")},
     "forget": {},
     "awake": {},

@@ -75,6 +75,7 @@ class RankReceiver:
         self._state = state
         self._model = RankModel(rank, options, state)
         self._attempt: str | None = None
+        self._is_on_trial = options.canary
         self._attests = options.attests(on_device=rank.on_device)
         # Start the mirror before any read: it removes an earlier run's versions from local_store.
         self._mirror = options.start_mirror()
@@ -114,7 +115,7 @@ class RankReceiver:
             pin_memory=rank.on_device and options.staging != "map",
             forked=options.forked,
             version=options.version,
-            takes=options.takes if options.skips else None,
+            selection=options,
             # Such a version must not be staged again, as no newer one may replace it for long: the
             # sender would wait for it.
             applied=self._id if options.skips or self._version == options.version else None,
@@ -368,6 +369,7 @@ class RankReceiver:
             failure = self._describe(f"load version {staged.version}", failures)
             staged = self._recover(failure, staged)
         self._state.note_loaded(staged.lineage, self.options.store, staged.metadata)
+        self._is_on_trial = self.options.canary
         self._note_unattested()
         self._stager.use_device()
         self._model.serve_again()
@@ -504,6 +506,11 @@ class RankReceiver:
         """The engine's record, written or not. None on all ranks but the first."""
         return self._record.current if self.ranks.rank == 0 else None
 
+    def accept(self) -> None:
+        """End the trial of the version that the engine has. :meth:`acknowledge` writes this."""
+        self._is_on_trial = False
+        self._set_record()
+
     def acknowledge(self) -> None:
         """Write the engine's record, which senders wait for. Any thread may call this."""
         if self.ranks.rank == 0:
@@ -533,11 +540,12 @@ class RankReceiver:
 
     def _set_record(self, **changes: Any) -> None:
         applied = self._applied
+        on_trial = self._is_on_trial and applied is not None
         self._record.set(
             applied=applied and applied.id,
             runs=list(applied.runs) if applied else [],
             metadata=self._state.metadata if applied else {},
-            state="serving" if self._state.broken is None else "broken",
+            state="broken" if self._state.broken else "on_trial" if on_trial else "serving",
             attempt=self._attempt,
             **changes,
         )

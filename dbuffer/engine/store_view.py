@@ -16,6 +16,7 @@ from dbuffer.format.manifest import Manifest, ReceiverRecord
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.messages import described
 from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.trouble import log_once
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
 
@@ -127,6 +128,13 @@ class StoreView:
         store = self._origin if at_least is not None and self._origin.exists() else self._store
         newest = self._newest_in(store, served)
         goal = None if newest is None else self._taken_in(store, newest)
+        is_lacking = newest is not None and newest.id.number == at_least and newest != served
+        if newest and is_lacking and (refusal := self.options.refusal(newest.id)) is not None:
+            raise errors.EngineUpdateError(f"version {at_least} of {self.options.store} {refusal}")
+        if served is not None and (refusal := self.options.refusal(served.id)) is not None:
+            message = "%s serves version %d of %s, which %s; it takes the next version"
+            number = served.id.number
+            log_once(logger, message, self.engine_id, number, self.options.store, refusal)
         leads_on = newest and served and relation(served, newest) is not Relation.FORKED
         if served and leads_on and (at_least is None or at_least <= served.id.number):
             if self.is_kept or goal is None or goal.id.number <= served.id.number:
@@ -138,17 +146,19 @@ class StoreView:
 
     def _taken_in(self, store: DoubleBuffer, newest: Lineage) -> Lineage | None:
         """Return the newest version in a store that the engine does not skip, or None."""
-        if not self.options.skips:
+        options = self.options
+        if not options.may_skip(newest.id):
             return newest
         if store is not self._store:
-            return kept.newest_taken(store, newest, self.options.takes)
-        if self._choice is None or self._choice[0] != newest.id:
-            taken = kept.newest_taken(store, newest, self.options.takes)
-            self._choice = newest.id, taken
-        taken = self._choice[1]
+            return kept.newest_taken(store, options.takes)
+        before = self._choice
+        if not before or before[0] != newest.id or (before[1] and options.refusal(before[1].id)):
+            self._choice = before = newest.id, kept.newest_taken(store, options.takes)
+        taken = before[1]
         # The ranks may have copied a version that the store no longer has.
         records = self._rank_records().values()
         staged = [record.staged for record in records if record is not None and record.staged]
+        staged = [version for version in staged if options.refusal(version) is None]
         ready = min(staged, key=number_of, default=None)
         is_ready = ready is not None and len(staged) == len(records) and newest.reaches(ready)
         if ready is not None and is_ready and (taken is None or ready.number > taken.id.number):
@@ -177,6 +187,9 @@ class StoreView:
                 f"{newest.id.number if newest else 'none'}: the engine follows the next publish"
             )
         return newest
+
+    def refuse(self, version: VersionId, refusal: str) -> None:
+        self._origin.refuse(version, refusal)
 
     def manifest_of(self, goal: int | VersionId) -> Manifest | None:
         return self._store.manifest_of(goal) if isinstance(goal, VersionId) else None

@@ -278,9 +278,10 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     unreadable: VersionId | None
     """Version whose deltas the receiver could not read. The sender then publishes an anchor."""
     stats: dict[str, int | float]
-    state: Literal["serving", "broken"] | None
-    """State of an engine. ``serving``: all ranks serve ``applied``. ``broken``: the engine refuses
-    to serve, since a rank is half loaded. None if unknown, or if the receiver is no engine."""
+    state: Literal["serving", "on_trial", "broken"] | None
+    """State of an engine. ``serving``: all ranks serve ``applied``. ``on_trial``: they do, and its
+    canary has not accepted it yet. ``broken``: the engine refuses to serve, since a rank is half
+    loaded. None if unknown, or if the receiver is no engine."""
     attested_at: float | None
     """Time at which all ranks of an engine had compared their weights with ``applied``, and found
     them equal; None before that."""

@@ -139,8 +139,7 @@ class WeightReceiver(Closing, ProcessBound):
 
     def newest_taken(self, takes: Callable[[Manifest], bool]) -> VersionId | None:
         """Return the newest version in the store that ``takes`` accepts, or None."""
-        newest = self.newest()
-        taken = None if newest is None else kept.newest_taken(self._store, newest.lineage, takes)
+        taken = kept.newest_taken(self._store, takes)
         return None if taken is None else taken.id
 
     @property

@@ -101,6 +101,16 @@ class Staged:
         return self.lineage.id.number
 
 
+class Selection(Protocol):
+    """Choice of the versions that an engine takes."""
+
+    def may_skip(self, newest: VersionId) -> bool:
+        """Whether some versions are skipped, so that the newest one may be among them."""
+
+    def takes(self, manifest: Manifest) -> bool:
+        """Whether the engine does not skip this version."""
+
+
 class State(enum.Enum):
     """State of a stager. Only the stager's thread stages versions, and only in `EMPTY`."""
 
@@ -238,7 +248,7 @@ class Stager(ProcessBound):
             ``pin_memory`` or ``device`` is set, unless later versions will have less to copy.
         pin_memory: page-lock the stager's memory, for faster copies to a device.
         version: stage only this version until it was applied. Default: stage each newest version.
-        takes: whether to stage a version, by its manifest. Default: each newest version.
+        selection: versions to stage. Default: each newest version.
         applied: version that the engine has at the start. Only later versions are staged.
         forked: ``"follow"`` stages the newest version after a fork; ``"refuse"`` reports a problem.
         on_found: called before each version is staged.
@@ -257,7 +267,7 @@ class Stager(ProcessBound):
         device: torch.device | None = None,
         pin_memory: bool = False,
         version: int | None = None,
-        takes: Callable[[Manifest], bool] | None = None,
+        selection: Selection | None = None,
         applied: VersionId | None = None,
         forked: Forked = "refuse",
         on_found: Callable[[], None] | None = None,
@@ -281,7 +291,7 @@ class Stager(ProcessBound):
         self._memories = threading.Lock()
         """Locked while the thread stages a version, and while it attests one."""
         self._version = version
-        self._takes = takes
+        self._selection = selection
         self._loop = FollowLoop(receiver, "staging", logger, forked=forked)
         self._interrupt = threading.Event()
         self._condition = threading.Condition()
@@ -308,10 +318,10 @@ class Stager(ProcessBound):
 
     def goal(self) -> VersionId | None:
         """Return the version to stage unless a call requests another one, or None."""
-        if self._takes is not None:
-            return self._receiver.newest_taken(self._takes)
         pointer = self.newest()
-        return None if pointer is None else pointer.id
+        if pointer is None or self._selection is None or not self._selection.may_skip(pointer.id):
+            return None if pointer is None else pointer.id
+        return self._receiver.newest_taken(self._selection.takes)
 
     def reserve(self, at_least: int | VersionId) -> bool:
         """Keep this version or a later one for a coming :meth:`take`; return whether it's ready."""
@@ -438,8 +448,7 @@ class Stager(ProcessBound):
         if at_least is None:
             version = version or self._version
         last = newest or last_seen
-        default = self.goal() if self._takes is not None else last and last.id
-        goal = version or at_least or default or 1
+        goal = version or at_least or (newest and self.goal()) or (1 if last is None else last.id)
         if not isinstance(goal, VersionId):
             goal_id = None if newest is None else newest.at(goal)
             return _Request(goal, goal_id, newest, version is not None, needs_tensors)
@@ -537,9 +546,8 @@ class Stager(ProcessBound):
             with self._loop.attempt():
                 number = None if exactly is None else number_of(exactly)
                 version = self._loop.wait(newer_than, exactly=number, interrupt=self._interrupt)
-                if version is not None and exactly is None and self._takes is not None:
-                    exactly = self._choose(self._takes, version, newer_than)
-                    version = None if exactly is None else exactly.number
+                if version is not None and exactly is None and self._selection is not None:
+                    version, exactly = self._choose(self._selection, version, newer_than)
                 if version is not None and self._make_room(version):
                     if self._on_found is not None:
                         self._on_found()
@@ -602,18 +610,23 @@ class Stager(ProcessBound):
         return None, self._version
 
     def _choose(
-        self, takes: Callable[[Manifest], bool], newest: int, newer_than: int | None
-    ) -> VersionId | None:
-        """Return the version to stage, or None to wait for a version above ``newest``."""
-        goal = self._receiver.newest_taken(takes)
+        self, selection: Selection, newest: int, newer_than: int | None
+    ) -> tuple[int | None, VersionId | None]:
+        """Return the number of the version to stage, and its id unless it is the newest.
+
+        Two times None: wait for a version above ``newest``.
+        """
+        last_seen = self._receiver.last_seen
+        if last_seen is None or not selection.may_skip(last_seen.id):
+            return newest, None
+        goal = self._receiver.newest_taken(selection.takes)
         if goal is not None and goal.number > (newer_than or 0):
             self._loop.uses(goal.number)
-            return goal
-        last_seen = self._receiver.last_seen
+            return goal.number, goal
         with self._condition:
             if not self._interrupt.is_set():  # else a call may have requested an earlier version
-                self._skipped = None if last_seen is None else last_seen.at(newest)
-        return None
+                self._skipped = last_seen.at(newest)
+        return None, None
 
     def _make_room(self, version: int) -> bool:
         """Drop the staged version in favor of this one; return False if this one is not needed."""

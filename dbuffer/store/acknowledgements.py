@@ -109,7 +109,9 @@ class _Wait:
     def _has_applied(self, record: ReceiverRecord) -> bool:
         if self.version == 0:
             return True
-        return self.newest is not None and self.newest.has_since(self.version, record.applied)
+        newest, is_on_trial = self.newest, record.state == "on_trial"
+        has = newest is not None and newest.has_since(self.version, record.applied)
+        return has and not is_on_trial
 
     def _counting(self, records: list[ReceiverRecord]) -> list[ReceiverRecord]:
         if len(records) == 1:
@@ -142,6 +144,10 @@ class _Wait:
         return [record, *self.ranks.get((record.receiver, record.token), ())]
 
     def require_able(self) -> None:
+        """Raise if a canary refused the version, or if a receiver given by id cannot apply it."""
+        version = None if self.newest is None else self.newest.at(self.version)
+        if version is not None and (refusal := self.store.refusal(version)) is not None:
+            raise ReceiverFailedError(f"version {version.number} of {self.store.root} {refusal}")
         for records in () if self.names is None else self.counted.values():
             for record in records:
                 if not self._has_applied(record):

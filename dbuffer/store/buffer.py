@@ -60,6 +60,7 @@ class DoubleBuffer:
                 places.DELTAS_DIRECTORY,
                 places.SCRATCH_DIRECTORY,
                 places.RECEIVERS_DIRECTORY,
+                places.REFUSED_DIRECTORY,
             ):
                 with contextlib.suppress(errors.StoreNotFoundError):  # a sender is making it
                     filesystem.check_trust(self.root / name)
@@ -195,6 +196,24 @@ class DoubleBuffer:
             with contextlib.suppress(FileNotFoundError):
                 num_bytes += self.delta_path(version).stat().st_size
         return num_bytes
+
+    def refusal(self, version: VersionId) -> str | None:
+        """Return a text that says which canary refused a version, and why, or None."""
+        path = self.root / places.REFUSED_DIRECTORY / str(version)
+        try:
+            with os_errors("read", path):
+                data = filesystem.read_small(path, MAX_RECORD_BYTES, owner_only=self.owner_only)
+        except errors.StoreNotFoundError:
+            return None
+        return data.decode(errors="replace")
+
+    def refuse(self, version: VersionId, refusal: str) -> None:
+        """Mark a version as refused, for all receivers of the store, unless it is marked."""
+        if self.refusal(version) is None:
+            directory = self.root / places.REFUSED_DIRECTORY
+            filesystem.make_directory(directory, durable=self.medium.reaches_other_hosts)
+            data = refusal.encode(errors="replace")[:_MAX_REFUSAL_BYTES]
+            self.medium.publish_file(directory / str(version), data, durable=True)
 
     def writer(self) -> WriterRecord | None:
         return self._read(WriterRecord, self.root / places.WRITER_FILE)
@@ -368,8 +387,11 @@ _PARTS = {
     places.RECEIVERS_DIRECTORY,
     places.DELTAS_DIRECTORY,
     places.KEPT_DIRECTORY,
+    places.REFUSED_DIRECTORY,
     places.SCRATCH_DIRECTORY,
 }
+
+_MAX_REFUSAL_BYTES = 4096
 
 _OF_FILESYSTEM = "lost+found"
 """Name at the root of an ext4 filesystem, which may be mounted as a store."""

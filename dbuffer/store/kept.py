@@ -20,7 +20,7 @@ from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import os_errors
-from dbuffer.store.open_version import OpenStoreVersion, open_buffer, open_version
+from dbuffer.store.open_version import OpenStoreVersion, Patience, open_buffer, open_version
 from dbuffer.store.weights_files import parts_of
 
 
@@ -85,19 +85,16 @@ def require(store: DoubleBuffer, version: int) -> VersionId:
     raise missing(store, version)
 
 
-def newest_taken(
-    store: DoubleBuffer, newest: Lineage, takes: Callable[[Manifest], bool]
-) -> Lineage | None:
-    """Return the newest version that ``takes`` accepts, or None.
-
-    It is in A, in B or kept, and leads to ``newest`` or is the same.
-    """
-    taken = [
-        manifest.lineage
-        for _, manifest in Contents(store).published()
-        if newest.reaches(manifest.id) and takes(manifest)
-    ]
-    return max(taken, key=lambda lineage: lineage.id.number, default=None)
+def newest_taken(store: DoubleBuffer, takes: Callable[[Manifest], bool]) -> Lineage | None:
+    """Return the newest version in A, in B or kept that ``takes`` accepts, or None."""
+    patience = Patience()
+    while (pointer := store.newest_pointer() if store.exists() else None) is not None:
+        newest, manifests = pointer.lineage, [m for _, m in Contents(store).published()]
+        # On a network mount, the manifest may be seen later than the pointer.
+        if newest.id in [m.id for m in manifests] or not patience.wait(newest.id):
+            taken = [m.lineage for m in manifests if newest.reaches(m.id) and takes(m)]
+            return max(taken, key=lambda lineage: lineage.id.number, default=None)
+    return None
 
 
 def missing(store: DoubleBuffer, version: int | VersionId) -> VersionError:

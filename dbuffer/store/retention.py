@@ -28,6 +28,7 @@ version that was being kept                          starts and with a commit, e
 ``receivers/ID.TOKEN.json``            receiver,     the same, if no sender can wait for it any
                                        mirror        more; or at once a new receiver of that id
                                                      (`RecordFile`)
+``refused/ID``                         a canary      the same, if old and the version is gone
 ``receivers/*``, damaged               the disk      the user: the log names the file
 CURRENT, ``A/manifest.json``,          sender,       no process: the next writer replaces them
 ``B/manifest.json``, ``writer.json``   mirror
@@ -174,6 +175,7 @@ class Retention:
             now_s = filesystem.time_at(scratch)
             filesystem.remove_stale_temporaries(scratch, now_s)
             self._remove_old_records(now_s)
+            self._remove_old_refusals(now_s)
         except (DBufferError, OSError) as error:
             logger.warning("cannot clear up %s: %s", self.store.root, str(error))
 
@@ -196,6 +198,17 @@ class Retention:
                 except OSError as error:
                     message = "cannot remove the record of a dead receiver: %s"
                     log_once(logger, message, str(error))
+
+    def _remove_old_refusals(self, now_s: float) -> None:
+        """Remove old marks of versions that are gone; until then, a mirror may still copy them."""
+        marks = filesystem.list_matching(self.store.root / places.REFUSED_DIRECTORY, "*")
+        forget_s = TIMING.forget_receivers_after_s
+        old = [path for path in marks if now_s - filesystem.touched_at(path) > forget_s]
+        published = Contents(self.store).published(lost=True) if old else ()
+        present = {str(manifest.id) for _, manifest in published}
+        for path in old:
+            if path.name not in present:
+                path.unlink(missing_ok=True)
 
     def _files_in(self, directories: Iterable[str]) -> dict[Path, list[Path]]:
         """List deltas, and weights files with their parts; ignore files that are not dbuffer's."""

@@ -26,9 +26,9 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
     """Return a store's status, as `dbuffer status --json` prints it, without writing anything."""
     store.check()
     pointer = store.newest_pointer()
-    newest = manifest = None
+    newest = manifest = refusal = None
     if pointer is not None:
-        newest = pointer.buffer
+        newest, refusal = pointer.buffer, store.refusal(pointer.id)
         manifest = store.manifest_of(pointer.id)
     metadata = {} if manifest is None else manifest.metadata
     records, writer, contents = in_order(store.receivers()), store.writer(), Contents(store)
@@ -44,7 +44,7 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
             receiver_status(record, pointer, metadata, is_alive=store.may_live(record))
             for record in records
         ],
-        problems=[],
+        problems=[f"version {pointer.version} {refusal}"] if pointer and refusal else [],
         writer=None if writer is None else _writer_status(store, writer),
     )
 

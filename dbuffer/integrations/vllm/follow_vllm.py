@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
 from dbuffer.engine.background import BackgroundFollower
 from dbuffer.engine.contract import PauseMode
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.follower import Follower
-from dbuffer.errors import OptionError
+from dbuffer.errors import OptionError, UnsupportedError
 from dbuffer.integrations.vllm.config import replicas_of
 from dbuffer.integrations.vllm.vllm_engine import (
     AsyncVllm,
@@ -18,6 +20,7 @@ from dbuffer.integrations.vllm.vllm_engine import (
     is_one_of_several,
     vllm_engine_of,
 )
+from dbuffer.runtime import options as checks
 
 if TYPE_CHECKING:
     from dbuffer.integrations.vllm.launched import LaunchedFollower
@@ -30,6 +33,7 @@ def follow(
     *,
     pause: PauseMode = "keep",
     api_key: str | None = None,
+    canary: Callable[[Any], str | None] | None = None,
     **options: Any,
 ) -> BackgroundFollower: ...
 
@@ -41,6 +45,7 @@ def follow(
     *,
     pause: PauseMode = "keep",
     api_key: str | None = None,
+    canary: Callable[[Any], str | None] | None = None,
     **options: Any,
 ) -> Any: ...
 
@@ -51,6 +56,7 @@ def follow(
     *,
     pause: PauseMode = "keep",
     api_key: str | None = None,
+    canary: Callable[[Any], str | None] | None = None,
     **options: Any,
 ) -> Follower | BackgroundFollower | LaunchedFollower:
     """Keep an engine on a store's newest version.
@@ -68,6 +74,9 @@ def follow(
             the store in the engine's ``additional_config``.
         pause: treatment of requests in flight during a switch; see :data:`.PauseMode`.
         api_key: key of the server.
+        canary: probe that is called with ``engine`` after each switch, in the thread of the switch.
+            If it returns a reason, or raises an error, the version is refused. This engine then
+            goes back, and engines that do not have the version yet skip it.
         **options: more fields of :class:`EngineOptions`.
 
     Raises:
@@ -80,20 +89,32 @@ def follow(
         chosen = EngineOptions.parse({"store": store, **options})
     elif options:
         raise OptionError(f"{', '.join(options)}: these options need a store as an argument")
+    if canary is not None and not callable(canary):
+        checks.refuse("canary", canary, "a function that judges an engine")
+    if canary is not None and (chosen is None or chosen.version is not None):
+        raise OptionError("canary needs a store as an argument, and no version to stay on")
+    probe = None if canary is None else functools.partial(canary, engine)
     if is_one_of_several(engine):
+        _require_no(canary, "ranks that torchrun started")
         from dbuffer.integrations.vllm.launched import LaunchedFollower
 
         launched = LaunchedFollower(engine, chosen)
         launched.start()
         return launched
     if is_async(engine) and len(replicas_of(engine.vllm_config)) > 1:
+        _require_no(canary, "data-parallel replicas")
         loop = AsyncVllm.loop_of(engine)
         replicas = [AsyncVllm(engine, loop, index) for index in replicas_of(engine.vllm_config)]
         followers = (Follower(replica, chosen, pause=pause) for replica in replicas)
         return BackgroundFollower(*followers)
     driven = vllm_engine_of(engine, api_key=api_key)
-    follower = Follower(driven, chosen, pause=pause)
+    follower = Follower(driven, chosen, pause=pause, canary=probe)
     if not isinstance(driven, OfflineVllm):
         return BackgroundFollower(follower)
     follower.start()
     return follower
+
+
+def _require_no(canary: object, kind: str) -> None:
+    if canary is not None:
+        raise UnsupportedError(f"an engine with {kind} cannot be a canary")

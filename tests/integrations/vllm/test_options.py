@@ -60,6 +60,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "plan": [0, 1, None, "true", "", []],
     "images": [0, 1, None, "true", "", []],
     "attest": ["", "yes", "Auto", None, 0, 1, 2, [True], {}],
+    "canary": [0, 1, None, "true", []],
     "instance_id": ["", 1, True, ["a"], {}],
 }
 
@@ -83,6 +84,7 @@ RIGHT_OPTIONS: dict[str, list[Any]] = {
     "attest": ["auto", True, False],
     "forked": ["follow", "refuse"],
     "unused_tensors": ["refuse", "warn"],
+    "canary": [True, False],
     "instance_id": [None, "1795324001626655474"],
 }
 

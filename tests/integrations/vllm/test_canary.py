@@ -1,0 +1,16 @@
+"""A vLLM server as a canary, whose follower is killed in its probe, and started again.
+
+The trainer, the server and its follower are three processes. The model reveals its version.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S, environment, observe
+
+pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 10)]
+
+
+def test_a_version_that_the_probe_refuses_is_left_and_skipped(tmp_path):
+    observe("vllm_canary.py", tmp_path, env=environment(processes=True))
