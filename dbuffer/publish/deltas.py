@@ -154,7 +154,7 @@ class Deltas:
         """
         world, self._version = self._world, version
         if self._has_last and self._part is not part:
-            self.forget("it has other tensors than the last version")
+            self.forget("it has other tensors than the last version, or other ranks hold them")
         is_first = not self._has_last
         if is_first:
             self._explain(self._why_none)

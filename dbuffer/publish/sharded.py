@@ -193,8 +193,6 @@ class ShardedWeightSender(Publisher):
             self._assignment = join(ranks, source, inventory, rows_only=not self._maps_files)
             # Only after all checks passed: the next publish of these tensors relies on it.
             self._inventory = inventory
-            if self._deltas is not None and self._layout is not None:
-                self._deltas.forget("ranks hold other tensors than in the last version")
             self._part = self._layout = None
         return self._placed(source), number, checked
 
