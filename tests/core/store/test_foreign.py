@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import distributed
 
 import dbuffer
@@ -149,18 +148,3 @@ def test_a_reader_of_a_mistyped_path_says_so_once(tmp_path, caplog):
             assert receiver.load_into({}) is None
             assert other.wait_for_version(timeout_s=0) is None
     assert caplog.messages == [f"waiting for a first version in {path}, which does not exist"]
-
-
-def test_the_command_line_refuses_as_wrong_usage(tmp_path, capsys):
-    save_file(WEIGHTS, tmp_path / "model.safetensors")
-    project = tmp_path / "project"
-    fill(project, "notes.txt", "data/x")
-    project.chmod(0o777)
-    before = contents(project)
-    code, _, err = call(capsys, "publish", tmp_path / "model.safetensors", project)
-    assert (code, contents(project)) == (2, before)
-    assert "holds data, notes.txt, and no store" in err
-    send(remote := tmp_path / "remote")
-    code, _, err = call(capsys, "mirror", remote, project, "--count", "1")
-    assert code == 2
-    assert "holds data, notes.txt, and no store" in err
