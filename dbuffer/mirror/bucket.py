@@ -228,7 +228,7 @@ class Bucket(Closing):
 
     @contextlib.contextmanager
     def _transfer(self) -> Iterator[int]:
-        """Yield the number of parallel requests for a file. It adapts to failures."""
+        """Yield the number of parallel requests for a file, which failures reduce."""
         try:
             yield self._width
         except StoreAccessError:

@@ -1,7 +1,4 @@
-"""The command line.
-
-A command imports torch (which takes seconds) and optional packages only when it runs.
-"""
+"""The command line. A command imports torch, which takes seconds, only when it runs."""
 
 from __future__ import annotations
 
@@ -97,10 +94,7 @@ for _name, (_command, _arguments) in COMMANDS.items():
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command and return its exit code.
-
-    An error prints one line on stderr, or a traceback with --debug.
-    """
+    """Run a command, print its error, if any, and return its exit code."""
     arguments = list(arguments)
     debug = "--debug" in arguments
     if debug:  # allowed anywhere on the command line

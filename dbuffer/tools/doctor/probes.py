@@ -19,7 +19,6 @@ from dbuffer.errors import DBufferError, OptionError, StoreAccessError
 from dbuffer.format.places import POINTER_FILE, WRITER_FILE
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import MOUNT_VARIABLE, Descriptor, os_errors
 from dbuffer.store.medium import Medium, medium_of
 from dbuffer.store.watcher import Watcher
@@ -153,18 +152,8 @@ def _room(base: Path) -> Outcome:
         "good",
         f"{format_bytes(free)} free of {format_bytes(room.f_blocks * room.f_frsize)}",
         f"room for two versions of {format_bytes(free / 2)} each; of {format_bytes(free / 3)}, "
-        f"where readers keep an old one{_newest_size(base)}",
+        "where readers keep an old one",
     )
-
-
-def _newest_size(directory: Path) -> str:
-    """Return a note on the newest version's size; "" if the directory has no version."""
-    store = DoubleBuffer(directory, allow_shared_store=True)
-    with contextlib.suppress(DBufferError, OSError):
-        pointer = store.newest_pointer()
-        if pointer is not None and (manifest := store.manifest_of(pointer.id)) is not None:
-            return f". The newest version here has {format_bytes(manifest.num_bytes)}"
-    return ""
 
 
 def _trust(path: Path, base: Path) -> Outcome:

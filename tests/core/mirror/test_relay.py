@@ -10,12 +10,11 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import dbuffer
-from dbuffer.format.lineage import Lineage, Run, VersionId
+from dbuffer.format.lineage import Lineage
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.mirror.mirror import Mirror
@@ -26,6 +25,7 @@ from dbuffer.store.records import RecordFile
 from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.children import Child
 from tests.support.patterns import SMALL, newest
+from tests.support.stores import applied
 from tests.support.waiting import Gate
 
 POLL_S = 0.05
@@ -50,12 +50,6 @@ def relay(stores: tuple[DoubleBuffer, DoubleBuffer]) -> Iterator[Acknowledgement
 
 def record_of(store: Path, name: str = "rank") -> ReceiverRecord | None:
     return DoubleBuffer(store).receiver(name)
-
-
-def applied(number: int) -> dict[str, Any]:
-    """Return the fields of a record whose receiver has applied a version."""
-    run = Run("0" * 16, None, "host", 1, 0.0, None)
-    return {"applied": VersionId(run.id, number), "runs": [run]}
 
 
 def relayed(store: Path) -> ReceiverRecord:

@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord
@@ -110,12 +109,6 @@ def test_what_is_no_place_or_has_none(capsys, place):
     for path in (place / "file", place / "file" / "store"):
         with pytest.raises(dbuffer.StoreAccessError):
             examine(path)
-
-
-def test_the_size_of_a_stores_newest_version_is_beside_the_room(store):
-    with dbuffer.WeightSender(store) as sender:
-        sender.send({"weight": torch.ones(250_000)})
-    assert "newest version here has 1.00 MB" in found_by(examine(store), "room").consequence
 
 
 def test_a_store_is_not_touched(damaged):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import threading
 import time
@@ -178,27 +177,6 @@ def test_files_that_the_index_names_and_that_are_missing_are_told(watch, out):
     assert f"names files that do not exist: {FILES[1]}" in watch.refusal()
     (out / "aside").rename(out / FILES[1])
     assert watch.version_of(0) == (1, None)
-
-
-def test_a_checkpoint_that_vanishes_while_it_is_read_is_told(caplog, out, store):
-    """As by a trainer that keeps the last few."""
-    with dbuffer.WeightSender(store) as sender:
-
-        def send(path: Path, metadata: dict[str, Any]) -> None:
-            def remove_first(*_: int) -> None:
-                shutil.rmtree(out / "checkpoint-1", ignore_errors=True)
-
-            sender.send(path, metadata=metadata, progress=remove_first)
-            assert metadata["step"] == 2
-
-        save(out / "checkpoint-1", 1)
-        save(out / "checkpoint-2", 2)
-        send_saved(out, DoubleBuffer(store), send, threading.Event(), count=1)
-    [record] = caplog.records
-    assert f"{out / 'checkpoint-1'} is not published: " in record.message
-    assert f"{INDEX} was removed while it was being published" in record.message
-    with dbuffer.WeightReceiver(store) as receiver:
-        assert receiver.wait_for_version(timeout_s=0) == 1
 
 
 def test_a_checkpoint_that_is_saved_again_while_another_one_is_sent_is_waited_for(out, store):
