@@ -237,6 +237,8 @@ class EngineRank:
 
     ranks: RankChannel
     module: torch.nn.Module
+    """The model that serves, with its draft as a :class:`DraftedModel` if the draft follows too.
+    :meth:`make_check` can replace it."""
     device: torch.device
     is_pipeline_stage: bool = False
     """Whether this rank has only some of the model's layers, and other ranks have the others."""
@@ -271,6 +273,10 @@ class EngineRank:
 
     def load_checkpoint(self) -> None:
         """Load the weights that the engine was started with, from their original place."""
+        raise NotImplementedError
+
+    def load_draft_checkpoint(self) -> None:
+        """Load the weights that the draft of a :class:`DraftedModel` was started with."""
         raise NotImplementedError
 
     def refuse_to_serve(self, reason: str) -> None:

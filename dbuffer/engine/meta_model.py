@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from dbuffer.engine.plan.load_trace import LoadRecorder, LoadTrace, tables_of, unwrapped
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
+from dbuffer.format.layout import is_of_draft
 from dbuffer.runtime.messages import described, listed
 
 Loader = Callable[..., Any]
@@ -72,6 +73,10 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
         for tensor in (*model.parameters(), *model.buffers()):
             self._wrap_loader(tensor, getattr(tensor, "weight_loader", default_loader))
+        self.loading: str | None = None
+        """Name of the published tensor that a loader is loading, or has refused."""
+        self.leaves_draft = False
+        """Whether a load is complete without the draft of a :class:`DraftedModel`."""
         self._served_late: dict[str, torch.Size] = {}
         self._late: dict[str, tuple[torch.nn.Module, str]] = {}
         self._watch_late_parameters(serving)
@@ -82,12 +87,14 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._late.clear()
         self._loaded.clear()
         self._thread = threading.get_ident()
+        self.loading = None
         self.recorder = LoadRecorder(self._tensors)
 
     def require_complete(self) -> None:
         self.require_late_parameters()
         for name, parameter in self.model.named_parameters():
-            self.require_whole(name, parameter, parameter.numel())
+            if self.is_needed(name):
+                self.require_whole(name, parameter, parameter.numel())
 
     def note_loaded(self, tensor: Any, count: int, *, is_part: bool) -> None:
         """Let a subclass note that a loader has written ``count`` elements of a tensor.
@@ -111,7 +118,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def with_data(self, name: str) -> Iterator[torch.Tensor]:
         """Give a parameter or buffer memory, filled with zeros, during the block."""
         path, _, attribute = name.rpartition(".")
-        tables = tables_of(self.model.get_submodule(path))
+        tables = tables_of(dict(self.model.named_modules(remove_duplicate=False))[path])
         without = next(table[attribute] for table in tables if attribute in table)
         made = _empty_like(without, "cpu")
         made.data.zero_()
@@ -144,10 +151,15 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"{path} was published with shape {list(shape)}; the engine's has shape "
                     f"{list(served)}"
                 )
-        if missing := self._served_late.keys() - self._late.keys():
+        missing = {*filter(self.is_needed, self._served_late)} - self._late.keys()
+        if missing:
             raise WeightsMismatchError(
                 f"{listed(sorted(missing))} of the engine's model was not published"
             )
+
+    def is_needed(self, name: str) -> bool:
+        """Whether a version must have the model's parameter or layer of this name."""
+        return not (self.leaves_draft and is_of_draft(f"{name}."))
 
     def _watch_late_parameters(self, serving: torch.nn.Module | None) -> None:
         """Watch for parameters that loaders register, as they do with some biases."""
@@ -203,7 +215,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             param, loaded, *which_part = signature.bind(*args, **kwargs).arguments.values()
             if not param.is_meta:  # in `with_data`, where nothing is counted
                 return loader(*args, **kwargs)
-            self.recorder.note_read(loaded, is_embedded=id(param) in self._padded)
+            self.loading = self.recorder.note_read(loaded, is_embedded=id(param) in self._padded)
             # Numbers convert, such as a trainer's float32 to an engine's bfloat16. Integers may be
             # codes of numbers, and do not.
             if loaded.is_floating_point() != param.is_floating_point():
@@ -215,12 +227,10 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with contextlib.nullcontext() if is_here else self:
                 result = loader(*args, **kwargs)
             self._count(param, loaded, self._num_copied - before, is_part=bool(which_part))
+            self.loading = None
             return result
 
-        # Some quantized parameters have a property ``weight_loader`` without a setter.
-        declared = getattr(type(tensor), "weight_loader", None)
-        is_fixed = isinstance(declared, property) and declared.fset is None
-        setattr(tensor, "_weight_loader" if is_fixed else "weight_loader", watched)
+        set_loader(tensor, watched)
 
     def _count(self, parameter: Any, loaded: torch.Tensor, count: int, *, is_part: bool) -> None:
         """Count the elements that a loader wrote; refuse a tensor if it wrote too few of them."""
@@ -245,6 +255,17 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             f"publish {num_rows} rows, without a trainer's padding, or start the "
             "engine from a checkpoint with this vocabulary"
         )
+
+
+def set_loader(tensor: Any, loader: Loader) -> tuple[str, Loader | None]:
+    """Set a tensor's loader; return the attribute that holds it, and its earlier value if any."""
+    # Some quantized parameters have a property ``weight_loader`` without a setter.
+    declared = getattr(type(tensor), "weight_loader", None)
+    is_fixed = isinstance(declared, property) and declared.fset is None
+    attribute = "_weight_loader" if is_fixed else "weight_loader"
+    before = getattr(tensor, attribute, None)
+    setattr(tensor, attribute, loader)
+    return attribute, before
 
 
 def built_without_data(make: Callable[[], Any], kind: str, keep: Collection[str] = ()) -> Any:
@@ -298,9 +319,10 @@ def _tie_as_serving(model: torch.nn.Module, serving: torch.nn.Module) -> None:
     firsts: dict[tuple[int, int], str] = {}
     for served, tensor in serving.named_parameters(remove_duplicate=False):
         name = unwrapped(served)
-        if name not in parameters or not tensor.nbytes:
+        if name not in parameters:
             continue
-        first = parameters[firsts.setdefault((tensor.data_ptr(), tensor.nbytes), name)]
+        place = (tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else (id(tensor), 0)
+        first = parameters[firsts.setdefault(place, name)]
         if parameters[name] is not first and parameters[name].shape == first.shape:
             _put_in_place(model, parameters[name], first)
 

@@ -16,23 +16,24 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
 from dbuffer.engine.contract import EngineRank, ModelState
+from dbuffer.engine.drafted_model import DraftedModel
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.plan.attestation import digest_of_all, same_bytes
 from dbuffer.engine.plan.copy_plan import CopyPlan, Tensors, plan_copies
 from dbuffer.engine.plan.images import Image, NotAloneError, packed_layers
-from dbuffer.engine.plan.load_trace import LoadTrace
+from dbuffer.engine.plan.load_trace import LoadTrace, TracedTensor
 from dbuffer.engine.plan.prepared_switch import PreparedSwitch, digest_of, log_copied_whole
 from dbuffer.engine.plan.verification import UnverifiableError, Verifier
 from dbuffer.engine.shape_check import UnusedTensors
 from dbuffer.errors import UnsupportedError
-from dbuffer.format.layout import Layout
+from dbuffer.format.layout import Layout, is_of_draft
 from dbuffer.format.lineage import VersionId
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import fork_streams
@@ -68,11 +69,11 @@ class RankModel:
 
     def __init__(self, rank: EngineRank, options: EngineOptions, state: ModelState) -> None:
         self._rank = rank
+        self._check = rank.make_check()  # the module may change here
         self._model = rank.module
         self._state = state
         self.reading = threading.Lock()
         """Lock that the stager's thread holds while it reads the model's weights."""
-        self._check = rank.make_check()
         self._traces: list[tuple[Layout, LoadTrace]] = []
         self.unused = UnusedTensors(
             options.store,
@@ -80,6 +81,7 @@ class RankModel:
             is_pipeline=rank.is_pipeline_stage,
             is_first=rank.ranks.rank == 0,
         )
+        self._store = options.store
         self._copier = Copier(options.num_threads)
         self._plans = options.plan
         self._may_patch = rank.on_device and options.attests(on_device=True)
@@ -99,6 +101,8 @@ class RankModel:
         """Published tensors that loaders write into. Loaders get copies of these."""
         self._plan: CopyPlan | None = None
         """Plan of the current layout, or None if it is unplanned or set aside."""
+        self._other: dict[str, Any] | None = None
+        """The plan and its state for the layout before, which differs only by a draft, or None."""
         self._derived: set[str] = set()
         """Layers of this layout that a reload changes further after copying."""
         self._reloaded: Mapping[str, str] = {}
@@ -111,11 +115,17 @@ class RankModel:
         """Version that the weights are, or None if a reload or other code wrote them since."""
         self._digest: int | None = None
         """Digest of the weights when they were seen to equal `_loaded`, or None before."""
+        self._tried_draft = False
+        """Whether the version of the last load, failed or not, has a draft for this model."""
         self._comes_as_deltas = False
         self._rechecks_loaders = True
 
     def close(self) -> None:
         self._copier.close()
+
+    def _has_draft(self, layout: Layout) -> bool:
+        """Whether a version has a draft, and the model has one too."""
+        return isinstance(self._model, DraftedModel) and self._model.has_draft(layout.all_names)
 
     # In the stager's thread
 
@@ -123,6 +133,16 @@ class RankModel:
         refuse_adapter(snapshot.metadata)
         layout = snapshot.layout
         trace = self._check(layout.specs, layout.aliases)
+        if isinstance(self._model, DraftedModel):
+            if not self._has_draft(layout):
+                message = "a version of %s has no draft, so the engine's draft keeps its weights"
+                log_once(logger, message, self._store)
+            # Versions with a draft and without one may alternate.
+            same = (known for of, known in self._traces if of == layout and known == trace)
+            trace = next(same, trace)
+        elif layout.draft is not None:
+            message = "the drafts in %s are left out: this engine has no draft that can follow"
+            log_once(logger, message, self._store)
         self._traces = [(layout, trace), *self._traces][:_KEPT_TRACES]
         self.unused.check(trace)
 
@@ -171,15 +191,29 @@ class RankModel:
         if not self._plans:
             return None
         if trace is not self._trace:
-            self._drop_plan()
-            self._trace, self._derived, self._reloaded = trace, set(), {}
-            self._num_verifications, self._num_skipped = 0, 0
+            self._change_trace(trace)
         self._drop_plan_of_replaced()
         if self._plan is None and self._num_skipped:
             self._num_skipped -= 1
         if self._plan is None and not self._num_skipped:
             self._make_plan()
         return self._plan
+
+    def _change_trace(self, trace: LoadTrace) -> None:
+        """Plan another layout. Set the plan aside for later if the layouts differ by a draft."""
+        names = "_trace", "_plan", "_derived", "_reloaded", "_num_verifications", "_num_skipped"
+        current = {name: getattr(self, name) for name in names}
+        again, self._other = self._other, None
+        is_drafted = isinstance(self._model, DraftedModel) and self._trace is not None
+        if is_drafted and _without_draft(trace) == _without_draft(current["_trace"]):
+            self._other = current
+        else:
+            self._drop_plan()
+        if self._other and again and again["_trace"] is trace:
+            vars(self).update(again)
+            return
+        self._plan, self._trace, self._derived, self._reloaded = None, trace, set(), {}
+        self._num_verifications, self._num_skipped = 0, 0
 
     def _make_plan(self) -> None:
         assert self._trace is not None  # noqa: S101 - it was prepared
@@ -319,6 +353,7 @@ class RankModel:
         return staged.tensors is not None
 
     def load(self, staged: Staged) -> None:
+        self._tried_draft = self._has_draft(staged.layout)
         switch = self._switch_of(staged)
         if switch is not None and switch.replaces_tensors:
             self._apply(switch)
@@ -326,6 +361,16 @@ class RankModel:
         assert staged.tensors is not None  # noqa: S101 - or the switch replaced them
         tensors = self._as_offered(staged.tensors, staged.layout)
         self._reload_and_verify(tensors, self._trace_of(staged.layout), switch)
+
+    def load_again(self, staged: Staged) -> None:
+        """Load a version after a load that failed on a rank, perhaps on another one.
+
+        If only the failed version had a draft, load the draft of the engine's start.
+        """
+        may_have_mix = self._tried_draft
+        self.load(staged)
+        if may_have_mix and not self._tried_draft:
+            self._rank.load_draft_checkpoint()
 
     @torch.no_grad()
     def _apply(self, switch: PreparedSwitch) -> None:
@@ -338,6 +383,7 @@ class RankModel:
             self._reload_part(switch)
         except BaseException:
             # The repair must not fail for the same reason, so make it reload and verify again.
+            switch.plan.verified_for = None
             self._drop_plan()
             raise
         self._loaded = switch.version
@@ -407,8 +453,9 @@ class RankModel:
         self._loaded = self._digest = None
         self._drop_plan_of_replaced()
         # Values that derive from tensors in ``verified_for`` may have changed, so verify again.
-        if self._plan is not None and self._plan.verified_for:
-            self._plan.verified_for = None
+        for plan in (self._plan, self._other["_plan"] if self._other else None):
+            if plan is not None and plan.verified_for:
+                plan.verified_for = None
 
     def _reload_part(self, switch: PreparedSwitch) -> None:
         if reloaded := switch.reloaded:
@@ -478,6 +525,10 @@ class RankModel:
         offered = self._trace_of(layout).offered
         names = {**{name: name for name in stored}, **layout.aliases}
         return {name: stored[stored_as] for name, stored_as in names.items() if name in offered}
+
+
+def _without_draft(trace: LoadTrace) -> Mapping[str, TracedTensor]:
+    return {name: traced for name, traced in trace.tensors.items() if not is_of_draft(name)}
 
 
 def _log_verified(plan: CopyPlan, verified_s: float) -> None:

@@ -407,7 +407,7 @@ class RankReceiver:
     def _load_again(self, goal: VersionId | None) -> None:
         self._note_unattested()
         if goal is not None:
-            self._model.load(self._take_whole(goal))
+            self._model.load_again(self._take_whole(goal))
         else:
             self._model.load_checkpoint()
             self._state.note_loaded(None, self.options.store, {})

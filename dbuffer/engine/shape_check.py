@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from dbuffer.engine.drafted_model import DraftedModel
 from dbuffer.engine.meta_model import MetaModel
 from dbuffer.engine.plan.attestation import same_bytes
 from dbuffer.engine.plan.load_trace import LoadTrace
@@ -58,9 +59,14 @@ class ShapeCheck:
         ``aliases``: stored names of tensors, by a further name of the same tensor. If the model
         lacks something without the further names, they are offered to it too. Raise
         :class:`WeightsMismatchError` if a shape does not fit, or a tensor is missing.
+        If the model has no draft, a version's draft is left out.
         """
-        specs = [spec for spec in specs if not is_of_draft(spec.name)]
-        aliases = {alias: name for alias, name in (aliases or {}).items() if not is_of_draft(alias)}
+        aliases = dict(aliases or {})
+        if isinstance(model := self._meta.model, DraftedModel):
+            self._meta.leaves_draft = not model.has_draft([*(s.name for s in specs), *aliases])
+        else:
+            specs = [spec for spec in specs if not is_of_draft(spec.name)]
+            aliases = {alias: name for alias, name in aliases.items() if not is_of_draft(alias)}
         spec_of = {spec.name: spec for spec in specs}
         stored = {alias: name for alias, name in aliases.items() if alias not in spec_of}
         further = [spec_of[name]._replace(name=alias) for alias, name in stored.items()]
@@ -111,10 +117,11 @@ class ShapeCheck:
         trace, read = self._meta.end(), self._meta.recorder.read
         twins = {(s.dtype, s.shape): s.name for s in accepted if s.name in trace.embedded}
         unused = [s for s in specs if s.name not in read and not self._makes_no_difference(s)]
+        twin_of = {s: twins.get((s.dtype, s.shape)) for s in unused if not is_of_draft(s.name)}
         return replace(
             trace,
-            unused=tuple(str(s) for s in unused if (s.dtype, s.shape) not in twins),
-            twins={s.name: twins[s.dtype, s.shape] for s in unused if (s.dtype, s.shape) in twins},
+            unused=tuple(str(s) for s in unused if not twin_of.get(s)),
+            twins={s.name: twin for s, twin in twin_of.items() if twin},
         )
 
     def _advice(self, specs: Sequence[TensorSpec]) -> str:
@@ -179,6 +186,9 @@ class ShapeCheck:
                 self._meta.model.load_weights(shapes())
         # Loaders refuse tensors by any error: AssertionError, KeyError, ValueError, RuntimeError.
         except Exception as error:  # noqa: BLE001
+            # Some loaders first take all tensors, and then load them.
+            name = self._meta.loading or getattr(self._meta.model, "last_of_draft", None)
+            current = next((spec for spec in specs if spec.name == name), current)
             return tensors, current, error
         return tensors, None, None
 

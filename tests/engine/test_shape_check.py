@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from dbuffer.engine.drafted_model import DraftedModel
 from dbuffer.engine.meta_model import MetaModel, built_without_data
 from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
@@ -59,13 +60,6 @@ class Model(nn.Module):
                 raise KeyError(name)
 
 
-class Watched(MetaModel):
-    def require_complete(self) -> None:
-        self.require_late_parameters()
-        for name, parameter in self.model.named_parameters():
-            self.require_whole(name, parameter, parameter.numel())
-
-
 def rows(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
     parameter.data[: len(loaded)].copy_(loaded)
     parameter.data[len(loaded) :].fill_(0)
@@ -73,7 +67,7 @@ def rows(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
 
 def check_of(serving: Model, **options: Any) -> ShapeCheck:
     copy = built_without_data(lambda: Model(is_tied=serving.is_tied), "Model")
-    watched = Watched(copy, embedding=Rows, default_loader=rows, tp_size=1, serving=serving)
+    watched = MetaModel(copy, embedding=Rows, default_loader=rows, tp_size=1, serving=serving)
     return ShapeCheck(watched, **options)
 
 
@@ -248,3 +242,57 @@ def test_an_engine_without_a_draft_leaves_drafts_out():
     trace = check_of(Model())([*UNTIED, *draft], {"__draft__.embed.weight": EMBEDDING})
     assert not trace.unused
     assert trace.offered == {spec.name for spec in UNTIED}
+
+
+class Head(nn.Module):
+    """A draft with a layer of its own, and with its target's embedding."""
+
+    def __init__(self, target: Model) -> None:
+        super().__init__()
+        self.embed = target.embed
+        self.fc = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        own = dict(self.named_parameters())
+        for name, tensor in list(weights):  # all of them, before it loads one
+            own[name].weight_loader(own[name], tensor)
+
+
+def drafted(model: Model) -> DraftedModel:
+    return DraftedModel(model, Head(model))
+
+
+def drafted_check() -> ShapeCheck:
+    copy = built_without_data(lambda: drafted(Model()), "Model")
+    serving = drafted(Model())
+    return ShapeCheck(
+        MetaModel(copy, embedding=Rows, default_loader=rows, tp_size=1, serving=serving)
+    )
+
+
+FC = TensorSpec("__draft__.fc.weight", "float32", (WIDTH, 2 * WIDTH))
+SHARED = SPECS[0]._replace(name=f"__draft__.{EMBEDDING}")
+
+
+def test_a_draft_is_checked_with_its_target():
+    check = drafted_check()
+    assert set(check([*UNTIED, FC]).tensors) == {EMBEDDING, HEAD, LAYER, FC.name}
+    assert set(check(UNTIED).tensors) == {EMBEDDING, HEAD, LAYER}  # a version without it leaves it
+    tied = check([*UNTIED, FC], {SHARED.name: EMBEDDING})
+    assert not tied.unused
+    [op] = check([*UNTIED, FC, SHARED]).tensors[EMBEDDING].ops[:1]
+    assert op.source == EMBEDDING  # and not the draft's tensor for this shared layer
+    for surplus in (SHARED, FC._replace(name="__draft__.none")):
+        assert unused(check([*UNTIED, FC, surplus])) == [surplus.name]
+
+
+@pytest.mark.parametrize(
+    ("draft", "problem"),
+    [
+        ([FC._replace(shape=(WIDTH, WIDTH)), SHARED], r"__draft__.fc.weight float32\[4, 4\] does"),
+        ([SHARED], "only 0 of 32 elements of __draft__.fc.weight were published"),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_named(draft, problem):
+    with pytest.raises(WeightsMismatchError, match=problem):
+        drafted_check()([*UNTIED, *draft])

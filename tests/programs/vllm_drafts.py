@@ -204,9 +204,6 @@ def judge_proposals(name: str, fresh: list[Any], switched: list[Any]) -> None:
     assert fresh[0] != fresh[1]
     if name == "suffix":  # several tokens in a step: it proposes what a version before has answered
         assert all(len(proposals) < 12 for proposals in switched[2:])
-    elif name == "mtp":  # the draft is as the engine began with it, whatever a version brings
-        for number, proposals in zip(ORDER, switched, strict=True):
-            assert (proposals == fresh[number]) == (number == 0)
     else:
         assert switched == [fresh[number] for number in ORDER]
     if name == "eagle":  # several tokens in a step: what it proposes is often right

@@ -24,6 +24,7 @@ from dbuffer.engine.plan.load_trace import (
 )
 from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
+from dbuffer.format.layout import is_of_draft
 from dbuffer.runtime.lazy import cached_property
 from dbuffer.runtime.messages import listed
 
@@ -185,10 +186,12 @@ def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan) -> None:
     loaded = {address_of(tensor) for tensor in plan.written} | {
         address_of(tensor) for name, tensor in tensors if layer_of(unwrapped(name)) in plan.reloaded
     }
+    has_draft = any(is_of_draft(f"{layer}.") for layer in plan.all_layers)
     left_out = [
         f"{name} was not published"
         for name, parameter in model.named_parameters()
         if parameter.nbytes and address_of(parameter) not in loaded
+        if has_draft or not is_of_draft(name)
     ]
     if left_out:
         raise UnsupportedError(listed(left_out, "; "))

@@ -169,15 +169,17 @@ class LoadRecorder:
                 if storage_of(made) not in self._tensors:
                     self._computed.setdefault(storage_of(made), (origin, made))
 
-    def note_read(self, tensor: torch.Tensor, *, is_embedded: bool = False) -> None:
-        """Note that a loader is about to read a tensor, if it is a published tensor.
+    def note_read(self, tensor: torch.Tensor, *, is_embedded: bool = False) -> str | None:
+        """Note that a loader is about to read a tensor; return its name if it was published.
 
         ``is_embedded``: whether it goes into an embedding or a head.
         """
-        if source := self._sources.get(storage_of(tensor)):
-            self.read.add(source[0])
+        name, _ = self._sources.get(storage_of(tensor), (None, None))
+        if name is not None:
+            self.read.add(name)
             if is_embedded:
-                self._embedded.add(source[0])
+                self._embedded.add(name)
+        return name
 
     def note_registered(self, name: str, parameter: torch.Tensor) -> None:
         """Note a parameter that a loader has just made from a published tensor."""

@@ -26,7 +26,7 @@ from dbuffer.runtime.messages import described, listed
 Mismatch = Mapping[str, str]
 """Descriptions of changes that a reload makes and a switch does not, by the layer's name."""
 
-_NOT_READ = frozenset({"weight_loader", "_weight_loader", "load_weights"})
+_NOT_READ = frozenset({"weight_loader", "_weight_loader", "load_weights", "_is_in_target"})
 """Attributes that only loading uses, and no computation reads."""
 
 _RANGE = (0.25, 0.75)
@@ -136,7 +136,7 @@ class Verifier:
 def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
     """Return the layers at a place of a :class:`ModelFingerprint`, or else the nearest layers."""
     matched = _MODULES.match(place)
-    path = re.findall(r"\['([^']*)'\]", matched[0]) if matched else []
+    path = re.findall(r"\['([^']+)'\]", matched[0]) if matched else []  # a target has no name
     for length in range(len(path), 0, -1):
         above = unwrapped(".".join(path[:length]))
         if near := [layer for layer in layers if f"{layer}.".startswith(f"{above}.")]:

@@ -66,8 +66,8 @@ def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
             )
     if info.get("speculative_algorithm") is not None:
         raise UnsupportedError(
-            "an engine with a draft model cannot follow a store, which holds no weights for the "
-            "draft model"
+            "an SGLang engine with a draft model cannot follow a store: dbuffer loads into the "
+            "target only"
         )
     return EngineFacts(
         # These differ between two starts: the start-up time always, and usually the random seed.

@@ -14,6 +14,7 @@ from dbuffer.errors import OptionError
 from dbuffer.integrations.vllm.caches import require_droppable
 from dbuffer.integrations.vllm.callback_engine import CallbackEngine, DBufferUpdateInfo
 from dbuffer.integrations.vllm.config import options_of
+from dbuffer.integrations.vllm.drafts import draft_of
 from dbuffer.integrations.vllm.rank import WorkerRank, raising_once
 from dbuffer.integrations.vllm.sparse_patches import (
     trainer_send_sparse_weights,
@@ -36,7 +37,6 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     init_info_cls = EngineOptions
     update_info_cls = DBufferUpdateInfo
-    supports_draft_weight_update = False
 
     # Releases before 0.26 look for the trainer's functions here.
     trainer_send_weights = staticmethod(trainer_send_weights)
@@ -50,6 +50,8 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self._endpoint = RankEndpoint.of(model)
+        self._draft = draft_of()
+        self.supports_draft_weight_update = self._draft is not None
         options = options_of(vllm_config.additional_config)
         if options is not None:
             self._begin(options)
@@ -57,7 +59,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _begin(self, options: EngineOptions) -> None:
         require_droppable(self.vllm_config, options)
-        make_rank = partial(WorkerRank, self.vllm_config, self.model, self.device)
+        make_rank = partial(WorkerRank, self.vllm_config, self.model, self.device, self._draft)
         self._endpoint.begin(make_rank, options)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> EngineOptions | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,18 +17,21 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from dbuffer.engine.drafted_model import DraftedModel
 from dbuffer.engine.meta_model import MetaModel, built_without_data
 from dbuffer.engine.plan.load_trace import storage_of, tables_of
 from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
+from dbuffer.integrations.vllm.drafts import Draft
 from dbuffer.integrations.vllm.reload_fixes import has_optional_scales
-from dbuffer.runtime.trouble import log_once
-
-logger = logging.getLogger(__name__)
 
 
-def vllm_shape_check(vllm_config: Any, serving: torch.nn.Module) -> ShapeCheck:
+def vllm_shape_check(
+    vllm_config: Any, serving: torch.nn.Module, draft: Draft | None = None
+) -> ShapeCheck:
     """Return a check of published weights, with a copy of the serving model.
+
+    With ``draft``, the serving model is a :class:`DraftedModel`.
 
     Call it on the worker's main thread. Raises `UnsupportedError` if vLLM moves the model's
     experts, or if vLLM's reload would fail, or would leave old weights in a part of the model.
@@ -40,9 +42,19 @@ def vllm_shape_check(vllm_config: Any, serving: torch.nn.Module) -> ShapeCheck:
             "the ranks where experts were at the start: start the engine without enable_eplb"
         )
     _require_latent_weights(serving)
+    target = getattr(serving, "target", serving) if draft is not None else serving
     model = built_without_data(
-        lambda: _make_model(vllm_config), type(serving).__name__, keep=SKIP_TENSORS
+        lambda: _make_model(vllm_config, vllm_config.model_config),
+        type(target).__name__,
+        keep=SKIP_TENSORS,
     )
+    if draft is not None:
+        of_draft = built_without_data(
+            lambda: _make_model(draft.make_config(), draft.model_config, draft.prefix),
+            f"draft {type(draft.model).__name__}",
+            keep=SKIP_TENSORS,
+        )
+        model = DraftedModel(model, of_draft, draft.is_in_target)
     _require_views(model, serving)
     for tensor in (*model.parameters(), *model.buffers()):
         _unwrap_online_quantization(tensor)
@@ -53,16 +65,13 @@ def vllm_shape_check(vllm_config: Any, serving: torch.nn.Module) -> ShapeCheck:
     make_mapper = getattr(vllm_config.quant_config, "get_checkpoint_weight_mapper", None)
 
     def is_spare(name: str) -> bool:
-        is_of_draft = is_multi_token_prediction(name, text_config)
-        if is_of_draft and "mtp" in str(getattr(vllm_config.speculative_config, "method", "")):
-            log_once(logger, "the draft keeps the MTP layers of the engine's start")
         is_discarded = make_mapper is not None and not make_mapper().apply_list([name])
-        return is_of_draft or is_discarded
+        return is_discarded or is_multi_token_prediction(name, text_config)
 
     return ShapeCheck(meta, is_spare=is_spare)
 
 
-def _make_model(vllm_config: Any) -> Any:
+def _make_model(vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
     config = copy.copy(vllm_config)
     # The Transformers backend makes parameters on this device, and not on the default one.
     config.device_config = copy.copy(config.device_config)
@@ -73,10 +82,10 @@ def _make_model(vllm_config: Any) -> Any:
     config.compilation_config.static_all_moe_layers = []
     with (
         set_current_vllm_config(config),
-        set_default_torch_dtype(config.model_config.dtype),
+        set_default_torch_dtype(model_config.dtype),
         _expert_maps_with_data(),
     ):
-        return initialize_model(config, model_config=config.model_config)
+        return initialize_model(config, model_config=model_config, prefix=prefix)
 
 
 def _require_latent_weights(serving: torch.nn.Module) -> None:
@@ -201,6 +210,8 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         self.require_late_parameters()
         self._refuse_loads_past_loaders()
         for prefix, module in self.model.named_modules():
+            if not self.is_needed(prefix):
+                continue
             parameters, buffers = tables_of(module)
             is_reloaded = any(map(self.count_of, [*parameters.values(), *buffers.values()]))
             for name, tensor in (parameters | buffers if is_reloaded else parameters).items():

@@ -7,6 +7,8 @@ layers. `reload_fixes` repairs its faults.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import weakref
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -22,6 +24,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.engine.contract import ENDPOINT_ATTR, EngineRank, require_unchanged, tied_to
+from dbuffer.engine.drafted_model import DraftedModel
 from dbuffer.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.messages import RankAnswer, RankRequest, encode_answer
@@ -29,13 +32,17 @@ from dbuffer.engine.plan.load_trace import form_of
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.errors import DBufferError, EngineBrokenError, UnsupportedError
+from dbuffer.format.layout import DRAFT_PREFIX
 from dbuffer.integrations.vllm import packing
 from dbuffer.integrations.vllm import reload_fixes as fixes
 from dbuffer.integrations.vllm.caches import require_droppable
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched, replica_name
+from dbuffer.integrations.vllm.drafts import Draft, draft_of
 from dbuffer.integrations.vllm.meta_layers import vllm_shape_check
 from dbuffer.integrations.vllm.packing import onednn_kernels_keep_scales
 from dbuffer.runtime.cores import use_cores_of_parent
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerRank(EngineRank):
@@ -45,9 +52,15 @@ class WorkerRank(EngineRank):
     # The last two: vLLM's state of adapters, and the seconds that it spent on quantizing.
     not_weights = ("kv_cache", ENDPOINT_ATTR, "lora_manager", "online_quantization_time")
 
-    def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
+    def __init__(
+        self, vllm_config: Any, model: Any, device: Any, draft: Draft | None = None
+    ) -> None:
         self._vllm_config = vllm_config
+        self._target = model
+        self._draft = draft
         self.module = model
+        if draft is not None:
+            self.module = DraftedModel(model, draft.model, draft.is_in_target)
         self.device = device
         self.packing = packing
         if not self.on_device:
@@ -70,6 +83,13 @@ class WorkerRank(EngineRank):
         return name + replica_name(getattr(parallel, "data_parallel_index", 0))
 
     def make_check(self) -> ShapeCheck:
+        if self._draft is not None:
+            try:
+                return vllm_shape_check(self._vllm_config, self.module, self._draft)
+            except UnsupportedError as error:
+                logger.warning("the engine's draft keeps its weights: %s", str(error))
+                self._draft, self.module = None, self._target
+                self._targets = self._reload_targets()
         return vllm_shape_check(self._vllm_config, self.module)
 
     def load(self, tensors: fixes.Weights, *, partial: bool = False) -> None:
@@ -104,25 +124,43 @@ class WorkerRank(EngineRank):
     def _reload(
         self, weights: fixes.Weights, before: list[fixes.LayerTensors], *, partial: bool
     ) -> list[torch.nn.Module]:
-        initialize_layerwise_reload(self.module)
+        parts = [(self._target, self._vllm_config.model_config)]
+        if self._draft is not None:
+            parts.append((self._draft.model, self._draft.model_config))
+        for part, _ in parts:
+            initialize_layerwise_reload(part)
         # vLLM collects the tensors of a layer as views, so their order costs no memory.
         with fixes.parameters_stay_in_place(before, weights) as settled:
             self.module.load_weights(settled)
         loaded = [module for module in self.module.modules() if fixes.has_loaded(module)]
         if not partial:
-            fixes.finish_caches_without_scales(self.module)
+            fixes.finish_caches_without_scales(self._target)
         with fixes.without_warnings():
-            finalize_layerwise_reload(self.module, self._vllm_config.model_config)
+            for part, model_config in parts:
+                finalize_layerwise_reload(part, model_config)
         return loaded
 
     def load_checkpoint(self) -> None:
         config = self._vllm_config
-        loader = get_model_loader(config.load_config)
-        if not hasattr(loader, "get_all_weights"):
-            raise UnsupportedError(
-                f"vLLM cannot read weights of load format {config.load_config.load_format!r} again"
-            )
-        self.load(loader.get_all_weights(config.model_config, self.module))
+        weights = _read_again(config.load_config, config.model_config, self._target)
+        if self._draft is not None and self._draft.target_config is None:
+            weights = itertools.chain(weights, self._weights_of_draft(self._draft))
+        self.load(weights)
+
+    def load_draft_checkpoint(self) -> None:
+        if self._draft is not None:
+            self.load(self._weights_of_draft(self._draft), partial=True)
+
+    def _weights_of_draft(self, draft: Draft) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights that the draft was started with, under a version's names."""
+        config = self._vllm_config
+        of_draft = getattr(config.speculative_config, "draft_load_config", None)
+        weights = _read_again(of_draft or config.load_config, draft.model_config, draft.model)
+        for name, tensor in weights:
+            if draft.is_in_target(name):
+                yield name, tensor
+            elif draft.target_config is None:
+                yield f"{DRAFT_PREFIX}{name}", tensor
 
     def require_reloadable(self) -> None:
         require_unchanged(self._targets, self._reload_targets())
@@ -149,16 +187,27 @@ class WorkerRank(EngineRank):
         def refuse(*_: Any, **__: Any) -> NoReturn:
             raise EngineBrokenError(reason)
 
-        self._refusal = self.module.register_forward_pre_hook(refuse)
+        self._refusal = self._target.register_forward_pre_hook(refuse)
         # A captured graph runs without a call of the model. vLLM calls this after the graph.
-        if hasattr(self.module, "compute_logits"):
-            self.module.compute_logits = refuse
+        if hasattr(self._target, "compute_logits"):
+            self._target.compute_logits = refuse
 
     def serve_again(self) -> None:
         if self._refusal is not None:
             self._refusal.remove()
             self._refusal = None
-            self.module.__dict__.pop("compute_logits", None)
+            self._target.__dict__.pop("compute_logits", None)
+
+
+def _read_again(load_config: Any, model_config: Any, model: Any) -> fixes.Weights:
+    """Read the weights that a model was started with."""
+    loader = get_model_loader(load_config)
+    if not hasattr(loader, "get_all_weights"):
+        raise UnsupportedError(
+            f"vLLM cannot read weights of load format {load_config.load_format!r} again"
+        )
+    weights: fixes.Weights = loader.get_all_weights(model_config, model)
+    return weights
 
 
 @contextlib.contextmanager
@@ -214,7 +263,8 @@ def _do(worker: Any, request: RankRequest) -> RankAnswer:
         require_droppable(worker.vllm_config, request.options)
     model = worker.get_model()
     answer = RankEndpoint.of(model).do(
-        request, lambda: WorkerRank(worker.vllm_config, model, worker.device)
+        request,
+        lambda: WorkerRank(worker.vllm_config, model, worker.device, draft_of(worker)),
     )
     if request.call == "update":
         worker.model_runner.reset_lora_state()

@@ -10,6 +10,7 @@ from typing import Any
 from dbuffer.engine.endpoint import falling_asleep, loading, waking_up, watch
 from dbuffer.integrations.vllm.config import has_backend
 from dbuffer.integrations.vllm.core_labels import KEEPS_WEIGHTS, RELOADS, TRANSFERS
+from dbuffer.integrations.vllm.drafts import loading_models
 
 _WEIGHTS = "weights"
 
@@ -17,8 +18,9 @@ _Context = AbstractContextManager[None]
 
 
 def watch_workers(wrapper: type) -> None:
-    """Watch such calls, in the class of the wrapper around a worker."""
+    """Watch such calls, and the start's load, in the class of the wrapper around a worker."""
     around: dict[str, Callable[..., _Context]] = {
+        "load_model": loading_models,
         "sleep": _sleeping,
         "wake_up": _waking_up,
         "discard": _discarding,
