@@ -52,19 +52,13 @@ def adapter_request(
         **options: options of :func:`dbuffer.integrations.peft.save_adapter`. Its errors are raised
             here too.
     """
-    return _saved_request(receiver, directory, **options)[0]
-
-
-def _saved_request(
-    receiver: WeightReceiver, directory: str | os.PathLike[str], **options: Any
-) -> tuple[LoRARequest, SavedAdapter]:
     lock = None
     while lock is None:  # after two newer versions, another process may remove the files
         saved = save_adapter(receiver, directory, **options)
         lock = hold(saved.path)
     request = _KeptRequest(saved.path.name, saved.number, str(saved.path))
-    request.__dict__["lock"] = lock  # vLLM sends fields to its processes
-    return request, saved
+    request.__dict__ |= {"lock": lock, "saved": saved}  # vLLM sends fields to its processes
+    return request
 
 
 def require_slots(lora_config: Any, num_adapters: int) -> None:
@@ -193,26 +187,16 @@ class FollowedAdapter:
     def _load(self, newer_than: int | None) -> None:
         """Load the newest version, and let it take over the adapter's name."""
         started_at = time.monotonic()
-        request, saved = _saved_request(
-            self._receiver,
-            self._directory,
-            newer_than=newer_than,
-            timeout_s=0.0,
-            acknowledge=False,
-        )
+        options = {"newer_than": newer_than, "timeout_s": 0.0, "acknowledge": False}
+        request: Any = adapter_request(self._receiver, self._directory, **options)
+        saved: SavedAdapter = request.saved
         label = WeightLabel(str(saved.version), saved.run, metadata_for_record(saved.metadata))
         request.__dict__[ADAPTER] = self.name, label
-        saved_at = time.monotonic()
         for replica in self._replicas:
             replica.load_adapter(request)
         # The event loop does this before it sees requests of clients that wait for the version.
         self._loop.call_soon_threadsafe(self._requests.__setitem__, self.name, request)
         self._receiver.acknowledge(saved.version)
         self._applied = saved.version
-        logger.info(
-            "adapter %s serves version %d: saved in %.1f ms, loaded in %.1f ms",
-            self.name,
-            saved.version,
-            1e3 * (saved_at - started_at),
-            1e3 * (time.monotonic() - saved_at),
-        )
+        took_ms = 1e3 * (time.monotonic() - started_at)
+        logger.info("adapter %s serves version %d after %.1f ms", self.name, saved.version, took_ms)
