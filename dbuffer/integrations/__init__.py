@@ -1,5 +1,4 @@
-"""Integrations with trainer frameworks and engines, one package for each.
+"""Integrations: a package for each trainer framework and engine, which only that package imports.
 
-Only the package of a framework imports the framework. The modules beside the packages serve several
-of them.
+The modules here are for several frameworks and engines.
 """

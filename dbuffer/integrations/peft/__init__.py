@@ -1,7 +1,6 @@
-"""peft: publishes merged models and LoRA adapters, and saves published adapters.
+"""peft: merged models and adapters in a store.
 
-Only :mod:`.merged` and :mod:`.adapter` import peft. Engines without peft can call
-:func:`save_adapter`.
+Only :mod:`.merged` and :mod:`.adapter` import peft. An engine can call :func:`save_adapter`.
 """
 
 from __future__ import annotations
