@@ -396,7 +396,7 @@ class Follower(Closing):
         Raises:
             EngineUpdateError: the canary refused a version.
         """
-        refusals: list[str] = []
+        refused: dict[VersionId, str] = {}
         while self._record is not None and self._record.state == "on_trial" and self._applied:
             version = self._applied.id
             refusal = None if version == self._accepted else view.options.refusal(version)
@@ -407,17 +407,23 @@ class Follower(Closing):
                     self._adopt_and_label(self._engine.do(RankRequest("accept")))
                 self._accepted = version
                 break
-            refusals.append(f"version {version.number} of {view.options.store} {refusal}")
+            refused[version] = refusal
             view.refuse(version, refusal)
             with self._translating("leave its version"):
                 self._engine.do(RankRequest("forget"))
             self._refresh_applied(view)
-            if (goal := self._find_goal(view)) is not None:
-                wait_s = self._wait_ready(view, goal, timeout_s, stop_event)
-                with self._translating(f"go back to version {number_of(goal)}"):
-                    self._switch(view, goal, wait_s)
-        if refusals:
-            raise errors.EngineUpdateError(f"{'; '.join(refusals)}; the engine has {self.weights}")
+            goal = self._find_goal(view)
+            if goal is None or goal in refused:  # a network mount can show the refusal late
+                break
+            wait_s = self._wait_ready(view, goal, timeout_s, stop_event)
+            with self._translating(f"go back to version {number_of(goal)}"):
+                self._switch(view, goal, wait_s)
+        if refused:
+            store = view.options.store
+            reasons = "; ".join(
+                f"version {v.number} of {store} {why}" for v, why in refused.items()
+            )
+            raise errors.EngineUpdateError(f"{reasons}; the engine has {self.weights}")
 
     def _verdict(self, canary: Callable[[], str | None]) -> str | None:
         """Return the canary's refusal of the engine's weights, or None if it accepts them."""

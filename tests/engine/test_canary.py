@@ -157,6 +157,24 @@ def test_an_engine_that_has_a_refused_version_says_so_and_goes_on(scene, canary,
         assert other.sync().version == 4
 
 
+def test_a_refusal_that_does_not_show_at_once_is_no_reason_to_switch_for_ever(
+    scene, canary, monkeypatch
+):
+    """As on a network mount, which can show for some seconds that there is no such file."""
+    scene.publish(1, 2)
+    canary.follower.sync()
+    scene.publish(BAD)
+    with monkeypatch.context() as late:
+        late.setattr(DoubleBuffer, "refusal", lambda store, version: None)
+        with pytest.raises(
+            dbuffer.EngineUpdateError, match=r"refused by canary.*outside the store"
+        ):
+            canary.follower.sync()
+    assert canary.judged == [2, BAD]
+    canary.follower.sync()
+    assert canary.engine.serves == (2, "2")
+
+
 def test_a_version_that_was_ready_when_it_was_refused_is_not_taken(scene, canary):
     scene.publish(1, 2)
     with scene.follower() as other:
