@@ -1,1 +1,1 @@
-"""Mirrors: copies of a remote store in a local one, made once per node."""
+"""Mirrors, which copy the versions of a remote store into a local store, once per node."""

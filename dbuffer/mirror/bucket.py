@@ -1,8 +1,8 @@
-"""`Bucket`: the objects under one prefix of an object storage, accessed through obstore.
+"""`Bucket`: the objects under a prefix of an object storage, accessed through obstore.
 
-obstore uploads large files in parts and retries each part. `Bucket` makes all other retries, so
-that it can count them, and because a repeated conditional put can fail although the first one
-succeeded.
+obstore uploads large files in parts, and retries each part. `Bucket` retries all other requests
+itself, so that it can count the retries. Also, if a conditional put succeeds but its response is
+lost, the repeated put fails, and only `Bucket` can tell its caller so.
 """
 
 from __future__ import annotations
@@ -52,42 +52,42 @@ T = TypeVar("T")
 ItemT = TypeVar("ItemT")
 
 Tag: TypeAlias = dict[str, str]
-"""ETag of an object, and the object's version if the service has versions."""
+"""ETag of an object, and the object's version if the service keeps versions of objects."""
 
 NUM_REQUESTS = 8
 """Maximum number of parallel requests. A single request does not saturate a network."""
 
 PART_BYTES = 16 << 20
-"""Minimum size of an upload's part; the last part of a file can be smaller."""
+"""Minimum size of each part of an upload, except for a file's last part."""
 _MAX_PARTS = 10_000  # of an object on S3
 _PIECE_BYTES = 1 << 18
 
 _ATTEMPTS = 6
 _RANGE_ATTEMPTS = 80
-"""Maximum attempts to download a range, over some ten minutes."""
+"""Maximum number of attempts to download a range of a file; they take about ten minutes."""
 _MAX_PAUSE_S = 10.0
-"""Longest pause between two attempts."""
+"""Longest pause between two attempts of a request."""
 
 _CONNECT_S = 10.0
 REQUEST_S = 30.0
-"""A request fails after this time without a byte of the response."""
+"""Time without a byte of the response after which a request fails."""
 TRANSFER_S = 120.0
-"""The upload of a part fails after this time without a response.
+"""Time without a response after which the upload of a part fails.
 
 The service responds after the part's last byte. A link of 0.15 MB/s is fast enough for one part.
 """
 UPLOAD_RETRIES_S = 180.0
-"""Retries of a part's upload end this long after its first attempt."""
+"""Time after the first attempt to upload a part when obstore stops retrying that part."""
 
 _LIST_PAGE = 1000  # objects in the response to a list request
 
 _REFUSED = re.compile(r"status code: 4(0[1345]|16) ")
-"""HTTP status that no retry changes, in the message of an obstore error without its own class."""
+"""Pattern of an HTTP status that a retry cannot change, in the message of an obstore error."""
 
 _REASON = re.compile(
     r"status code: (\d+) .*<Code>(.*?)</Code>\s*<Message>(.*?)</Message>", re.DOTALL
 )
-"""Status, code and message of an error response from S3, GCS or Azure."""
+"""Pattern of the status, code and message in an error response from S3, GCS or Azure."""
 
 # If the environment has no credentials, obstore requests them from the cloud's metadata service.
 _NO_CREDENTIALS = re.compile(r"/latest/(api/token|meta-data)|/computeMetadata/|/metadata/identity")
@@ -101,7 +101,7 @@ _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 
 
 class Listed(NamedTuple):
-    """Object in a service's listing."""
+    """Object in the listing of a bucket."""
 
     e_tag: str | None
     num_bytes: int
@@ -110,7 +110,7 @@ class Listed(NamedTuple):
 
 
 class Bucket(Closing):
-    """Objects under a URL such as ``s3://bucket/prefix``. It is thread-safe.
+    """Thread-safe access to the objects under a URL such as ``s3://bucket/prefix``.
 
     Transient errors (429, 5xx, a broken connection) are retried a few times with backoff.
 
@@ -130,7 +130,7 @@ class Bucket(Closing):
         self._stop = threading.Event()
         self._has_credentials = False
         self._width = NUM_REQUESTS
-        """Number of parallel requests for a file. On a slow link, many would all time out."""
+        """Number of parallel requests for a file. It is halved after a failure."""
         self.requests: collections.Counter[str] = collections.Counter()
         """Number of requests made, by kind: get, put, list, delete."""
         try:
@@ -142,7 +142,7 @@ class Bucket(Closing):
     def _open(self, silence_s: float, *, retry_s: float) -> Any:
         return self._obstore.store.from_url(
             self.url,
-            # http is used only if the environment names an endpoint with it.
+            # Plain HTTP is used only if the environment sets an endpoint's URL with it.
             client_options={
                 "allow_http": True,
                 "connect_timeout": timedelta(seconds=_CONNECT_S),
@@ -160,7 +160,7 @@ class Bucket(Closing):
         )
 
     def close(self) -> None:
-        """Stop retrying requests."""
+        """Stop retrying failed requests."""
         self._stop.set()
 
     def upload(self, version: VersionId, kind: Kind, data: memoryview) -> FileObject:
@@ -171,7 +171,7 @@ class Bucket(Closing):
 
         digests = self.in_parallel(hash_range, range(0, len(data), RANGE_BYTES))
         file = file_object(version, kind, _content(len(data), digests))
-        self.requests["put"] += num_puts(len(data)) - 1  # `_request` counts the other one
+        self.requests["put"] += num_puts(len(data)) - 1  # `_request` counts one put
         with self._transfer() as width:
             put = functools.partial(
                 self._obstore.put,
@@ -185,7 +185,7 @@ class Bucket(Closing):
     def download(self, file: FileObject, place: Callable[[int, memoryview], None]) -> None:
         """Download a file, in parallel ranges.
 
-        Several threads call ``place``, with the offset of each piece in the file and its bytes.
+        Several threads call ``place`` with the offset of a piece in the file and the piece's bytes.
 
         Raises:
             StoreCorruptError: the content differs from the published file.
@@ -205,7 +205,7 @@ class Bucket(Closing):
     def _download_range(
         self, file: FileObject, start: int, end: int, place: Callable[[int, memoryview], None]
     ) -> int:
-        # A retry gets only the missing bytes.
+        # A retry requests only the missing bytes.
         hasher, at = xxhash.xxh3_64(), start
 
         def request() -> None:
@@ -228,7 +228,7 @@ class Bucket(Closing):
 
     @contextlib.contextmanager
     def _transfer(self) -> Iterator[int]:
-        """Yield the number of parallel requests for a file, which failures reduce."""
+        """Yield the number of parallel requests for a file; halve the number if the block fails."""
         try:
             yield self._width
         except StoreAccessError:
@@ -246,7 +246,7 @@ class Bucket(Closing):
     def read(
         self, kind: type[RecordT], name: str, tag: Tag | None = None
     ) -> tuple[RecordT, Tag] | None:
-        """Return a record and its tag, or None if the object's tag is still ``tag``."""
+        """Return the record in an object and the object's tag, or None if that tag is ``tag``."""
         options: Any = None if tag is None else {"if_none_match": tag["e_tag"]}
 
         def request() -> tuple[bytes, Tag] | None:
@@ -272,10 +272,10 @@ class Bucket(Closing):
         return self._request("put", name, lambda: self._put(name, data, "overwrite"))
 
     def put_if(self, name: str, data: bytes, tag: Tag | None) -> Tag | None:
-        """Put an object if its tag is still ``tag``, or if ``tag`` is None and no object exists.
+        """Put an object if its tag is still ``tag``. If ``tag`` is None, put only a new object.
 
-        Return the new tag, or None if the object has another tag. If a response is lost, the result
-        can be None although the put succeeded: the retry then finds the new tag.
+        Return the new tag, or None if the object has another tag. None can also mean that the put
+        succeeded, but its response was lost, and the retry found the new tag.
         """
 
         def request() -> Tag | None:
@@ -287,7 +287,7 @@ class Bucket(Closing):
         return self._request("put", name, request)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete the objects that exist."""
+        """Delete objects. A missing object is no error."""
 
         def delete(name: str) -> None:
             with contextlib.suppress(StoreNotFoundError):
@@ -303,7 +303,7 @@ class Bucket(Closing):
             futures = [pool.submit(action, item) for item in items]
             try:
                 for future in futures:
-                    # Python handles a signal that comes just before a wait only after the wait.
+                    # Keep each wait short: Python handles a signal only after the wait.
                     while not future.done():
                         wait([future], TIMING.stop_check_s)
                     future.result()
@@ -336,7 +336,6 @@ class Bucket(Closing):
     def _request(
         self, kind: str, name: str, action: Callable[[], T], *, attempts: int = _ATTEMPTS
     ) -> T:
-        """Make a request in up to ``attempts`` attempts."""
         for attempt, pause_s in enumerate(doubling(TIMING.request_retry_s, _MAX_PAUSE_S), 1):
             self.requests[kind] += 1
             try:
@@ -362,7 +361,7 @@ class Bucket(Closing):
                 self._has_credentials = True
                 return result
             logger.debug("%s of %s failed: %s", kind, name, first_line(failure))
-            # The caller logs the final error. Only a download, with more attempts, logs earlier.
+            # The caller logs only the last error, which comes late in a download.
             if attempt == _ATTEMPTS < attempts:
                 log_once(logger, "trying again to %s %s: %s", kind, name, first_line(failure))
             # A random pause keeps many clients from retrying at the same time.
@@ -379,9 +378,9 @@ class Bucket(Closing):
 
 
 def num_puts(num_bytes: int) -> int:
-    """Return the number of requests that an upload makes."""
+    """Return the number of put requests that an upload of ``num_bytes`` needs."""
     num_parts = -(-num_bytes // _part_bytes(num_bytes))
-    return 1 if num_parts == 1 else num_parts + 2  # one to begin, and one to complete
+    return 1 if num_parts == 1 else num_parts + 2  # plus a first and a last request
 
 
 def _part_bytes(num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""`BucketSource`: a bucket that a mirror follows. `OpenBucketVersion`: a version in it."""
+"""`BucketSource`: a bucket that a mirror follows. `OpenBucketVersion`: a version in a bucket."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from dbuffer.store.watcher import wait_and_clear
 
 
 class OpenBucketVersion(OpenVersion):
-    """Version in a bucket. A file is downloaded when it is first read.
+    """Version in a bucket. Each file of the version is downloaded when it is first read.
 
-    ``deltas`` holds downloaded deltas, by the versions that they lead to. :meth:`release` removes
-    the deltas that the next version does not need.
+    ``deltas`` has the downloaded deltas, keyed by the version that a delta leads to.
+    :meth:`release` removes the deltas that the next version does not need.
 
     Every method can raise:
         StoreNotFoundError: a file is missing.
-        StoreCorruptError: a file differs from the published one.
+        StoreCorruptError: a file differs from the published file.
     """
 
     def __init__(
@@ -50,15 +50,14 @@ class OpenBucketVersion(OpenVersion):
         self.manifest = version.manifest
         self._deltas = deltas
         self._used: set[VersionId] = set()
-        """Versions whose deltas the next version can need again."""
 
     @property
     def name(self) -> str:
         return self._bucket.name_of(self._record.weights_file.name)
 
     def release(self) -> None:
-        # The target's other buffer holds an earlier version: the next copy, into that buffer,
-        # applies these deltas again.
+        # Keep the deltas of this version. The target's other buffer holds an earlier version, and
+        # the next copy, into that buffer, applies these deltas again.
         for version in self._deltas.keys() - self._used:
             self._deltas.pop(version).close()
 
@@ -71,7 +70,7 @@ class OpenBucketVersion(OpenVersion):
             if version not in self._deltas:
                 self._deltas[version] = self._fetch_delta(version)
             self._used.add(version)
-            # A second descriptor of the file, because the caller closes it.
+            # Return a second descriptor of the file, because the caller closes the descriptor.
             path = f"/proc/self/fd/{self._deltas[version].number}"
             return name, Descriptor.open(path, os.O_RDONLY)
 
@@ -84,7 +83,7 @@ class OpenBucketVersion(OpenVersion):
         return newest is not None and newest.id == self.manifest.id
 
     def read_into(self, memory: FileTensors, copier: Copier, *, hashed: bool) -> list[int] | None:
-        """Download the version into ``memory``; return the tensors' checksums if ``hashed``."""
+        """Download the version into ``memory``. If ``hashed``, return the tensors' checksums."""
         manifest = self.manifest
         # Copying into a NumPy array releases the GIL.
         target = np.frombuffer(memory.raw[: manifest.checksums_offset], np.uint8)
@@ -96,7 +95,7 @@ class OpenBucketVersion(OpenVersion):
         self._bucket.download(self._record.weights_file, put)
         chain = ChainReader(self, memory.layout)
         checksums = chain.read(memory, copier, since=manifest.file_version, hashed=hashed)
-        self._used.clear()  # no buffer of the target holds a version to apply these deltas to
+        self._used.clear()  # the target has no version to apply these deltas to
         return checksums
 
     def _fetch_delta(self, version: VersionId) -> Descriptor:
@@ -122,7 +121,7 @@ def newest_version(bucket: Bucket) -> BucketVersion | None:
 
 
 def missing_files(listed: Mapping[str, Listed], version: BucketVersion) -> list[str]:
-    """Return the names of a version's files that are missing or have another size."""
+    """Return the names of a version's files that are missing or have a wrong size."""
     return [
         name
         for name, content in version.files
@@ -131,7 +130,7 @@ def missing_files(listed: Mapping[str, Listed], version: BucketVersion) -> list[
 
 
 class BucketSource:
-    """Bucket that a mirror follows. It is also the mirror's receiver, like a `WeightReceiver`."""
+    """Bucket that a mirror follows. For the mirror, it replaces the `WeightReceiver` of a store."""
 
     record: OwnRecord
     reader: VersionVerifier
@@ -151,7 +150,7 @@ class BucketSource:
         return None if version is None else version.manifest
 
     def copied_from(self) -> str | None:
-        return None  # a mirror out of a bucket writes to a store, never to the bucket itself
+        return None  # the target of this mirror is a store, never the bucket
 
     def open_receiver(self, name: str) -> Self:
         self.record = OwnRecord(name)
@@ -182,7 +181,7 @@ class BucketSource:
 
     @contextlib.contextmanager
     def open_seen(self, newer_than: int | None = None) -> Iterator[OpenBucketVersion | None]:
-        """Open the version that was seen last, if its number is above ``newer_than``."""
+        """Open the version that `wait_for_version` saw last, if it is newer than ``newer_than``."""
         version = self._seen
         if version is None or (newer_than is not None and version.id.number <= newer_than):
             yield None
@@ -204,7 +203,7 @@ class BucketSource:
         self._seen = self._tag = None
 
     def _look(self) -> int | None:
-        """Return the newest version's number. Its record is read only if it has changed."""
+        """Return the newest version's number. An unchanged record is not downloaded again."""
         try:
             read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
         except StoreNotFoundError:

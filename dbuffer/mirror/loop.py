@@ -2,8 +2,8 @@
 
 A mirror waits until it is elected. Then it copies each newer version. If the target was removed,
 the mirror waits to be elected again. An `AcknowledgementRelay` copies acknowledgements from the
-target to the source in its own thread: while a version is copied, which can take minutes, the
-sender must not take the target's receivers for dead.
+target to the source in a separate thread. Copying a version can take minutes, and meanwhile the
+sender must not presume that the target's receivers are dead.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from dbuffer.store.records import OwnRecord
 logger = logging.getLogger(__name__)
 
 FINAL = (ClosedError, OptionError, WriterSupersededError)
-"""Errors that end a mirror. Any error of ``on_copied`` ends it, too."""
+"""Errors that end a mirror without a retry. Any error of ``on_copied`` also ends the mirror."""
 
 NO_STATS = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
 
 
 def mirror_id(target: str) -> str:
-    """Return the receiver id that all mirrors of a target on one machine share."""
+    """Return the receiver id that all mirrors into the same target on one machine share."""
     place = target
-    # By device and inode: two containers can have different directories at the same path.
+    # Use device and inode: two containers can have different directories at the same path.
     with contextlib.suppress(OSError):
         directory = Path(target).stat()
         place = f"{directory.st_dev} {directory.st_ino}"
@@ -55,7 +55,7 @@ def mirror_id(target: str) -> str:
 
 
 class MirrorLoop:
-    """Follows a source, and copies its versions into a target."""
+    """Loop of a mirror: it follows a source, and copies the source's versions into a target."""
 
     def __init__(
         self,
@@ -67,17 +67,17 @@ class MirrorLoop:
         self._target = target
         self._on_copied = on_copied
         self._receiver: UpstreamReceiver | None = None
-        """Receiver of the source, while this mirror is elected."""
+        """Receiver that reads the source, or None while this mirror is not elected."""
         self._relay: AcknowledgementRelay | None = None
         self._check_at = 0.0
         self.record = OwnRecord("mirror")
-        """Record of this mirror. Before the mirror is elected, no other process sees it."""
+        """Status record of this mirror. Other processes see it once the mirror is elected."""
         self.is_fit = threading.Event()
-        """Set once readers of the target cannot find a version of an earlier run there."""
+        """Set once the target holds no version of an earlier run of the sender."""
         self.problem: Exception | None = None
         """Error of the last attempt to be elected, or None if the attempt raised none."""
         self.published: int | None = None
-        """Newest version of the source that need not be copied any more."""
+        """Number of the newest version of the source that does not need another copy."""
 
     def run(self, stop: threading.Event) -> None:
         try:
@@ -93,12 +93,11 @@ class MirrorLoop:
             self._receiver.wake()
 
     def _wait_for_turn(self, stop: threading.Event) -> UpstreamReceiver | None:
-        """Wait until this mirror is elected; return its receiver, or None once ``stop`` is set."""
         name = self._source.name
         retry = RetryLoop(logger, failed=f"mirroring {name}: ", final=FINAL, stop=stop)
         while not stop.is_set():
             with retry.attempt():
-                # It is elected already if the last attempt failed after the election.
+                # The mirror is already elected if the last attempt failed after the election.
                 if self._target.is_elected or self._target.elect(self._source):
                     retry.succeeded(f"mirroring {name}")
                     self._receiver = self._source.open_receiver(mirror_id(self._target.name))
@@ -146,7 +145,7 @@ class MirrorLoop:
                 return
 
     def _copy_newest(self, receiver: UpstreamReceiver) -> Publication | None:
-        """Copy the newest version; return None if the target has it, or a sender overwrote it."""
+        """Copy the newest version, or return None if the target has it or a sender overwrote it."""
         if self._relay is None:
             self._target.open(self._source)
             writer = self._source.records(receiver.record)
@@ -164,7 +163,6 @@ class MirrorLoop:
         return copied
 
     def _note_published(self, receiver: UpstreamReceiver) -> None:
-        """Note which version the target has: a copy can be there although its commit failed."""
         target, source = self._target.newest(), receiver.last_seen
         if target is None or source is None or target.version == self.published:
             return
@@ -172,7 +170,7 @@ class MirrorLoop:
             case Relation.SAME | Relation.BEHIND:
                 self.published = target.version
                 receiver.record.write(staged=target.id)
-            case Relation.AHEAD:  # the source may have lost this version; copy its next one
+            case Relation.AHEAD:  # the source may have lost this version; copy the next version
                 log_once(
                     logger,
                     "%s went back to version %d, and %s has version %d: it stays, until more is "
@@ -182,7 +180,6 @@ class MirrorLoop:
                 self.published = source.id.number
 
     def _check(self) -> None:
-        """Check that the target still holds the copied version, or copy it again."""
         self._check_at = time.monotonic() + TIMING.bucket_heartbeat_s
         try:
             if self._relay is not None:
@@ -192,7 +189,7 @@ class MirrorLoop:
             raise
 
     def _close(self) -> None:
-        # The receiver is closed first, so that the relay's last records say that it has ended.
+        # Close the receiver first: then the relay's last records say that the receiver has ended.
         receiver, self._receiver = self._receiver, None
         try:
             if receiver is not None:

@@ -1,4 +1,4 @@
-"""`Mirror`: copies each newest version of a store or bucket into another one."""
+"""`Mirror`: copies each newest version of a store or bucket into another store or bucket."""
 
 from __future__ import annotations
 
@@ -40,25 +40,27 @@ from dbuffer.store.buffer import DoubleBuffer
 logger = logging.getLogger(__name__)
 
 _FIT_S = 10.0
-"""Time after which :meth:`Mirror.start` raises an error that lasts."""
+"""Time that an error must persist before :meth:`Mirror.start` raises it."""
 
 
 class Mirror(Closing, ProcessBound):
-    """Copies each newest version of a store or bucket into another one.
+    """Mirror that copies each newest version of a store or bucket into another store or bucket.
 
-    Any number of mirrors can be started for one local store. One is elected, and the others stand
-    by until its process ends. The mirror relays acknowledgements of the local store's receivers to
-    the remote store, where the sender waits for them. A copy keeps the version's id and metadata.
-    If the version has checksums, the mirror verifies all tensors before it publishes the copy.
+    Any number of mirrors can be started for one local store. One mirror is elected and copies; the
+    other mirrors stand by until the elected mirror's process ends. The elected mirror relays the
+    acknowledgements of the local store's receivers to the remote store, where the sender waits for
+    these acknowledgements. A copy keeps the version's id and metadata. If the version has
+    checksums, the mirror verifies all tensors before it publishes the copy.
 
-    If the remote store forks from the copied version, the mirror copies the fork. Each receiver of
-    the local store decides for itself whether to follow the fork.
+    If the copied version and the remote store's newest version have forked (neither version leads
+    to the other version), the mirror copies the newest version. Each receiver of the local store
+    decides for itself whether to load a forked version.
 
     Args:
-        remote: the store to follow, which need not exist yet; or the URL of a bucket and a prefix
-            in it, such as ``s3://bucket/policy``.
-        local: the store to publish in, preferably on ``/dev/shm``; or the URL of a bucket, which
-            another mirror follows. A sender's store is refused.
+        remote: the directory of the store to follow, which need not exist yet; or a URL of a bucket
+            and a prefix, such as ``s3://bucket/policy``.
+        local: the directory of the store to publish in, preferably on ``/dev/shm``; or the URL of a
+            bucket, which another mirror follows. A store that a sender publishes in is refused.
         poll_interval_s: how often to look at the remote store if the filesystem reports no events.
         num_threads: threads that read. Default: this process's cores, at most 8.
         reader_timeout_s: how long to wait for local receivers that still read the buffer that the
@@ -104,19 +106,19 @@ class Mirror(Closing, ProcessBound):
         self._loop = MirrorLoop(self._source, self._target, on_copied)
         self._stop = threading.Event()
         self._starting = threading.Lock()
-        """Lock to change ``_stop`` and ``_thread``."""
+        """Lock that protects ``_stop`` and ``_thread``."""
         self._thread: threading.Thread | None = None
         self.error: BaseException | None = None
-        """Error that ended the mirror's thread, or None if no error ended it."""
+        """Error that ended the mirror's thread, or None."""
 
     @property
     def is_elected(self) -> bool:
-        """Whether this mirror, and not another process's, copies into the target."""
+        """Whether this mirror copies into the local store, not a mirror in another process."""
         return self._target.is_elected
 
     @property
     def version(self) -> int | None:
-        """Number of the newest version that the target has, or None if it has none yet."""
+        """Number of the newest version in the local store, or None if the store has no version."""
         return self._loop.published
 
     @property
@@ -132,13 +134,13 @@ class Mirror(Closing, ProcessBound):
     def start(self) -> Self:
         """Mirror in a thread until :meth:`close`; return once receivers can use the local store.
 
-        Receivers can use it once it holds no version that has forked from the remote store's. If
-        this method raises, the mirror is closed.
+        Receivers can use the local store once no version in it has forked from the remote store's
+        newest version. If this method raises an error, the mirror is closed.
 
         Raises:
-            OptionError: the local store is a sender's.
-            WaitTimeoutError: for 10 s the local store has held versions of another run, and no
-                mirror has been replacing them.
+            OptionError: a sender publishes in the local store.
+            WaitTimeoutError: for 10 s the local store has held versions of another run of the
+                sender, and no mirror has been replacing these versions.
             StoreAccessError, StoreCorruptError: for 10 s the mirror could not compare the stores.
             ClosedError, NotReadyError: the mirror was closed, or already runs.
         """
@@ -157,7 +159,7 @@ class Mirror(Closing, ProcessBound):
         damaged version, an emptied store) are logged, reported in the remote store, and retried.
 
         Raises:
-            OptionError: the local store is a sender's, or both paths are the same store.
+            OptionError: a sender publishes in the local store, or both paths are the same store.
             WriterSupersededError: another writer took the local store over.
             ClosedError, NotReadyError: the mirror was closed, or already runs.
         """
@@ -186,7 +188,7 @@ class Mirror(Closing, ProcessBound):
                 target=self._run, args=(is_awaited,), name="dbuffer-mirror", daemon=True
             )
             thread.start()
-            self._thread = thread  # only now: `close` cannot join a thread that did not start
+            self._thread = thread  # set last: `close` cannot join a thread that did not start
         return thread
 
     def _run(self, is_awaited: bool) -> None:
@@ -197,8 +199,8 @@ class Mirror(Closing, ProcessBound):
             if isinstance(error, OneStoreError) and not is_awaited:
                 logger.info("%s", str(error))
                 return
-            # `run`, `start` or `wait_until_current` raises the error. Log it in case that none of
-            # them is waiting.
+            # `run`, `start` or `wait_until_current` raises the error. If none of these methods is
+            # waiting, only the log shows the error.
             self.error = error
             if not is_awaited and self._loop.is_fit.is_set():
                 logger.exception("the mirror of %s has ended", self._source.name)
@@ -212,7 +214,7 @@ class Mirror(Closing, ProcessBound):
             self._bucket.close()
 
     def wait_until_current(self, timeout_s: float = 60.0) -> None:
-        """Wait until the local store holds the version that is now the remote store's newest.
+        """Wait until the local store has the version that is the remote store's newest now.
 
         If this mirror copies the version, wait also until ``on_copied`` has returned. Don't call
         this method in ``on_copied``.
@@ -236,11 +238,12 @@ class Mirror(Closing, ProcessBound):
             time.sleep(TIMING.look_s)
 
     def close(self) -> None:
-        """Stop after the version that is being copied. A mirror that stands by takes over.
+        """Stop after the version that is being copied. Another mirror that stands by takes over.
 
-        The last acknowledgements are relayed first. A request to a bucket that hangs fails after
-        30 s and is not retried; an upload fails after 5 minutes at most. If ``on_copied`` calls
-        this method, it returns at once, and the mirror stops after ``on_copied``.
+        Before it stops, the mirror relays the last acknowledgements. A hanging request to a bucket
+        fails after 30 s and is not retried; a hanging upload fails after 5 minutes at most. If
+        ``on_copied`` calls this method, ``close`` returns at once, and the mirror stops when
+        ``on_copied`` has returned.
         """
         if self._is_inherited:
             return  # in a forked process: threads and files belong to the parent
@@ -269,7 +272,7 @@ class Mirror(Closing, ProcessBound):
                     raise self.error
                 return  # there is nothing to mirror
             problem = self._loop.problem
-            if problem is None:  # another mirror's copy may take longer than an error may last
+            if problem is None:  # another mirror is copying, which may take long
                 deadline = time.monotonic() + _FIT_S
             elif time.monotonic() > deadline:
                 raise problem
@@ -307,8 +310,8 @@ def start_mirror(
 ) -> Mirror | None:
     """Start a mirror from ``remote`` to ``local``, for a receiver of ``local``.
 
-    Return None if ``local`` is None, or the sender's store itself. Every receiver of a node can
-    call this function: one mirror copies, and the others stand by.
+    Return None if ``local`` is None or is itself the store that the sender publishes in. Every
+    receiver of a node can call this function: one mirror copies, and the other mirrors stand by.
     """
     if local is None:
         return None
@@ -324,6 +327,9 @@ def start_mirror(
 
 
 def has_source_at_local(remote: Path, local: Path) -> bool:
-    """Whether two paths name one store on two hosts: a sender's, which exists only at ``local``."""
+    """Whether ``local`` is a sender's store, and no store exists at ``remote``.
+
+    Then the paths probably name one store: ``remote`` is its path on another host.
+    """
     remote_store, store = (DoubleBuffer(p, allow_shared_store=True) for p in (remote, local))
     return not remote_store.exists() and store.exists() and state_of_senders(store) is not None

@@ -1,9 +1,9 @@
 """`AcknowledgementRelay`: copies receivers' records from a mirror's target to its source.
 
-In a store, each record is a file. In a bucket, each mirror has one object, with the mirror's record
-and the records of its local store. The clocks of two clusters are never compared: a mirror shows
-that it is alive by putting its object again, and a reader measures the time since the object
-changed by its own clock.
+In a store, each record is a file. In a bucket, each mirror puts one object, with the mirror's
+record and the records of the mirror's local store. The clocks of two clusters are never compared:
+a mirror puts its object again to show that it is alive, and a reader of the bucket measures the
+time since the object changed with the reader's clock.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from dbuffer.store.records import OwnRecord, PublishedRecord
 logger = logging.getLogger(__name__)
 
 RELAY_S = 0.05
-"""Interval between two reads of a store's records. Only changed records are sent."""
+"""Interval at which a mirror reads the receivers' records of a store."""
 
 ReceiverKey: TypeAlias = tuple[str, str]
-"""Id and token of a receiver."""
+"""A receiver's id and the token of the receiver's process."""
 
 
 class StoreRecords:
-    """Writer of relayed records into a store, one file per record."""
+    """Writer of relayed receivers' records into a store, one file per record."""
 
     def __init__(self, store: DoubleBuffer) -> None:
         self.name = str(store.root)
@@ -53,11 +53,11 @@ class StoreRecords:
         self._touched_at = time.monotonic()
 
     def write(self, records: Collection[ReceiverRecord]) -> None:
-        """Write these records, and remove the other records that this writer has written."""
+        """Write ``records``, and remove all other records that this writer has written."""
         by_key = {_key_of(record): record for record in records}
         for key in self._files.keys() - by_key.keys():
             self._files.pop(key).remove()
-        # Not Path.is_dir(), which raises a network mount's errors.
+        # Path.is_dir() would raise the errors of a network mount.
         if not os.path.isdir(self._store.root / RECEIVERS_DIRECTORY):  # noqa: PTH112
             return
         for key, record in by_key.items():
@@ -69,12 +69,11 @@ class StoreRecords:
                     file.show_life()
 
     def close(self) -> None:
-        """Close the files. The records stay in the store."""
+        """Close the records' files, which stay in the store."""
         for file in self._files.values():
             file.close()
 
     def _update(self, file: PublishedRecord, record: ReceiverRecord) -> None:
-        """Write a record, unless only its ``updated_at`` has changed."""
         before = file.record
         if before is not None and record == replace(before, updated_at=record.updated_at):
             return
@@ -97,17 +96,17 @@ class BucketRecords:
         self._put_at = -TIMING.bucket_heartbeat_s
 
     def write(self, records: Collection[ReceiverRecord]) -> None:
-        """Put the records, unless the last put was too recent."""
+        """Put the records into the bucket, unless the last put was too recent."""
         self._current = [replace(self._mirror.current, is_relayed=True), *records]
-        # A put for the mirror's progress alone would delay the next put: of the records of the
-        # receivers, which are about to apply the copied version.
+        # If only the mirror's progress has changed, don't put the records yet. Another put must
+        # wait, and the receivers are about to acknowledge the copied version.
         has_changed = _significant(self._current) != _significant(self._put)
         limit_s = TIMING.bucket_records_s if has_changed else TIMING.bucket_heartbeat_s
         if time.monotonic() - self._put_at >= limit_s:
             self._put_object()
 
     def close(self) -> None:
-        """Put the records once more, with the end of the mirror."""
+        """Put the records a last time. The mirror's record now says that the mirror has ended."""
         self._current = [replace(self._mirror.current, is_relayed=True), *self._current[1:]]
         if self._current != self._put:
             self._put_object()
@@ -120,24 +119,23 @@ class BucketRecords:
 
 
 def _significant(records: list[ReceiverRecord]) -> list[ReceiverRecord]:
-    """Return records without times; the first one, the mirror's, also without its progress."""
     of_mirror = [replace(record, staged=None, stats={}) for record in records[:1]]
     return [replace(record, updated_at=0.0) for record in (*of_mirror, *records[1:])]
 
 
 class MirrorObject(NamedTuple):
-    """Content of a mirror's object when it was read last."""
+    """Content of a mirror's object in a bucket, as this process read the object last."""
 
     listed: Listed
     changed_at: float
-    """Time when this process saw that the object had changed, by this host's monotonic clock."""
+    """Time on this host's monotonic clock when this process last saw a change of the object."""
     records: list[ReceiverRecord]
     fault: str | None
-    """Reason that the records cannot be decoded, or None."""
+    """Reason why the records cannot be decoded, or None if they were decoded."""
 
 
 class ReceiversOfBucket:
-    """Reader of all records in a bucket."""
+    """Reader of all receivers' records in a bucket."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -146,7 +144,7 @@ class ReceiversOfBucket:
         """Latest record of each receiver, with the object that holds the record."""
 
     def receivers(self) -> list[ReceiverRecord]:
-        """Return all records. Only changed objects are downloaded again."""
+        """Return all receivers' records. Unchanged objects are not downloaded again."""
         listed = self._bucket.list(RECEIVERS_PREFIX)
         listed = {name: listed[name] for name in listed if is_of_receivers(name)}
         self.objects = {name: self.objects[name] for name in self.objects if name in listed}
@@ -154,18 +152,18 @@ class ReceiversOfBucket:
         changed = [name for name in listed if before.get(name, "") != listed[name].e_tag]
         self._bucket.in_parallel(lambda name: self._read(name, listed[name]), changed)
         records = [(read, record) for read in self.objects.values() for record in read.records]
-        # If a receiver's mirror has changed its id, two objects hold the receiver's record. The
-        # later record counts.
+        # If a mirror was restarted with another id, two objects hold each record of its
+        # receivers. The later record counts.
         records.sort(key=lambda pair: (pair[1].updated_at, pair[0].changed_at))
         self.latest = {_key_of(record): (read, record) for read, record in records}
         return self.last_read()
 
     def last_read(self) -> list[ReceiverRecord]:
-        """Return the records of the last :meth:`receivers`, without a request."""
+        """Return the records that :meth:`receivers` returned last, without a request."""
         return [record for _, record in self.latest.values()]
 
     def may_live(self, record: ReceiverRecord) -> bool:
-        """Whether a receiver counts as alive: its mirror shows life, and it has not ended."""
+        """Whether a receiver may be alive: it has not ended, and its mirror still puts records."""
         latest = self.latest.get(_key_of(record))
         if latest is None or record.has_ended:
             return False
@@ -175,22 +173,22 @@ class ReceiversOfBucket:
         records, fault = list[ReceiverRecord](), None
         try:
             read = self._bucket.read(BucketReceivers, name)
-        except StoreNotFoundError:  # removed since it was listed
+        except StoreNotFoundError:  # the object was removed after the listing
             return
         except UNDECODABLE as error:
             fault = f"ignoring unusable records, remove them: {error}"
             log_once(logger, "%s", fault)
         else:
-            assert read is not None  # noqa: S101 - never None without a tag
+            assert read is not None  # noqa: S101 - only a read with a tag returns None
             records = read[0].records
         self.objects[name] = MirrorObject(listed, time.monotonic(), records, fault)
 
 
 class AcknowledgementRelay:
-    """Copies receivers' records from a mirror's target to its source, until :meth:`close`.
+    """Copies receivers' records from a mirror's target to its source, in a thread.
 
-    A relay keeps a copied record alive while the receiver itself can be alive, and then copies it
-    once more, marked as ended.
+    While a receiver may be alive, the relay keeps the copied record fresh. When the receiver has
+    ended, the relay copies the record a last time, marked as ended.
     """
 
     def __init__(
@@ -204,7 +202,7 @@ class AcknowledgementRelay:
         self._thread.start()
 
     def close(self) -> None:
-        """Relay all records once more, and stop."""
+        """Relay all records a last time, and stop."""
         self._stop.set()
         self._thread.join()
 
@@ -222,18 +220,17 @@ class AcknowledgementRelay:
                 last()
 
     def _relay(self) -> None:
-        # First see which receivers have ended: a record that is read after that is final.
+        # Check first which receivers have ended: the record of an ended receiver does not change.
         ended = {_key_of(record) for record in self._records if not self._reader.may_live(record)}
         self._records = self._reader.receivers()
         self._writer.write([_relayed(record, ended) for record in self._records])
 
 
 def _relayed(record: ReceiverRecord, ended: Collection[ReceiverKey]) -> ReceiverRecord:
-    """Return a record without the facts that concern only the mirror's target."""
     record = replace(record, held=None, stats={}, is_relayed=True)
     if record.has_ended or _key_of(record) not in ended:
         return record
-    # Later, because a sender ignores records that have not changed since it began.
+    # Change the time, because a sender ignores records that are unchanged since its start.
     updated_at = math.nextafter(record.updated_at, math.inf)
     return replace(record, has_ended=True, updated_at=updated_at)
 

@@ -49,7 +49,7 @@ SWAPPED = "did you swap source and target? If not, name another target"
 
 
 class StoreSource:
-    """A store that a mirror follows."""
+    """Store that a mirror follows."""
 
     def __init__(
         self, root: Path, poll_interval_s: float, num_threads: int, *, allow_shared_store: bool
@@ -64,7 +64,7 @@ class StoreSource:
         return self.store.newest_pointer() if self.store.exists() else None
 
     def copied_from(self) -> str | None:
-        """Return the name of the mirror's source if the newest version is a copy, or None."""
+        """Return the source of the mirror that copied the newest version, or None for no mirror."""
         pointer = self.store.undamaged_pointer()
         manifest = None if pointer is None else self.store.undamaged_manifest(pointer.buffer)
         if manifest is None or not manifest.is_copy:
@@ -99,14 +99,14 @@ def copy_deltas(
     target: str,
     copy: Callable[[VersionId, Path | str, Descriptor], T],
 ) -> dict[VersionId, T]:
-    """Copy the deltas that lead from the version copied last to an open version.
+    """Copy the deltas that lead from ``last``, the version copied last, to the open version.
 
-    ``copy`` is called for each delta: with the version that the delta leads to, and with the
-    delta's name and file. Return the results of ``copy`` by version, or an empty dictionary if some
-    deltas cannot be copied.
+    ``copy`` is called for each delta, with three arguments: the version that the delta leads to,
+    the delta's name, and its file. Return the results of ``copy`` by version, or an empty
+    dictionary if some delta cannot be copied.
     """
     manifest, copied = opened.manifest, dict[VersionId, T]()
-    # If tensors are in parts, the source's deltas do not fit the copy, which joins the parts.
+    # A copy joins tensors that the source has in parts, so the source's deltas do not fit it.
     if last not in manifest.chain[:-1] or manifest.layout_xxh3 != layout.xxh3:
         return {}
     try:
@@ -122,13 +122,14 @@ def copy_deltas(
 
 
 class OneStoreError(OptionError):
-    """Source and target are one store, seen through two mounts."""
+    """Source and target of a mirror are one store, seen through two mounts."""
 
 
 class StoreTarget:
     """Store that a mirror publishes in.
 
-    A lock elects one of several mirrors. The kernel releases it when the mirror's process ends.
+    The mirror that holds the store's lock for mirrors is elected. The kernel releases the lock when
+    the mirror's process ends.
     """
 
     def __init__(
@@ -145,30 +146,30 @@ class StoreTarget:
         self._reader_timeout_s = reader_timeout_s
         self._allow_shared_store = allow_shared_store
         self._lock: Descriptor | None = None
-        """The lock, if this mirror is elected."""
+        """Lock for mirrors of the store, or None if this mirror is not elected."""
         self._writer: BufferWriter | None = None
         self._mappings = KeptMappings()
         self._layout: Layout | None = None
-        """Source layout of the version copied last."""
+        """Layout in the source of the version that was copied last."""
         self._chain: dict[VersionId, int] = {}
-        """Versions up to the version copied last, with the sizes of their deltas."""
+        """Versions that lead to the version copied last, with the sizes of their deltas."""
 
     @property
     def is_elected(self) -> bool:
         return self._lock is not None
 
     def newest(self) -> Pointer | None:
-        """Return the version pointer, or None if it does not exist or is damaged."""
+        """Return the target's version pointer, or None if the pointer is missing or damaged."""
         with contextlib.suppress(StoreCorruptError):
             return self._store.newest_pointer() if self._store.exists() else None
         return None
 
     def elect(self, source: Upstream) -> bool:
-        """Try to become the mirror of the target; return False if another mirror is.
+        """Try to become the target's elected mirror. Return False if another mirror is elected.
 
         Raises:
-            OptionError: the target is a sender's store, or the source itself.
-            WaitTimeoutError: the target holds versions of an earlier run, and the source is empty.
+            OptionError: a sender publishes in the target, or the target is the source.
+            WaitTimeoutError: the target has versions, but the source has no version.
         """
         root = self._store.root
         if self._store.exists():
@@ -184,7 +185,7 @@ class StoreTarget:
         try:
             self._require_source(source)
             if self._has_forked(source):
-                # Withdraw first, so that no reader takes the last run's version for the newest.
+                # Withdraw the versions, so that no reader loads a version of the sender's last run.
                 logger.warning("%s: withdrawing versions that forked from %s", root, source.name)
                 with contextlib.closing(self._open_writer()) as writer:
                     writer.withdraw()
@@ -192,7 +193,7 @@ class StoreTarget:
             lock.close()
             raise
         self._lock = lock
-        with contextlib.suppress(OSError):  # for instance a full disk; the name is not essential
+        with contextlib.suppress(OSError):  # such as a full disk; the name is not essential
             os.ftruncate(lock.number, 0)
             filesystem.write_at(lock.number, 0, os.fsencode(source.name))
         return True
@@ -208,12 +209,13 @@ class StoreTarget:
         return self._lock is not None and not filesystem.is_at(self._lock, path)
 
     def is_fit(self, source: Upstream) -> bool:
-        """Whether the target's newest version has not forked from the source's.
+        """Whether receivers can use the target: no version in it has forked from the source.
 
         Raises:
-            WaitTimeoutError: it has forked, and the elected mirror follows another source.
+            WaitTimeoutError: the versions have forked, and no mirror is replacing the target's
+                version.
         """
-        is_prepared = self._is_prepared(source)  # first, because the other mirror can finish now
+        is_prepared = self._is_prepared(source)  # first: the other mirror can finish now
         if not self._has_forked(source):
             return True
         if is_prepared:
@@ -239,8 +241,7 @@ class StoreTarget:
     def check(self) -> None: ...  # while this mirror has the lock, no other process writes
 
     def copy(self, opened: OpenUpstream, receiver: UpstreamReceiver) -> Publication:
-        """Publish a copy of an open version."""
-        assert self._writer is not None  # noqa: S101 - it is open
+        assert self._writer is not None  # noqa: S101 - `open` was called
         started, manifest = time.monotonic(), opened.manifest
         if self._layout is None or self._layout.xxh3 != manifest.layout_xxh3:
             with opened.noticing_loss():
@@ -279,10 +280,10 @@ class StoreTarget:
     def _fill(
         self, draft: Draft, opened: OpenUpstream, receiver: UpstreamReceiver, remote: Layout
     ) -> list[int] | None:
-        """Fill a draft with an open version; return the tensors' checksums, or None without them.
+        """Fill a draft with an open version; return the tensors' checksums, or None if it has none.
 
-        Only deltas are read if they lead from a version that the target has, and if checksums can
-        verify the result.
+        If the version has checksums, and deltas lead to it from a version in the target, only these
+        deltas are read.
         """
         if draft.is_mapped and opened.manifest.checksums_xxh3 is not None:
             since = self._put_earlier(draft, opened)
@@ -305,15 +306,15 @@ class StoreTarget:
         return draft.finish_parts(World())
 
     def _put_earlier(self, draft: Draft, opened: OpenUpstream) -> VersionId | None:
-        """Return the version in a draft's file, to apply deltas to, or None if the file has none.
+        """Return the version in a draft's file, which deltas can change, or None for an empty file.
 
-        If no deltas lead from it, copy the target's newest version into the file first. Reading
-        memory is faster than reading a network.
+        If no deltas lead from the version in the file, first copy the target's newest version into
+        the file: that reads local memory, which is faster than the network.
         """
         since, chain = draft.claim.earlier, opened.manifest.chain
         if since in chain or not chain:
             return since
-        with contextlib.suppress(*UNDECODABLE, StoreNotFoundError):  # damaged: read it all
+        with contextlib.suppress(*UNDECODABLE, StoreNotFoundError):  # damaged: read the source
             newest = open_newest(self._store, newer_than=None)
             if newest is None:
                 return since
@@ -328,7 +329,7 @@ class StoreTarget:
     def _copy_deltas(
         self, opened: OpenUpstream, draft: Draft, writer: BufferWriter
     ) -> dict[VersionId, int]:
-        """Copy the deltas since the version copied last, and return the new chain."""
+        """Copy the deltas since the version copied last; return the delta sizes by version."""
 
         def copy(version: VersionId, path: Path | str, file: Descriptor) -> int:
             return writer.add_delta(draft.claim, version, chunks_of(file, path))
@@ -354,9 +355,9 @@ class StoreTarget:
         return relation(pointer.lineage, newest.lineage) is Relation.FORKED
 
     def _require_source(self, source: Upstream) -> None:
-        """Refuse a target with versions if the source has none.
+        """Refuse a target that has versions if the source has no version.
 
-        If a receiver reads the target, the source may only be unreachable.
+        If a receiver reads the target, accept the target: the source may only be unreachable.
         """
         store = self._store
         if self.newest() is None or source.newest() is not None:
@@ -384,7 +385,6 @@ class StoreTarget:
         )
 
     def _require_other_role(self, source: Upstream) -> None:
-        """Refuse a target that is a sender's store, or the source under another name."""
         if isinstance(source, StoreSource):
             remote, local = source.store.undamaged_writer(), self._store.undamaged_writer()
             if remote is not None and local is not None and local.token == remote.token:
@@ -400,7 +400,7 @@ class StoreTarget:
 
 
 def state_of_senders(local: DoubleBuffer) -> str | None:
-    """Return why a store counts as a sender's, or None if it is new or a mirror's target."""
+    """Return why a store belongs to a sender, or None if it is new or a mirror's target."""
     pointer = local.undamaged_pointer()
     manifest = None if pointer is None else local.undamaged_manifest(pointer.buffer)
     if manifest is not None and not manifest.is_copy:
@@ -411,7 +411,8 @@ def state_of_senders(local: DoubleBuffer) -> str | None:
 def _has_sender(local: DoubleBuffer) -> bool:
     """Whether a sender, not a mirror, has the writer's lock.
 
-    A mirror takes the mirror's lock before the writer's lock, and releases it later.
+    A mirror takes the mirror's lock before the writer's lock, and releases the writer's lock before
+    the mirror's lock.
     """
     writers = local.root / places.WRITER_LOCK_FILE
     mirrors = local.root / places.MIRROR_LOCK_FILE

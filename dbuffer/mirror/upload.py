@@ -1,7 +1,7 @@
 """`BucketTarget`: a bucket as a mirror's target.
 
-The files of a version are put first, under names that are never reused for other content. The
-version's record is put last, if no other mirror has put a record meanwhile.
+A mirror first puts the files of a version, under names that are never reused for other content.
+Then it puts the version's record, unless another mirror has put a record meanwhile.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from dbuffer.store.open_version import OpenStoreVersion
 logger = logging.getLogger(__name__)
 
 KEEP_ANCHORS = 2
-"""Number of newest anchors that stay, with their deltas, for slow readers of an earlier version."""
+"""Number of newest full versions ("anchors") that stay, with their deltas, for slow readers."""
 
 
 class BucketTarget:
     """Bucket that a mirror publishes in.
 
-    The mirror that was started last is the bucket's writer. It puts its name into the version's
-    record; the previous writer finds the other name there, and stops.
+    The mirror that was started last is the bucket's writer. It puts its name into the record of the
+    newest version. The previous writer finds the new writer's name in the record, and stops.
     """
 
     def __init__(self, bucket: Bucket, copier: Copier) -> None:
@@ -71,16 +71,16 @@ class BucketTarget:
         self._copier = copier
         self._writer = secrets.token_hex(8)
         self._epoch = 0
-        """Number of this mirror among the bucket's writers; 0 before it becomes the writer."""
+        """Number of this mirror as a writer of the bucket, or 0 until it has become the writer."""
         self._record: BucketVersion | None = None
-        """Version's record that this mirror has read or put last."""
+        """Record of a version that this mirror has read or put last, or None."""
         self._tag: Tag | None = None
         self._last: BucketVersion | None = None
-        """The record, if this mirror has put it and no file of the version is missing."""
+        """Newest version in the bucket, or None if any of its files may be missing."""
         self._layout: Layout | None = None
-        """Source layout of the version copied last."""
+        """Layout in the source of the version that was copied last."""
 
-    def elect(self, source: Upstream) -> bool:  # noqa: ARG002 - it is not compared
+    def elect(self, source: Upstream) -> bool:  # noqa: ARG002 - for a `StoreTarget`
         self.is_elected = True
         return True
 
@@ -91,16 +91,16 @@ class BucketTarget:
         return False  # `check` finds missing objects
 
     def is_fit(self, source: Upstream) -> bool:  # noqa: ARG002
-        return True  # its readers are mirrors, which compare versions themselves
+        return True  # a bucket's readers are mirrors, which compare versions themselves
 
     def newest(self) -> Manifest | None:
-        """Return the version that this mirror has put last, without a request."""
+        """Return the manifest of the version that this mirror has put last, without a request."""
         return None if self._last is None else self._last.manifest
 
     def open(self, source: Upstream) -> None:
         """Become the bucket's writer."""
-        # This mirror would take the bucket over from the mirror that its source's versions come
-        # from, and no new version would arrive.
+        # If the source is itself a copy of this bucket, this mirror would supersede the mirror that
+        # fills the bucket, and no new version would arrive.
         if source.copied_from() == self.name:
             raise OptionError(
                 f"{source.name} is copied from {self.name}, and was to be copied into it: {SWAPPED}"
@@ -110,7 +110,7 @@ class BucketTarget:
     def close(self) -> None: ...
 
     def copy(self, opened: OpenUpstream, receiver: UpstreamReceiver) -> Publication:
-        """Publish an open version in the bucket."""
+        """Publish a copy of an open version in the bucket."""
         if self._last is None:
             self._take_over()
         started, manifest = time.monotonic(), opened.manifest
@@ -123,13 +123,13 @@ class BucketTarget:
             if self._needs_weights(deltas, layout):
                 weights = self._read_weights(opened, receiver, layout)
             opened.require_unchanged()
-        # The version is in memory: release it, so that the sender need not wait for the upload.
+        # The files are in memory: release the version, so that no sender waits for the upload.
         opened.release()
         receiver.record.write(held=None)
         version = self._put_files(manifest, deltas, weights, layout)
         if self._put_record(version):
             self._last = version
-        else:  # another mirror has put a record, or the response to our put was lost
+        else:  # another mirror has put a record, or the put's response was lost
             self._take_over(version)
         delta_bytes = sum(map(len, deltas.values()))
         return Publication.of(manifest.id, layout, started, delta_bytes or None)
@@ -140,16 +140,17 @@ class BucketTarget:
             self._take_over(self._last)
 
     def _take_over(self, expected: BucketVersion | None = None) -> None:
-        """Put this mirror's name into the record, and check the files.
+        """Put this mirror's name into the record of the newest version, and check the files.
 
         Raises:
             WriterSupersededError: a mirror that was started later has put the record.
             StoreAccessError: another mirror has put a record meanwhile, or the response was lost.
-            StoreCorruptError: the bucket does not hold the version ``expected``.
+            StoreCorruptError: the bucket does not contain the version ``expected``.
         """
         record = self._read_record()
         if not self._epoch:
-            # The time makes a later mirror's number higher even if the record was lost.
+            # Numbers begin with the time, so that a later mirror has a higher number even if the
+            # record was lost.
             self._epoch = max(int(time.time()), 0 if record is None else record.epoch + 1)
         if record is not None and record.writer != self._writer:
             if record.epoch >= self._epoch:
@@ -174,7 +175,7 @@ class BucketTarget:
         raise StoreCorruptError(f"{self.name}: {loss}; uploading the newest version again")
 
     def _is_whole(self, version: BucketVersion) -> bool:
-        """Whether a version has all its files. If it has, delete objects that are not needed."""
+        """Whether all files of a version exist. If so, delete objects that no reader needs."""
         listed = self._bucket.list(VERSIONS_PREFIX)
         if missing_files(listed, version):
             return False
@@ -187,8 +188,9 @@ class BucketTarget:
     def _delete_unneeded(self, listed: Mapping[str, Listed], newest: BucketVersion) -> None:
         """Delete the files of old versions, and the records of mirrors that stopped long ago.
 
-        The files of the newest version, the last anchors with their deltas, and all files younger
-        than `Timing.bucket_grace_s` stay. A file's age is the time from its put to the newest put.
+        The files of the newest version stay, and so do the last full versions ("anchors") with
+        their deltas, and all files that were put less than `Timing.bucket_grace_s` before the
+        newest file.
         """
         versions = {name: version for name in listed if (version := version_of(name)) is not None}
         lineage, needed = newest.manifest.lineage, {name for name, _ in newest.files}
@@ -212,14 +214,14 @@ class BucketTarget:
         )
 
     def _put_record(self, version: BucketVersion) -> bool:
-        """Put a version's record; return False if another record was put meanwhile."""
+        """Put a version's record, or return False if another mirror has put a record meanwhile."""
         tag = self._bucket.put_if(POINTER_OBJECT, encode(version), self._tag)
         if tag is not None:
             self._record, self._tag = version, tag
         return tag is not None
 
     def _read_record(self) -> BucketVersion | None:
-        """Return the bucket's version, or None. Delete a damaged record."""
+        """Return the record of the newest version, or None. Delete a damaged record."""
         try:
             read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
         except StoreNotFoundError:
@@ -239,7 +241,6 @@ class BucketTarget:
         return self._record
 
     def _needs_weights(self, deltas: dict[VersionId, bytes], layout: Layout) -> bool:
-        """Whether to put a weights file, not only deltas."""
         last = self._last
         if last is None or not deltas:
             return True
@@ -252,8 +253,8 @@ class BucketTarget:
     def _read_weights(
         self, opened: OpenUpstream, receiver: UpstreamReceiver, layout: Layout
     ) -> tuple[memoryview, dict[str, Any]]:
-        """Read a version into memory as a weights file; return the file and its manifest fields."""
-        assert isinstance(opened, OpenStoreVersion)  # noqa: S101 - the other end is a store
+        """Return a version as a weights file in memory, and the manifest's fields for the file."""
+        assert isinstance(opened, OpenStoreVersion)  # noqa: S101 - the source is a store
         memory = new_memory(layout.file_bytes)
         data = memory[: layout.checksums_offset]
         hashed = opened.manifest.checksums_xxh3 is not None
@@ -275,7 +276,6 @@ class BucketTarget:
         weights: tuple[memoryview, dict[str, Any]] | None,
         layout: Layout,
     ) -> BucketVersion:
-        """Put the files of a version, and return its record."""
         last, in_chain = self._last, dict[VersionId, Content]()
         chain = {manifest.id: 0}
         if last is not None and deltas:
@@ -294,7 +294,7 @@ class BucketTarget:
             xxh3 = self._bucket.upload(manifest.id, "weights", data).content.xxh3
             anchor = None
         else:
-            assert last is not None  # noqa: S101 - deltas lead from it
+            assert last is not None  # noqa: S101 - the deltas lead from this version
             of_file = last.manifest.of_file | {"file": last.manifest.file}
             xxh3, anchor = last.weights, last.manifest.file_version
         versions = chain_of(trimmed(chain, layout.num_bytes, anchor))

@@ -1,1 +1,1 @@
-"""Tools for tests with dbuffer: senders to kill, weights that show their version, fake engines."""
+"""Tools for tests with dbuffer: killable senders, weights that show their version, fake engines."""

@@ -1,6 +1,6 @@
-"""Checks for weight-transfer backends of vLLM, with a running engine.
+"""Checks of a weight-transfer backend of vLLM, with a running engine.
 
-They were run with vLLM 0.32. In vLLM 0.33, sources have another interface.
+The checks were run with vLLM 0.32. In vLLM 0.33, weight sources have another interface.
 
 Each check is a function that takes a :class:`Bench`. If the backend does not conform, the check
 raises an :class:`AssertionError`::
@@ -33,7 +33,7 @@ PROMPTS = [list(range(1, 6)), list(range(40, 70)), list(range(100, 140))]
 
 
 class Client:
-    """Client of an ``LLM`` in this process, with the methods of vLLM's protocol for trainers."""
+    """Client of an ``LLM`` in this process, with the methods of vLLM's protocol for a trainer."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -53,12 +53,12 @@ class Client:
 
 
 class Source(WeightSource):  # type: ignore[misc]
-    """Source of a trainer's weights. The weights can be replaced, and the iteration can fail."""
+    """vLLM source of a trainer's weights. A check can replace the weights or let iteration fail."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
         self.num_before_failure: int | None = None
-        """Number of tensors to yield before the iteration fails, or None not to fail."""
+        """Number of tensors to yield before iteration fails, or None for no failure."""
 
     def metadata(self) -> list[ParamMeta]:
         return [
@@ -75,25 +75,25 @@ class Source(WeightSource):  # type: ignore[misc]
 
 @dataclass(repr=False)
 class Bench:
-    """Engine and trainer with the backend under test, and two versions of all weights."""
+    """Test setup: an engine and a trainer with the backend under test, and two sets of weights."""
 
     llm: Any
-    """An ``LLM`` in this process with the backend, started with the weights ``first``."""
+    """``LLM`` in this process with the backend under test, started with the weights `first`."""
     start_trainer: Callable[[Client, Source], Any]
-    """Function that returns a ``TrainerWeightTransferEngine`` for a source. The check shuts it
-    down."""
+    """Function that returns a ``TrainerWeightTransferEngine`` for a source. The check shuts the
+    trainer engine down."""
     first: Weights
-    """Tensors of a checkpoint."""
+    """Tensors of the checkpoint that the engine starts with."""
     second: Weights
-    """Tensors like ``first``, but each with other values."""
+    """Tensors with the names and shapes of `first`, but other values in every tensor."""
     fresh: State = field(init=False)
-    """State of the engine after its start."""
+    """State of the engine after its start, with the weights `first`."""
 
     def __post_init__(self) -> None:
         self.fresh = self.state()
 
     def state(self) -> State:
-        """Return the engine's state, which differs for different versions of the weights."""
+        """Return the engine's state, which differs if the engine's weights differ."""
         self.llm.reset_prefix_cache()
         [parameters] = self.llm.apply_model(_digests)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
@@ -103,7 +103,7 @@ class Bench:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[Trainer]:
-        """Start a trainer and send ``first``; shut the trainer down at the end of the block."""
+        """Start a trainer and send the weights `first`. Shut the trainer down after the block."""
         source, client = Source(self.first), Client(self.llm)
         trainer = Trainer(self, self.start_trainer(client, source), source, client)
         try:
@@ -123,15 +123,15 @@ class Trainer:
     client: Client
 
     def send(self, weights: Weights) -> State:
-        """Send weights, and return the engine's new state."""
+        """Send weights to the engine, and return the engine's new state."""
         self.source.weights = weights
         self.engine.send_weights()
         return self.bench.state()
 
     def require_refused(self, problem: str, update: Callable[[], object]) -> None:
-        """Require that an update raises an error, changes nothing, and does not block the next one.
+        """Require that an update raises an error, changes no weights, and blocks no later update.
 
-        ``problem`` describes the update in messages.
+        ``problem`` describes the refused update in messages.
         """
         before = self.bench.state()
         try:
@@ -148,7 +148,7 @@ class Trainer:
 
 
 def check_names(bench: Bench) -> None:
-    """Check that each tensor reaches its parameter, and that names must match."""
+    """Check that each tensor reaches its parameter, and that wrong names are refused."""
     with bench.training() as trainer:
         assert bench.state() == bench.fresh, "sending the initial weights changed them"
         second, _ = trainer.send(bench.second)
@@ -196,7 +196,7 @@ def check_refusals(bench: Bench) -> None:
 
 
 def check_half_updates(bench: Bench) -> None:
-    """Check that a failed or abandoned update does not change the engine or block the next one."""
+    """Check that a failed or abandoned update changes no weights and blocks no later update."""
     with bench.training() as trainer:
 
         def fail() -> None:
@@ -213,7 +213,7 @@ def check_half_updates(bench: Bench) -> None:
 
 
 def check_sleep(bench: Bench) -> None:
-    """Check that sleep causes no mix of weights, and that an update restores lost weights."""
+    """Check that sleep mixes no weights, and that an update restores weights lost in sleep."""
     with bench.training() as trainer:
         second = trainer.send(bench.second)
         bench.llm.sleep(level=1)
@@ -232,7 +232,7 @@ def check_sleep(bench: Bench) -> None:
 
 
 def check_sparse(bench: Bench) -> None:
-    """Check that patches have the same result as sending all of the patched weights."""
+    """Check that sending patches has the same result as sending all patched weights."""
     patched = {name: tensor.clone() for name, tensor in bench.first.items()}
     patches = []
     for name in list(patched)[::3]:
@@ -256,7 +256,7 @@ def check_sparse(bench: Bench) -> None:
 
 
 CHECKS = (check_names, check_shapes, check_refusals, check_half_updates, check_sleep, check_sparse)
-"""All checks. For a backend without patches, leave out `check_sparse`."""
+"""All checks of a backend. Leave out `check_sparse` if the backend has no patches."""
 
 
 def _digests(model: torch.nn.Module) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Fake engines whose models are dictionaries of tensors, for real followers and receivers."""
+"""Fake engines for tests with real followers. An engine's model is a dictionary of tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dbuffer.testing.patterns import SMALL, Pattern
 
 
 class FakeRank(EngineRank):
-    """Rank whose model is a dictionary with a pattern's tensors. Tests can make its loads fail."""
+    """Fake rank whose model is a dictionary of a `Pattern`'s tensors. Tests can make loads fail."""
 
     device = torch.device("cpu")
     module = torch.nn.Module()
@@ -46,15 +46,15 @@ class FakeRank(EngineRank):
         self.tensors = pattern.weights(0)
         self.num_loads = 0
         self.failing_loads = 0
-        """How many of the next loads fail after their first tensor."""
+        """Number of next loads that fail after their first tensor."""
         self.on_load: Callable[[], None] = lambda: None
-        """Called at the end of each load."""
+        """Function that is called at the end of each load."""
         self.refuses: str | None = None
-        """Reason why the rank refuses to serve, or None if it serves."""
+        """Reason why the rank refuses to serve, or None if the rank serves."""
 
     @property
     def version(self) -> int | None:
-        """Version of the rank's tensors, or None if they are a mix of versions."""
+        """Version of the rank's tensors, or None if the tensors are a mix of versions."""
         return self.pattern.version_of(self.tensors)
 
     def engine_id(self, options: EngineOptions) -> str:
@@ -92,7 +92,7 @@ class FakeRank(EngineRank):
 
 
 class FakeEngine(Engine):
-    """Engine in this process. Tests can make its calls fail, or make it lose an answer."""
+    """Fake engine in this process. Tests can make calls to it fail, or lose an answer."""
 
     def __init__(
         self, pattern: Pattern = SMALL, *, is_server: bool = False, instance_id: str = "one"
@@ -102,20 +102,20 @@ class FakeEngine(Engine):
         self.label = "default"
         self.paused = False
         self.error: Callable[[], Exception] | None = None
-        """Returns an error that every call raises; None for no errors."""
+        """Function that makes the error of every call to the engine, or None for no errors."""
         self.lost_answer: Exception | None = None
-        """Error that the next update raises after it has succeeded."""
+        """Error that the next update raises after the update has succeeded, or None."""
         self.failing_resumes = 0
         self.calls = 0
         self.endpoint = RankEndpoint()
 
     def follow(self, store: Path | str, **options: Any) -> BackgroundFollower:
-        """Follow a store in the background; see :class:`~dbuffer.engine.EngineOptions`."""
+        """Follow a store in the background. See :class:`~dbuffer.engine.EngineOptions`."""
         options = {"poll_interval_s": 0.05, "plan": False} | options
         return BackgroundFollower(Follower(self, EngineOptions(store=str(store), **options)))
 
     def restart(self) -> None:
-        """Restart with the checkpoint, atomically, since a follower can call at any time."""
+        """Restart the engine with its checkpoint, atomically: a follower can call at any time."""
         again = FakeEngine(self.rank.pattern, is_server=self.is_server, instance_id="another")
         before = self.endpoint
         self.__dict__.update(again.__dict__)
@@ -141,9 +141,9 @@ class FakeEngine(Engine):
             error, self.lost_answer = self.lost_answer, None
             raise error
         for thread in threading.enumerate():
-            # Another engine's thread can exist without having been started; it cannot be joined.
+            # A thread that another engine has not started yet cannot be joined.
             if thread.name == "dbuffer-acknowledge" and thread.is_alive():
-                thread.join()  # so that tests can read the record that the thread writes
+                thread.join()  # so that tests can read the thread's record
         return [decode_answer(json.loads(json.dumps(encode_answer(answer))))]
 
     @property
@@ -176,10 +176,10 @@ class FakeEngine(Engine):
 
     @property
     def version(self) -> int | None:
-        """Version of the engine's tensors, or None if they are a mix of versions."""
+        """Version of the engine's tensors, or None if the tensors are a mix of versions."""
         return self.rank.version
 
     @property
     def serves(self) -> tuple[int | None, str]:
-        """Version of the engine's tensors, and the engine's label."""
+        """Version of the engine's tensors (None for a mix), and the engine's version label."""
         return self.version, self.label

@@ -1,4 +1,4 @@
-"""Calls in a process before which tests kill, freeze or interrupt the process."""
+"""Function calls before which a test kills, freezes or interrupts a process."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ def die() -> None:
 
 
 def stop() -> None:
-    """Freeze this process until another one sends it SIGCONT."""
-    # To this thread: if another thread had to take the signal, this one would run on meanwhile.
+    """Freeze this process until another process sends SIGCONT."""
+    # Signal this thread: if another thread took the signal, this thread would run on meanwhile.
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 CHANGING_CALLS = frozenset(
     {"flock", "fsync", "link", "mkdir", "open", "posix_fallocate", "pwrite", "replace", "unlink"}
 )
-"""System calls that change a store's files or locks."""
+"""Names of system calls that change a store's files or locks."""
 
 MOMENTS = CHANGING_CALLS | {"setprofile", "xxh3_64_intdigest"}
-"""`CHANGING_CALLS`, and calls between them: hashing of a copied tensor, and
-``sys.setprofile(None)``, which ends the watch."""
+"""`CHANGING_CALLS`, and calls between system calls: hashing of a copied tensor, and
+``sys.setprofile(None)``, which `at_call` makes last."""
 
 COPIES = MOMENTS | {"_foreach_copy_", "allgather", "copy_", "preadv"}
-"""`MOMENTS`, copies of tensors, and exchanges between ranks."""
+"""`MOMENTS`, and calls that copy tensors or exchange data between ranks."""
 
 LOOKS = frozenset(
     {"close", "flock", "fstat", "link", "open", "pread", "preadv", "read", "replace", "unlink"}
 )
-"""Calls that a reader makes to read a store, or to record the version that it reads."""
+"""Calls of a reader that reads a store, or writes a record of the version being read."""
 
 STACK_DEPTH = 5
-"""Number of callers that distinguish the files and steps of a publish."""
+"""Number of innermost callers that `at_call` compares to find repeated calls."""
 
 OPENS_TO_READ = frozenset({"open_regular", "refresh"})
-"""Functions of dbuffer whose ``open`` calls change nothing."""
+"""Functions of dbuffer whose ``open`` calls do not change files."""
 
 
 def at_call(
@@ -56,22 +56,22 @@ def at_call(
 ) -> None:
     """Call ``action`` before this thread's ``number``-th call of a function in ``names``.
 
-    The functions are at such a low level that every state of the disk comes before one of the
-    calls. So the names do not depend on how dbuffer's code is divided into functions.
+    The functions in ``names`` are at the level of system calls, so that every state of the disk
+    comes before one of the calls. How dbuffer's code is divided into functions does not matter.
 
     Args:
-        number: number of the call, from 1.
+        number: number of the call, counted from 1.
         action: function to call.
-        names: names of the functions to count, or None for all functions.
-        repeats: whether repeated calls from the same place in the code, for the same file, count.
-            If False, for instance, only the first hash of a tensor in a loop counts.
+        names: names of the functions whose calls are counted, or None for all functions.
+        repeats: whether to count repeated calls from the same place in the code for the same file.
+            If False, only the first of the calls in a loop counts, for instance.
     """
     left = number
     places: set[Hashable] = set()
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal left
-        # Between the last line of a `with` block and its __exit__, Python handles no signal.
+        # Python handles no signal between the last line of a `with` block and __exit__.
         if event != "c_call" or argument.__name__ == "__exit__":
             return
         changes_nothing = names is not LOOKS and frame.f_code.co_name in OPENS_TO_READ
@@ -91,7 +91,7 @@ def at_call(
 
 
 def _place(frame: FrameType) -> Hashable:
-    """Return the path that a frame's function works on, and the innermost callers."""
+    """Return the path that a frame's function works on, and the function's innermost callers."""
     path = frame.f_locals.get("path", frame.f_locals.get("self"))
     stack: list[Hashable] = [path if isinstance(path, Path) else None]
     caller: FrameType | None = frame

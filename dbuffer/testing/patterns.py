@@ -1,4 +1,4 @@
-"""Weights whose values show their version, name and position."""
+"""Test weights whose values show version, name and position."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dbuffer.runtime.lazy import cached_property
 
 
 class Pattern:
-    """Tensors whose elements are functions of version, name and position.
+    """Test tensors whose elements are functions of version, tensor name and position.
 
-    A tensor of another version, of another name or from another position in the file differs from
-    the expected tensor in every element.
+    A tensor with the data of another version, of another tensor, or of another position in the file
+    differs from the expected tensor in every element.
     """
 
     def __init__(self, num_tensors: int = 8, numel: int = 256) -> None:
@@ -29,15 +29,15 @@ class Pattern:
         return torch.stack([self._position + (index << 24) for index in range(len(self.names))])
 
     def weights(self, version: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of a version, which must be below 2**19."""
+        """Return the tensors of a version. The version must be below 2**19."""
         return dict(zip(self.names, self._base + (version << 44), strict=True))
 
     def empty(self) -> dict[str, torch.Tensor]:
-        """Return a target to load a version into."""
+        """Return tensors with the pattern's names and shapes, to load a version into."""
         return dict(zip(self.names, torch.zeros_like(self._base), strict=True))
 
     def version_of(self, tensors: Mapping[str, torch.Tensor]) -> int | None:
-        """Return the version of the tensors, or None if they are a mix of versions."""
+        """Return the version of ``tensors``, or None if the tensors are a mix of versions."""
         if list(tensors) != self.names:
             return None
         version = int(tensors[self.names[0]][0]) >> 44
@@ -47,12 +47,12 @@ class Pattern:
 
 
 class Sparse(Pattern):
-    """Pattern whose versions differ in few elements, for deltas.
+    """Pattern whose versions differ in few elements, to test deltas.
 
-    Each tensor still shows its version.
+    Each tensor shows its version all the same.
 
     Args:
-        one_in: a version changes one in this many elements of each tensor.
+        one_in: a version changes one of ``one_in`` elements of each tensor.
     """
 
     def __init__(self, num_tensors: int = 8, numel: int = 256, one_in: int = 16) -> None:

@@ -1,4 +1,4 @@
-"""Other processes for tests: child processes, and a sender in a child process."""
+"""Child processes for tests, and a sender in a child process."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ FORK_SERVER.set_forkserver_preload([__name__])  # an import of torch takes secon
 
 
 class Child:
-    """Process that runs ``function(connection, *args)``, and is killed at the end of its block.
+    """Child process that runs ``function(connection, *args)``. It is killed when its block ends.
 
-    The process has the environment and timings that its parent has now.
+    The child has the environment and timings of its parent at the time of the start.
 
     Args:
         function: function to run.
-        *args: further arguments of the function.
-        processes: context of :mod:`multiprocessing` to start the process with.
+        *args: arguments of the function after ``connection``.
+        processes: :mod:`multiprocessing` context that starts the process.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Child:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as connection:
             try:
                 return connection.recv(1, socket.MSG_PEEK) != b""
-            except ConnectionResetError:  # it ended before it read a message
+            except ConnectionResetError:  # the child ended before it read a message
                 return False
 
     def send(self, value: Any = None) -> None:
@@ -91,7 +91,7 @@ class Child:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process, and wait until it has ended."""
+        """Kill the process, and wait until the process has ended."""
         self.signal(signal.SIGKILL)
         assert self.wait() == -signal.SIGKILL
 
@@ -102,7 +102,7 @@ class Child:
         return int(self._process.exitcode)
 
     def wait_until_stopped(self) -> None:
-        """Wait until a SIGSTOP has taken effect."""
+        """Wait until the process is stopped by a SIGSTOP that was sent."""
 
         def has_stopped() -> bool:
             assert self._process.exitcode is None, "the child ended"
@@ -118,11 +118,11 @@ def _run(
     environment: dict[str, str],
     seconds: dict[str, float],
 ) -> None:
-    # Like a fork of the parent: the fork server may have been started before a change.
+    # Take over the parent's state: the fork server may have been started before a change.
     set_timings(seconds)
     os.environ.clear()
     os.environ.update(environment)
-    torch.set_num_threads(1)  # so that the child can fork, and uses a single processor
+    torch.set_num_threads(1)  # then the child can fork, and uses a single processor
     try:
         function(connection, *args)
     except SystemExit:
@@ -136,15 +136,15 @@ class SenderProcess(Child):
     """A :class:`~dbuffer.WeightSender` in another process. :meth:`kill` acts like a crash.
 
     Args:
-        store: the store's directory. Default: a directory in shared memory, which is removed at the
-            end of the block.
-        **options: options of the sender.
+        store: the store's directory. Default: a directory in shared memory that is removed when the
+            ``with`` block ends.
+        **options: options of the :class:`~dbuffer.WeightSender`.
     """
 
     def __init__(self, store: Path | None = None, **options: Any) -> None:
         self._directory = None
         if store is None:
-            shared_memory = Path("/dev/shm")  # noqa: S108 - where stores live
+            shared_memory = Path("/dev/shm")  # noqa: S108 - where stores are
             base = shared_memory if shared_memory.is_dir() else None
             self._directory = tempfile.mkdtemp(prefix="dbuffer-testing-", dir=base)
             store = Path(self._directory, "store")
@@ -162,15 +162,15 @@ class SenderProcess(Child):
             shutil.rmtree(self._directory)
 
     def publish(self, weights: Any, **options: Any) -> Publication:
-        """Call :meth:`dbuffer.WeightSender.send` in the process; raise its error here."""
+        """Call :meth:`dbuffer.WeightSender.send` in the child process; raise its error here."""
         self.send((weights, options, 0))
         publication: Publication = self._answer()
         return publication
 
     def was_killed_at(self, number: int, weights: Any, **options: Any) -> bool:
-        """Publish, but kill the process before its ``number``-th call that changes the store.
+        """Publish, but kill the child process before its ``number``-th call that changes the store.
 
-        Return False if the publish ended without that many calls.
+        Return False if the publish made fewer such calls, so that the process was not killed.
         """
         self.send((weights, options, number))
         if not self.has_sent():
@@ -190,7 +190,7 @@ class SenderProcess(Child):
 def _send(connection: Connection, store: Path, options: dict[str, Any]) -> None:
     try:
         sender = WeightSender(store, **options)
-    except Exception as error:  # raised by the parent
+    except Exception as error:  # the parent raises the error
         connection.send(error)
         return
     with sender:
@@ -201,12 +201,12 @@ def _send(connection: Connection, store: Path, options: dict[str, Any]) -> None:
                 at_call(kill_at, die, CHANGING_CALLS)
             try:
                 answer: Any = sender.send(weights, **arguments)
-            except Exception as error:  # raised by the parent
+            except Exception as error:  # the parent raises the error
                 answer = error
             sys.setprofile(None)
             connection.send(answer)
 
 
 def state_of(pid: int) -> str:
-    """Return the state of a process in Linux's notation: ``R``, ``S``, ``T``, ``Z``."""
+    """Return the state of a process as Linux abbreviates it, such as ``R``, ``S``, ``T``, ``Z``."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,4 +1,4 @@
-"""Temporary replacement of dbuffer's timings, in this process and its children."""
+"""Temporary replacement of dbuffer's timings, in this process and its child processes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dbuffer.runtime.timing import TIMING, Timing
 
 
 def current_timings() -> dict[str, float]:
-    """Return all timings by name."""
+    """Return all timings of dbuffer by name."""
     return dataclasses.asdict(TIMING)
 
 
 def set_timings(values: Mapping[str, float]) -> None:
-    """Replace the named timings. An unknown name raises an AttributeError."""
+    """Replace timings of dbuffer, given by name. An unknown name raises an AttributeError."""
     for name, value in values.items():
         setattr(TIMING, name, value)
 
 
 @contextlib.contextmanager
 def timings(**values: float) -> Iterator[Timing]:
-    """Replace the named timings, and restore all timings at the end of the block."""
+    """Replace timings of dbuffer, given by name. Restore all timings when the block ends."""
     before = current_timings()
     try:
         set_timings(values)

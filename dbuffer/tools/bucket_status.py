@@ -1,4 +1,4 @@
-"""`read_bucket_status`: a bucket's status, with the keys of a store's."""
+"""`read_bucket_status`: the status of a bucket, with the same keys as a store's status."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _MISSING = "is missing, or has another size: the mirror into the bucket puts it 
 
 
 def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
-    """Return the status, as `dbuffer status --json` prints it.
+    """Return the status of a bucket, as `dbuffer status --json` prints it.
 
     Raises:
-        StoreNotFoundError: no mirror has put anything.
+        StoreNotFoundError: no mirror has put a version or a record into the bucket.
         StoreAccessError: the bucket does not exist, or cannot be read.
         StoreCorruptError: the record of the newest version is damaged.
     """
@@ -67,7 +67,7 @@ def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
 
 
 def _may_live(record: ReceiverRecord) -> bool:
-    # By this host's clock: a service refuses requests of a host whose clock is far out.
+    # This host's clock is good enough: a service refuses requests of a host with a wrong clock.
     age_s = time.time() - record.updated_at
     return not record.has_ended and age_s < TIMING.bucket_presumed_dead_after_s
 

@@ -41,7 +41,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "rollback": (keep.rollback, "STORE 120"),
     "doctor": (doctor, "/mnt/shared/policy"),
 }
-"""Function of each command, and arguments for the example in its help."""
+"""Function of each command, and arguments for the example in the command's help."""
 
 _DESCRIPTION = """Move weights from a trainer to its inference workers through a directory.
 
@@ -63,14 +63,14 @@ _TELLING = (
     "dbuffer.store.weights_files",
     "dbuffer.weights.checkpoint_directory",
 )
-"""Loggers whose INFO messages are shown, because they explain why a command waits."""
+"""Loggers whose INFO messages are shown, because these messages explain why a command waits."""
 
 
 class StoreCommand(TyperCommand):
-    """Command whose argument STORE defaults to the variable DBUFFER_STORE."""
+    """Command whose argument STORE defaults to the environment variable DBUFFER_STORE."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Add the variable's store to the arguments if exactly one argument is missing."""
+        """Parse arguments. If exactly one argument is missing, add the store of DBUFFER_STORE."""
         store = os.environ.get("DBUFFER_STORE")
         names = [str(it.name) for it in self.params if it.param_type_name == "argument"]
         if store and "store" in names:
@@ -94,7 +94,7 @@ for _name, (_command, _arguments) in COMMANDS.items():
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command, print its error, if any, and return its exit code."""
+    """Run a command, print its error if it fails, and return its exit code."""
     arguments = list(arguments)
     debug = "--debug" in arguments
     if debug:  # allowed anywhere on the command line
@@ -102,7 +102,7 @@ def run(arguments: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # for characters that the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     _begin_logging(debug=debug)
-    # SIGTERM ends a command by an exception, as Ctrl-C does, so that it removes its files.
+    # Like Ctrl-C, SIGTERM raises an exception, so that the command removes its files.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_SIGNAL + signal.SIGTERM))
     try:
         code = _run(arguments)

@@ -1,4 +1,4 @@
-"""`read_status`: a store's status; and functions that a bucket's status uses, too."""
+"""`read_status`: the status of a store. The status of a bucket uses the same functions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_status(
     problems: list[str],
     writer: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the status of a store or a bucket, with the problems of writer, buffers, receivers."""
+    """Return the status of a store or bucket, with all problems of its processes and buffers."""
     killed = []
     if writer is not None and not (writer["is_alive"] or writer["was_closed"]):
         killed = [
@@ -100,7 +100,7 @@ def _writer_status(store: DoubleBuffer, writer: WriterRecord) -> dict[str, Any]:
 
 
 def in_order(receivers: Iterable[ReceiverRecord]) -> list[ReceiverRecord]:
-    """Sort records by id; an engine's ranks follow the engine."""
+    """Sort records by receiver id, with an engine's ranks after the engine."""
     return sorted(
         receivers,
         key=lambda record: (
@@ -119,7 +119,7 @@ def receiver_status(
     *,
     is_alive: bool,
 ) -> dict[str, Any]:
-    """Return the status of a receiver. ``metadata``: metadata of the newest version."""
+    """Return the status of a receiver. ``metadata`` is the newest version's metadata."""
     copied, lineage = record.copied, None if newest is None else newest.lineage
     lag = None if lineage is None else record.lag_behind(lineage, metadata)
     if lineage is not None and copied is not None and lineage.reaches(copied):
@@ -157,9 +157,9 @@ def buffer_status(
     delta_bytes: Callable[[Iterable[VersionId]], int],
     held_by: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Return the status of a buffer, or of the version in a bucket.
+    """Return the status of a store's buffer, or of the version in a bucket.
 
-    ``delta_bytes`` returns the size of the deltas that lead to versions.
+    ``delta_bytes`` is a function that returns the total size of the deltas to given versions.
     """
     status: dict[str, Any] = {
         "buffer": buffer,
@@ -227,7 +227,7 @@ def _state_of(
     manifest: Manifest | None,
     newest: str | None,
 ) -> str:
-    """Return the state of a buffer. A kept version that does not lead to the newest is lost."""
+    """Return a buffer's state. A kept version is lost if it does not lead to the newest."""
     if manifest is None:
         return "empty"
     is_published = contents.has_published(manifest)

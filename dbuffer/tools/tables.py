@@ -1,4 +1,4 @@
-"""Output for people: lines, and tables of the dictionaries that `--json` prints."""
+"""Output for people: lines of text, and tables of the dictionaries that `--json` prints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dbuffer.tools.terminal import printable
 
 
 def line(text: object) -> RenderableType:
-    """Return a line of plain text: rich takes no part of it for markup."""
+    """Return a line of plain text. rich does not interpret markup in the line."""
     return Text(_printable_line(text), overflow="fold")
 
 
@@ -27,7 +27,7 @@ def _printable_line(text: object) -> str:
 def table(rows: Sequence[Mapping[str, Any]], *columns: str) -> RenderableType:
     """Return a table of dictionaries with the same keys, without empty columns.
 
-    ``columns``: keys to show, the most important first; by default, all.
+    ``columns`` are the keys to show, the most important key first. Default: all keys.
     """
     keys = columns or rows[0]
     cells = {key: [_printable_line(_cell(key, row[key])) for row in rows] for key in keys}
@@ -37,12 +37,12 @@ def table(rows: Sequence[Mapping[str, Any]], *columns: str) -> RenderableType:
 
 _GAP = 2  # between columns
 _WORD = 9
-"""Least width of a column. Longer words, such as names of tensors, are folded."""
+"""Minimum width of a column. Longer words, such as tensor names, are folded."""
 
 
 @dataclasses.dataclass
 class _FittingTable:
-    """Table for narrow terminals: it folds cells between words, and drops the last columns."""
+    """Table that fits a narrow terminal: it folds cells at spaces, and drops the last columns."""
 
     columns: list[list[str]]
 
@@ -130,14 +130,14 @@ def status_parts(status: dict[str, Any]) -> list[RenderableType]:
 
 
 def layout_parts(layout: dict[str, Any]) -> list[RenderableType]:
-    """Return a table of the tensors, and a line for each further name of a tied tensor."""
+    """Return a table of a layout's tensors, and a line for each second name of a tied tensor."""
     tensors = [table(layout["tensors"])] if layout["tensors"] else []
     tied = [f"{alias} is tied to {name}" for alias, name in layout["aliases"].items()]
     return [*tensors, *map(line, tied)]
 
 
 def verification_parts(checks: list[dict[str, Any]]) -> list[RenderableType]:
-    """Return a table of buffers and their damage, and notes on versions without checksums."""
+    """Return a table of verified buffers with their damage, and notes on missing checksums."""
     notes = [
         f"version {check['version']} has no checksums: bytes of its tensors are not verified"
         for check in checks
@@ -147,7 +147,7 @@ def verification_parts(checks: list[dict[str, Any]]) -> list[RenderableType]:
 
 
 def server_parts(answer: dict[str, Any]) -> list[RenderableType]:
-    """Return whether a server serves a verified version, and a table of its replicas."""
+    """Return a line that says whether a server serves a verified version; and its replicas."""
     serves = "serves" if answer["is_verified"] else "does not serve"
     title = f"{answer['engine']} {serves} version {answer['id'].number}, verified"
     return [line(title), table(answer["replicas"])]

@@ -1,7 +1,7 @@
-"""Output: results on stdout; errors, logs and progress on stderr.
+"""Output on a terminal: results on stdout; errors, logs and progress on stderr.
 
-Names, hosts, paths and messages come from other programs, and may contain control sequences. So all
-output passes through :func:`printable`.
+Tensor names, hosts, paths and messages can contain control sequences, because they come from other
+programs. So all output passes through :func:`printable`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, T
 
 
 def printable(text: object) -> str:
-    r"""Return text with control characters written out (``\x1b``), except for line ends."""
+    r"""Return text with its control characters, except line ends, as escapes such as ``\x1b``."""
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii")
         for c in str(text)
@@ -24,7 +24,7 @@ def printable(text: object) -> str:
 
 
 def print_line(text: str) -> None:
-    """Print text on stdout and flush it: a program may be waiting at the other end of a pipe."""
+    """Print text on stdout and flush stdout: a program may be waiting at the end of a pipe."""
     print(printable(text), flush=True)
 
 
@@ -41,9 +41,10 @@ def print_parts(parts: Sequence[RenderableType]) -> None:
 
 @contextlib.contextmanager
 def progress(text: str, *, in_bytes: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Show progress on stderr, if it is a terminal, until the ``with`` block ends.
+    """Show progress on stderr, if stderr is a terminal, until the ``with`` block ends.
 
-    Yield a function of the bytes done and the bytes in all (0: unknown), for any thread.
+    Yield a function that updates the progress. Its arguments are the amount done and the total
+    amount, or 0 for an unknown total. Any thread can call it.
     """
     if not sys.stderr.isatty():
         yield lambda *_: None
@@ -55,14 +56,14 @@ def progress(text: str, *, in_bytes: bool = False) -> Iterator[Callable[[int, in
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # prints lines above the progress; not into a pipe
+        redirect_stdout=sys.stdout.isatty(),  # a terminal shows lines above the progress
     ) as shown:
         task = shown.add_task(printable(text), total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total or None)
 
 
-class LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # no class at run time
-    """Handler that prints records on stderr, above progress, as printable text."""
+class LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not generic at run time
+    """Handler that prints log records on stderr as printable text, above the progress."""
 
     def __init__(self, *, debug: bool) -> None:
         super().__init__()

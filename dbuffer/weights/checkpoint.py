@@ -1,4 +1,4 @@
-"""Reading and writing of HuggingFace checkpoints (safetensors files), tensor by tensor."""
+"""Reads and writes HuggingFace checkpoints (safetensors files), tensor by tensor."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ SAFETENSORS_DTYPES = {
 def read_checkpoint(path: Path) -> tuple[dict[str, LazyTensor], Callable[[], None]]:
     """Open a HuggingFace checkpoint directory, or a single safetensors file.
 
-    Return its tensors, and a function that raises an `InvalidWeightsError` if a file of the
-    checkpoint was written or replaced after this call.
+    Return the checkpoint's tensors, and a check. The check is a function that raises an
+    `InvalidWeightsError` if a file of the checkpoint was written or replaced after this call.
     """
     tensors: dict[str, LazyTensor] = {}
     file_of: dict[str, str] = {}
     twice: dict[tuple[str, str], list[str]] = {}
-    """Names of the tensors that two files have in common, by the two files' names."""
+    """Names of tensors that occur in two files, keyed by the pair of file names."""
     states = {path / INDEX: state_of(path / INDEX)}
     files = checkpoint_files(path)
     states |= {file: state_of(file) for file in files}  # before any file is opened
@@ -88,7 +88,7 @@ def _changed(file: Path) -> InvalidWeightsError:
 
 
 class FileState(NamedTuple):
-    """State of a file. It changes if the file is written or replaced."""
+    """State of a file, which changes if the file is written or replaced."""
 
     inode: int
     num_bytes: int
@@ -103,18 +103,18 @@ def state_of(file: Path) -> FileState | None:
     """Return the state of a file, or None if the file does not exist."""
     try:
         status = file.stat()
-    except OSError:  # reading the file raises it again
+    except OSError:  # reading the file raises the same error
         return None
     return FileState(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
-    """Return the files of a checkpoint, each with the names of its tensors.
+    """Return the files of a checkpoint, each with the names of the checkpoint's tensors in it.
 
     The names are None if every tensor in the file belongs to the checkpoint.
 
     Raises:
-        InvalidWeightsError: there is no checkpoint, or there are two.
+        InvalidWeightsError: ``path`` has no checkpoint, or contains two checkpoints.
     """
     if path.is_file():
         return {path: None}
@@ -151,8 +151,8 @@ def checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
 def _open_safetensors(
     path: Path, names_in_file: list[str] | None
 ) -> Iterator[tuple[str, LazyTensor]]:
-    # The file is not mapped, as safetensors does: if another program truncated a mapped file,
-    # access to the missing pages would raise SIGBUS.
+    # Read the file, and don't map it as safetensors does: if another program truncated a mapped
+    # file, access to the missing pages would kill this process with SIGBUS.
     try:
         file = Descriptor.open(path, os.O_RDONLY | os.O_NONBLOCK)
         entries, start = _read_header(file)
@@ -167,7 +167,7 @@ def _open_safetensors(
 
 
 def _read_header(file: Descriptor) -> tuple[dict[str, Any], int]:
-    """Return a safetensors header's entries by tensor name, and the offset of the data."""
+    """Return the entries of a safetensors header by tensor name, and the data's file offset."""
     size = os.fstat(file.number).st_size
     start = 8 + int.from_bytes(filesystem.read_at(file.number, 0, 8), "little")
     if not 8 < start <= size:
@@ -190,12 +190,12 @@ def _read_header(file: Descriptor) -> tuple[dict[str, Any], int]:
 def _parse_entry(
     name: str, entry: Mapping[str, Any]
 ) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """Return a tensor's dtype and shape, its offset after the header, and its number of bytes."""
+    """Return a tensor's dtype, shape, offset after the header, and number of bytes."""
     if entry["dtype"] not in SAFETENSORS_DTYPES:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
     dtype, shape = SAFETENSORS_DTYPES[entry["dtype"]], list(entry["shape"])
     if dtype == "float4_e2m1fn_x2":
-        shape[-1] //= 2  # safetensors counts numbers; torch counts bytes, each with two numbers
+        shape[-1] //= 2  # safetensors counts 4-bit numbers; torch counts pairs of them
     first, end = entry["data_offsets"]
     num_bytes = TensorSpec(name, dtype, tuple(shape)).num_bytes
     are_sizes = all(type(number) is int and number >= 0 for number in (first, end, *shape))
@@ -236,14 +236,15 @@ def write_checkpoint(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     on_bytes: Callable[[int, int], None] = lambda *_: None,
 ) -> None:
-    """Write contiguous tensors into the new directory ``path``, and flush it to disk.
+    """Write contiguous tensors into the new directory ``path``, and flush the directory to disk.
 
     Args:
-        path: the directory.
+        path: the directory to create.
         tensors: tensors by name.
-        beside: a checkpoint whose other files (configuration, tokenizer) are copied.
+        beside: directory of a checkpoint whose files without weights (configuration, tokenizer) are
+            copied into ``path``.
         shard_bytes: maximum size of a file with several tensors.
-        on_bytes: called with the bytes written so far and the total number of bytes.
+        on_bytes: called with the number of bytes written so far and the total number of bytes.
     """
     with needed_for("writing a checkpoint"):
         from safetensors.torch import save_file

@@ -1,8 +1,8 @@
 """`send_saved`: publishes each checkpoint that a trainer saves into a directory.
 
-A checkpoint is finished if its files have not changed for a while, and all come from the same save.
-Files of different saves have the same names and sizes, so only their times distinguish them. Each
-save rewrites all files. If there are several, the trainer writes their index last.
+A checkpoint is finished if all its files come from one save and have not changed for a while. Files
+of two saves can have the same names and sizes, so only the files' times distinguish the saves. Each
+save rewrites all files. If a checkpoint has several files, the trainer writes their index last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dbuffer.weights.checkpoint import INDEX, FileState, checkpoint_files, state
 logger = logging.getLogger(__name__)
 
 SAVED_AT = "saved_at"
-"""Metadata of a version: time of the last write to its checkpoint, in seconds since the epoch."""
+"""Metadata key: time of the last write to a version's checkpoint, in seconds since the epoch."""
 
 Order: TypeAlias = tuple[float, int]
 """Time of the last write to a checkpoint, and the checkpoint's step."""
@@ -40,13 +40,13 @@ _PART = re.compile(r"-of-\d+\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint, with the state of its files when the directory was scanned."""
+    """Checkpoint, with the state of its files when the directory was scanned."""
 
     path: Path
     step: int | None
-    """Step in the name of the checkpoint's directory."""
+    """Training step from the name of the checkpoint's directory, or None for other names."""
     files: Mapping[Path, FileState]
-    """Weights files, and their index if it exists."""
+    """State of each weights file, and of the index file if it exists."""
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -59,13 +59,13 @@ class Checkpoint:
 
     @property
     def has_changed(self) -> bool:
-        """Whether a file was written or removed since the directory was scanned."""
+        """Whether any file of the checkpoint was written or removed since the scan."""
         return any(state_of(file) != state for file, state in self.files.items())
 
     def require_one_save(self, last: Order) -> None:
-        """Refuse a checkpoint that is not finished, or a mix of two saves.
+        """Refuse a checkpoint that is not finished or that mixes the files of two saves.
 
-        ``last``: order of the last published checkpoint.
+        ``last``: order of the checkpoint that was published last.
         """
         names = list(checkpoint_files(self.path))
         if missing := [file.name for file in names if file not in self.files]:
@@ -80,7 +80,7 @@ class Checkpoint:
                     f"{file.name} was written after {INDEX}, so it may be from another save (if "
                     f"the files belong together: touch {self.path / INDEX})"
                 )
-            if self.step is None and modified_at <= last[0]:  # every save uses the same directory
+            if self.step is None and modified_at <= last[0]:  # every save overwrites this directory
                 raise InvalidWeightsError(
                     f"{file.name} is older than the checkpoint that was published last, so it may "
                     "be from another save"
@@ -102,11 +102,11 @@ def send_saved(
 
     Args:
         directory: the directory, which need not exist yet.
-        store: the store, whose versions show which checkpoint was published last.
-        send: function that publishes a checkpoint with the given metadata. If it raises an
+        store: store whose versions show which checkpoint was published last.
+        send: function that publishes a checkpoint with the given metadata. If ``send`` raises an
             `InvalidWeightsError`, the error is logged once.
-        stop: ends the function.
-        count: number of published checkpoints after which the function returns.
+        stop: event that makes `send_saved` return.
+        count: number of published checkpoints after which `send_saved` returns.
     """
     settling: dict[Path, tuple[Checkpoint, float]] = {}
     num_sent = 0
@@ -117,7 +117,7 @@ def send_saved(
     with contextlib.closing(Watcher(directory)) as watcher:
         while True:
             for checkpoint in _settled(directory, settling, last):
-                if checkpoint.has_changed:  # while an earlier one was sent; it settles again
+                if checkpoint.has_changed:  # while an earlier checkpoint was sent
                     continue
                 try:
                     checkpoint.require_one_save(last)
@@ -137,7 +137,7 @@ def send_saved(
 
 
 def order_of(metadata: Mapping[str, Any]) -> Order:
-    """Return the order of a version's checkpoint among all saves, from the version's metadata."""
+    """Return the sort key of a version's checkpoint, from the version's metadata."""
     saved_at, step = metadata.get(SAVED_AT), metadata.get("step")
     if not isinstance(saved_at, float):
         return 0.0, -1
@@ -149,8 +149,9 @@ def _settled(
 ) -> list[Checkpoint]:
     """Return checkpoints after ``last`` that have stopped changing, in the order of their saves.
 
-    A checkpoint is returned once, and again after each later change. ``settling`` has the state of
-    each checkpoint, and the time of its last change, or infinity after it was returned.
+    A checkpoint is returned once, and again after each later change. ``settling`` has each
+    checkpoint's state and the time of the state's last change. The time is infinity after the
+    checkpoint was returned.
     """
     before, now = dict(settling), time.monotonic()
     settling.clear()
@@ -174,7 +175,7 @@ def _checkpoints_in(directory: Path) -> Iterator[Checkpoint]:
             if match := _STEP.fullmatch(path.name):
                 steps[path] = int(match[1])
     for path, step in steps.items():
-        with contextlib.suppress(OSError):  # the checkpoint was removed meanwhile
+        with contextlib.suppress(OSError):  # the checkpoint was just removed
             weights = list(path.glob("*.safetensors"))
             states = {file: state_of(file) for file in (*weights, path / INDEX)}
             if files := {file: state for file, state in states.items() if state is not None}:

@@ -1,4 +1,4 @@
-"""Comparison of a store's tensors with a model's before a load, and advice on mismatches."""
+"""Compares a store's tensors with a model's tensors before a load, and advises on mismatches."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class Comparison:
     left_over: list[TensorSpec]
     """Tensors that only the version has."""
     differing: list[tuple[TensorSpec, TensorSpec]]
-    """Published and needed spec of each tensor whose shapes differ."""
+    """Spec in the version and spec in the model of each tensor whose shapes differ."""
     recast: list[tuple[TensorSpec, TensorSpec]]
-    """Published and needed spec of each tensor whose dtypes differ and whose shapes are equal."""
+    """Spec in the version and spec in the model of each tensor if only the dtypes differ."""
     sources: dict[str, int]
-    """Index of the published tensor to load, by the name of the model's tensor."""
+    """Index of the published tensor to load, keyed by the name of the model's tensor."""
 
     @property
     def fits(self) -> bool:
-        """Whether all names and shapes match; dtypes can differ."""
+        """Whether all names and shapes match. Dtypes can differ."""
         return not (self.missing or self.left_over or self.differing)
 
 
 def compare(
     published: Layout, needed: Iterable[TensorSpec], rename: NameMap | None = None
 ) -> Comparison:
-    """Compare a version, renamed by ``rename``, with a model's tensors."""
+    """Compare a version's tensors, renamed by ``rename``, with a model's tensors."""
     index_of = {spec.name: index for index, spec in enumerate(published.specs)}
     index_of |= {alias: index_of[name] for alias, name in published.aliases.items()}
     offered: dict[str, TensorSpec] = {}
@@ -50,7 +50,7 @@ def compare(
     origins = dict(zip(offered, index_of.values(), strict=True))
     of_model = {spec.name: spec for spec in needed}
     differing, recast = [], []
-    # Equal tensors are not collected in pairs: 18,000 pairs would start the garbage collector.
+    # Don't collect pairs of equal specs: 18,000 pairs would start the garbage collector.
     for name, have in offered.items():
         if (need := of_model.get(name)) is None:
             continue
@@ -58,7 +58,7 @@ def compare(
             differing.append((have, need))
         elif have.dtype != need.dtype:
             recast.append((have, need))
-    # A tied tensor is left over only if the model needs none of its names.
+    # A tied tensor has several names. It is left over only if the model has none of the names.
     used = {origins[name] for name in offered if name in of_model}
     return Comparison(
         missing=[spec for name, spec in of_model.items() if name not in offered],
@@ -83,7 +83,7 @@ def suggest(
     *,
     partial: bool = False,
 ) -> str:
-    """Return advice to append to a message about weights that do not fit, or an empty string."""
+    """Return advice for an error message about weights that do not fit, or an empty string."""
 
     def fits(names: NameMap) -> bool:
         renamed = compare(published, needed, names)
@@ -96,9 +96,9 @@ def suggest(
 def advice(unknown: Sequence[str], missing: Iterable[str], fits: Callable[[NameMap], bool]) -> str:
     """Return advice on published names that the model lacks, or an empty string.
 
-    ``fits`` returns whether the weights fit if a map renames them.
+    ``fits`` is a function that returns whether the weights fit after a map has renamed them.
     """
-    # `fits` raises an error if the map gives several tensors the same name, for instance.
+    # `fits` raises an error, for instance if the map gives two tensors the same name.
     with contextlib.suppress(DBufferError):
         if (prefix := _changed_prefix(unknown, missing)) and fits(NameMap().prefix(*prefix)):
             return (
@@ -114,7 +114,7 @@ def advice(unknown: Sequence[str], missing: Iterable[str], fits: Callable[[NameM
 
 
 def _changed_prefix(unknown: Iterable[str], missing: Iterable[str]) -> tuple[str, str] | None:
-    """Return the prefixes by which the two names with the longest common end differ, or None."""
+    """Return the prefixes of the unknown and the missing name with the longest common end."""
     name_with = {
         end: name for name in sorted(missing, key=len, reverse=True) for end in _ends(name)
     }
@@ -126,7 +126,7 @@ def _changed_prefix(unknown: Iterable[str], missing: Iterable[str]) -> tuple[str
 
 
 def _ends(name: str) -> Iterator[str]:
-    """Yield the name, then the name without its first part, without its first two parts, etc."""
+    """Yield a dotted name, then the name without its first part, then without two parts, etc."""
     yield name
     while "." in name:
         name = name.partition(".")[2]

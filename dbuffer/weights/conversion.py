@@ -1,8 +1,8 @@
 """`Conversion`: tensors made from other tensors by cutting, joining and renaming.
 
-The converting function is traced once, on tensors without data. Each output that is a view of a
-single tensor is published as this view, without a copy. All other outputs are computed when they
-are published.
+The function that converts the tensors is traced once, on tensors without data. If an output is a
+view of a single tensor, the view is published, without a copy. All other outputs are computed when
+they are published.
 """
 
 from __future__ import annotations
@@ -22,40 +22,41 @@ from dbuffer.weights.lazy_tensor import LazyTensor, Tensors, View
 Shapes: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 Convert: TypeAlias = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""Function that converts tensors. It also runs on a part of them, to compute a single output."""
+"""Function that converts tensors. To compute a single output, it is called with only the tensors
+that the output is made from."""
 
 
 def shapes_of(tensors: Mapping[str, Any]) -> Shapes:
-    """Return the dtypes and shapes of tensors."""
+    """Return the dtype and shape of each tensor, by name."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor that a conversion makes."""
+    """Description of a tensor that a conversion makes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     sources: tuple[str, ...]
     """Names of the tensors that the output is made from."""
     view: View | None
-    """Place of the output in its only source, or None if the output is computed."""
+    """Place of the output in the tensor that it is a view of, or None for a computed output."""
     stride: tuple[int, ...]
     offset: int
-    """Storage offset of the view in a source that is contiguous and has no offset."""
+    """Storage offset of the view, if its source is contiguous and begins at offset 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Traced conversion, which `apply` repeats on other tensors of the same shapes."""
+    """Traced conversion, which :meth:`apply` repeats on tensors with the same dtypes and shapes."""
 
     shapes: Shapes
     outputs: dict[str, Output]
-    """Outputs by name, in the order of their sources."""
+    """Descriptions of the outputs by name, in the order of the tensors that they are made from."""
 
     @classmethod
     def trace(cls, convert: Convert, shapes: Shapes) -> Self:
-        """Run a function on tensors without data, and record the sources of each output."""
+        """Run ``convert`` on tensors without data; record the tensors that make each output."""
         wholes = {
             name: torch.empty(shape, dtype=dtype, device="meta")
             for name, (dtype, shape) in shapes.items()
@@ -110,19 +111,18 @@ class Conversion:
 def _views_of(
     tensor: torch.Tensor | LazyTensor,
 ) -> Callable[[Output, View], torch.Tensor | LazyTensor]:
-    """Return a function that makes views of a tensor, without a copy."""
     if isinstance(tensor, LazyTensor):
         return _SharedFetch(tensor).part
     source = tensor.detach()
     if not source.is_contiguous():
         return lambda _, view: view.of(source)
     start = source.storage_offset()
-    # Takes a third of the time of indexing, which matters for the 18,000 experts of a version.
+    # as_strided takes a third of the time of indexing. A version can have 18,000 experts.
     return lambda output, _: source.as_strided(output.shape, output.stride, start + output.offset)
 
 
 class _SharedFetch:
-    """Lazy tensor that is fetched once per publish for all its views, and then dropped."""
+    """Lazy tensor that is fetched once per publish for all views of it, and then dropped."""
 
     def __init__(self, tensor: LazyTensor) -> None:
         self._tensor = tensor
@@ -134,7 +134,7 @@ class _SharedFetch:
         tensor, number = self._tensor, self._num_views
         self._num_views += 1
         fetch = functools.partial(self._fetch, number, view)
-        # If the tensor is itself a view, this view's place in the sharded tensor is unknown.
+        # If `tensor` is itself a view, the place of `view` in the sharded tensor is unknown.
         is_part = tensor.sharded is not None and tensor.view is None
         return LazyTensor(
             tensor.dtype,
@@ -155,7 +155,7 @@ class _SharedFetch:
 
 
 def _computed(name: str, output: Output, convert: Convert, parts: Tensors) -> LazyTensor:
-    """Return a lazy tensor that ``convert`` computes when the tensor is published."""
+    """Return a lazy tensor, which ``convert`` computes from ``parts`` at each publish."""
     for source, tensor in parts.items():
         if isinstance(tensor, LazyTensor) and tensor.sharded is not None:
             raise UnsupportedError(
@@ -177,14 +177,17 @@ def _computed(name: str, output: Output, convert: Convert, parts: Tensors) -> La
 
 
 class _Tracer(TorchFunctionMode):
-    """Mode that records the sources of each new tensor. In it, ``contiguous()`` copies nothing."""
+    """Torch mode that records which tensors each new tensor is made from.
+
+    In this mode ``contiguous()`` returns the tensor itself, so that a view stays a view.
+    """
 
     def __init__(self, wholes: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self._sources = {_storage_of(tensor): {name} for name, tensor in wholes.items()}
         self._wholes = frozenset(self._sources)
         self._kept: list[torch.Tensor] = []
-        """New tensors, kept alive so that no later storage gets the same address."""
+        """New tensors, kept alive so that a later storage cannot get the same address."""
 
     def __torch_function__(
         self,
@@ -220,6 +223,6 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    # Not its address: storage without data has none.
-    with torch._C.DisableTorchFunction():  # noqa: SLF001 - so that the tracer does not trace itself
+    # Use the storage object's address: a storage without data has no data address.
+    with torch._C.DisableTorchFunction():  # noqa: SLF001 - don't trace this call
         return int(tensor.untyped_storage()._cdata)  # noqa: SLF001

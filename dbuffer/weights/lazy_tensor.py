@@ -1,4 +1,4 @@
-"""`LazyTensor`: tensor that is made when it is published. `HeldRows`: a rank's rows of a tensor."""
+"""`LazyTensor`: tensor that is made when it is published. `HeldRows`: rows of it on a rank."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Place of a tensor in a larger tensor: a box, with its dimensions reordered or left out."""
+    """Place of a view in a larger tensor: a rectangular part ("box") with reordered dimensions."""
 
     index: tuple[int | slice, ...]
-    """Index of the box: a slice per dimension, or a number if the dimension is left out."""
+    """Index of the box in the larger tensor: a slice or, for an omitted dimension, a number."""
     order: tuple[int, ...]
-    """Dimensions of the box, in the view's order."""
+    """Permutation of the box's dimensions into the order of the view's dimensions."""
     shape: tuple[int, ...]
     """Shape of the view, which can have additional dimensions of size 1."""
     is_whole: bool = False
-    """Whether the view is the complete larger tensor, unchanged."""
+    """Whether the view is the complete larger tensor, with its dimensions in order."""
 
     @classmethod
     def find(cls, part: torch.Tensor, source: torch.Tensor) -> Self | None:
         """Return the place of the view ``part`` in the contiguous tensor ``source``.
 
-        Return None if ``part`` is not a box of ``source``, for instance if dimensions were joined.
+        Return None if ``part`` is not a rectangular part ("box") of ``source`` with permuted
+        dimensions. For instance, two dimensions may have been joined.
         """
         shape, offset = tuple(part.shape), int(part.storage_offset())
         if shape == source.shape and part.stride() == source.stride():
@@ -53,7 +54,7 @@ class View:
         return cls(tuple(index), tuple(map(ascending.index, dimensions)), shape)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this view of a tensor, without a copy."""
+        """Return the view of ``tensor`` at this place, without a copy."""
         part = tensor[self.index]
         if self.order != tuple(range(part.ndim)):
             part = part.permute(self.order)
@@ -62,35 +63,35 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor that is made when it is published, and dropped after that.
+    """Tensor that is made when it is published, and dropped after the publish.
 
-    The mapping or list of pairs that you publish can contain lazy tensors, so that not all weights
-    are in memory at the same time.
+    A mapping, or a list of pairs, that you publish can contain lazy tensors. Then not all weights
+    must be in memory at the same time.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     fetch: Callable[[], torch.Tensor]
-    """Returns the tensor, with exactly this dtype and shape. Called once per publish, possibly in
-    another thread."""
+    """Function that returns the tensor, with exactly `dtype` and `shape`. It is called once per
+    publish, possibly in another thread."""
     identity: int = 0
-    """A negative number that all names of a tied tensor share, or 0 if ties are unknown."""
+    """Negative number that all names of a tied tensor share, or 0 if the tensor is not tied."""
     sharded: Any = None
-    """The sharded tensor that `fetch` gathers, or this rank's rows of it (`HeldRows`). None if the
-    tensor is not sharded."""
+    """Sharded tensor that `fetch` gathers, or this rank's rows of a sharded tensor (`HeldRows`).
+    None if the tensor is not sharded."""
     view: View | None = None
-    """Place of the tensor in ``sharded``, or None if it is all of ``sharded``."""
+    """Place of the lazy tensor in ``sharded``, or None if the lazy tensor is all of ``sharded``."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """Rows of a tensor that this rank holds, if a DTensor cannot describe the ranks' parts."""
+    """Rows of a sharded tensor on this rank, if a DTensor cannot describe which rank has which."""
 
     local: torch.Tensor
     first: int
-    """Index in the tensor of this rank's first row."""
+    """Index of this rank's first row in the complete tensor."""
     ranks: tuple[int, ...]
-    """Ranks of the job that together hold all rows of the tensor."""
+    """Ranks of the job that together have all rows of the tensor."""
 
     def to_local(self) -> torch.Tensor:
         return self.local

@@ -1,4 +1,4 @@
-"""Tensors of modules, state dicts and TensorDicts by clean name, and checks of tensors."""
+"""Tensors of modules, state dicts and TensorDicts, by names without wrappers' parts."""
 
 from __future__ import annotations
 
@@ -26,24 +26,27 @@ from dbuffer.weights.lazy_tensor import LazyTensor
 if TYPE_CHECKING:  # importing tensordict takes as long as importing torch
     from tensordict import TensorDictBase
 
-# Parts that torch.compile, FSDP and activation checkpointing insert into names.
+# The parts of names that torch.compile, FSDP and activation checkpointing insert.
 _WRAPPERS = re.compile(
     r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
 
 WRAPPER_PREFIX = "module."
-"""The prefix that DDP, DataParallel and DeepSpeed add to every name."""
+"""Prefix that DDP, DataParallel and DeepSpeed add to the name of every tensor."""
 
 _Value = TypeVar("_Value")
 
 
 def without_wrappers(name: str) -> str:
-    """Return a tensor's name without the parts that wrappers insert."""
+    """Return a tensor's name without the parts that torch.compile, FSDP, etc. insert."""
     return _WRAPPERS.sub("", name)
 
 
 def clean_names(names: Iterable[str]) -> list[str]:
-    """Return names without wrappers' parts, and without ``module.`` if all names begin with it."""
+    """Return tensors' names without the parts that wrappers of modules add.
+
+    Wrappers add the parts that `without_wrappers` removes, and ``module.`` before all names.
+    """
     names = [without_wrappers(name) for name in names]
     while names and all(name.startswith(WRAPPER_PREFIX) for name in names):
         names = [name.removeprefix(WRAPPER_PREFIX) for name in names]
@@ -51,7 +54,7 @@ def clean_names(names: Iterable[str]) -> list[str]:
 
 
 def is_module(weights: object) -> TypeGuard[nn.Module]:
-    """Whether weights are a module. A TensorDictParams counts as a TensorDict, not as a module."""
+    """Whether weights are a module. A TensorDictParams counts as a TensorDict instead."""
     return isinstance(weights, nn.Module) and not is_tensordict(weights)
 
 
@@ -65,12 +68,12 @@ def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:
 
 
 def may_have_model(module: object) -> bool:
-    """Whether a module may be or contain a transformers model: transformers was imported."""
+    """Whether ``module`` may contain a transformers model, because transformers was imported."""
     return "transformers.modeling_utils" in sys.modules and is_module(module)
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state dict with clean names. Some values may not be tensors."""
+    """Return a module's state dict under clean names. Values of extra state may be no tensors."""
     state = module.state_dict(keep_vars=True)
     # A module without extra state returns None.
     kept = {n: v for n, v in state.items() if not (v is None and is_extra_state(n))}
@@ -83,12 +86,12 @@ def is_extra_state(name: str) -> bool:
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by clean name; a tied tensor has several names."""
+    """Return a module's parameters and persistent buffers by clean name. Tied names all stay."""
     return only_tensors(module_state(module))
 
 
 def only_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return a module's state. Raise an error if some values are not tensors."""
+    """Return ``state``, a module's state dict. Refuse values that are not tensors."""
     lost = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if lost:
         extra = listed([f"{name!r} ({type(state[name]).__name__})" for name in lost])
@@ -100,13 +103,13 @@ def only_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield a module's parameters and buffers, each tensor once."""
+    """Yield a module's parameters and buffers. A tied tensor is yielded once."""
     yield from module.parameters()
     yield from module.buffers()
 
 
 def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
-    """Return the leaves of a TensorDict. Nested keys are joined by dots."""
+    """Return the tensors in a TensorDict. A nested key becomes a name with dots."""
     from tensordict import is_non_tensor
 
     _refuse_lazy_stack(weights, "the TensorDict")
@@ -124,7 +127,7 @@ def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
 
 
 def _refuse_lazy_stack(value: Any, where: str) -> None:
-    # A lazy stack makes new tensors at each access, and hides tensors that differ.
+    # A lazy stack makes new tensors at each access, and hides tensors of different shapes.
     from tensordict import LazyStackedTensorDict
 
     if isinstance(value, LazyStackedTensorDict):
@@ -141,7 +144,7 @@ def by_name(names: Collection[str], tensors: Iterable[_Value]) -> dict[str, _Val
 
 
 def check_names(names: Collection[str]) -> None:
-    """Refuse a name that occurs twice, that JSON cannot hold, or that is reserved for drafts."""
+    """Refuse a repeated name, a name that JSON cannot represent, or a name reserved for drafts."""
     if len(set(names)) != len(names):
         twice = sorted(name for name, count in Counter(names).items() if count > 1)[:5]
         raise InvalidWeightsError(f"several tensors have the same name after cleaning: {twice}")
@@ -158,7 +161,7 @@ def check_names(names: Collection[str]) -> None:
 def spec_of(
     name: str, tensor: torch.Tensor | LazyTensor, dtype: torch.dtype | None = None
 ) -> TensorSpec:
-    """Return the spec of a tensor, cast to ``dtype`` if torch can cast it."""
+    """Return the spec of a tensor after its cast to ``dtype``, if torch can cast the tensor."""
     if dtype is None or not can_cast_to(tensor.dtype):
         dtype = tensor.dtype
     try:
@@ -168,7 +171,7 @@ def spec_of(
 
 
 def problem_of_memory(tensor: torch.Tensor) -> str:
-    """Return why a tensor's bytes cannot be read, as part of a message; empty if they can."""
+    """Return why a tensor's bytes cannot be read, for a message, or "" if they can be read."""
     if has_no_shape(tensor):
         return "is in a lazy module and has no shape yet: run the module once first"
     if tensor.is_meta:
@@ -185,7 +188,7 @@ def problem_of_memory(tensor: torch.Tensor) -> str:
 
 
 def lies_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor has memory, or is empty and needs none."""
+    """Whether a plain tensor has memory, or is empty and needs no memory."""
     if hasattr(tensor, "fake_mode"):  # torch warns if a fake tensor's address is read
         return False
     try:
@@ -216,9 +219,10 @@ def is_same_memory(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WeightsSpec:
-    """Original names, shapes and dtypes of weights, to recognize later weights that have the same.
+    """Original names, shapes and dtypes of weights, to recognize unchanged weights later.
 
-    The checks of 18,000 names would take as long as a copy of 18,000 tensors.
+    Recognized weights skip the checks of names, which for 18,000 tensors would take as long as
+    copying the tensors.
     """
 
     names: list[str]
@@ -234,7 +238,7 @@ class WeightsSpec:
         )
 
     def addresses_of(self, named: Mapping[str, torch.Tensor]) -> list[int] | None:
-        """Return the addresses of tensors, or None if they are not plain or have another spec."""
+        """Return the tensors' addresses, or None if they are not plain or have another spec."""
         tensors = named.values()
         with contextlib.suppress(RuntimeError):  # raised by tensors without shape or address
             # Shapes are compared one by one: a list of 18,000 shapes would start the garbage

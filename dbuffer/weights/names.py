@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     import torch
 
 _Step: TypeAlias = tuple[Rule, Change | None]
-"""A rule, and its function for names, or None if the rule changes tensors."""
+"""Rule with the function that applies it to a name, or with None if it changes tensors."""
 
 
 class NameMap:
-    r"""Rules that rename tensors, or cut, join or transpose them.
+    r"""Rules that rename, cut, join or transpose tensors.
 
-    A tensor that no rule matches keeps its name. Each rule applies to the result of the rules
-    before it, except that consecutive rules for complete names (:meth:`exact`) form a single table.
-    Start with an empty map and add rules in order. Each method returns a new map::
+    A tensor that no rule matches keeps its name. Each rule applies to the result of the previous
+    rules. Consecutive rules for complete names (:meth:`exact`) act as a single rule, a table of
+    names. Start with an empty map and add rules in order. Each method returns a new map::
 
         NameMap().prefix("actor.", "").pattern(r"(.*)\.gamma", r"\1.weight")
 
@@ -53,7 +53,7 @@ class NameMap:
         steps: list[_Step] = []
         for is_table, group in itertools.groupby(self.rules, lambda rule: rule.kind == "name"):
             rules = list(group)
-            if is_table:  # up to 100,000 rules; if two have the same name, the first applies
+            if is_table:  # up to 100,000 rules; the first rule for a name applies
                 table = {str(rule.text): str(rule.to) for rule in reversed(rules)}
                 steps.append((rules[0], table.get))
             else:
@@ -66,11 +66,11 @@ class NameMap:
         return self._with(Rule("name", name, to))
 
     def prefix(self, prefix: str, to: str) -> Self:
-        """Add a rule that replaces a prefix. ``prefix("", "model.")`` adds one to all names."""
+        """Add a rule that replaces a prefix. ``prefix("", "model.")`` only adds a prefix."""
         return self._with(Rule("prefix", prefix, to))
 
     def part(self, part: str, to: str = "") -> Self:
-        """Add a rule that replaces a part between dots, or removes it if ``to`` is empty.
+        """Add a rule that replaces a dot-separated part of names; an empty ``to`` removes it.
 
         ``part("_orig_mod")`` changes ``layers.0._orig_mod.weight`` to ``layers.0.weight``.
         """
@@ -91,13 +91,13 @@ class NameMap:
         """Add a rule that cuts tensors along the dimension ``dim``.
 
         ``split("*.qkv.weight", ["*.q.weight", "*.k.weight", "*.v.weight"])`` cuts a tensor into
-        three equal parts. ``split("*.experts.up", "*.experts.#.up.weight")`` cuts it into a tensor
-        per index. The parts are views.
+        three equal parts. ``split("*.experts.up", "*.experts.#.up.weight")`` cuts a tensor into one
+        part per index of the dimension. The parts are views.
 
         Args:
             name: name of the tensors to cut; ``*`` matches any part of a name between dots.
-            to: names of the parts, or a single name; its ``#`` is replaced by the part's index.
-            dim: the dimension.
+            to: names of the parts, or a single name with ``#`` in the place of the part's index.
+            dim: the dimension to cut.
 
         Raises:
             OptionError: (a ``ValueError``) ``name`` and ``to`` do not fit each other.
@@ -105,7 +105,7 @@ class NameMap:
         return self._with(Rule("split", name, to if isinstance(to, str) else tuple(to), (dim,)))
 
     def stack(self, names: str | Iterable[str], to: str, dim: int = 0) -> Self:
-        """Add a rule that joins tensors: the reverse of :meth:`split`.
+        """Add a rule that joins tensors along the dimension ``dim``: the reverse of :meth:`split`.
 
         The joined tensor is computed when it is published.
         """
@@ -113,11 +113,11 @@ class NameMap:
         return self._with(Rule("stack", text, to, (dim,)))
 
     def transpose(self, name: str, dims: tuple[int, int] = (0, 1)) -> Self:
-        """Add a rule that exchanges two dimensions of tensors."""
+        """Add a rule that exchanges two dimensions of each tensor that ``name`` matches."""
         return self._with(Rule("transpose", name, dims=tuple(dims)))
 
     def preset(self, name: str) -> Self:
-        """Add the rules of a preset, one of `PRESETS`."""
+        """Add the rules of a preset, whose name is a key of `PRESETS`."""
         return self._with(*preset_rules(name))
 
     def _with(self, *rules: Rule) -> Self:
@@ -125,7 +125,7 @@ class NameMap:
 
     @property
     def changes_tensors(self) -> bool:
-        """Whether any rule cuts, joins or transposes tensors. If so, only `convert` works."""
+        """Whether any rule cuts, joins or transposes tensors, which requires :meth:`convert`."""
         return any(rule.kind in TENSOR_KINDS for rule in self.rules)
 
     @classmethod
@@ -134,12 +134,13 @@ class NameMap:
 
         The file has one of these forms:
 
-        * ``{"rules": [...]}``, with the rules in order. Each rule has the name of its method
-          (``"name"`` for :meth:`exact`): ``{"prefix": "model.", "to": ""}``,
+        * ``{"rules": [...]}``, with the rules in order. The first key of a rule is the name of the
+          method that adds the rule, or ``"name"`` for :meth:`exact`:
+          ``{"prefix": "model.", "to": ""}``,
           ``{"stack": ["*.q", "*.k"], "to": "*.qk", "dim": 0}``,
           ``{"transpose": "*.weight", "dims": [0, 1]}``.
-        * ``{"param_mappings": {"a": {"vllm_name": "b"}}}``, Atropos' form. Other fields of a tensor
-          are ignored.
+        * ``{"param_mappings": {"a": {"vllm_name": "b"}}}``, Atropos' form, which renames ``a`` to
+          ``b``. Other fields of a tensor are ignored.
 
         Raises:
             OptionError: (a ``ValueError``) the file does not exist, or has another form.
@@ -148,7 +149,7 @@ class NameMap:
 
     @classmethod
     def parse(cls, content: Any, source: str) -> Self:
-        """Make a map from a mapping file's content. Errors name the file as ``source``."""
+        """Make a map from the content of the mapping file ``source``, which errors name."""
         match content:
             case {"rules": list(rules), **rest} if not rest:
                 return cls(rule for fields in rules for rule in parse_rule(fields, source))
@@ -164,7 +165,7 @@ class NameMap:
         """Return a tensor's new name.
 
         Raises:
-            UnsupportedError: (a ``NotImplementedError``) some rule changes tensors.
+            UnsupportedError: (a ``NotImplementedError``) a rule cuts, joins or transposes tensors.
         """
         for rule, change in self._steps:
             if change is None:
@@ -206,7 +207,7 @@ def _changed(name: str, change: Change) -> str:
 
 
 def read_mapping_file(path: str | os.PathLike[str]) -> Any:
-    """Return the JSON of a mapping file."""
+    """Return the decoded JSON of a mapping file."""
     file = options.path("path", path)
     try:
         return json.loads(file.read_bytes())

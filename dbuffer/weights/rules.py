@@ -1,4 +1,4 @@
-"""`Rule`: a step in the conversion of a trainer's names and tensors to an engine's."""
+"""`Rule`: a step in converting a trainer's names and tensors for an engine."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Rule:
     """Rule that renames, cuts, joins or transposes tensors."""
 
     kind: Kind
-    """Name of the `NameMap` method that adds the rule; ``"name"`` is `NameMap.exact`."""
+    """Name of the `NameMap` method that adds the rule, or ``"name"`` for `NameMap.exact`."""
     text: Names
-    """Name, prefix, part or pattern to match, or names of the parts to stack."""
+    """Name, prefix, part or pattern to match. For a stack, the names of the parts."""
     to: Names = ""
-    """New name, or names of the parts of a split tensor."""
+    """New name or text. For a split, the names of the parts."""
     dims: tuple[int, ...] = ()
-    """Dimension of a split or stack, or both dimensions of a transpose."""
+    """Dimension of a split or stack, or the two dimensions of a transpose."""
 
     def __post_init__(self) -> None:
         problem = ""
@@ -67,7 +67,7 @@ class Rule:
         )
 
     def __str__(self) -> str:
-        """Return the rule as in a mapping file."""
+        """Return the rule as JSON, as a mapping file contains it."""
         fields: dict[str, Any] = {self.kind: self.text}
         if self.kind == "transpose":
             return json.dumps(fields | {"dims": self.dims})
@@ -82,20 +82,20 @@ PRESETS: dict[str, tuple[Rule, ...]] = {
     "base_model.model.": (Rule("prefix", "base_model.model.", ""), Rule("part", "base_layer")),
     "model.language_model.": (Rule("prefix", "model.language_model.", "model."),),
 }
-"""Rules that remove parts of trainers' names, by that part. In this order, the parts come from
-torch.compile, FSDP1, DDP, a module with an actor and a critic, peft, and a vision-language model
-whose language model is served alone."""
+"""Presets: rules that remove a part of trainers' names, keyed by the part. The parts come from, in
+this order: torch.compile, FSDP1, DDP, a module with an actor and a critic, peft, and a
+vision-language model whose language model is served alone."""
 
 
 def preset_rules(name: str, source: str = "preset") -> tuple[Rule, ...]:
-    """Return the rules of a preset. An error begins with ``source``."""
+    """Return the rules of a preset. An error message begins with ``source``."""
     if name not in PRESETS:
         raise OptionError(f"{source}: no preset {name!r}: use one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
 def parse_rule(fields: Any, source: str) -> tuple[Rule, ...]:
-    """Return the rules of an entry of a mapping file. An error begins with ``source``."""
+    """Return the rules of a mapping file's entry. An error message begins with ``source``."""
     problem = "unknown fields"
     try:
         match fields:
@@ -123,11 +123,11 @@ def parse_rule(fields: Any, source: str) -> tuple[Rule, ...]:
 
 
 Change: TypeAlias = Callable[[str], str | None]
-"""Function that returns a new name, or None if its rule does not match the name."""
+"""Function of a rule: returns a name's new name, or None if the rule does not match."""
 
 
 def change_of(rule: Rule) -> Change:
-    """Return the function that applies a rule for names."""
+    """Return the function that applies a rule to a name."""
     text, to = str(rule.text), str(rule.to)
     if rule.kind == "prefix":
         return lambda name: to + name[len(text) :] if name.startswith(text) else None
@@ -148,7 +148,7 @@ Pairs: TypeAlias = list[tuple[str, "torch.Tensor"]]
 
 
 def change_tensors(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
-    """Apply a rule that changes tensors."""
+    """Apply a rule that cuts, joins or transposes tensors; return all tensors with their names."""
     if rule.kind == "stack":
         return _stacked(rule, tensors)
     match_of, pairs = _matcher(str(rule.text)), Pairs()
@@ -168,7 +168,7 @@ def change_tensors(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
 
 
 def _matcher(text: str) -> Callable[[str], tuple[list[str], int] | None]:
-    """Return a function that returns a name's parts at ``*`` in a text, and its number at ``#``."""
+    """Return a function that finds a name's parts at ``*`` in ``text``, and the number at ``#``."""
     escaped = re.escape(text).replace(r"\*", r"([^.]+)").replace(r"\#", r"(\d+)")
     pattern, place = re.compile(escaped), text.partition("#")[0].count("*")
 
@@ -182,7 +182,7 @@ def _matcher(text: str) -> Callable[[str], tuple[list[str], int] | None]:
 
 
 def _fill(text: str, stars: Iterable[str], index: int = 0) -> str:
-    """Replace each ``*`` of a text by one of ``stars``, and ``#`` by an index."""
+    """Return ``text`` with each ``*`` replaced by the next of ``stars``, and ``#`` by ``index``."""
     parts = iter(stars)
     return re.sub(r"[*#]", lambda sign: next(parts) if sign[0] == "*" else str(index), text)
 
@@ -205,7 +205,6 @@ def _split(rule: Rule, name: str, tensor: torch.Tensor, stars: list[str]) -> Pai
 
 
 def _stacked(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
-    """Join tensors. A joined tensor takes the position of its first part."""
     texts = (rule.text,) if isinstance(rule.text, str) else rule.text
     matchers = list(map(_matcher, texts))
     parts_of: dict[str, dict[int, torch.Tensor]] = {}
@@ -231,7 +230,7 @@ def _stacked(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
 
 
 def _join(rule: Rule, name: str, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    import torch  # not at the top: some processes read rules, but convert no tensor
+    import torch  # here, because some processes read rules without converting tensors
 
     is_stack, [dim] = isinstance(rule.text, str), rule.dims
     indices = range(max(parts) + 1 if is_stack else len(rule.text))

@@ -1,7 +1,7 @@
 """Sources of weights: a `Describer` turns weights of any kind into a `Source`.
 
-All weights are checked before a byte is written, except tensors that an iterator or a lazy tensor
-makes later.
+All weights are checked before a byte is written, except for tensors that an iterator or a lazy
+tensor makes during the publish.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dbuffer.weights.named_tensors import (
 )
 
 if TYPE_CHECKING:
-    from tensordict import TensorDictBase  # takes as long to import as torch
+    from tensordict import TensorDictBase  # its import takes as long as torch's
 
     from dbuffer.weights.conversion import Conversion
     from dbuffer.weights.weight_source import SourceReader, WeightSource
@@ -57,29 +57,29 @@ def _check_nothing() -> None: ...
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Weights to publish."""
+    """Weights to publish, described for a sender."""
 
     specs: tuple[TensorSpec, ...]
     tensors: list[torch.Tensor] | list[torch.Tensor | LazyTensor]
     aliases: dict[str, str]
-    """Further names of tied tensors, each with the tensor's first name."""
+    """First name of a tied tensor, keyed by each of the tensor's further names."""
     is_lazy: bool = False
     """Whether `tensors` contains lazy tensors."""
     stream: Iterator[tuple[TensorSpec, torch.Tensor]] | None = None
-    """Iterator of tensors under their original names. If it is set, `tensors` is empty."""
+    """Iterator over tensors with their original names, or None. If set, `tensors` is empty."""
     new_names: Callable[[list[str]], list[str]] = list
-    """Function that returns the names to publish, for the original names of all of a stream."""
+    """Function from the original names of all tensors in `stream` to the names to publish."""
     reader: SourceReader | None = None
-    """Reader that the lazy tensors come from, in their order."""
+    """Reader of a vLLM weight source that the lazy tensors come from, or None."""
     check: Callable[[], None] = _check_nothing
-    """Function that raises an error, before the commit, if the tensors must not be committed."""
+    """Function that is called before the commit, and raises an error to prevent the commit."""
     is_cast: bool = False
-    """Whether tensors are cast to the dtypes of their specs."""
+    """Whether tensors may have other dtypes than their specs, so that they are cast."""
     must_be_finite: bool = False
     """Whether a NaN or an infinity prevents the commit."""
 
     def refuse_values(self, specs: Iterable[TensorSpec], tensors: Collection[torch.Tensor]) -> None:
-        """Refuse tensors that overflow in their cast, or that are not finite although they must."""
+        """Refuse tensors that overflow in their cast or, if `must_be_finite`, are not finite."""
         if self.is_cast or self.must_be_finite:
             from dbuffer.weights.values import refuse_not_finite, refuse_overflow
 
@@ -88,14 +88,14 @@ class Source:
                 refuse_not_finite(specs, tensors)
 
     def finish(self) -> None:
-        """Finish reading lazy tensors, even if some were not fetched, and call `check`."""
+        """Finish the pass of `reader`, even if some lazy tensors were not fetched; call `check`."""
         if self.reader is not None:
             self.reader.finish()
         self.check()
 
     @property
     def eager(self) -> list[torch.Tensor]:
-        """All tensors if they are in memory. Empty if some are lazy, or for a stream."""
+        """All tensors if they are in memory. Empty if any tensor is lazy or comes from a stream."""
         return [] if self.is_lazy else cast("list[torch.Tensor]", self.tensors)
 
 
@@ -104,32 +104,32 @@ class Describer:
     """Describes weights of any kind, with a sender's options, as a `Source`."""
 
     dtype: torch.dtype | None = None
-    """Dtype of published floating-point tensors; None keeps each tensor's dtype."""
+    """Dtype to publish floating-point tensors with, or None to keep each tensor's dtype."""
     rename: Rename | None = None
-    """Mapping or function of names without wrappers' prefixes."""
+    """Mapping or function from names, without the parts that wrappers add, to published names."""
     sharded: bool = False
-    """Whether to accept sharded tensors. All ranks must take part in a gather, so a sender on a
-    single rank would wait forever."""
+    """Whether to accept sharded tensors. A sender on a single rank refuses them, because it would
+    wait forever: all ranks must take part in a gather."""
     as_checkpoint: bool = True
-    """Whether to publish a transformers module under the names of its checkpoint."""
+    """Whether to publish a transformers module's tensors under the names in its checkpoint."""
     require_finite: bool = False
     """Whether to refuse weights with a NaN or an infinity."""
     _of_draft: Describer | None = field(default=None, init=False)
-    """Describer of drafts, with these options but without ``rename``."""
     _conversion: Conversion | None = field(default=None, init=False)
-    """Conversion of the last weights, if ``rename`` changes tensors."""
+    """Traced conversion of the weights described last, if ``rename`` changes tensors."""
     _last: tuple[WeightsSpec, tuple[TensorSpec, ...]] | None = field(default=None, init=False)
-    """Specs of the last version's weights."""
+    """Original and published specs of the weights that were described last."""
 
     @property
     def _changes_tensors(self) -> bool:
-        """Whether ``rename`` changes tensors, not only names."""
+        """Whether ``rename`` cuts, joins or transposes tensors."""
         return getattr(self.rename, "changes_tensors", False)
 
     def describe(self, weights: Weights, draft: Weights | None = None) -> Source:
-        """Return the `Source` for weights of any kind. An iterator is not started yet.
+        """Return the `Source` for weights of any kind, without starting an iterator.
 
-        ``draft``: weights of a draft, to publish beside the target's.
+        ``draft`` has the weights of a draft model, to publish together with the weights of its
+        target model.
         """
         source = self._describe(weights)
         if draft is not None:
@@ -204,7 +204,7 @@ class Describer:
         )
 
     def _like_before(self, named: Mapping[str, Any]) -> Source | None:
-        """Return the source of plain tensors with the last specs, or None for other tensors."""
+        """Return a source with the last specs if they fit the tensors, or None."""
         if self._last is None or not (addresses := self._last[0].addresses_of(named)):
             return None
         if 0 in addresses or len(set(addresses)) < len(named):  # some tensors are empty or tied
@@ -214,7 +214,6 @@ class Describer:
     def _stream(
         self, weights: Iterator[tuple[str, torch.Tensor | LazyTensor]]
     ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        """Check the tensors of an iterator, and yield each with its spec."""
         names = set()
         for position, pair in enumerate(weights):
             name, tensor = _checked_pair(pair, position)
@@ -235,10 +234,10 @@ class Describer:
         return by_name(names, tensors)
 
     def _published(self, tensors: Tensors) -> Tensors:
-        """Return tensors under the names to publish, changed by the rules of ``rename``."""
+        """Return tensors as ``rename`` changes their names and values, for publishing."""
         if not self._changes_tensors:
             return dict(zip(self._new_names(list(tensors)), tensors.values(), strict=True))
-        from dbuffer.weights.conversion import Conversion, shapes_of  # only this rename needs it
+        from dbuffer.weights.conversion import Conversion, shapes_of  # rarely needed
 
         names: Any = self.rename
         named = by_name(clean_names(tensors), tensors.values())
@@ -249,7 +248,7 @@ class Describer:
         return by_name(converted, converted.values())
 
     def _new_names(self, names: list[str]) -> list[str]:
-        """Return the names to publish, without wrappers' prefixes, changed by ``rename``."""
+        """Return the names to publish: without wrappers' parts, and changed by ``rename``."""
         names = clean_names(names)
         if self.rename is not None:
             names = [_renamed(name, self.rename) for name in names]
@@ -266,7 +265,7 @@ class Describer:
 
 
 def _with_draft(target: Source, draft: Source) -> Source:
-    """Return the source of a target and its draft. A tensor that both have is published once."""
+    """Return one source for a target model and its draft. Shared tensors are published once."""
     if target.stream is not None or draft.stream is not None or draft.reader is not None:
         raise InvalidWeightsError(
             "a draft and its target must be modules, dictionaries, lists or checkpoints: an "
@@ -295,7 +294,7 @@ def _with_draft(target: Source, draft: Source) -> Source:
 
 
 def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
-    """Return a tensor; a lazy tensor is gathered, read from its file or computed."""
+    """Return a tensor. If it is lazy, gather it, read it from its file, or compute it."""
     if not isinstance(tensor, LazyTensor):
         return tensor
     fetched = tensor.fetch()
@@ -326,10 +325,10 @@ def _checked_pair(pair: Any, position: int) -> tuple[str, torch.Tensor | LazyTen
 def _gatherable(
     name: str, tensor: torch.Tensor | LazyTensor, *, sharded: bool
 ) -> torch.Tensor | LazyTensor:
-    """Check a tensor; return it, or a lazy tensor that gathers it if it is sharded."""
+    """Check a tensor. Return a lazy tensor for a sharded tensor, and other tensors unchanged."""
     if isinstance(tensor, LazyTensor):
         return tensor
-    if hasattr(type(tensor), "local_shards"):  # checked first: it raises at nearly every access
+    if hasattr(type(tensor), "local_shards"):  # nearly every other access to it raises an error
         raise UnsupportedError(
             f"tensor {name!r} is a ShardedTensor, from a state dict of FSDP1: shard with "
             "fully_shard (FSDP2), pass a device_mesh to FSDP, which then makes DTensors, or set "
@@ -348,8 +347,9 @@ def _gatherable(
             return _gatherable(name, shard.detach().to_local(), sharded=sharded)
         shape = tuple(shard.ds_shape if is_zero3 else shard.shape)
         gather = _fetch_zero3 if is_zero3 else shard.detach().full_tensor
-        # Tied tensors have the same id, on all ranks alike. Addresses would not do: a rank's part
-        # can be empty. The number is negative, so that it differs from every address.
+        # Tied tensors are one object, and so have the same id. Their address is no identity,
+        # because a rank's part of a tensor can be empty. The id is negated, because no address is
+        # negative.
         return LazyTensor(tensor.dtype, shape, gather, -id(tensor), sharded=tensor)
     if problem := problem_of_memory(tensor):
         raise InvalidWeightsError(f"tensor {name!r} {problem}")
@@ -372,7 +372,7 @@ def _without_ties(named: Tensors) -> tuple[Tensors, dict[str, str]]:
     for name, tensor in named.items():
         is_lazy = isinstance(tensor, LazyTensor)
         address = tensor.identity if isinstance(tensor, LazyTensor) else tensor.data_ptr()
-        if not address:  # an empty tensor or one from a file, which cannot be tied
+        if not address:  # an empty tensor, or a tensor from a file, is never tied
             continue
         names = names_at.setdefault(address, [])
         ties = (first for first in names if is_lazy or is_same_memory(named[first], tensor))

@@ -1,4 +1,4 @@
-"""Targets of a load: `Matcher` finds a target's tensor for each tensor of a layout."""
+"""`Matcher`: finds the tensor of a load's target for each published tensor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dbuffer.weights.named_tensors import (
 )
 
 ADAPTER_KEY = "adapter_config"
-"""Metadata key of an adapter's configuration, as peft saves it. Only adapters' versions have it."""
+"""Metadata key of an adapter's configuration in peft's form. Versions of models don't have it."""
 
 
 NamedIndex: TypeAlias = tuple[str, int]
@@ -42,19 +42,19 @@ NamedIndex: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A target's tensors, in the order of a layout."""
+    """Tensors of a load's target, in the order of the layout's published tensors."""
 
     targets: list[torch.Tensor]
     aliases: list[tuple[torch.Tensor, int]]
-    """Tensors of the target whose names are aliases in the layout, each with the index of its
-    published tensor."""
+    """Tensors of the target whose names are second names of tied tensors in the layout, each with
+    the index of the published tensor to load."""
     ties: list[tuple[NamedIndex, NamedIndex]] = field(default_factory=list)
-    """Pairs of names, with their indices in the layout, that are a single tensor in the target."""
+    """Pairs of published tensors (name and index in the layout) that the target has tied."""
 
     def require_ties(self, published: Callable[[int], torch.Tensor]) -> None:
-        """Refuse two published tensors with different values for one tensor of the target.
+        """Refuse two published tensors that have different values but are tied in the target.
 
-        ``published`` returns a published tensor, by its index in the layout.
+        ``published`` is a function that returns the published tensor with an index in the layout.
         """
         problems = [
             f"{name!r} and {tied!r} are one tensor in the target, but two in the store, with "
@@ -68,8 +68,6 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class _LastMatch:
-    """Match of the last load, with facts that identify the same target at the next load."""
-
     layout: Layout
     outline: WeightsSpec
     addresses: list[int]
@@ -78,7 +76,7 @@ class _LastMatch:
 
 
 def refuse_adapter(metadata: Mapping[str, Any]) -> None:
-    """Refuse a version that is an adapter, not a model, by its metadata."""
+    """Refuse a version whose metadata says that it is an adapter, not a model."""
     if ADAPTER_KEY in metadata:
         raise WeightsMismatchError(
             "the store holds an adapter, not a model: use save_adapter of "
@@ -87,7 +85,7 @@ def refuse_adapter(metadata: Mapping[str, Any]) -> None:
 
 
 class Matcher:
-    """Finds the target's tensor for each of a layout's tensors."""
+    """Finds the tensor of a load's target for each published tensor of a layout."""
 
     def __init__(self) -> None:
         self._last: _LastMatch | None = None
@@ -95,14 +93,14 @@ class Matcher:
     def match(self, target: Any, layout: Layout, *, partial: bool = False) -> Match:
         """Match a target's tensors with a layout's tensors, by name.
 
-        If ``partial``, the layout can have fewer tensors than the target. The caller calls
-        :meth:`Match.require_ties` before it copies into the target's tensors.
+        If ``partial``, the layout can have fewer tensors than the target. Call
+        :meth:`Match.require_ties` before you copy into the target's tensors.
 
         Raises:
             OptionError: the target has no named tensors.
-            WeightsMismatchError: a name is missing or left over, a shape or dtype differs, or a
-                tensor of the target cannot be written or overlaps another tensor in memory. The
-                message lists all differences.
+            WeightsMismatchError: a tensor is only in the layout or only in the target, a shape or
+                dtype differs, or a tensor of the target cannot be written or overlaps another
+                tensor in memory. The message lists all differences.
         """
         named = dict(_named_in(target))
         if may_have_model(target):
@@ -133,7 +131,7 @@ class Matcher:
         # A lazily conjugated view cannot be filled, although its address equals its tensor's.
         if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
             return None
-        # At unchanged addresses, the checks below would give the same results as at the last load.
+        # If no address has changed, the checks below have the same results as at the last load.
         if addresses != last.addresses:
             if (
                 not all(map(lies_in_memory, tensors))
@@ -148,8 +146,8 @@ class Matcher:
 def require_names(loaded: Mapping[str, int], names: Set[str], version: int) -> None:
     """Refuse a partial version that would leave a target with a mix of versions.
 
-    ``loaded`` has the names of all tensors that were loaded before, each with the first version
-    that had it. ``names`` are the names in this version.
+    ``loaded`` maps the name of each tensor that was loaded before to the first version with the
+    tensor. ``names`` are the names in the new version.
     """
     if lacking := sorted(loaded.keys() - names):
         lost = listed([f"{name!r} of version {loaded[name]}" for name in lacking], "; ")
@@ -162,7 +160,7 @@ def require_names(loaded: Mapping[str, int], names: Set[str], version: int) -> N
 def _match_each(
     target: Any, named: Mapping[str, Any], layout: Layout, *, partial: bool
 ) -> tuple[Match, list[int]]:
-    """Return the match, and the index in ``named`` of each tensor in ``Match.targets``."""
+    """Return the match, and the position in ``named`` of each tensor in ``Match.targets``."""
     tensors = dict(zip(clean_names(named), named.values(), strict=True))
     unfit = _unfit(target, tensors)
     specs = [spec_of(name, tensor) for name, tensor in tensors.items() if name not in unfit]
@@ -199,7 +197,6 @@ def _differences(comparison: Comparison, layout: Layout, unfit: Mapping[str, str
 
 
 def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem for each tensor of the target that the store lacks, unless it is tied."""
     filled = [tensors[name] for name in comparison.sources]
     for spec in comparison.missing:
         tensor = tensors[spec.name]
@@ -210,7 +207,7 @@ def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator
 def _overlaps(
     tensors: Mapping[str, torch.Tensor], comparison: Comparison
 ) -> tuple[list[tuple[NamedIndex, NamedIndex]], list[str]]:
-    """Return pairs of tensors with the same memory, and problems with partial overlaps."""
+    """Return pairs of tensors with the same memory, and messages about partial overlaps."""
     ties: list[tuple[NamedIndex, NamedIndex]] = []
     problems: list[str] = []
     for first, *group in _overlap_groups(tensors):
@@ -226,11 +223,11 @@ def _overlaps(
 
 
 def _overlap_groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Yield groups of names of tensors whose address ranges overlap."""
+    """Yield groups of names. The tensors of a group have overlapping address ranges."""
     ranges = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor), name)
         for name, tensor in tensors.items()
-        if tensor.numel() and tensor.data_ptr()  # devices without addresses report 0
+        if tensor.numel() and tensor.data_ptr()  # a device without addresses reports 0
     )
     group: list[str] = []
     group_device, group_end = "", 0
@@ -247,7 +244,7 @@ def _overlap_groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
 
 
 def _may_overlap(addresses: list[int], tensors: list[torch.Tensor]) -> bool:
-    """Whether contiguous tensors may overlap, if all are on one device."""
+    """Whether contiguous tensors may overlap in memory, assuming that all are on one device."""
     ends = (address + tensor.nbytes for address, tensor in zip(addresses, tensors, strict=True))
     ranges = sorted(zip(addresses, ends, strict=True))
     return any(start < end for (_, end), (start, _) in itertools.pairwise(ranges))
@@ -272,7 +269,7 @@ def _describe_problems(problems: list[str]) -> str:
 def _as_published(
     target: nn.Module, named: dict[str, torch.Tensor], layout: Layout
 ) -> dict[str, torch.Tensor]:
-    """Return a module's tensors under its own names, or its checkpoint's if these fit better."""
+    """Return a module's tensors, or its checkpoint's if these have more published names."""
     from dbuffer.weights.transformers_modules import as_checkpoint, has_model
 
     if layout.all_names <= named.keys() or not has_model(target):
@@ -309,7 +306,7 @@ def _unfit(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _not_kept(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of tensors that the target recomputes at each access, each with a reason."""
+    """Return the names of tensors that the target recomputes at each access, with the reasons."""
     if is_module(target):
         kept = [tensor for tensor in own_tensors(target) if not has_no_shape(tensor)]
         ids, places = set(map(id, kept)), {_storage_address(tensor) for tensor in kept} - {0}
@@ -375,7 +372,7 @@ def _reason_not_to_fill(name: str, tensor: Any) -> str:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor may share memory."""
+    """Whether several elements of a tensor may share memory."""
     reach = 0
     steps = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted(step for step in steps if step[1] > 1):

@@ -1,7 +1,7 @@
 """`as_checkpoint`: the tensors of a transformers module's checkpoint, made from the module.
 
-transformers fuses experts and renames layers when it loads a checkpoint. This module reverses these
-changes with the function of transformers that ``save_pretrained`` calls.
+When transformers loads a checkpoint, it fuses experts and renames layers. This module reverses
+these changes by calling the same transformers function as ``save_pretrained``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dbuffer.weights.conversion import Conversion, Shapes, shapes_of
 from dbuffer.weights.named_tensors import WRAPPER_PREFIX, without_wrappers
 
 _conversions: weakref.WeakKeyDictionary[nn.Module, Conversion] = weakref.WeakKeyDictionary()
-"""Last conversion of each module, kept because tracing thousands of experts takes long."""
+"""Traced conversion of each module, kept because tracing thousands of experts takes long."""
 
 
 def has_model(module: nn.Module) -> bool:
@@ -31,8 +31,8 @@ def has_model(module: nn.Module) -> bool:
 def as_checkpoint(module: nn.Module, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the tensors that ``save_pretrained`` would write, in the module's order.
 
-    Most of them are views of ``tensors``, the module's tensors by clean name. Tensors that must be
-    computed are lazy.
+    ``tensors`` are the module's tensors, by names without wrappers' parts. Most returned tensors
+    are views of ``tensors``. If a tensor must be computed, it is returned as a lazy tensor.
 
     Raises:
         UnsupportedError: a tensor must be computed from sharded tensors, or transformers cannot
@@ -53,7 +53,7 @@ def as_checkpoint(module: nn.Module, tensors: Mapping[str, Any]) -> Mapping[str,
 def _trace(module: nn.Module, models: Mapping[str, Any], shapes: Shapes) -> Conversion:
     try:
         return Conversion.trace(lambda parts: _saved(models, parts), shapes)
-    # Operations of transformers raise different errors.
+    # The operations of transformers raise errors of many classes.
     except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
         raise UnsupportedError(
             f"transformers cannot say how it would save this {type(module).__name__}: "
@@ -62,7 +62,7 @@ def _trace(module: nn.Module, models: Mapping[str, Any], shapes: Shapes) -> Conv
 
 
 def _saved(models: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors as transformers saves ``models``, by the prefix of the models' tensors."""
+    """Return tensors as transformers saves them. ``models`` has models by their names' prefix."""
     from transformers.core_model_loading import revert_weight_conversion
 
     saved: dict[str, torch.Tensor] = {}
@@ -79,7 +79,7 @@ def _saved(models: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[
 
 
 def _models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the outermost transformers models in a module, each with its path."""
+    """Yield each outermost transformers model in a module, with the model's path."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None or not hasattr(library, "revert_weight_conversion"):  # before version 5
         return
@@ -87,7 +87,7 @@ def _models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, part in module.named_modules():
         if isinstance(part, library.PreTrainedModel) and not path.startswith(tuple(inside)):
             inside.append(f"{path}." if path else "")
-            # transformers saves a model with adapters without converting it.
+            # transformers does not convert a model with adapters when it saves the model.
             if not getattr(part, "_hf_peft_config_loaded", False):
                 yield path, part
         if inside == [""]:
@@ -95,7 +95,7 @@ def _models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _prefix_in(names: Mapping[str, Any], path: str) -> str:
-    """Return the prefix of the clean names of a model's tensors."""
+    """Return the prefix, among clean names, of the tensors of the model at ``path``."""
     prefix = without_wrappers(f"{path}.") if path else ""
     while not any(name.startswith(prefix) for name in names):
         if not prefix.startswith(WRAPPER_PREFIX):
@@ -105,10 +105,10 @@ def _prefix_in(names: Mapping[str, Any], path: str) -> str:
 
 
 def _in_own_class(model: Any) -> Any:
-    """Return a model whose modules have the classes that they had before ``fully_shard``.
+    """Return the model, or a twin of it, with its modules' classes from before ``fully_shard``.
 
-    ``fully_shard`` replaces the class of each module, but transformers needs the original class's
-    name and Python module.
+    ``fully_shard`` replaces the class of each module, but transformers needs the name and the
+    Python module of the original class.
     """
     if not any(_is_replaced(type(module)) for module in model.modules()):
         return model
@@ -116,7 +116,7 @@ def _in_own_class(model: Any) -> Any:
     def twin_of(module: nn.Module) -> nn.Module:
         original = next(kind for kind in type(module).__mro__ if not _is_replaced(kind))
         twin: nn.Module = object.__new__(original)
-        # Compared with None: bool() of a compiled layer calls its len(), which fails.
+        # Compare with None: bool() of a compiled layer calls the layer's len(), which fails.
         children = {
             name: None if child is None else twin_of(child)
             for name, child in module._modules.items()  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Checks of values before a publish, for senders with ``dtype`` or ``require_finite``."""
+"""Checks of tensors' values before a publish, for senders with ``dtype`` or ``require_finite``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dbuffer.io.tensors import DTYPES
 def refuse_overflow(specs: Iterable[TensorSpec], tensors: Iterable[torch.Tensor]) -> None:
     """Refuse tensors with values that the dtype of their spec cannot represent.
 
-    torch casts such values without an error. NaNs are accepted, and infinities if the dtype has
-    infinities. Each tensor that is cast to a smaller range is read once.
+    torch casts such values without an error. NaNs are accepted. Infinities are accepted if the
+    dtype has infinities. Each tensor that is cast to a dtype with a smaller range is read once.
     """
     pairs = []
     for spec, tensor in zip(specs, tensors, strict=True):
@@ -51,13 +51,13 @@ def refuse_not_finite(specs: Iterable[TensorSpec], tensors: Iterable[torch.Tenso
 def _with_extremes(
     pairs: Iterable[tuple[TensorSpec, torch.Tensor]],
 ) -> Iterator[tuple[TensorSpec, torch.Tensor, float, float]]:
-    """Yield tensors with their smallest and largest values. If a tensor has a NaN, both are NaN."""
+    """Yield each tensor with its smallest and largest value, which are NaN if it has a NaN."""
     by_device: dict[torch.device, list[tuple[TensorSpec, torch.Tensor]]] = {}
     for spec, tensor in pairs:
         by_device.setdefault(tensor.device, []).append((spec, tensor))
     for on_device in by_device.values():
         with torch.inference_mode():
-            # For all tensors together, because each read of a result waits for the device.
+            # Read the results for all tensors together, because each read waits for the device.
             extremes = torch.stack([_extremes_of(tensor) for _, tensor in on_device]).tolist()
         for (spec, tensor), (low, high) in zip(on_device, extremes, strict=True):
             yield spec, tensor, low, high
@@ -70,7 +70,7 @@ def _may_be_infinite(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _largest_cast_to(dtype: torch.dtype) -> float:
-    """Return the largest number that a cast rounds to a finite value of the dtype."""
+    """Return the largest number that a cast to ``dtype`` rounds to a finite value."""
     limits = torch.finfo(dtype)
     return limits.max * (1 + limits.eps / 4)
 

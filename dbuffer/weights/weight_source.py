@@ -1,8 +1,8 @@
 """`WeightSource`: vLLM's protocol for a trainer's weights. Reading a source does not import vLLM.
 
-A source's ``metadata`` has the names, dtypes and shapes of all tensors. Each pass over the source
-yields the unsharded tensors, one at a time. On several ranks a pass is collective: all ranks must
-make the pass together, to its end.
+A source's ``metadata`` has the names, dtypes and shapes of all tensors. Each iteration over the
+source (a "pass") yields the unsharded tensors, one at a time. On several ranks a pass is
+collective: all ranks must make the pass together, to its end.
 
 | | vLLM 0.28 to 0.32 | since 0.33 |
 | --- | --- | --- |
@@ -30,11 +30,11 @@ from dbuffer.weights.lazy_tensor import LazyTensor
 
 
 class WeightSource(Protocol):
-    """Weights of a trainer, as vLLM's trainers pass them."""
+    """Trainer's weights in the form of vLLM's weight-transfer protocol."""
 
     @property
     def metadata(self) -> Any:
-        """Name, dtype and shape of each tensor in a pass, or a method that returns this list."""
+        """Name, dtype and shape of each tensor, or a method that returns this list."""
 
 
 def is_weight_source(weights: object) -> TypeGuard[WeightSource]:
@@ -47,8 +47,8 @@ def is_weight_source(weights: object) -> TypeGuard[WeightSource]:
 def parameters_of(source: object, *, may_be_sharded: bool) -> dict[str, torch.Tensor] | None:
     """Return the parameters of the module in vLLM's ``ModuleSource``, or None for other sources.
 
-    None is also returned for derived classes, which may yield other tensors, and for sharded
-    parameters unless ``may_be_sharded``: a pass gathers them.
+    The result is also None for classes derived from ``ModuleSource``, which may yield other tensors
+    than the parameters. If parameters are sharded, the result is None unless ``may_be_sharded``.
     """
     library = sys.modules.get("vllm.distributed.weight_transfer.base")
     if type(source) is not getattr(library, "ModuleSource", None):
@@ -62,14 +62,14 @@ def parameters_of(source: object, *, may_be_sharded: bool) -> dict[str, torch.Te
 
 
 class SourceReader:
-    """Reader of a weight source, with a lazy tensor for each of its tensors.
+    """Reader of a weight source, with a lazy tensor for each tensor of the source.
 
-    The lazy tensors must be fetched in order, because they are all read in a single pass. The
-    constructor reads the source's ``metadata``, on all ranks.
+    The lazy tensors must be fetched in order, because all come from a single iteration over the
+    source (a "pass"). The constructor reads the source's ``metadata``, on all ranks.
 
     Raises:
         InvalidWeightsError: ``metadata`` does not have the form that vLLM defines.
-        UnsupportedError: the source yields only parts of tensors.
+        UnsupportedError: the source yields parts of tensors instead of complete tensors.
     """
 
     def __init__(self, source: WeightSource) -> None:
@@ -97,7 +97,7 @@ class SourceReader:
         self._held = _held_names(source, metadata)
 
     def held_on(self, rank: int) -> list[int]:
-        """Return the indices of the tensors to publish that a pass yields on this rank."""
+        """Return the indices of the tensors that this process publishes as rank ``rank``."""
         if self._held is None:
             return [] if rank else list(self._place.values())
         return [place for name, place in self._place.items() if name in self._held]
@@ -112,7 +112,7 @@ class SourceReader:
             )
 
     def finish(self) -> None:
-        """Finish the pass, or make a complete pass if none was begun: other ranks wait for that."""
+        """Finish the collective pass over the source. If no pass was begun, make one."""
         unfinished, self._pass = self._pass, None
         surplus = []
         for pair in pass_over(self._source) if unfinished is None else unfinished:
@@ -124,7 +124,7 @@ class SourceReader:
             )
 
     def _read(self, name: str) -> torch.Tensor:
-        """Return a tensor from the pass. Skip the tensors before it, which other ranks publish."""
+        """Return the tensor ``name``. Skip the tensors before it, which other ranks publish."""
         if self._pass is None:
             self._pass = pass_over(self._source)
         for pair in self._pass:
@@ -141,13 +141,13 @@ class SourceReader:
 
 
 def metadata_of(source: Any) -> Iterator[Any]:
-    """Return the metadata of a source: an attribute, or a method before vLLM 0.33."""
+    """Return the metadata of a source, an attribute since vLLM 0.33 and a method before."""
     metadata: Any = source.metadata
     return iter(metadata() if callable(metadata) else metadata)
 
 
 def is_split(source: Any) -> bool:
-    """Whether rank 0 lacks some tensors of a source. The result is the same on all ranks."""
+    """Whether a source has tensors that rank 0 lacks. The result is the same on all ranks."""
     if not hasattr(source, "iter_full"):
         return getattr(source, "held_names", lambda: None)() is not None
     owners = [getattr(entry, "owners", None) for entry in metadata_of(source)]
@@ -168,7 +168,7 @@ def _held_names(source: Any, metadata: Iterable[Any]) -> frozenset[str] | None:
 
 
 def pass_over(source: Any) -> Iterator[Any]:
-    """Begin a pass over a weight source."""
+    """Begin an iteration (a "pass") over a weight source."""
     return iter(source.iter_full() if hasattr(source, "iter_full") else source)
 
 

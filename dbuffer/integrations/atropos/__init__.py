@@ -1,4 +1,4 @@
-"""Atropos: a weight bridge, which replaces the classes of Atropos' example trainer."""
+"""Atropos: a weight bridge that replaces the bridge of Atropos' example trainer."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ class VLLMWeightBridge:
             With several nodes, the default is ``dbuffer-atropos`` in ``log_dir`` or ``LOGDIR``.
         rank_timeout_s: how long ranks wait for a missing or hung rank, in addition to the
             ``timeout_seconds`` of an update.
-        **sender: fields of :class:`dbuffer.SenderOptions`. ``rename`` replaces the mapping.
+        **sender: fields of :class:`dbuffer.SenderOptions`. A ``rename`` replaces the parameter
+            mapping of Atropos' servers.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class VLLMWeightBridge:
         self._model: nn.Module | None = None
         self._update_count = 0
         self._version: int | None = None
-        """Newest version, or None if the server in local mode has applied it."""
+        """Number of the newest version, or None once the server in local mode has applied it."""
 
     @property
     def param_mappings(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class VLLMWeightBridge:
         return get_name_conversions(self.param_mappings)
 
     def initialize(self) -> None:
-        """Open the store and read the parameter mapping, or wait until the mapping exists.
+        """Open the store, and read the parameter mapping once its file exists.
 
         Raises:
             NotReadyError: (a ``RuntimeError``) the mapping was not written in time.
@@ -125,10 +126,10 @@ class VLLMWeightBridge:
         logger.info("publishing into %s", self.store)
 
     def attach_to_vllm_weights(self, vllm_state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Publish these tensors from now on. Use this if the trainer loads its model itself.
+        """Publish the tensors of ``vllm_state_dict`` at each update.
 
-        ``vllm_state_dict`` has the trainer's tensors under its names, for instance
-        ``dict(model.named_parameters())``. Each update reads them.
+        Call this method if the trainer loads its model itself. ``vllm_state_dict`` has the
+        trainer's tensors by the trainer's names, for instance ``dict(model.named_parameters())``.
 
         Raises:
             InvalidWeightsError: a tensor cannot be published.
@@ -141,10 +142,11 @@ class VLLMWeightBridge:
         self.shared_state_dict = vllm_state_dict
 
     def get_trainable_model(self) -> nn.Module:
-        """Return the model ``config.model_name`` to train. Each update publishes its weights.
+        """Return the model ``config.model_name`` to train, which each update publishes.
 
-        If tensors were attached, the model's parameters are these tensors, with their values and
-        dtypes, and on the same device also their memory. All calls return the same model.
+        If tensors were attached, the model's parameters are the attached tensors, with their values
+        and dtypes. On the same device they also share the tensors' memory. All calls return the
+        same model.
 
         Raises:
             OptionError: (a ``ValueError``) the parameter mapping or the attached tensors do not fit
@@ -192,7 +194,7 @@ class VLLMWeightBridge:
     def barrier(self) -> None:
         """Wait until the engines of all inference nodes have applied the newest version.
 
-        In local mode, notify the server first. A second call for the same version does nothing.
+        In local mode, first notify the server; a second call for the same version does nothing.
 
         Raises:
             WaitTimeoutError: some engine did not apply the version within ``timeout_seconds``.
@@ -254,7 +256,7 @@ class VLLMWeightBridge:
 
     @property
     def _rank_patience_s(self) -> float:
-        """How long ranks wait for each other. Rank 0 may be waiting for servers meanwhile."""
+        """Longest wait of a rank for another rank, including rank 0's wait for servers."""
         return self.config.timeout_seconds + self._rank_timeout_s
 
     def _join_ranks(self) -> None:
@@ -313,10 +315,10 @@ def _named(weights: Weights) -> Mapping[str, torch.Tensor]:
 
 
 def _take_over(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Replace a model's parameters by these tensors, without a copy or cast.
+    """Replace a model's parameters by ``tensors``, without a copy or cast.
 
-    Tied parameters need only one of their names. Buffers that are not among the tensors keep the
-    model's values.
+    For tied parameters, ``tensors`` needs only one of their names. Buffers that are missing in
+    ``tensors`` keep the model's values.
     """
     attached = dict(zip(clean_names(tensors), tensors.values(), strict=True))
     try:

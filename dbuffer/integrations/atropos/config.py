@@ -1,4 +1,4 @@
-"""`BridgeConfig`: settings of the bridge, with Atropos' names and defaults."""
+"""`BridgeConfig`: settings of the weight bridge, with Atropos' names and defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dbuffer.runtime import options as checks
 
 @dataclass
 class BridgeConfig:
-    """Settings of the trainer's processes and of the inference servers.
+    """Settings of a weight bridge: the trainer's processes and the inference servers.
 
     Raises:
         UnsupportedError: (a ``NotImplementedError``) ``use_cuda_ipc`` is set.
@@ -23,17 +23,17 @@ class BridgeConfig:
 
     trainer_rank: int = 0
     world_size: int = 1
-    """Number of the trainer's processes. If above 1, each of them makes a bridge and all calls."""
+    """Number of the trainer's processes. If above 1, each process makes a bridge and all calls."""
     init_method: str = "env://"
     num_inference_nodes: int = 0
-    """Number of nodes with an engine in a SLURM job, or 0 for one server on this machine (local
-    mode)."""
+    """Number of nodes with an inference engine in the SLURM job. The value 0 means local mode: a
+    single server on this machine."""
     model_name: str = ""
-    """Hugging Face name or directory of :meth:`VLLMWeightBridge.get_trainable_model`'s model."""
+    """Hugging Face name or directory of the model that `get_trainable_model` returns."""
     device: str = "cuda"
     timeout_seconds: float = 300.0
     log_dir: str | None = None
-    """Directory that trainer and servers see. Default: the environment variable ``LOGDIR``."""
+    """Directory that trainer and servers share. Default: the environment variable ``LOGDIR``."""
     vllm_api_url: str = "http://localhost:9001"
     use_cuda_ipc: bool = False
     num_gpus_per_node: int = field(default_factory=torch.cuda.device_count)
@@ -63,14 +63,14 @@ class BridgeConfig:
 
     @property
     def directory(self) -> str | None:
-        """``log_dir`` or ``LOGDIR``. It contains the mapping and, with several nodes, the store."""
+        """Directory of the mapping file and of several nodes' store: `log_dir` or ``LOGDIR``."""
         return self.log_dir or os.environ.get("LOGDIR") or None
 
     @classmethod
     def from_training_config(cls, config: Any) -> Self:
         """Make a configuration from Atropos' ``TrainingConfig``, or an object with its attributes.
 
-        As in Atropos, ``log_dir`` comes from the environment variable ``LOGDIR``.
+        As in Atropos, `log_dir` comes from the environment variable ``LOGDIR``.
         """
         names = ("trainer_rank", "world_size", "init_method", "num_inference_nodes")
         return cls(

@@ -1,8 +1,8 @@
 """`ParameterMapping`: names and layouts from Atropos' file ``vllm_bridge_config.json``.
 
-Most entries map a name to itself. If several names are mapped to the same name, they are the parts
-of a fused projection. The parts are published under their original names, because the engine's
-loader fuses them.
+Most entries map a name to itself. If several names are mapped to the same name, their tensors are
+the parts of a fused projection. These tensors are published under their original names, because
+the engine's loader fuses them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CHANGES_NOTHING: dict[str, Any] = {"param_mappings": {}}
 
 
 def mapping_path(directory: str | None) -> Path:
-    """Return the path of the mapping file; ``directory`` is `BridgeConfig.directory`."""
+    """Return the path of the mapping file. ``directory`` is `BridgeConfig.directory`."""
     named = os.environ.get(PATH_VARIABLE)
     if named:
         return options.path(PATH_VARIABLE, named)
@@ -49,9 +49,10 @@ def mapping_path(directory: str | None) -> Path:
 
 
 def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the trainer's names for each of the servers' names.
+    """Return the trainer's names of parameters, keyed by the servers' name.
 
-    ``param_mappings`` comes from a mapping file. A parameter without ``vllm_name`` keeps its name.
+    ``param_mappings`` is the field of this name in a mapping file. A parameter without
+    ``vllm_name`` has the same name on the servers.
     """
     conversions: dict[str, list[str]] = {}
     for name, entry in param_mappings.items():
@@ -60,9 +61,9 @@ def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[st
 
 
 class ParameterMapping:
-    """Servers' names for the trainer's tensors, and the tensors to permute.
+    """Servers' names for a trainer's tensors, and the names of tensors whose rows are permuted.
 
-    ``content`` is the content of the mapping file.
+    ``content`` is the decoded JSON of the mapping file at ``path``.
     """
 
     def __init__(self, path: Path, content: Any = _CHANGES_NOTHING) -> None:
@@ -110,10 +111,10 @@ class ParameterMapping:
 
 
 def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
-    """Wait for the mapping file, and return its content, or an empty mapping if none is needed.
+    """Wait for the mapping file and return its content, or an empty mapping if no file is needed.
 
-    A mapping is needed if ``VLLM_BRIDGE_CONFIG_PATH`` names its file. It is also needed if
-    ``config.directory`` is set, except in local mode with a stock ``server``, which writes none.
+    The file is needed if ``VLLM_BRIDGE_CONFIG_PATH`` or ``config.directory`` is set. With
+    ``config.directory``, a stock ``server`` in local mode needs no file, because it writes none.
     """
     path, timeout_s = mapping_path(config.directory), config.timeout_seconds
     is_named = bool(os.environ.get(PATH_VARIABLE))

@@ -17,12 +17,12 @@ from dbuffer.errors import InvalidWeightsError
 
 
 def permute_for_rotary(w: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Convert a projection from interleaved pairs to halves; return a new tensor of its shape.
+    """Return a projection converted from interleaved pairs to halves, as a new tensor.
 
     Args:
         w: weight ``[n_heads * head_dim, in_features]`` or bias ``[n_heads * head_dim]`` of a query
             or key projection.
-        n_heads: number of heads in this projection. Keys can have fewer heads than queries.
+        n_heads: number of heads in the projection. Keys can have fewer heads than queries.
     """
     if n_heads < 1 or not w.ndim or not w.shape[0] or w.shape[0] % (2 * n_heads):
         raise InvalidWeightsError(
@@ -34,5 +34,5 @@ def permute_for_rotary(w: torch.Tensor, n_heads: int) -> torch.Tensor:
 
 
 def permute_for_rotary_1d(w: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Call :func:`permute_for_rotary`. Atropos uses this name for biases."""
+    """Call :func:`permute_for_rotary`. Atropos' name of the function for biases."""
     return permute_for_rotary(w, n_heads)

@@ -1,4 +1,4 @@
-"""Calls to the inference server in local mode.
+"""Calls to the inference server in local mode (a single server on this machine).
 
 A server with Atropos' bridge routes is notified of each version. A stock vLLM server is not
 notified: it follows the store with the middleware ``FollowStore``.
@@ -17,7 +17,7 @@ _RETRY_S = 0.25
 
 
 def notify(server: VllmServer, notification: dict[str, Any], timeout_s: float) -> None:
-    """Call Atropos' notification route, if the server has it. Wait if the server is starting."""
+    """Call Atropos' notification route if the server has the route. Wait for a starting server."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -31,7 +31,7 @@ def notify(server: VllmServer, notification: dict[str, Any], timeout_s: float) -
 
 
 def is_stock(server: VllmServer) -> bool:
-    """Whether a server answers and is a stock vLLM, which has no Atropos routes or mapping."""
+    """Whether a server answers and is a stock vLLM server, without Atropos' routes."""
     try:
         has_version = _has_route(server, "GET", "/version", timeout=_PROBE_S)
         return has_version and not _has_route(server, "GET", "/bridge/info", timeout=_PROBE_S)

@@ -13,14 +13,13 @@ from dbuffer.errors import NotReadyError
 NODELIST_VARIABLES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 NCCL_PORT, GLOO_PORT, INFERENCE_PORT = 26756, 26757, 26758
-"""Atropos' ports for process groups. The bridge does not use them."""
+"""Atropos' ports for process groups. dbuffer's bridge does not use these ports."""
 
 _HOSTS_FILE = Path("/etc/hosts")
 _SCONTROL_TIMEOUT_S = 60.0
 
 
 def _job_nodes() -> list[str]:
-    """Return the nodes of this SLURM job, or an empty list."""
     hostlist = next(filter(None, map(os.environ.get, NODELIST_VARIABLES)), None)
     if hostlist is None:
         return []
@@ -48,9 +47,10 @@ def get_inference_urls(
 ) -> tuple[str | None, str | None, str | None, list[str] | None]:
     """Return the addresses of Atropos' process groups, and the nodes that run engines.
 
-    The first three are ``host:port`` of the NCCL, Gloo and inference groups. With 0 nodes, all are
-    on this machine. If the job has fewer nodes, all its nodes are returned, as in Atropos. All four
-    values are None if the number is negative, or outside of a SLURM job.
+    The first three values are ``host:port`` of the NCCL, Gloo and inference groups; the last value
+    is the list of nodes. If ``num_inference_nodes`` is 0, all addresses are on this machine. If the
+    SLURM job has fewer nodes, all its nodes are returned, as in Atropos. All four values are None
+    if the number is negative, or outside of a SLURM job.
     """
     if num_inference_nodes == 0:
         first, nodes = "localhost", ["localhost"]
@@ -64,8 +64,8 @@ def get_inference_urls(
 def get_local_hostname() -> list[str]:
     """Return this host's address and names from its line in ``/etc/hosts``.
 
-    Lines with loopback addresses are skipped. Without another line, return the host's resolved
-    address and name.
+    Lines with loopback addresses are skipped. If no line remains, return the address that the
+    host's name resolves to, and the name.
     """
     name = socket.gethostname()
     address = ""

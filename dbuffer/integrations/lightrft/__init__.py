@@ -1,4 +1,4 @@
-"""LightRFT: :class:`BroadcastManager` replaces LightRFT's class, and sends through a store."""
+"""LightRFT: a :class:`BroadcastManager` that replaces LightRFT's and sends through a store."""
 
 from __future__ import annotations
 

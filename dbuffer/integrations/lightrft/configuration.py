@@ -1,4 +1,4 @@
-"""A trainer's settings for publishing, read from LightRFT's strategy and actor."""
+"""Settings for publishing, read from the strategy and actor of LightRFT's trainer."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SGLANG_NAMES = (
     .pattern(r"(?:model\.)?language_model\.(lm_head.*)", r"\1")
     .pattern(r"(?:model\.)?language_model\.(?:model\.)?(.*)", r"model.\1")
 )
-"""Names of a vision-language model, from transformers to SGLang. Other parts may have any names."""
+"""Map from transformers' to SGLang's names of a vision-language model's tensors."""
 
 DEFAULTS: dict[str, Any] = {"fsdp": False, "zero_stage": 2, "bf16": True, "text_only": False}
 
 
 def engine_type_of(strategy: Any) -> str:
-    """Return a strategy's ``engine_type``, one of :data:`ENGINE_TYPES`."""
+    """Return a strategy's ``engine_type``; refuse a value outside of :data:`ENGINE_TYPES`."""
     engine_type: str = strategy.engine_type
     if engine_type not in ENGINE_TYPES:
         raise UnsupportedError(
@@ -41,8 +41,8 @@ def engine_type_of(strategy: Any) -> str:
 def dtype_of(strategy: Any) -> torch.dtype | None:
     """Return the dtype of published floating-point tensors, or None to keep each tensor's dtype.
 
-    As in LightRFT, the dtype is bfloat16 with ``bf16``. Without ``bf16``, it is float16 for FSDP2,
-    and None for DeepSpeed.
+    As in LightRFT, the dtype is bfloat16 if ``bf16`` is set. Otherwise the dtype is float16 for
+    FSDP2, and None for DeepSpeed.
     """
     if _setting(strategy, "bf16"):
         return torch.bfloat16
@@ -50,7 +50,7 @@ def dtype_of(strategy: Any) -> torch.dtype | None:
 
 
 def names_of(strategy: Any, actor: Any) -> NameMap | None:
-    """Return the map from the actor's names to the engine's, or None if the names are the same."""
+    """Return the map from the actor's to the engine's tensor names, or None for equal names."""
     if engine_type_of(strategy) != "sglang" or _setting(strategy, "text_only"):
         return None
     names = (name for name, _ in _module(strategy, actor).named_parameters())
@@ -58,7 +58,7 @@ def names_of(strategy: Any, actor: Any) -> NameMap | None:
 
 
 def weights_of(strategy: Any, actor: Any) -> Weights:
-    """Return the weights to publish: the actor's module, with its adapters merged."""
+    """Return the weights to publish: the actor's module, with adapters merged into it."""
     engine_type_of(strategy)
     module = _module(strategy, actor)
     if not _has_adapters(module):
@@ -108,7 +108,7 @@ def _has_adapters(module: nn.Module) -> bool:
 
 
 def _setting(strategy: Any, name: str) -> Any:
-    """Return a setting from ``args``, ``config`` or LightRFT's defaults, in this order."""
+    """Return a setting from the strategy's ``args`` or ``config``, or LightRFT's default."""
     for holder in (getattr(strategy, "args", None), getattr(strategy, "config", None)):
         if hasattr(holder, name):
             return getattr(holder, name)

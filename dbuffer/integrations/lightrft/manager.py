@@ -39,8 +39,8 @@ class BroadcastManager(Closing):
     """Brings an actor's weights to its inference engines through a store.
 
     Every rank makes a manager, and all ranks make each call together. Each rank writes its part of
-    a version; only ZeRO-3 gathers, tensor by tensor. In each engine, either all ranks switch to the
-    version or none.
+    a version. Only ZeRO-3 gathers weights, tensor by tensor. In each engine, either all ranks
+    switch to the version or none.
 
     Args:
         actor: LightRFT's actor. Its ``model`` is a module sharded by FSDP2's ``fully_shard``, or a
@@ -49,12 +49,14 @@ class BroadcastManager(Closing):
         inference_engine: this rank's ``vllm.LLM``, LightRFT's wrapper of an ``sglang.Engine``, or
             None if this rank has no engine.
         store: the store's directory, the same on all ranks and engines. Default: a directory in
-            this machine's shared memory, for one manager of the job. It outlives the job.
-        timeout_s: how long an engine can take to stage a version, while it serves.
+            this machine's shared memory, which only one manager of the job can use. The directory
+            stays when the job ends.
+        timeout_s: how long an engine can take to read a version into its memory, while it serves.
         rank_timeout_s: how long ranks wait for a rank that hangs.
         unused_tensors: see :class:`EngineOptions`.
-        **sender: fields of :class:`dbuffer.SenderOptions`. By default ``dtype`` and ``rename`` are
-            the same as in LightRFT, which renames only for SGLang without ``args.text_only``.
+        **sender: fields of :class:`dbuffer.SenderOptions`. The defaults of ``dtype`` and ``rename``
+            are LightRFT's dtype and names. LightRFT renames only for SGLang without
+            ``args.text_only``.
 
     Raises:
         UnsupportedError: (a ``NotImplementedError``) the engine or the trainer is not supported.
@@ -92,7 +94,7 @@ class BroadcastManager(Closing):
             engine = engine_of_rank(inference_engine)
             if not any(self._agreement.share("look for its engine", engine is not None)):
                 raise OptionError("no rank has an inference engine")
-            self._weights_on_all_ranks()  # raises now if these weights cannot be published
+            self._weights_on_all_ranks()  # raises if the weights cannot be published
             with self._agreement.step("choose a store") as step:
                 if self._agreement.rank == 0:
                     port = os.environ.get("MASTER_PORT", 0)
@@ -118,9 +120,10 @@ class BroadcastManager(Closing):
     def broadcast_to_engine(self) -> None:
         """Publish the actor's weights, and return when every engine has switched to them.
 
-        If publishing fails, all engines continue with their weights. If an engine cannot switch, it
-        continues with its weights, but the other engines have the new version. All ranks raise the
-        errors of :meth:`dbuffer.ShardedWeightSender.send` and :meth:`.Follower.sync`.
+        If publishing fails, all engines continue with their present weights. If an engine cannot
+        switch, that engine continues with its present weights, but the other engines have the new
+        version. All ranks raise the errors of :meth:`dbuffer.ShardedWeightSender.send` and
+        :meth:`.Follower.sync`.
         """
         weights = self._weights_on_all_ranks()
         version = self._sender.send(weights).version
@@ -139,15 +142,15 @@ class BroadcastManager(Closing):
 
 
 def _stop(follower: EngineFollower) -> None:
-    with contextlib.suppress(DBufferError):  # raised if the engine has ended
+    with contextlib.suppress(DBufferError):  # an ended engine raises an error
         follower.stop_workers()
     follower.close()
 
 
 def engine_of_rank(inference_engine: Any) -> Any:
-    """Return this rank's engine, or None.
+    """Return this rank's engine, or None if this rank has no engine.
 
-    LightRFT wraps an SGLang engine on several ranks; only the first of these ranks has the engine.
+    LightRFT wraps an SGLang engine on several ranks. Only the first of these ranks has the engine.
     """
     if not hasattr(inference_engine, "tp_group_cpu"):
         return inference_engine
@@ -156,13 +159,13 @@ def engine_of_rank(inference_engine: Any) -> Any:
 
 
 def start_follower(engine_type: str, engine: Any, options: EngineOptions) -> EngineFollower:
-    """Return a started follower of an engine. The engine switches only when ``sync`` is called."""
+    """Start a follower, whose engine changes versions only in the follower's ``sync``."""
     if isinstance(engine, str):
         raise UnsupportedError(
             f"{engine!r} is not an engine in this process: a server follows the store by itself, "
             "with the middleware dbuffer.integrations.vllm.FollowStore"
         )
-    # The integrations' `follow` would switch some engines in the background, at any time.
+    # `follow` of the vLLM and SGLang integrations would switch engines in the background.
     follower: EngineFollower
     if engine_type == "sglang":
         from dbuffer.integrations.sglang.sglang_engine import sglang_engine_of

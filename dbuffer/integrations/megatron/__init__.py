@@ -1,4 +1,4 @@
-"""Megatron-Core: :class:`MegatronWeights`, the weights of a model that mbridge can export."""
+"""Megatron-Core: :class:`MegatronWeights` publishes a model that mbridge can export."""
 
 from __future__ import annotations
 

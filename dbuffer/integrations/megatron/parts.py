@@ -1,7 +1,8 @@
 """`Part`: part of an exported tensor whose elements are in a parameter of this rank.
 
-Exported tensors are cut along a dimension into boxes, one per rank. The elements of a box are a
-strided view of a parameter, for instance q's rows in a fused projection, or half of a gated layer.
+A tensor that mbridge exports under a Hugging Face name is cut along a dimension into parts, one per
+rank. The elements of a part are a strided view of one of the rank's parameters. For instance, the
+view contains q's rows in a fused projection, or half of a gated layer.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from dbuffer.io.tensors import flat_view
 from dbuffer.weights.lazy_tensor import HeldRows, LazyTensor
 
 OWNERS_PER_RANK = 1 << 16
-"""Maximum number of parameters of a rank, which own elements of exported tensors."""
+"""Maximum number of parameters and buffers of a rank, as numbered in tracing an export."""
 
 
 Strided: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Sizes, strides and first element of a strided view of a contiguous tensor."""
+"""Strided view of a contiguous tensor: sizes, strides and index of the first element."""
 
 
 class Cut(NamedTuple):
@@ -32,10 +33,10 @@ class Cut(NamedTuple):
     parameter: str
     dimension: int
     first: int
-    """First index of the part along the dimension."""
+    """First index of this rank's part along `dimension`."""
     extent: int
     ranks: tuple[int, ...]
-    """Ranks that have the parts, in the order of the parts."""
+    """Ranks that have the tensor's parts, in the order of the parts."""
 
     @classmethod
     def find(
@@ -44,11 +45,12 @@ class Cut(NamedTuple):
         parameters: Mapping[int, str],
         groups: Collection[tuple[int, ...]],
     ) -> Self | None:
-        """Return the cut of a tensor, or None if the ranks cannot publish their parts of it.
+        """Return the cut of a tensor, or None if its parts cannot be published.
 
-        Ranks can publish a tensor that is cut by rows, or evenly along another dimension over one
-        of the ``groups``. ``owners`` has the number of each element's owner, and ``parameters`` has
-        the names of this rank's parameters, by these numbers.
+        The parts can be published if the tensor is cut by rows, or if it is cut evenly along
+        another dimension over one of the ``groups`` of ranks. ``owners`` is the exported tensor,
+        with each element replaced by the number of the element's parameter. ``parameters`` has the
+        names of this rank's parameters by number.
         """
         if not owners.ndim:
             return None
@@ -78,7 +80,7 @@ def strides_of(positions: torch.Tensor, num_elements: int) -> Strided | None:
     sizes: list[int] = []
     strides: list[int] = []
     starts = positions = positions.flatten()
-    while len(starts) > 1:  # a dimension per pass, from the last dimension to the first
+    while len(starts) > 1:  # finds one dimension of the view, the last first
         steps = starts.diff()
         ends = (steps != steps[0]).nonzero()
         size = int(ends[0]) + 1 if len(ends) else len(starts)
@@ -107,7 +109,7 @@ class Part:
     elements: Strided
 
     def is_in(self, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-        """Whether this part of an exported tensor equals the parameter's elements, bit for bit."""
+        """Whether this part of the exported tensor is in ``parameter``, bit for bit."""
         exported, local = self.cut.part_of(tensor), self.of(parameter)
         return exported.dtype == local.dtype and torch.equal(_bytes_of(exported), _bytes_of(local))
 
@@ -119,9 +121,10 @@ class Part:
     def in_whole(
         self, parameter: torch.Tensor, meshes: Mapping[tuple[int, ...], DeviceMesh]
     ) -> torch.Tensor | LazyTensor:
-        """Return the exported tensor as a sharded tensor: each rank has its part.
+        """Return the exported tensor as a sharded tensor with one part per rank.
 
-        If this rank has the complete tensor, return it. ``meshes`` has a mesh per group of ranks.
+        If this rank has the complete tensor, return the tensor unsharded. ``meshes`` has the device
+        mesh of each group of ranks.
         """
         local, ranks = self.of(parameter), self.cut.ranks
         if len(ranks) == 1:

@@ -1,8 +1,8 @@
 """`Tracer`: finds the parts of exported tensors that are in a rank's parameters.
 
 mbridge exports the model three times. In the first export, each weight is replaced by the number of
-its parameter; in the second, by its position in the parameter. The third export has the weights,
-and each rank compares its parts with them.
+its parameter. In the second export, each weight is replaced by its position in the parameter. The
+third export has the weights, and each rank compares its parts with these weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Exported: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 
 
 def tensors_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a rank's models, under names with the virtual stage."""
+    """Return the parameters and buffers of a rank's models. Names begin with the model's index."""
     return {
         f"{stage}.{name}": tensor
         for stage, model in enumerate(models)
@@ -31,10 +31,11 @@ def tensors_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
 
 
 class Tracer:
-    """Search for this rank's parts. It is collective: all ranks make each export, to its end.
+    """Collective search for the parts of exported tensors that are in this rank's parameters.
 
-    ``models`` are this rank's models, without wrappers; ``bridge`` is mbridge's bridge of them.
-    ``groups`` are the groups of ranks over which a parameter can be cut.
+    ``models`` are this rank's models, without wrappers, and ``bridge`` is mbridge's bridge of these
+    models. ``groups`` are the groups of ranks over which a tensor can be cut. All ranks must search
+    together, because an export gathers tensors.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Tracer:
                 f"this rank has {len(self._tensors)} parameters and buffers, but at most "
                 f"{OWNERS_PER_RANK - 1} are supported: publish mbridge's export, as a weight source"
             )
-        self._first = distributed.get_rank() * OWNERS_PER_RANK + 1  # 0 is no owner
+        self._first = distributed.get_rank() * OWNERS_PER_RANK + 1  # 0 is no parameter
         self._names = dict(enumerate(self._tensors, self._first))
         self._device = next(models[0].parameters()).device
         self._error: Exception | None = None
@@ -57,7 +58,7 @@ class Tracer:
 
     @torch.no_grad()
     def find_parts(self) -> dict[str, Part]:
-        """Return this rank's parts by exported name; raise an error if any rank failed."""
+        """Return this rank's parts by exported name. Raise an error if any rank failed."""
         at_place = self._find_parts(self._find_cuts())
         parts = {part.name: part for part in at_place.values()}
         names: dict[str, None] = {}
@@ -73,23 +74,23 @@ class Tracer:
                 yield name, tensor
 
         self._for_each(noted(), compare)
-        # If a bridge computes a tensor, every rank may assume that other ranks have its parts.
+        # A tensor that the bridge computes can be in no rank's parameters: count the ranks.
         flags = [*(name in parts for name in names), self._error is not None]
         counts = torch.tensor(flags, dtype=torch.int32, device=self._device)
         distributed.all_reduce(counts)
         *num_ranks, num_failed = counts.tolist()
         if self._error is not None:
             raise self._error
-        if num_failed:  # raise here too, so that all ranks trace again at the next publish
+        if num_failed:  # raise on every rank, so that all trace again at the next publish
             raise RankFailedError("another rank could not trace the export")
         self.refused |= {name: None for name, n in zip(names, num_ranks, strict=True) if not n}
         return parts
 
     def _for_each(self, export: Exported, work: Callable[[int, str, torch.Tensor], None]) -> None:
-        """Call ``work`` with the index, name and value of each exported tensor, until it fails.
+        """Call ``work`` with the index, name and value of each exported tensor.
 
-        After a failure the export continues without ``work``, because other ranks wait in the next
-        gather.
+        If ``work`` raises an error, the export continues without ``work``, because the other ranks
+        wait in the next gather.
         """
         for place, (name, tensor) in enumerate(export):
             if self._error is None:
@@ -99,7 +100,7 @@ class Tracer:
                     self._error = error
 
     def _find_cuts(self) -> dict[int, Cut]:
-        """Return the cuts of tensors that this rank has parts of, by their indices in an export."""
+        """Return the cut of each exported tensor that this rank has a part of, by index."""
         owner_of = {id(self._tensors[name]): owner for owner, name in self._names.items()}
         end, cuts = self._first + len(self._names), dict[int, Cut]()
 
@@ -142,7 +143,7 @@ class Tracer:
 
 
 class _NumberedModel:
-    """Model that returns numbers instead of its parameters and buffers, when mbridge reads them."""
+    """Model that gives mbridge tensors of numbers instead of its parameters and buffers."""
 
     def __init__(self, model: nn.Module, numbers: Numbers) -> None:
         self._model = model

@@ -1,8 +1,9 @@
 """`MegatronWeights`: a Megatron model's weights as Hugging Face tensors, in parts on each rank.
 
 mbridge exports a model under Hugging Face's names: it gathers, joins and cuts parameters, tensor by
-tensor. The first publish traces the export (`tracing`). All publishes then use each rank's parts
-(`parts`), which are views of the rank's parameters, so that nothing is gathered.
+tensor. The first publish traces the export (module `tracing`), to find each rank's parts of the
+exported tensors (module `parts`). The parts are views of the rank's parameters, so that a publish
+gathers nothing.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from dbuffer.weights.lazy_tensor import LazyTensor
 class MegatronWeights:
     """Weights of a Megatron model under the names of mbridge's export, published without a gather.
 
-    ``bridge`` is mbridge's bridge of the model, and ``models`` this rank's part of the model, as
-    ``bridge.export_weights`` takes it. Pass the weights to `ShardedWeightSender.send` on all ranks.
-    The first time, the ranks export three times: twice with four bytes per element, and once to
-    compare their parts with the weights. On a network mount, tensors that are cut by columns are
-    gathered.
+    ``bridge`` is mbridge's bridge of the model. ``models`` is this rank's part of the model, in the
+    form that ``bridge.export_weights`` accepts. Pass the weights to `ShardedWeightSender.send` on
+    all ranks. The first publish exports the model three times: twice with four bytes per element,
+    and once to compare the ranks' parts with the exported weights. On a network mount, tensors that
+    are cut by columns are gathered.
 
     Raises:
         InvalidWeightsError: (raised by ``send``) parameters have other names, shapes or dtypes than
             at the first publish.
         UnsupportedError: (raised by ``send``) the bridge computes a tensor from parameters, or a
-            rank has several boxes of a tensor.
+            rank has several separate parts of a tensor.
     """
 
     def __init__(self, bridge: Any, models: Sequence[nn.Module]) -> None:
@@ -48,7 +49,7 @@ class MegatronWeights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
         tensors = tensors_of(self._models)
-        # Tracing is collective. After an error on any rank, no rank has parts, so all trace again.
+        # Tracing is collective: after an error on any rank, no rank has parts, and all ranks trace.
         if self._parts is None:
             self._parts = self._trace()
             self._shapes = shapes_of(

@@ -17,11 +17,11 @@ from dbuffer.runtime import options
 class StoreWeightTransfer:
     """TRL's ``WeightTransferProtocol`` over a store: ``AsyncGRPOTrainer(weight_transfer=...)``.
 
-    TRL attributes rollouts to a version when ``receivers`` engines, which follow the store, have
-    applied it, and waits for them up to ``timeout_s``. ``receivers`` can also be these engines' ids
-    (``engine_id``): then an engine that cannot apply the version causes an error at once. With 0,
-    TRL does not wait, so rollouts can still come from the previous version. ``sender`` has fields
-    of :class:`dbuffer.SenderOptions`.
+    After each publish, TRL waits up to ``timeout_s`` until ``receivers`` engines, which follow the
+    store, have applied the version, and then attributes rollouts to the version. ``receivers`` is
+    the number of engines, or their ids (``engine_id``). With ids, an engine that cannot apply the
+    version causes an error at once. With 0, TRL does not wait, so rollouts attributed to a version
+    can come from the previous version. ``sender`` has fields of :class:`dbuffer.SenderOptions`.
 
     Raises:
         OptionError: (a ``ValueError``) an option is invalid.
@@ -45,19 +45,19 @@ class StoreWeightTransfer:
         self.version: int | None = None
 
     def init_weight_transfer(self) -> None:
-        """Open the store. TRL calls this object's methods only in its main process."""
-        # Not in the constructor, which also runs in ranks that publish nothing.
+        """Open the store. TRL calls the methods of this object only in TRL's main process."""
+        # The constructor must not open the store: it also runs in ranks that publish nothing.
         if self._sender is None:
             self._sender = WeightSender(self.store, **self._options)
 
     def pause(self) -> None:
-        """Do nothing: each server pauses by itself after it has staged the version."""
+        """Do nothing. Each server pauses by itself once it has read the version into its memory."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish ``(name, tensor)`` pairs, tensor by tensor, while the servers generate.
 
-        If this raises an error, nothing was published, unless the message says otherwise. The
-        servers continue with their weights.
+        If this method raises an error, nothing was published, unless the message says otherwise.
+        The servers continue with their present weights.
         """
         self.version = self._opened().send(iterator).version
 

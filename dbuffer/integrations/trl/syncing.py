@@ -32,19 +32,20 @@ def over_store(
     Call the function with the arguments of ``trainer_class``: ``trl.GRPOTrainer``, or another class
     that uses TRL's ``VLLMGeneration``. Its ``args`` must have ``use_vllm=True`` and
     ``vllm_mode="server"``.
-    Before TRL generates with newer weights, the weights are published, and TRL waits up to
-    ``timeout_s`` until the servers, which follow the store, have applied them. The trainer gets an
+
+    Before TRL generates, it publishes weights that have changed, and waits up to ``timeout_s``
+    until the servers, which follow the store, have applied the weights. The trainer gets an
     additional attribute, ``weight_sync``: a :class:`WeightSync`.
 
-    ``receivers`` is the number of these servers' engines, or the engines' ids (``engine_id``). With
-    ids, an engine that cannot apply the version causes an error at once. ``sender`` has fields of
+    ``receivers`` is the number of engines in the servers, or the engines' ids (``engine_id``). With
+    ids, an engine that cannot apply a version causes an error at once. ``sender`` has fields of
     :class:`dbuffer.SenderOptions`. A mirror into a bucket needs ``checksum=True`` to copy only
     changed bytes.
 
     Raises:
-        OptionError: (a ``ValueError``) an option is invalid. The returned function raises it if the
-            trainer does not generate with a vLLM server.
-        DBufferError: (returned function) the errors of :class:`dbuffer.WeightSender`.
+        OptionError: (a ``ValueError``) an option is invalid. The returned function also raises this
+            error if the trainer does not generate with a vLLM server.
+        DBufferError: (raised by the returned function) the errors of :class:`dbuffer.WeightSender`.
     """
     place = options.directory("store", store)
     options.names("receivers", receivers)
@@ -63,7 +64,7 @@ def over_store(
         trainer.weight_sync = WeightSync(
             trainer, place, receivers=receivers, timeout_s=timeout_s, **sender
         )
-        # TRL has no hook for this. All its trainers call this method of their generation object.
+        # TRL has no hook for weights. All its trainers call `sync_weights` of `vllm_generation`.
         generation.sync_weights = trainer.weight_sync.sync_weights
         return trainer  # type: ignore[no-any-return]
 
@@ -74,7 +75,7 @@ def over_store(
 def _without_group() -> Iterator[None]:
     """Prevent TRL's server clients from joining a process group for weights.
 
-    A trainer's constructor makes a client, which at once joins a process group over NCCL. NCCL
+    The constructor of a trainer makes a client, which at once joins an NCCL process group. NCCL
     requires CUDA.
     """
     from trl.generation.vllm_client import VLLMClient
@@ -113,15 +114,15 @@ class WeightSync:
         if self._generation.accelerator.distributed_type == DistributedType.NO:
             self.sender = WeightSender(store, **sender)
         else:
-            # The other ranks wait for rank 0, which waits for the engines.
+            # While rank 0 waits for the engines, the other ranks wait for rank 0.
             rank_timeout_s = DEFAULT_RANK_TIMEOUT_S + timeout_s
             self.sender = ShardedWeightSender(store, rank_timeout_s=rank_timeout_s, **sender)
 
     def sync_weights(self) -> None:
         """Publish the trainer's weights, and wait until the servers generate with them.
 
-        TRL calls this before it generates, if it has trained since the last call. Call it yourself
-        after the last step, so that the servers get the final weights.
+        If TRL has trained since the last call, it calls this method before it generates. After the
+        last training step, call the method yourself, so that the servers get the final weights.
 
         Raises:
             WaitTimeoutError: too few engines applied the version in time.
@@ -147,7 +148,7 @@ class WeightSync:
     def _weights(self) -> Weights:
         from accelerate.utils import is_peft_model
 
-        # Not `trainer.model`, which may have been wrapped when training began.
+        # `trainer.model` may have been wrapped when training began, so don't use it.
         accelerator = self._generation.accelerator
         model = accelerator.unwrap_model(self._generation.model, keep_torch_compile=False)
         if not is_peft_model(model):

@@ -1,4 +1,4 @@
-"""verl's backend ``dbuffer``, which importing this module registers with verl."""
+"""verl's checkpoint-engine backend ``dbuffer``. Importing this module registers the backend."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _WORKER_CLASS = ray.remote(CheckpointEngineWorker)
 class StoreCheckpointEngine(StoreSync, CheckpointEngine):  # type: ignore[misc]  # verl is not typed
     """Engine that brings weights from verl's actor to its rollout workers through a store.
 
-    verl makes an engine in each actor rank and in each rollout worker, and makes all calls. The
-    actor's first rank (``is_master``) publishes a version for each sync and generates the sync's
-    id, which verl passes to all workers. A rollout worker loads only the version with this id.
-    verl reads the options from ``engine_kwargs.dbuffer`` in its configuration.
+    verl makes a checkpoint engine in each actor rank and in each rollout worker, and calls its
+    methods. For each sync, the actor's first rank (``is_master``) generates a sync id and publishes
+    a version with the id. verl passes the id to all workers, and a rollout worker loads only the
+    version with the id. verl reads the options from ``engine_kwargs.dbuffer`` in its configuration.
     """
 
 
@@ -37,11 +37,12 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
     """Manager of verl's backend ``dbuffer``, for ``rollout.checkpoint_manager_class``.
 
     verl's own manager pauses the rollout engines while the actor sends. With this manager, the
-    engines generate until the actor has published and every rollout worker has staged the version.
+    engines generate until the actor has published the version, and every rollout worker has read
+    the version into its memory.
 
     Raises:
-        OptionError: (a ``ValueError``) ``config.backend`` is not ``dbuffer`` or ``naive`` (verl
-            does the sync itself). Other backends cannot send before a receiver is waiting.
+        OptionError: (a ``ValueError``) ``config.backend`` is neither ``dbuffer`` nor ``naive``
+            (verl does the sync itself). Other backends cannot send before a receiver is waiting.
     """
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
@@ -55,9 +56,10 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
         The returned metrics for verl's log are the version, its bytes, and the publish's duration.
 
         Raises:
-            DBufferError: a worker failed; Ray raises its error here. Until every worker has staged
-                the version, the engines keep generating with the previous version. If loading
-                fails, the engines stay paused, because their weights can differ.
+            DBufferError: a worker failed, and Ray raises the worker's error here. If reading the
+                version into a worker's memory fails, the engines keep generating with the previous
+                version. If loading fails, the engines stay paused, because some engines can have
+                the new version and some the previous version.
         """
         if self.backend != VERL_BACKEND:
             metrics: dict[str, Any] = await super().update_weights(global_steps)
@@ -73,7 +75,7 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
         await self.abort_replicas()
         await self.release_kv_cache_replicas()
         ray.get(rollout.update_weights(global_steps=global_steps))
-        # Only for the rollout workers: the actor has nothing to finalize.
+        # Call only the rollout workers: the actor has nothing to finalize.
         _call(rollout, "finalize")
         await self.resume_kv_cache_replicas()
         await self.resume_generation_replicas()

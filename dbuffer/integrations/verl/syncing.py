@@ -1,6 +1,7 @@
 """`StoreSync`: verl's syncs through a store, in the actor's ranks and in the rollout workers.
 
-Its arguments come from YAML and can have any type, so they are checked. verl is not imported.
+The constructor's arguments come from YAML and can have any type, so they are checked. This module
+does not import verl.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from dbuffer.runtime import options
 logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.02
-"""Interval at which a worker checks the store for the version of a sync."""
+"""Interval at which a rollout worker checks the store for the version of a sync."""
 _SYNC = "sync"
-"""Metadata key of a version's sync id. Global steps can repeat or be None."""
+"""Metadata key of a version's sync id. Global steps are no ids: they can repeat or be None."""
 _WHERE = "engine_kwargs.dbuffer"
 _FLOATS = ("bfloat16", "float16", "float32")
 
@@ -74,7 +75,7 @@ class StoreSync:
         self._snapshot: Snapshot | None = None
 
     def prepare(self) -> str | None:
-        """Begin a sync: the actor's first rank opens the store and returns the sync's id."""
+        """Begin a sync. On the actor's first rank, open the store and return the sync's id."""
         if not self._is_master:
             return None
         if self._sender is None:
@@ -95,14 +96,17 @@ class StoreSync:
         return {"sync": [None] * actor_wg_world_size}, {"sync": syncs * rollout_world_size}
 
     def init_process_group(self, sync: str | None) -> None:
-        """Set the sync whose version a rollout worker must load. It joins no process group."""
+        """Set the id of the sync whose version this rollout worker must load.
+
+        Despite verl's name, the method joins no process group.
+        """
         if sync is None:
             return
         self._snapshot = self._sync = None
         try:
             self._holding.close()
         except DBufferError as error:
-            # The version is not needed any more. The next read meets a problem of the store again.
+            # The version is not needed any more. A problem of the store will fail the next read.
             logger.info("the version of an unfinished sync could not be closed: %s", str(error))
         if self._receiver is None:
             self._mirror = start_mirror(self._store, self._local_store)
@@ -112,10 +116,10 @@ class StoreSync:
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Publish on the actor's first rank; on the other ranks, help to gather the weights.
+        """Publish the weights on the actor's first rank. Other ranks only help to gather.
 
-        The iterator is always exhausted, even after an error: the ranks gather each tensor
-        together, and the other ranks would hang in a collective without this rank.
+        The iterator is always exhausted, even after an error: all ranks gather each tensor
+        together, and without this rank the other ranks would hang in the gather.
         """
         pairs = iter(weights)
         with torch.no_grad():
@@ -130,7 +134,7 @@ class StoreSync:
         if self._sender is None or self._sync is None:
             raise NotReadyError("no sync has begun: call prepare() before each send_weights()")
         metadata, self._sync = {_SYNC: self._sync, "global_steps": global_steps}, None
-        # Copied, since the iterator may reuse its memory.
+        # Copy the tensors, because the iterator may reuse their memory.
         source = {n: t.detach().to("cpu", copy=True) for n, t in pairs} if self._delta else pairs
         published = self._sender.send(source, metadata=metadata)
         return {
@@ -151,19 +155,19 @@ class StoreSync:
         self,
         global_steps: int | None = None,  # noqa: ARG002 - the sync's id identifies the version
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Wait for the current sync's version as :meth:`stage` does, and yield names and tensors.
+        """Wait for the current sync's version, and yield its tensors with their names.
 
-        The tensors are on the CPU, and valid until :meth:`finalize`.
+        The tensors are on the CPU, and are valid until :meth:`finalize`.
         """
         for _ in self.waiting():
             await asyncio.sleep(_LOOK_AGAIN_S)
-        assert self._snapshot is not None  # noqa: S101 - waiting() has ended
+        assert self._snapshot is not None  # noqa: S101 - `waiting` has opened it
         layout = self._snapshot.layout.target
         for name, tensor in self._snapshot.tensors.part(layout).items():
             yield name, tensor
 
     def finalize(self) -> None:
-        """Acknowledge the version. verl calls this after every engine has loaded the version."""
+        """Acknowledge the sync's version. verl calls this once every engine has loaded it."""
         snapshot, self._snapshot, self._sync = self._snapshot, None, None
         if snapshot is None or self._receiver is None:
             return
@@ -171,7 +175,7 @@ class StoreSync:
         self._receiver.acknowledge(snapshot.version)
 
     def waiting(self) -> Iterator[None]:
-        """Wait for the current sync's version and hold it; yield while it is not published yet."""
+        """Open the current sync's version. Yield as long as the version is not published."""
         sync, timeout_s = self._sync, self._timeout_s
         if sync is None:
             raise NotReadyError("no sync has begun: call init_process_group() before each sync")

@@ -87,7 +87,6 @@ def _next(
     timeout_s: float | None,
     stop: threading.Event,
 ) -> dict[str, Any] | None:
-    """Wait for the next version, also while the store cannot be read; return None if stopped."""
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while not stop.is_set():
         left_s = None if timeout_s is None else max(0.0, deadline - time.monotonic())

@@ -30,11 +30,11 @@ EXIT_USAGE = 2
 EXIT_TIMEOUT = 3
 EXIT_SUPERSEDED = 4
 EXIT_SIGNAL = 128
-"""Added to the number of the signal that stopped a command, for the exit code (as in shells)."""
+"""Exit code of a command that a signal stopped, less the signal's number (as in shells)."""
 
 
 def _parser(parse_url: Callable[[str, str], Any] = options.path) -> Callable[[str], Any]:
-    """Return a parser of paths that refuses an empty path: a shell variable may not be set."""
+    """Return a parser that refuses an empty path, which often is an unset shell variable."""
 
     def parsed(text: str) -> Any:
         if not text:
@@ -69,7 +69,7 @@ CountOption = Annotated[
 
 
 def _parse_version(text: str) -> int | VersionId:
-    """Parse a version's number or id. For a path, suggest that the arguments are swapped."""
+    """Parse a version's number or id. The error for a path suggests that arguments are swapped."""
     if text.isdecimal():
         return int(text)
     with contextlib.suppress(ValueError):
@@ -88,7 +88,7 @@ VersionOption = Annotated[int | None, typer.Option(**_VERSION)]
 
 
 def view_of(store: Path, *, allow_shared_store: bool) -> DoubleBuffer:
-    """Return a store for reading, for a command that does not wait until there is a store."""
+    """Open an existing store for reading."""
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
     if view.exists() and not is_store(store):
         state = view.state_without_version() or ": the directory has nothing of one"
@@ -97,14 +97,14 @@ def view_of(store: Path, *, allow_shared_store: bool) -> DoubleBuffer:
 
 
 def refuse_for_bucket(**options: object) -> None:
-    """Refuse the given options, which have no effect on a bucket."""
+    """Refuse options that have no effect on a bucket, if they were given."""
     for name, value in options.items():
         if value:
             raise OptionError(f"--{name.replace('_', '-')} has no effect on a bucket")
 
 
 def show(result: Any, shown: str | Sequence[RenderableType], *, as_json: bool) -> None:
-    """Print a result as JSON if ``as_json``, or else the text or tables in ``shown``."""
+    """Print ``result`` as JSON if ``as_json``. Otherwise print the text or tables in ``shown``."""
     if as_json:
         fields = result if isinstance(result, dict | list) else dataclasses.asdict(result)
         if isinstance(fields, dict) and "id" in fields:
@@ -118,7 +118,7 @@ def show(result: Any, shown: str | Sequence[RenderableType], *, as_json: bool) -
 
 
 def describe_copy(done: Publication) -> str:
-    """Describe a version that was published or copied."""
+    """Describe a published or copied version, in a line for the user."""
     speed = done.num_bytes / max(done.duration_s, 1e-9)
     delta = "" if done.delta_bytes is None else f", {format_bytes(done.delta_bytes)} as a delta"
     return (
@@ -130,17 +130,17 @@ def describe_copy(done: Publication) -> str:
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[threading.Event]:
-    """Yield an event that SIGINT and SIGTERM set, so that the block can finish its current work.
+    """Yield an event that SIGINT and SIGTERM set. The block stops its work when the event is set.
 
-    After a signal, the command exits with the signal's code when the block ends.
+    If a signal arrived, the command exits with the signal's code when the block ends.
     """
-    # The handlers raise nothing: in the callback of a weak reference, Python drops an exception.
+    # The handlers raise no exception: Python would drop it in the callback of a weak reference.
     stop, received = threading.Event(), list[int]()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def handle(number: int, _: object) -> None:
         received.append(number)
-        # In another thread: the interrupted code may hold the lock of the event.
+        # Set the event in another thread: the interrupted code may hold the event's lock.
         _thread.start_new_thread(stop.set, ())
 
     for number, handler in before.items():

@@ -74,7 +74,6 @@ def status(
 
 
 def _watch(read_parts: Callable[[], list[RenderableType]], refresh_s: float) -> Never:
-    """Show a status on a separate screen until Ctrl-C; then print the last status."""
     parts: list[RenderableType] = []
     try:
         with Live(screen=True, auto_refresh=False) as live:

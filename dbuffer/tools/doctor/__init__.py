@@ -1,1 +1,1 @@
-"""`dbuffer doctor`: probes of a mount, measurements between two hosts, and rights on a bucket."""
+"""`dbuffer doctor`: probes a mount, measures between two hosts, and tries rights on a bucket."""

@@ -1,9 +1,9 @@
 """Measurements between two hosts: `doctor` on the first host sends, `doctor --peer` receives.
 
-The peer makes a directory, and a `WeightReceiver` that waits for a store in it. The first host
-makes the store, publishes versions, and removes the directory, which ends the peer. A delay is the
-time on the first host's clock from the end of a publish until the peer's acknowledgement is
-visible.
+The second host (the "peer") makes a directory, and waits for a store in the directory with a
+`WeightReceiver`. The first host makes the store, publishes versions, and removes the directory,
+which ends the peer. A delay is the time, on the first host's clock, from the end of a publish until
+the peer's acknowledgement is visible.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _RECEIVER = "peer"
 
 
 def wait_for_host(path: Path) -> int:
-    """Receive versions as the peer; return the number of versions seen."""
-    from dbuffer.receive.receiver import WeightReceiver  # and torch, which takes seconds
+    """Receive the first host's versions as its peer; return the number of versions received."""
+    from dbuffer.receive.receiver import WeightReceiver  # imports torch, which takes seconds
 
     base = existing(path)
     with (
@@ -53,7 +53,7 @@ def wait_for_host(path: Path) -> int:
             receiver_id=_RECEIVER,
             poll_interval_s=TIMING.look_s,
             verify=True,
-            # The directory is private; its owner may have another user id on the other host.
+            # Only this user can access the directory, but may have another id on the other host.
             allow_shared_store=True,
         ) as receiver,
     ):
@@ -68,7 +68,6 @@ def wait_for_host(path: Path) -> int:
 
 
 def _receive(receiver: WeightReceiver) -> int:
-    """Read each version until the first host removes the store; return how many were seen."""
     version, num_seen = None, 0
     while True:
         try:
@@ -82,7 +81,7 @@ def _receive(receiver: WeightReceiver) -> int:
 
 
 def _wait_until_removed(place: Path) -> None:
-    """Wait until the first host, which must see the last record, has removed the directory."""
+    """Wait until the first host has seen the peer's last record and removed the directory."""
     deadline = time.monotonic() + TIMING.peer_answer_s
     while os.path.lexists(place) and time.monotonic() < deadline:
         time.sleep(TIMING.look_s)
@@ -90,7 +89,7 @@ def _wait_until_removed(place: Path) -> None:
 
 
 def measure_with_peers(path: Path) -> list[Finding]:
-    """Measure with all waiting peers of this user, as the first host. Links are not followed."""
+    """Measure with all waiting peers of this user, as the first host. Ignore symbolic links."""
     base, findings = existing(path), list[Finding]()
     filesystem.refresh(base)
     for place in sorted(base.glob(f"{PREFIX}peer-*")):
@@ -102,7 +101,6 @@ def measure_with_peers(path: Path) -> list[Finding]:
 
 
 def _measure(place: Path) -> list[Finding]:
-    """Publish versions to a peer; return findings about their delays and about the clocks."""
     import torch
 
     from dbuffer.publish.sender import WeightSender
@@ -112,7 +110,7 @@ def _measure(place: Path) -> list[Finding]:
     view = DoubleBuffer(place / "store", allow_shared_store=True)
     try:
         with WeightSender(place / "store", checksum=True, allow_shared_store=True) as sender:
-            for _ in range(1 + _NUM_VERSIONS):  # the first version is slow, and not counted
+            for _ in range(1 + _NUM_VERSIONS):  # the first version is slow, and is not counted
                 time.sleep(TICK_S)
                 began_at = time.time()
                 version = sender.send({"weight": torch.rand(_NUM_VALUES)}).version
@@ -120,9 +118,9 @@ def _measure(place: Path) -> list[Finding]:
                 sender.wait_applied(version, receivers=_RECEIVER, timeout_s=TIMING.peer_answer_s)
                 delays_s.append(time.monotonic() - published_s)
                 record = view.receiver(_RECEIVER)
-                assert record is not None  # noqa: S101 - it has just acknowledged
+                assert record is not None  # noqa: S101 - the peer has just acknowledged
                 host = record.host
-                # The peer wrote its record between these times, which bound its clock's lead.
+                # The peer wrote its record between these two times, which bound its clock's lead.
                 ahead_s.append((record.updated_at - time.time(), record.updated_at - began_at))
     except errors.WaitTimeoutError:
         problem = f"a version was not seen within {TIMING.peer_answer_s:g} s"

@@ -1,4 +1,4 @@
-"""Probes of a mount: each acts as a store does, in a temporary directory."""
+"""Probes of a mount. Each probe acts like a store, in a temporary directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 Verdict = Literal["good", "adapted", "broken", "unknown"]
 
 Outcome: TypeAlias = tuple[Verdict, str, str]
-"""Verdict, result and consequence of a probe, for its `Finding`."""
+"""Verdict, result and consequence of a probe, the fields of a `Finding`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,16 @@ class Finding:
 
     probe: str
     verdict: Verdict
-    """``good``: the probed property works. ``adapted``: it does not, and dbuffer works without it.
-    ``broken``: it does not, so a store would not be safe. ``unknown``: it cannot be determined."""
+    """``good``: the probed feature works. ``adapted``: the feature is missing, and dbuffer works
+    without the feature. ``broken``: the feature is missing, so a store would not be safe.
+    ``unknown``: the probe has no result."""
     result: str
     consequence: str
-    """How dbuffer adapts, or advice for the user."""
+    """How dbuffer adapts to the result, or advice for the user."""
 
 
 def find(probe: str, run: Callable[[], Outcome], cure: str) -> Finding:
-    """Run a probe. If it raises an error, the finding has its message, and ``cure`` as advice."""
+    """Run a probe. If it raises an error, return the error's message with the advice ``cure``."""
     try:
         return Finding(probe, *run())
     except OptionError:  # the path is wrong, not the mount
@@ -55,19 +56,19 @@ def find(probe: str, run: Callable[[], Outcome], cure: str) -> Finding:
 
 
 PREFIX = ".dbuffer-doctor-"
-"""Prefix of all files that the doctor makes in a user's directory."""
+"""Prefix of all files that `dbuffer doctor` makes in a user's directory."""
 
 POLLING = "receivers poll every poll_interval_s (0.5 s by default)"
 
 _PROBE_BYTES = 1 << 20
 _EVENT_S = 1.0
-"""Longest wait for an event of inotify."""
+"""Longest wait for an inotify event."""
 
 
 def examine(path: Path) -> list[Finding]:
     """Probe the mount at a store's path, without touching or making a store.
 
-    If the directory does not exist, the nearest existing directory above it is probed.
+    If ``path`` does not exist, probe the nearest existing directory above it.
     """
     base = existing(path)
     medium = medium_of(base)
@@ -97,7 +98,7 @@ def existing(path: Path) -> Path:
 
 @contextlib.contextmanager
 def scratch(directory: Path, kind: str = "probe") -> Iterator[Path]:
-    """Make a private directory in ``directory``, and remove it when the ``with`` block ends."""
+    """Make a private temporary directory, and remove it when the ``with`` block ends."""
     with os_errors("make a directory", directory):
         place = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-", dir=directory))
     try:
@@ -107,7 +108,7 @@ def scratch(directory: Path, kind: str = "probe") -> Iterator[Path]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory; retry while a network mount keeps the names of open files in it."""
+    """Remove a directory. Retry while a network mount keeps names of open files in it."""
     for _ in range(20):
         shutil.rmtree(path, ignore_errors=True)
         if not os.path.lexists(path):
@@ -138,7 +139,7 @@ def _mount(medium: Medium) -> Outcome:
 
 
 def _room(base: Path) -> Outcome:
-    """Write and flush a file, because a full network mount may raise only then."""
+    """Probe free space. A full network mount may raise its error only at the flush of a file."""
     with scratch(base) as place, filesystem.make_file(place / "file", os.O_RDWR) as file:
         with os_errors("write", place):
             filesystem.write_at(file.number, 0, bytes(_PROBE_BYTES))
@@ -231,7 +232,7 @@ def _events(medium: Medium, base: Path) -> Outcome:
     with scratch(base) as place:
         watcher = Watcher(place, "pointer")
         try:
-            watcher.wait(0.0)  # begins to watch
+            watcher.wait(0.0)  # the first call begins to watch
             started = time.perf_counter()
             filesystem.make_directory(place / "from")
             filesystem.replace_file(place / "pointer", b"1", scratch=place / "from")
