@@ -1,4 +1,5 @@
-"""Integrations: a package for each trainer framework and engine, which only that package imports.
+"""Integrations with trainer frameworks and engines, one package for each.
 
-The modules here are for several frameworks and engines.
+Only the package of a framework imports the framework. The modules beside the packages serve several
+of them.
 """

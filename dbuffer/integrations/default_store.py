@@ -1,4 +1,4 @@
-"""`default_store`: the store's directory if the user of an integration gives none."""
+"""`default_store`: default path of a store, if the user of an integration gives no path."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - stores check that one user own
 
 
 def default_store(system: str, port: object) -> Path:
-    """Return the path of a directory in this machine's shared memory. A restart gets the same path.
+    """Return the default path of a store, in this machine's shared memory.
 
-    The path contains ``system``, the name of the integration, the user's id, the SLURM job's id in
-    a SLURM job, and a port that distinguishes this job from the user's other jobs. The store
-    outlives the job.
+    The path contains ``system`` (the name of the integration), the user's id, the SLURM job's id in
+    a SLURM job, and ``port``, which distinguishes this job from the user's other jobs. A restarted
+    job gets the same path. The store outlives the job.
     """
     base = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     job = os.environ.get("SLURM_JOB_ID")

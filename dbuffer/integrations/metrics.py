@@ -1,4 +1,4 @@
-"""Prometheus metrics of a sender or a mirror."""
+"""Prometheus metrics of a sender or of a mirror (a process that copies a store)."""
 
 from __future__ import annotations
 
@@ -36,18 +36,19 @@ _OF_MIRRORS = {
 
 
 def register(source: Source, registry: CollectorRegistry = REGISTRY) -> Collector:
-    """Add the metrics of a sender, with its receivers' lags, or of a mirror to a registry.
+    """Add the metrics of a sender or a mirror to a registry of Prometheus.
 
-    For a sharded sender, call this on rank 0. ``registry.unregister`` removes the returned
-    collector, for instance before you register a new sender.
+    The metrics of a sender include the lags of its receivers. For a sharded sender, call this on
+    rank 0. ``registry.unregister`` removes the returned collector, for instance before you register
+    a new sender.
 
     Raises:
-        OptionError: the registry already has another sender or mirror.
+        OptionError: the registry already has the metrics of another sender or mirror.
     """
     collector = _Collector(source)
     try:
         registry.register(collector)
-    except ValueError:  # the registry has metrics of the same names
+    except ValueError:  # the registry already has metrics with these names
         rule = "another registry per sender or mirror, or first unregister what register() returned"
         options.refuse("registry", registry, rule)
     return collector
@@ -87,7 +88,7 @@ class _Collector(Collector):
 
 def _lags(sender: Sender) -> Iterator[Metric]:
     lags: dict[str, Lag] = {}
-    with contextlib.suppress(DBufferError):  # the next publish raises the same error
+    with contextlib.suppress(DBufferError):  # the next publish raises this error
         lags = sender.receiver_lags()
     versions = GaugeMetricFamily(
         "dbuffer_receiver_lag_versions",

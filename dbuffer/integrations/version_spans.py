@@ -1,4 +1,4 @@
-"""`versions_of`: the versions that generated the tokens of an engine's output."""
+"""`versions_of`: the weight versions that generated the tokens of an engine's output."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from dbuffer.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Range of an output's tokens, and the version that generated these tokens."""
+    """Range of tokens in an output, and the weight version that generated these tokens."""
 
     version: int | None
-    """Number of the version, or None if the weights did not come from a store."""
+    """Number of the version, or None if the engine's weights did not come from a store."""
     start: int
     end: int
     run: str | None = None
-    """Run of the version, or None if the engine does not report it."""
+    """Run (all versions of one sender process) of the version, or None if not reported."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Metadata of the version, or an empty mapping if the engine does not report it."""
+    """Metadata of the version, or an empty mapping if the engine reports no metadata."""
 
 
 def versions_of(output: Any) -> list[VersionSpan]:
-    """Return the versions that generated the tokens of a finished output, in the tokens' order.
+    """Return the weight versions that generated a finished output, in the order of its tokens.
 
-    ``output`` has a single completion. From vLLM, it is a ``CompletionOutput`` or a
-    ``RequestOutput``; from SGLang, the dictionary that ``generate`` returns; from a server, a
-    response or one of its ``choices``, as JSON or as an object of OpenAI's client.
+    ``output`` must have a single completion. It can be a ``CompletionOutput`` or ``RequestOutput``
+    of vLLM, or the dictionary that SGLang's ``generate`` returns. For a server, it is a response or
+    one of the response's ``choices``, as JSON or as an object of OpenAI's client.
 
     Raises:
         OptionError: (a ``ValueError``) the output has no versions: it is not finished, its engine
@@ -45,7 +45,6 @@ def versions_of(output: Any) -> list[VersionSpan]:
 
 
 def _fields_of(output: Any) -> Mapping[str, Any]:
-    """Return an output's fields, including its only completion's fields and its metadata."""
     fields = _values_of(output)
     for inner in ("outputs", "choices"):
         several = fields.get(inner)
@@ -53,7 +52,7 @@ def _fields_of(output: Any) -> Mapping[str, Any]:
             fields = {**fields, **_values_of(several[0])}
         elif several is not None:
             raise OptionError(f"{len(several)} outputs: pass a single one of the {inner}")
-    for inner in ("meta_info", "metadata"):  # SGLang's own routes; its OpenAI routes
+    for inner in ("meta_info", "metadata"):  # keys of SGLang's own routes, and of its OpenAI routes
         if isinstance(fields.get(inner), Mapping):
             fields = {**fields, **fields[inner]}
     return fields
@@ -62,7 +61,7 @@ def _fields_of(output: Any) -> Mapping[str, Any]:
 def _values_of(thing: Any) -> Mapping[str, Any]:
     if isinstance(thing, Mapping):
         return thing
-    if hasattr(thing, "model_dump"):  # an OpenAI client's object, which keeps unknown fields too
+    if hasattr(thing, "model_dump"):  # OpenAI's client keeps fields that it does not know
         values: Mapping[str, Any] = thing.model_dump()
         return values
     return getattr(thing, "__dict__", {})

@@ -1,6 +1,7 @@
-"""peft: merged models and adapters in a store.
+"""peft: publishes merged models and LoRA adapters, and saves published adapters.
 
-Only :mod:`.merged` and :mod:`.adapter` import peft. An engine can call :func:`save_adapter`.
+Only :mod:`.merged` and :mod:`.adapter` import peft. Engines without peft can call
+:func:`save_adapter`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`send_adapter`: publishes an adapter of a peft model without the base model."""
+"""`send_adapter`: publishes a LoRA adapter of a peft model, without the base model."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ def send_adapter(
     version: int | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Publication:
-    """Publish an adapter instead of a model. Use a store either for adapters or for models.
+    """Publish an adapter of a peft model into a store, instead of the whole model.
 
-    With a `ShardedWeightSender`, every rank makes this call, with its part of a model that FSDP2 or
-    ZeRO-3 has sharded. The base model's tensors are not gathered.
+    Publish either adapters or models into a store, not both. With a `ShardedWeightSender`, every
+    rank makes this call, with its part of a model that FSDP2 or ZeRO-3 has sharded. Tensors of the
+    base model are not gathered.
 
     Args:
         sender: the store's sender.
-        peft_model: the model that has the adapter: of a wrapper such as DeepSpeed's engine, the
-            ``module``. It is not changed.
+        peft_model: the peft model with the adapter, which is not changed. If a wrapper such as
+            DeepSpeed's engine contains the model, pass the wrapper's ``module``.
         adapter: name of the adapter in the peft model.
         version: see :meth:`WeightSender.send`.
         metadata: see :meth:`WeightSender.send`. The key ``adapter_config`` is reserved.
@@ -51,9 +52,10 @@ def send_adapter(
     config = json.loads(json.dumps(values, default=_as_json, sort_keys=True))
     weights = get_peft_model_state_dict(
         peft_model,
-        peft_model.state_dict(keep_vars=True),  # copies of ZeRO-3 parameters have no shape
+        peft_model.state_dict(keep_vars=True),  # detached ZeRO-3 parameters have no shape
         adapter,
-        # The default "auto" makes peft send requests to the hub. Embeddings are the base model's.
+        # With the default "auto", peft sends requests to the hub. Embeddings belong to the base
+        # model.
         save_embedding_layers=False,
     )
     return sender.send(weights, version=version, metadata={**(metadata or {}), ADAPTER_KEY: config})

@@ -1,8 +1,9 @@
 """`merged_weights`: a peft model's merged weights, computed layer by layer during a publish.
 
-peft merges in place, so dbuffer lets it merge copies: first a copy of the model without data, which
-shows the merged model's names, and whether peft can merge it. To publish a tensor, its layer is
-copied with data, merged by peft, and dropped.
+peft merges a model in place, so dbuffer lets peft merge copies. First, peft merges a copy of the
+model without data, which shows the names of the merged tensors, and whether peft can merge the
+model. When a tensor is published, peft merges a copy of the tensor's layer with data, which is then
+freed.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from dbuffer.weights.named_tensors import only_tensors, own_tensors
 def merged_weights(
     peft_model: PeftModel, *, as_checkpoint: bool = True
 ) -> dict[str, torch.Tensor | LazyTensor]:
-    """Return the weights of ``merge_and_unload()``, for `WeightSender.send`.
+    """Return the weights of ``peft_model.merge_and_unload()``, for `WeightSender.send`.
 
-    The active adapters, which ``set_adapter()`` selects, are merged. Names and values equal
-    ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``, or for a transformers model the
-    merged model's checkpoint as ``save_pretrained`` writes it, unless ``as_checkpoint`` is False.
-    Only one layer is copied at a time; tied layers are copied together. The model is not changed.
+    The active adapters, which ``set_adapter()`` selects, are merged. Names and values equal the
+    checkpoint that ``save_pretrained`` writes for the merged transformers model. If the model is
+    not a transformers model, or if ``as_checkpoint`` is False, names and values equal
+    ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``. Only one layer is copied at a
+    time; tied layers are copied together. The model is not changed.
 
-    Each publish merges again, so you can send the same dictionary after every training step. Do not
-    train while it is being sent.
+    Each publish merges again, so you can send the returned dictionary after every training step. Do
+    not train during a send.
 
     Raises:
         InvalidWeightsError: peft cannot merge the adapters, the base model is quantized or sharded
@@ -55,7 +57,6 @@ def merged_weights(
 
 
 def _check(peft_model: Any) -> None:
-    """Refuse a model that peft cannot merge, or that would compute other outputs when merged."""
     tuner = peft_model.base_model if isinstance(peft_model, PeftModel) else None
     if not isinstance(tuner, BaseTuner):
         raise InvalidWeightsError(
@@ -101,7 +102,7 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 def _merge_whole(peft_model: PeftModel) -> nn.Module:
     try:
         merged: nn.Module = peft_model.merge_and_unload()
-    # peft's methods raise different errors.
+    # Methods of peft raise errors of different classes.
     except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
         raise InvalidWeightsError(
             f"peft cannot merge these adapters: {described(error)}"
@@ -129,7 +130,7 @@ class _Layers:
                 self._keys_at.setdefault(place, []).append(key)
         shared = (self._keys_at.get(_place(tensor), []) for tensor in published)
         tied = {key for keys in shared if len(keys) > 1 for key in keys}
-        # In the model's order, as in peft.
+        # Keep the model's order: peft merges layers in this order.
         together = [key for key in self._layers if key in tied]
         self._merged_with = {key: together if key in tied else [key] for key in self._layers}
 
@@ -138,8 +139,8 @@ class _Layers:
     ) -> torch.Tensor | LazyTensor:
         """Return the tensor to publish under a name.
 
-        Return a lazy tensor if merging changes it, because it is part of a layer, or tied to a
-        layer's tensor.
+        The tensor is lazy (computed during the publish) if merging changes it, because it is part
+        of a merged layer, or tied to a tensor of such a layer.
         """
         parts = name.split(".")
         modules = (".".join(parts[:end]) for end in range(1, len(parts)))
@@ -159,7 +160,8 @@ class _Layers:
                     "adapters were switched, merged or disabled since merged_weights() was called: "
                     "call it again"
                 )
-            # A single deepcopy keeps ties: a tensor that is tied to the layers changes with them.
+            # A single deepcopy keeps ties: merging also changes a copied tensor that is tied to the
+            # layers.
             layers, tied_copy = copy.deepcopy(({key: self._layers[key] for key in keys}, tensor))
             merged = {key: _merge_layer(layer) for key, layer in layers.items()}
             if key is None:
@@ -192,13 +194,14 @@ def _merge_layer(layer: Any) -> nn.Module:
 
 
 def _layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and outermost peft layers that change weights when they are merged."""
+    """Yield the outermost peft layers that change weights in a merge, with their names."""
     inside: str | None = None
     for key, module in model.named_modules():
         if inside is not None and key.startswith(inside):
             continue
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             inside = f"{key}."
-            # A fully trained module simply replaces the base module, so nothing is computed.
+            # A wrapper without such layers has a fully trained module, which merging does not
+            # change.
             if any(isinstance(part, BaseTunerLayer) for part in module.modules()):
                 yield key, module

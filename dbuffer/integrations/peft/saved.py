@@ -1,7 +1,8 @@
-"""`save_adapter`: saves a published adapter as a directory that engines and peft read.
+"""`save_adapter`: saves a published adapter as a directory that engines and peft can load.
 
-vLLM's ``LoRARequest(lora_path=...)``, SGLang's ``lora_paths`` and peft's ``from_pretrained`` read
-the directory. Each version is saved in a new one, which appears atomically and never changes.
+vLLM's ``LoRARequest(lora_path=...)``, SGLang's ``lora_paths`` and peft's ``from_pretrained`` load
+such a directory. Each version is saved in its own directory, which appears atomically and never
+changes.
 """
 
 from __future__ import annotations
@@ -36,25 +37,25 @@ _CONFIG = "adapter_config.json"
 _NAME = re.compile(r"v[0-9]{1,19}-[0-9a-f]{16}")
 _SCRATCH = ".saving-"
 _ABANDONED_NS = 3600 * 10**9
-"""Age at which an unfinished directory is assumed to be left by a killed process."""
+"""Age after which an unfinished directory counts as left behind by a killed process."""
 
 _holds: weakref.WeakValueDictionary[Path, filesystem.Descriptor] = weakref.WeakValueDictionary()
-"""Open and locked configuration files of the versions in :func:`hold`, by directory."""
+"""Open, locked configuration files of the saved versions that :func:`hold` keeps, by directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedAdapter:
-    """Version of an adapter, saved in a directory."""
+    """A version of an adapter that was saved in a directory."""
 
     version: int
     path: Path
     run: str
     metadata: Mapping[str, Any]
-    """Metadata of the version, without the adapter's configuration."""
+    """Metadata of the version, without the configuration of the adapter."""
 
     @property
     def number(self) -> int:
-        """Unique number of this version, from 1 to 2**62, for engines that need a number."""
+        """Unique number of a version, from 1 to 2**62, for engines that identify adapters by it."""
         return (int(digest(self.path.name.encode()), 16) >> 2) + 1
 
 
@@ -66,15 +67,15 @@ def save_adapter(
     timeout_s: float = 60.0,
     acknowledge: bool = True,
 ) -> SavedAdapter:
-    """Save the newest version of an adapter in a subdirectory.
+    """Save the newest version of an adapter in a new subdirectory of ``directory``.
 
-    A version that was saved before is not written again. The newest two saved versions are kept.
-    Older ones are removed, unless a request from `adapter_request` still uses them.
+    A version that is already saved is not written again. The newest two saved versions are kept.
+    Older versions are removed, unless a request from `adapter_request` still uses them.
 
     Args:
         receiver: receiver of a store with adapters from `send_adapter`.
-        directory: parent of the versions' directories. It is created if it does not exist. Do not
-            use it for other stores.
+        directory: parent of the versions' directories, created if it does not exist. Use
+            another directory for each store.
         newer_than: wait for a version above this number. Default: save any version.
         timeout_s: how long to wait for a version.
         acknowledge: whether to acknowledge the version. If False, call ``receiver.acknowledge``
@@ -82,7 +83,7 @@ def save_adapter(
 
     Raises:
         WeightsMismatchError: the store holds a model, not an adapter.
-        WaitTimeoutError: no such version was published in time.
+        WaitTimeoutError: no version above ``newer_than`` was published in time.
         SnapshotEvictedError: saving took longer than the sender waits; nothing was saved.
     """
     directory = options.directory("directory", directory)
@@ -102,7 +103,8 @@ def save_adapter(
             path = directory / f"v{snapshot.version}-{snapshot.id.run}"
             if not path.is_dir():
                 _write(snapshot, config, made)
-        # After the `with` block, which raises an error if the sender reused the snapshot's buffer.
+        # Checked after the `with` block, which raises an error if the sender overwrote the version
+        # during the copy.
         if made.is_dir():
             filesystem.rename_directory(made, path)
     metadata = {key: value for key, value in snapshot.metadata.items() if key != ADAPTER_KEY}
@@ -127,7 +129,10 @@ def _write(snapshot: Snapshot, config: dict[str, Any], path: Path) -> None:
 
 
 def hold(path: Path) -> filesystem.Descriptor | None:
-    """Return a descriptor that keeps a saved version while open, or None if it was removed."""
+    """Return a file descriptor that protects a saved version from removal until it is closed.
+
+    Return None if the version was removed.
+    """
     file = _holds.get(path)
     if file is None or not file.is_open:
         try:
@@ -151,7 +156,10 @@ def _lock(file: filesystem.Descriptor, *, exclusive: bool) -> bool:
 
 
 def _remove_old(newest: Path) -> None:
-    """Remove unused versions except the newest two, and directories left by killed processes."""
+    """Remove unused saved versions, and directories that killed processes left behind.
+
+    The newest two versions stay.
+    """
     saved = [path for path in newest.parent.iterdir() if _NAME.fullmatch(path.name)]
     older = sorted((path for path in saved if path != newest), key=_made_at)
     for path in older[:-1]:
@@ -164,8 +172,8 @@ def _remove_old(newest: Path) -> None:
 
 def _remove_if_free(path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(FileNotFoundError):  # partly removed
-            # NFS locks a file exclusively only if it was opened for writing.
+        with contextlib.suppress(FileNotFoundError):  # another process removed parts
+            # NFS grants an exclusive lock only if the file was opened for writing.
             file = filesystem.open_regular(path / _CONFIG, os.O_RDWR, owner_only=False)
             if not _lock(stack.enter_context(file), exclusive=True):
                 return

@@ -1,8 +1,8 @@
-"""SGLang: engines and servers that follow a store, with any TP size.
+"""SGLang: engines and servers that follow a store, with any tensor-parallel size.
 
-:func:`load_from_store` is the ``custom_weight_loader`` that receives weights in the engine's
-processes, with :mod:`.rank`. :mod:`.weight_calls` detects weights that SGLang writes itself. A name
-is imported when it is first used, and SGLang with it.
+:func:`load_from_store` is the ``custom_weight_loader`` through which SGLang's processes receive
+weights; :mod:`.rank` loads them. :mod:`.weight_calls` detects SGLang's own writes of weights. A
+name is imported when it is first used, and SGLang with it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def follow(
     api_key: str | None = None,
     **options: Any,
 ) -> Follower | BackgroundFollower:
-    """Keep an engine on a store's newest version.
+    """Keep an SGLang engine on a store's newest version.
 
     Args:
         engine: an ``sglang.Engine`` or the URL of a server, which must have been started with

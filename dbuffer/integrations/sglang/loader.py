@@ -1,7 +1,8 @@
-"""`load_from_store`: the ``custom_weight_loader`` that receives weights in an engine's processes.
+"""`load_from_store`: ``custom_weight_loader`` through which SGLang's processes receive weights.
 
-SGLang calls it on all ranks, between two steps. It must not raise an error, which would end the
-engine. It writes problems into the engine's record in the store instead, which the follower reads.
+SGLang calls `load_from_store` on all ranks, between two steps. An error would end the engine, so
+`load_from_store` raises none: it writes problems into the engine's record in the store, which the
+follower reads.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Execute a follower's request: start to follow a store, switch to a version, or stop."""
+    """Execute a follower's request: follow a store, switch to a version, or stop following.
+
+    ``named_tensors`` encodes the request: SGLang passes only tensors.
+    """
     try:
         request = from_tensors(named_tensors)
     except OptionError:
@@ -49,7 +53,7 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
     if endpoint.receiver is not None:
         endpoint.receiver.record_problem(str(answer))
     elif (options := request.options) and get_parallel().tp_group.rank_in_group == 0:
-        # There is no receiver, so write the record that a receiver would write.
+        # Without a receiver, nothing else would write the record.
         record = RecordFile(Path(options.read_store), options.engine_id or "")
         record.write(token=options.record_token, problem=str(answer))
         record.close()

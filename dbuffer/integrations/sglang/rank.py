@@ -1,4 +1,4 @@
-"""`SchedulerRank`: a rank of an SGLang engine, for the receiver in its scheduler process."""
+"""`SchedulerRank`: one rank of an SGLang engine, in the rank's scheduler process."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class SchedulerRank(EngineRank):
         self._forms = self._forms_now()
 
     def engine_id(self, options: EngineOptions) -> str:
-        return options.engine_id or ""  # chosen by the follower
+        return options.engine_id or ""  # the follower chose the id
 
     def make_check(self) -> ShapeCheck:
-        """Return a check that uses a copy of the model without data.
+        """Return a check of published weights, which uses a copy of the model without data.
 
-        Call this in the scheduler's thread.
+        Call this method in the scheduler's thread.
         """
         model = self.module
 
@@ -67,10 +67,12 @@ class SchedulerRank(EngineRank):
         partial: bool = False,  # noqa: ARG002 - SGLang accepts loads with missing tensors
     ) -> None:
         with set_default_torch_dtype(dtype_of(self.module)):
-            # SGLang makes these two calls to reload a checkpoint. Quantized layers need both.
+            # SGLang makes these two calls when it reloads a checkpoint. Quantized layers need both
+            # calls.
             DefaultModelLoader.restore_weights_before_loading(self.module, self.device)
             DefaultModelLoader.load_weights_and_postprocess(self.module, tensors, self.device)
-        # Wait for the copies: the next step reads them, and staging may overwrite their sources.
+        # Wait for the copies: the engine's next step reads them, and staging may overwrite their
+        # sources.
         if self.on_device:
             torch.accelerator.synchronize(self.device)
 
@@ -96,8 +98,8 @@ class SchedulerRank(EngineRank):
         def refuse(*_: Any, **__: Any) -> NoReturn:
             raise EngineBrokenError(reason)
 
-        # A captured graph runs without calling forward(). But the caches were flushed, so every
-        # remaining request must first compute its prompt, which calls forward().
+        # A captured CUDA graph runs without calling forward(). But the caches were flushed, so
+        # every remaining request must first recompute its prompt, which calls forward().
         self.module.forward = refuse
 
     def serve_again(self) -> None:
@@ -110,10 +112,10 @@ def dtype_of(model: torch.nn.Module) -> torch.dtype:
 
 
 def require_as_loaded(copy: torch.nn.Module, serving: torch.nn.Module) -> None:
-    """Refuse a model that SGLang could not load again, because its parameters changed form.
+    """Refuse a model that SGLang cannot load again, because its parameters changed their form.
 
-    SGLang quantizes, transposes or packs some layers after it has loaded them, and restores only a
-    few kinds of layers before another load. A load into layers of other kinds would fail halfway or
+    SGLang quantizes, transposes or packs some layers after it has loaded them. Before another load,
+    SGLang restores only a few kinds of layers. Loading into other layers would fail halfway or
     produce wrong weights.
     """
     served = dict(serving.named_parameters())
@@ -131,12 +133,12 @@ def require_as_loaded(copy: torch.nn.Module, serving: torch.nn.Module) -> None:
 
 
 def form_and_loader(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """Return a parameter's shape, dtype, and whether it has a loader, which fused tensors need."""
+    """Return a parameter's shape and dtype, and whether the parameter has its own weight loader."""
     return parameter.shape, parameter.dtype, hasattr(parameter, "weight_loader")
 
 
 def _is_undone(method: Any) -> bool:
-    """Whether SGLang restores a layer's parameters before it loads new ones."""
+    """Whether SGLang restores the parameters of this method's layers before it loads new ones."""
     undo = getattr(type(method), "restore_weights_before_loading", None)
     without = (QuantizeMethodBase, CompressedTensorsMoEScheme)
     return undo not in (None, *(base.restore_weights_before_loading for base in without))

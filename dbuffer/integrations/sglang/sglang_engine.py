@@ -1,7 +1,7 @@
 """`Engine` implementations for SGLang: an ``sglang.Engine`` in this process, and a server.
 
-SGLang passes only tensors to its ``custom_weight_loader``. So dbuffer sends an empty tensor whose
-name is the request, and each rank then reads the weights from the store.
+SGLang passes only tensors to its ``custom_weight_loader``. So dbuffer encodes a request as the name
+of an empty tensor, and each rank then reads the weights from the store.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from dbuffer.store.buffer import DoubleBuffer
 LOADER = "dbuffer.integrations.sglang.load_from_store"
 
 _PAUSES = {"keep": "retract", "abort": "abort"}
-"""SGLang's names of the pause modes. SGLang has no mode that waits for requests to finish."""
+"""Names of dbuffer's pause modes in SGLang, which has no mode that waits for requests to finish."""
 
-# With this selector, SGLang restores no weights when the session opens, and packs none when it
-# closes. Each rank does both in a single call, after all ranks have agreed to load.
+# With this selector, SGLang neither restores weights when an update session opens, nor packs
+# weights when it closes. Each rank does both in one call, after all ranks have agreed to load.
 _SESSION = "draft"
 
 
 def to_tensors(request: RankRequest | None) -> list[tuple[str, torch.Tensor]]:
-    """Encode a request as tensors. None is a request to do nothing."""
+    """Encode a request as tensors. None encodes a request to do nothing."""
     command = {"request": None if request is None else request.as_json()}
     return [(json.dumps(command), torch.empty(0, dtype=torch.uint8))]
 
 
 def from_tensors(tensors: list[tuple[str, torch.Tensor]]) -> RankRequest | None:
-    """Decode the tensors of :func:`to_tensors`."""
+    """Decode a request that :func:`to_tensors` has encoded."""
     try:
         [(text, _)] = tensors
         request = json.loads(text)["request"]
@@ -70,7 +70,8 @@ def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
             "target only"
         )
     return EngineFacts(
-        # These differ between two starts: the start-up time always, and usually the random seed.
+        # An engine that is started again has another start-up time, and usually another random
+        # seed.
         instance_id=json.dumps([info.get("random_seed"), info.get("startup_time")]),
         name=name,
         num_ranks=info["tp_size"],
@@ -78,14 +79,15 @@ def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
 
 
 class _Sglang(Engine):
-    """Engine whose ranks execute requests. SGLang does not return the ranks' answers."""
+    """Engine of SGLang, which does not return its ranks' answers to requests."""
 
     pauses = tuple(_PAUSES)
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
         if request.call == "check":
             raise UnsupportedError("SGLang's ranks cannot check whether tensors fit")
-        # An update already acknowledges. To reserve, ranks would have to answer, which they cannot.
+        # An update already acknowledges the version. SGLang cannot reserve, because ranks cannot
+        # answer.
         if request.call in ("acknowledge", "reserve"):
             return [None]
         self._send(request)
@@ -96,9 +98,9 @@ class _Sglang(Engine):
         raise NotImplementedError
 
     def _flush_caches(self) -> None:
-        """Make an update that does nothing, after which SGLang flushes its caches.
+        """Make SGLang flush its caches, by an update that loads nothing.
 
-        SGLang's route for flushing only would also collect garbage, which takes 0.3 s, or release
+        SGLang's route that only flushes would also collect garbage, which takes 0.3 s, or release
         GPU memory that the next step allocates again.
         """
         self._send(None, flush_cache=True)
@@ -109,14 +111,15 @@ def _refusal(options: EngineOptions) -> RankAnswer:
     if not store.exists():
         return None
     record = store.record(options.engine_id or "", options.record_token)
-    # Half-loaded weights (is_broken) do not prevent following: the next update repairs them.
+    # After a load that failed halfway (is_broken), following goes on: the next update repairs the
+    # weights.
     if record is None or record.problem is None or record.is_broken:
         return None
     return UnsupportedError(record.problem)
 
 
 class OfflineEngine(_Sglang):
-    """An ``sglang.Engine``. Nothing runs between two calls of it, so there is nothing to pause."""
+    """``Engine`` of an ``sglang.Engine``. It computes only during its calls, and needs no pause."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -126,7 +129,7 @@ class OfflineEngine(_Sglang):
 
     def _send(self, request: RankRequest | None, *, flush_cache: bool = False) -> None:
         self._require_idle()
-        # An interrupted follower may have left a session open.
+        # An interrupted follower may have left an update session open.
         self._engine.begin_weight_update(selector=_SESSION)
         try:
             success, message = self._engine.update_weights_from_tensor(
@@ -164,7 +167,7 @@ class OfflineEngine(_Sglang):
 
 
 class ServerEngine(_Sglang, EngineServer):
-    """An SGLang server; see :class:`~dbuffer.engine.server.EngineServer`."""
+    """``Engine`` of an SGLang server; see :class:`~dbuffer.engine.server.EngineServer`."""
 
     IS_WHAT = "SGLang"
     WITHOUT_ROUTE = "it is not an SGLang server, or an old one; dbuffer is tested with 0.5.23"
@@ -181,7 +184,8 @@ class ServerEngine(_Sglang, EngineServer):
         return facts
 
     def _send(self, request: RankRequest | None, *, flush_cache: bool = False) -> None:
-        # Without a pause, SGLang would first wait for all requests. An in-place pause ends none.
+        # If the server is not paused, SGLang first waits for all requests. An in-place pause keeps
+        # them.
         is_ours = not self._has_paused
         try:
             if is_ours:
@@ -192,7 +196,8 @@ class ServerEngine(_Sglang, EngineServer):
                 self.resume()
 
     def _update_in_session(self, request: RankRequest | None, *, flush_cache: bool) -> None:
-        # Plain pickle: torch's pickling for other processes would send shared memory, not data.
+        # Plain pickle, because torch's pickling for other processes sends shared memory instead of
+        # data.
         payload = base64.b64encode(pickle.dumps(to_tensors(request))).decode()
         body = {
             "serialized_named_tensors": [payload] * self._num_ranks,
@@ -211,12 +216,13 @@ class ServerEngine(_Sglang, EngineServer):
         try:
             self.request("POST", "/begin_weight_update", json=begin)
         except EngineUpdateError:
-            # A killed follower left its session open: close that session, and begin a new one.
+            # A killed follower left its update session open: close the session, and begin a new
+            # one.
             self.request("POST", "/end_weight_update", json={})
             self.request("POST", "/begin_weight_update", json=begin)
 
     def is_paused(self) -> None:
-        """Return None: SGLang has no route that tells whether the server is paused."""
+        """Return None, because SGLang has no route that tells whether the server is paused."""
 
     def pause(self, mode: PauseMode) -> None:
         self._has_paused = True
@@ -225,7 +231,7 @@ class ServerEngine(_Sglang, EngineServer):
         self._flush_caches()
 
     def resume(self) -> None:
-        # Set even if the request fails: the server may have restarted, and is then not paused.
+        # Cleared even if the request fails, because a restarted server is not paused.
         self._has_paused = False
         self._request_resume("/continue_generation", json={"torch_empty_cache": False})
 
@@ -238,7 +244,7 @@ class ServerEngine(_Sglang, EngineServer):
 
 
 def sglang_engine_of(target: Any, *, api_key: str | None = None) -> OfflineEngine | ServerEngine:
-    """Return the `Engine` for an ``sglang.Engine`` or a server's URL."""
+    """Return the `Engine` of an ``sglang.Engine``, or of a server given by its URL."""
     if isinstance(target, str):
         return ServerEngine(target, api_key=api_key)
     if hasattr(target, "tokenizer_manager") and hasattr(target, "update_weights_from_tensor"):

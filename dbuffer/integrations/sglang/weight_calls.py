@@ -1,7 +1,7 @@
-"""Detection of weights that SGLang writes or discards without dbuffer, in its scheduler processes.
+"""Detection of calls that write or discard SGLang's weights without dbuffer.
 
-The functions in SGLang's dispatch table can no longer be replaced when the engine serves. So this
-module replaces functions that they look up at each call.
+When an engine serves, the functions in SGLang's dispatch table can no longer be replaced. So this
+module replaces functions that the dispatched functions look up at each call.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _LOADS = (
 
 
 def watch_scheduler() -> None:
-    """Watch the engine of this process. A second call does nothing."""
+    """Detect calls in this scheduler process that write or discard weights. Idempotent."""
     functions: list[tuple[Any, str, Callable[..., AbstractContextManager[None]]]] = [
         *((WeightUpdater, name, functools.partial(_loading, name)) for name in _LOADS),
-        # Called with the model before its weights' memory is released, and after it is restored.
+        # SGLang calls these before it releases the memory of weights, and after it has restored the
+        # memory.
         (scheduler, "_export_static_state", _releasing),
         (scheduler, "_import_static_state", _resuming),
     ]

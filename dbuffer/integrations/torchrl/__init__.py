@@ -1,8 +1,8 @@
-"""TorchRL: weights go from a trainer to collectors and vLLM engines through a store.
+"""TorchRL: sends weights from a trainer to collectors and vLLM engines through a store.
 
-:class:`DoubleBufferSyncScheme` is a scheme for collectors. ``VLLMDoubleBuffer...`` and
-``VLLMWeight...`` replace TorchRL's classes of the same names. A name is imported when it is first
-used, so that collectors do not import vLLM.
+:class:`DoubleBufferSyncScheme` is a weight sync scheme for collectors. The classes
+``VLLMDoubleBuffer...`` and ``VLLMWeight...`` replace TorchRL's classes with the same names. A name
+is imported when it is first used, so that collectors do not import vLLM.
 """
 
 from __future__ import annotations

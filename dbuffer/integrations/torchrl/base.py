@@ -1,4 +1,4 @@
-"""`StoreScheme`: base class of the schemes. `TransportOptions`: their options."""
+"""`StoreScheme`: base class of TorchRL schemes with a store. `TransportOptions`: their options."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _MIRROR = (*_SHARED, "reader_timeout_s")
 
 @dataclass(frozen=True, kw_only=True)
 class TransportOptions(SenderOptions):
-    """Options of the senders, receivers and mirrors that a scheme makes.
+    """Options of the senders, receivers and mirrors (local copies of a store) that a scheme makes.
 
-    The scheme is pickled for workers with its options, so ``rename`` must be picklable.
+    TorchRL pickles a scheme with its options for its workers, so ``rename`` must be picklable.
     """
 
     num_threads: int | None = 1
-    """Number of copying threads in each sender and each receiver."""
+    """Number of threads that copy tensors, in each sender and in each receiver."""
     verify: bool | Literal["auto"] = "auto"
     poll_interval_s: float = 0.5
     unused_tensors: Literal["refuse", "warn"] = "refuse"
-    """Treatment of tensors that an engine does not use; see :class:`EngineOptions`."""
+    """Treatment of published tensors that an engine does not use; see :class:`EngineOptions`."""
 
     def make_sender(self, store: str | os.PathLike[str]) -> WeightSender:
         return WeightSender(store, **self._only(field.name for field in fields(SenderOptions)))
@@ -55,7 +55,11 @@ class TransportOptions(SenderOptions):
         local: str | os.PathLike[str],
         receiver_id: str | None = None,
     ) -> tuple[WeightReceiver, Mirror | None]:
-        """Open ``local`` for reading, and start a mirror from ``remote`` if it is another store."""
+        """Open the store ``local`` for reading.
+
+        If ``remote`` is another store, also start a mirror, which copies versions from ``remote``
+        into ``local``.
+        """
         mirror = start_mirror(remote, local, **self._only(_MIRROR))
         return self.make_receiver(local, receiver_id), mirror
 
@@ -68,7 +72,7 @@ class TransportOptions(SenderOptions):
 
 
 class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typed
-    """Base of dbuffer's schemes: a TorchRL ``WeightSyncScheme`` that uses a store."""
+    """Base class of dbuffer's TorchRL schemes: a ``WeightSyncScheme`` that uses a store."""
 
     _model_id: str = DEFAULT_MODEL_ID
     _sender: Any = None
@@ -85,11 +89,11 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         checks.choice("strategy", strategy, ("tensordict", "state_dict"))
         super().__init__(strategy=strategy)
         self.options = TransportOptions.parse({"num_threads": num_threads} | options)
-        # Absolute paths, since workers may have other working directories.
+        # Make paths absolute, because workers may have other working directories.
         self.remote_addr = self.local_addr = str(checks.directory("remote_addr", remote_addr))
         if local_addr is not None:
             self.local_addr = str(checks.directory("local_addr", local_addr))
-        # Raises errors about options here, before a worker would raise them in its process.
+        # Check options here, before a worker would raise an error in its process.
         self.options.for_engine(self.remote_addr, self.local_addr)
         self.num_threads = num_threads
 
@@ -113,15 +117,20 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
 
 
 def find_model(context: Any, model_id: str) -> Any:
-    """Return the model of an id or attribute path in a collector, or None if there is none."""
+    """Return a collector's model by id or attribute path, or None if there is no such model."""
     if context is None:
         return None
     get_model = getattr(context, "get_model", None)
     try:
         model = get_model(model_id) if callable(get_model) else _resolve_attr(context, model_id)
-    except (AttributeError, LookupError, TypeError, ValueError):  # a path can contain an index
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ):  # an index in a path can raise any of these
         model = None
-    # If workers make their policies, the collector may keep a policy as a source of weights.
+    # If workers make their own policies, the collector may keep a policy only as source of weights.
     if model is None and model_id == DEFAULT_MODEL_ID:
         return getattr(context, "_fallback_policy", None)
     return model

@@ -1,7 +1,7 @@
-"""Extraction of a model's weights for a store: named tensors, and the bytes of its extra state.
+"""Extraction of a model's weights to publish: named tensors, and the modules' extra state.
 
-The results of all modules' ``get_extra_state`` are packed into a tensor of bytes with the name
-``__extra_state__``.
+The results of the modules' ``get_extra_state`` methods are packed into one tensor of bytes with the
+name ``__extra_state__``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dbuffer.weights.named_tensors import (
 )
 from dbuffer.weights.transformers_modules import as_checkpoint
 
-EXTRA_STATE = "__extra_state__"  # TorchRL's key in a TensorDict of weights, too
+EXTRA_STATE = "__extra_state__"  # also TorchRL's key in a TensorDict of weights
 
 Extracted: TypeAlias = dict[str, torch.Tensor | LazyTensor]
 
@@ -41,7 +41,7 @@ def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extrac
 
 
 def extract_for_vllm(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
-    """Return the tensors that the weights' checkpoint would have, without extra state."""
+    """Return the tensors of ``weights`` as a checkpoint names them, without extra state."""
     weights = without_torchrl_wrapper(weights)
     tensors, _ = _collect(weights, extract_weights)
     if not isinstance(weights, nn.Module):
@@ -70,9 +70,9 @@ def without_torchrl_wrapper(model: Any) -> Any:
 
 
 def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return the dtype and shape of each tensor that a sender publishes for a model, by name.
+    """Return dtype and shape of each tensor that a sender publishes for a model, by tensor name.
 
-    LoRA adapters are merged, as in TorchRL's function of the same name.
+    LoRA adapters are merged first, as in TorchRL's function with this name.
     """
     model = without_torchrl_wrapper(model)
     strategy = "state_dict" if hasattr(model, "merge_and_unload") else "tensordict"
@@ -105,15 +105,15 @@ def unpacked(packed: torch.Tensor) -> Any:
     """Return the extra states in a packed tensor, by module path."""
     try:
         return json.loads(packed.numpy().tobytes(), object_hook=_from_plain)
-    # Bytes that `_packed` did not make can lead to any of these errors.
+    # Bytes from another program can lead to any of these errors.
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise StoreCorruptError(f"invalid extra state of modules: {error}") from error
 
 
 def _packed(states: Mapping[str, Any]) -> torch.Tensor:
-    """Return modules' extra states as bytes of JSON, which cannot execute code when it is read."""
+    """Return modules' extra states as JSON, because reading JSON cannot execute code."""
     plain = {
-        # TorchRL's receivers pass a flat dictionary to set_extra_state, too.
+        # Flat, because TorchRL's receivers pass a flat dictionary to set_extra_state too.
         clean_path(path): state.flatten_keys(".").to_dict()
         if isinstance(state, TensorDictBase)
         else state

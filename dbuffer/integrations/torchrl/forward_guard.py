@@ -1,4 +1,4 @@
-"""`ForwardGuard`: prevents forward calls of a model from using weights of two versions."""
+"""`ForwardGuard`: lock that prevents a model's forward call from using weights of two versions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import nn
 from dbuffer.errors import WeightsMismatchError
 
 _PATIENCE_S = 10.0
-"""Maximum time that a new call waits for a load which itself waits for running calls."""
+"""Maximum time that a new forward call waits for a load that waits for running calls."""
 _CALL_CHECK_S = 0.5
-"""Interval at which a waiting load checks for calls that ended without calling their hook."""
+"""Interval at which a waiting load checks for forward calls that ended without their hook."""
 
 
 class ForwardGuard:
-    """Lock between a model's forward calls and loads of its weights. Several calls can run at once.
+    """Lock between a model's forward calls, which can overlap, and loads of its weights.
 
-    The guard does not detect calls that bypass the module: a replayed CUDA graph, or methods other
+    The guard does not detect calls that bypass the module: a replayed CUDA graph, or a method other
     than ``forward``.
 
-    While a load waits for running calls, no new call begins. Otherwise overlapping calls could
-    delay the load forever. But a running call can depend on a new call in another thread, so new
-    calls begin after a time-out.
+    While a load waits for running calls to end, new calls wait too, because overlapping calls could
+    delay the load forever. A running call can also depend on a new call in another thread, so new
+    calls wait at most 10 s for a load that has not begun.
     """
 
     def __init__(self) -> None:
@@ -39,11 +39,12 @@ class ForwardGuard:
         self._problem: str | None = None
 
     def attach(self, model: Any) -> None:
-        """Guard the forward calls of a module. A second call, or another object, does nothing."""
+        """Guard the forward calls of a module. Ignore a guarded module or another object."""
         if not isinstance(model, nn.Module) or self._is_attached(model):
             return
         model.register_forward_pre_hook(self._before_forward, prepend=True)
-        # Also called if forward raises an error, so that the call no longer counts as running.
+        # The hook is called even if forward raises an error, so that the call no longer counts as
+        # running.
         model.register_forward_hook(self._after_forward, always_call=True)
 
     @contextlib.contextmanager
@@ -75,7 +76,7 @@ class ForwardGuard:
         self._problem = None
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """Return this guard: a collector may copy the guarded policy and run the copy."""
+        """Return this guard, because a collector may copy the guarded policy and run the copy."""
         return self
 
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
@@ -88,7 +89,7 @@ class ForwardGuard:
         return bool(self._running)
 
     def _is_attached(self, model: nn.Module) -> bool:
-        hooks = model._forward_pre_hooks.values()  # noqa: SLF001 - there is no public way to ask
+        hooks = model._forward_pre_hooks.values()  # noqa: SLF001 - torch has no public name
         return any(getattr(hook, "__self__", None) is self for hook in hooks)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -124,17 +125,17 @@ class ForwardGuard:
 
 
 def _is_over(frame: FrameType) -> bool:
-    """Whether a call has ended. After KeyboardInterrupt or SystemExit, torch calls no hook."""
+    """Whether a call has ended. After a KeyboardInterrupt or SystemExit, torch calls no hook."""
     try:
         frame.clear()
-    except RuntimeError:  # the frame is executing
+    except RuntimeError:  # frame.clear() refuses a running frame
         return False
     return True
 
 
 def _calling_frame() -> FrameType:
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented way to a frame
-    # torch.compiler.disable adds a frame in between.
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - documented despite its name
+    # Skip frames of torch.compiler.disable.
     while frame is not None and frame.f_globals["__name__"].startswith((__name__, "torch._dynamo")):
         frame = frame.f_back
     return cast("FrameType", frame)

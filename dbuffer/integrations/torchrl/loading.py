@@ -1,4 +1,4 @@
-"""`StagedVersion`: a version in memory, to load into a worker's model completely or not at all."""
+"""`StagedVersion`: a version in a worker's memory, loaded into a model completely or not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StagedVersion:
-    """A version copied into this process's memory, so that waiting does not hold the store."""
+    """Copy of a version in this process's memory, so that a load can wait without the store."""
 
     version: int
     layout: Layout
@@ -34,14 +34,15 @@ class StagedVersion:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Self:
-        """Copy a version. The copy is valid if the snapshot then closes without an error."""
+        """Copy a version from a snapshot, which must then close without an error."""
         return cls(snapshot.version, snapshot.layout, snapshot.copy())
 
     def load(self, model: Any, guard: ForwardGuard, matcher: Matcher) -> None:
         """Load the version into a model while no forward call of the model runs.
 
-        If the version does not fit, raise a WeightsMismatchError without changing the model. After
-        any other error, the model refuses to run until a version is loaded.
+        If the version does not fit the model, this raises a WeightsMismatchError and does not
+        change the model. After any other error, the model's forward calls raise an error until a
+        version is loaded.
         """
         match, to_install, states = self._plan(model, matcher)
         with guard.loading():
@@ -68,7 +69,8 @@ class StagedVersion:
             for name, tensor in targets.items()
             if tensor.is_meta and isinstance(model, nn.Module)
         }
-        # Extra state is matched with itself, so that it is not reported as left over.
+        # Extra state is assigned to itself, because the matcher refuses tensors that remain
+        # unassigned.
         extra = {name: self.tensors[name] for name in (EXTRA_STATE,) if name in self.tensors}
         match = matcher.match(targets | to_install | extra, self.layout)
         match.require_ties(self._tensor)
@@ -92,9 +94,9 @@ class StagedVersion:
 
 
 def own_memory(model: Any, guard: ForwardGuard) -> None:
-    """Replace a model's tensors in shared memory by copies.
+    """Replace a model's tensors in shared memory by copies in this process's own memory.
 
-    A policy that came through multiprocessing shares its memory with the trainer's policy.
+    A policy that was passed through multiprocessing shares its memory with the trainer's policy.
     """
     shared = _shared_tensors(model)
     with guard.loading():
@@ -105,13 +107,13 @@ def own_memory(model: Any, guard: ForwardGuard) -> None:
 
 
 def unshared(policy: Any) -> Any:
-    """Return a policy to pass to new processes without sharing its memory.
+    """Return a policy, or a copy of it, that new processes do not share memory with.
 
-    Multiprocessing moves tensors among a process's arguments into shared memory.
+    Multiprocessing moves tensors in a process's arguments into shared memory.
     """
     if not isinstance(policy, nn.Module):
         return policy
-    # Not get_start_method() alone, which would fix the method if the program has not chosen one.
+    # get_start_method() alone would fix the method if the program has not chosen a method.
     by_default, *_ = multiprocessing.get_all_start_methods()
     if (multiprocessing.get_start_method(allow_none=True) or by_default) != "fork":
         return _CopiedOnArrival(policy)
@@ -128,7 +130,7 @@ class _CopiedOnArrival:
 
 
 def is_on_meta(model: Any) -> bool:
-    """Whether a model has tensors on the meta device, so that it cannot run yet."""
+    """Whether a model has tensors on the meta device, which have no data."""
     return model is not None and any(t.is_meta for t in _targets_of(model, ()).values())
 
 
@@ -137,7 +139,7 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
         tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors |= model.named_buffers(remove_duplicate=False)
         saved = model.state_dict(keep_vars=True).keys()
-        # Without extra state, a TensorDictModule's "module.weight" is published as "weight".
+        # If there is no extra state, a TensorDictModule publishes "module.weight" as "weight".
         extra = [EXTRA_STATE] if EXTRA_STATE in published else []
         return {
             name: tensors[name]

@@ -1,7 +1,7 @@
-"""Stores of a collector's model, below the scheme's address, and `ModelPublisher`.
+"""Stores of a collector's model, and `ModelPublisher`, which publishes into them.
 
-All workers follow the store ``ADDRESS/MODEL``. Worker N also follows ``ADDRESS/MODEL~worker-N``,
-for weights that are sent only to this worker.
+All workers follow the store ``ADDRESS/MODEL``, where ``ADDRESS`` is the scheme's directory. Worker
+N also follows the store ``ADDRESS/MODEL~worker-N``, for weights that are sent only to worker N.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from dbuffer.receive.snapshot import Snapshot
 from dbuffer.store.buffer import DoubleBuffer
 
 PublishedVersion: TypeAlias = tuple[WeightSender, int, tuple[int, ...]]
-"""A version's sender, the version's number, and the workers that must apply it."""
+"""Sender of a version, number of the version, and the workers that must apply the version."""
 
 _KEY = "torchrl"
-"""Metadata key with ``is_initial``: whether the version is the first of a run, which does not count
-as an update of the policy; and ``after_version``: newest earlier version for all workers."""
+"""Metadata key with two values. ``is_initial``: whether the version is the first of a run (all
+versions of one sender process), which does not count as a policy update. ``after_version``: newest
+earlier version for all workers."""
 
 
 def store_of(address: str | Path, model_id: str, worker: int | None = None) -> Path:
-    """Return the store of a model's weights for a worker, or for all workers if it is None."""
-    name = quote(model_id, safe="")  # the id can be a path of attributes
+    """Return the path of the store of a model's weights for one worker, or by default for all."""
+    name = quote(model_id, safe="")  # the id can be an attribute path
     if worker is not None:
         name += f"~{receiver_id(worker)}"
     return Path(address) / name
 
 
 def receiver_id(worker: int) -> str:
-    """Return a worker's receiver id."""
+    """Return the id of a worker as a receiver of stores."""
     return f"worker-{worker}"
 
 
@@ -53,7 +54,7 @@ def versions_below(address: str, options: TransportOptions) -> dict[str, int]:
 
 
 def read_metadata(snapshot: Snapshot) -> tuple[bool, int]:
-    """Return a version's ``is_initial`` and ``after_version``, or defaults if it lacks them."""
+    """Return ``is_initial`` and ``after_version`` from a version's metadata, or their defaults."""
     match snapshot.metadata.get(_KEY):
         case None:
             return False, 0
@@ -66,9 +67,10 @@ def read_metadata(snapshot: Snapshot) -> tuple[bool, int]:
 
 
 class ModelPublisher:
-    """Publishes a model's weights for all workers or for some of them. Workers count from 0.
+    """Publishes a model's weights for all workers or for some workers. Workers count from 0.
 
-    ``earlier_versions`` has the newest version of earlier runs, by the store's name.
+    ``earlier_versions`` has the newest version of earlier runs (sender processes) in each store, by
+    the store's name.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """`RayFollower`: keeps an engine in a Ray actor of any class on a store's versions.
 
 Ray can run any function inside an actor. So a :class:`Follower` runs in the actor, beside the
-engine, and a switch is a single task: no request can run between flushing the caches and loading.
+engine. Each switch is a single task of the actor, so no request can run between flushing the caches
+and loading.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def is_ray_actor(target: Any) -> bool:
 
 
 class RayFollower:
-    """Switches an ``LLM`` or ``AsyncLLM`` in a Ray actor on demand.
+    """Switches an ``LLM`` or ``AsyncLLM`` in a Ray actor to newer versions, on demand.
 
     ``actor`` is the handle of an actor that is the engine, or has the engine as an attribute. If
     the actor runs one task at a time, a switch waits until the current task has ended.
@@ -78,7 +79,7 @@ class RayFollower:
         self._call(Follower.stop_workers)
 
     def close(self) -> None:
-        """Do nothing: the follower in the actor can be used again, and ends with the actor."""
+        """Do nothing: the follower in the actor ends with the actor, and can be used until then."""
 
     def _call(
         self, call: Callable[Concatenate[Follower, P], T], *args: P.args, **kwargs: P.kwargs

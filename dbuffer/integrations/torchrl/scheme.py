@@ -1,4 +1,4 @@
-"""`DoubleBufferSyncScheme`: brings weights to a collector's workers through a store."""
+"""`DoubleBufferSyncScheme`: sends weights to a collector's workers through a store."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ logger = logging.getLogger(__name__)
 
 
 class DoubleBufferSyncScheme(StoreScheme):
-    """Scheme that brings a model's weights from a collector to its workers through a store.
+    """Scheme that sends a model's weights from a collector to its workers through a store.
 
-    Make a scheme for each model of each collector. A collector's schemes can share an address.
+    Make a separate scheme for each model of each collector. Schemes of one collector can share an
+    address.
 
     Args:
         remote_addr: a directory. The model's store is ``remote_addr/MODEL_ID``.
-        local_addr: directory that workers read. If it is in shared memory, a worker on each node
-            copies every version into it. It can also be another path of ``remote_addr``, which is
-            the default.
+        local_addr: directory that workers read. Default: ``remote_addr``. If the directory is in
+            shared memory, one worker on each node copies every version into it. It can also be
+            another path of ``remote_addr``.
         num_threads: number of copying threads, in the trainer and in each worker.
         strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``.
         sync: whether ``send`` waits until the workers have applied the weights.
@@ -65,11 +66,11 @@ class DoubleBufferSyncScheme(StoreScheme):
         super().__init__(remote_addr, local_addr, num_threads, strategy, options)
         self.sync = sync
         self.timeout_s = checks.positive_seconds("timeout_s", timeout_s)
-        # The pickled scheme brings the next three values to the workers.
+        # Workers get the next three values with the pickled scheme.
         self._has_first_weights = True
         self._earlier_versions: dict[str, int] = {}
         self._first_worker_idx = 0
-        self._kept_model: Any = None  # other objects may have only weak references to it
+        self._kept_model: Any = None  # other objects may have only weak references to the model
         self._guard = ForwardGuard()
 
     @property
@@ -82,7 +83,7 @@ class DoubleBufferSyncScheme(StoreScheme):
     def model(self, model: Any) -> None:
         before = self._model_ref() if self._model_ref is not None else None
         WeightSyncScheme.model.fset(self, model)
-        # A worker's collector may run a copy of the policy that the scheme had at first.
+        # A worker's collector may run a copy of the scheme's first policy.
         if self._receiver is not None and model is not before:
             self._receiver.use(model)
 
@@ -101,10 +102,10 @@ class DoubleBufferSyncScheme(StoreScheme):
         self.context = context
         self.model = self._kept_model = model
         if num_workers is None:
-            # A single collector has no workers to wait for.
+            # A collector without workers has nothing to wait for.
             is_single = context is None or isinstance(context, Collector)
             num_workers = 0 if is_single else int(getattr(context, "num_workers", 0))
-        # This collector counts its workers by rank, and the trainer is rank 0.
+        # A DistributedCollector counts its workers by rank, and the trainer is rank 0.
         self._first_worker_idx = int(isinstance(context, DistributedCollector))
         self._earlier_versions = versions_below(self.remote_addr, self.options)
         self._sender = ModelPublisher(
@@ -116,9 +117,9 @@ class DoubleBufferSyncScheme(StoreScheme):
             source = self._trained_model()
             self._has_first_weights = source is not None and bool(self._extract(source))
             if isinstance(context, DistributedCollector) and context.launcher == "mp":
-                # A node starts its workers with the policy before the node's scheme is initialized.
-                # Then it would be too late to prevent memory that is shared with the trainer.
-                # TorchRL has no public name for the policy that it passes to nodes.
+                # A node starts its workers with this policy before it initializes the scheme, when
+                # it is too late to unshare memory. TorchRL has no public name for the policy that
+                # it passes to nodes.
                 context._policy_to_send = unshared(context._policy_to_send)  # noqa: SLF001
         except BaseException:
             self.shutdown()
@@ -127,8 +128,8 @@ class DoubleBufferSyncScheme(StoreScheme):
     def _trained_model(self) -> Any:
         policy = None
         if self._has_no_workers and self._model_id == DEFAULT_MODEL_ID:
-            # If policy_device differs from the policy's device, the collector runs a copy. TorchRL
-            # has no public name for the original policy.
+            # If policy_device differs from the policy's device, the collector runs a copy of the
+            # policy. TorchRL has no public name for the original policy.
             policy = self.context._orig_policy  # noqa: SLF001
         return self.model if policy is None else policy
 
@@ -142,8 +143,8 @@ class DoubleBufferSyncScheme(StoreScheme):
         if weights is not None or self._has_first_weights:
             published = self._publish(weights, None, is_initial=True)
         if isinstance(self.context, DistributedCollector):
-            # Wait for the nodes, as TorchRL's scheme does: when this returns, the collector gives
-            # them 10 s for their first answer, even if they are still starting.
+            # Wait for the nodes, as TorchRL's scheme does. After this method, the collector gives
+            # each node 10 s for its first answer, even if the node is still starting.
             publisher = self._require("sender")
             publisher.wait_present(self.timeout_s)
             publisher.wait(published, self.timeout_s)
@@ -231,7 +232,9 @@ class DoubleBufferSyncScheme(StoreScheme):
         if model is None:
             model = self._kept_model = model_of_factory(context, self._model_id)
             if model is not None:
-                context.policy = model  # keeps it alive, and the collector's workers can use it
+                context.policy = (
+                    model  # keeps the model alive, and workers of this collector can use it
+                )
         self.model = model
 
     def _setup_connection_and_weights_on_receiver_impl(self, **_: Any) -> None:
@@ -243,10 +246,10 @@ class DoubleBufferSyncScheme(StoreScheme):
         receiver.follow()
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
-        """Wait for newer weights; return the weights, or None if none came since the last call.
+        """Wait for newer weights. Return the weights, or None if none arrived since the last call.
 
-        New weights are applied in the background, whether or not you call this. The default
-        ``timeout`` is the scheme's ``timeout_s``.
+        New weights are applied in the background, whether or not you call this method. The default
+        of ``timeout`` is the scheme's ``timeout_s``.
         """
         receiver = self._require("receiver")
         if not self.synchronized_on_receiver:
@@ -263,7 +266,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         if inner is not None and not inner.synchronized_on_sender:
             return  # the collector's workers are starting, and will begin with this model's weights
         if isinstance(context, Collector) and inner is None:
-            # The collector runs the model itself, so the weights are already in use.
+            # The collector runs this model, so the loaded weights are already in use.
             if self._model_id == DEFAULT_MODEL_ID and not is_initial:
                 context.increment_version()
         elif hasattr(context, "update_policy_weights_"):
@@ -283,8 +286,8 @@ class DoubleBufferSyncScheme(StoreScheme):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         if not self.initialized_on_sender and not self.initialized_on_receiver:
-            # An RPC collector pickles its scheme before there is a sender. It sends its first
-            # weights after all workers have connected, so workers must not wait for weights.
+            # An RPC collector pickles its scheme before it has a sender, and sends its first
+            # weights after all workers have connected. So workers must not wait for first weights.
             state["_has_first_weights"] = False
             state["_earlier_versions"] = versions_below(self.remote_addr, self.options)
         return state | {"_kept_model": None}
@@ -296,7 +299,7 @@ def _is_by_worker(weights: Any) -> bool:
 
 
 def model_of_factory(context: Any, model_id: str) -> Any:
-    """Make a policy with a collector's factory. Return None unless all workers share a factory."""
+    """Make a policy with a collector's factory, or return None if there are several factories."""
     if model_id != DEFAULT_MODEL_ID:
         return None
     factories = getattr(context, "policy_factory", None)

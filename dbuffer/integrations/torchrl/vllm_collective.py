@@ -1,7 +1,8 @@
-"""Replacements for ``torchrl.weight_update.llm.vllm_nccl``, with the same methods, over a store.
+"""Replacements for ``torchrl.weight_update.llm.vllm_nccl`` that send weights through a store.
 
-As in TorchRL, engines have the weights when ``update_weights`` returns. But there is no process
-group, so the trainer and the engines need not make their calls at the same time.
+The classes have the methods of TorchRL's classes. Engines have the weights when ``update_weights``
+returns, as in TorchRL. There is no process group, so the trainer and the engines need not make
+their calls at the same time.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
             as in TorchRL's class.
         num_replicas: number of engines that ``update_weights`` waits for.
         strategy, remote_addr, local_addr, num_threads: as in :class:`VLLMDoubleBufferSyncScheme`.
-        timeout_s: how long ``update_weights`` waits for these engines.
+        timeout_s: how long ``update_weights`` waits for the engines.
         **options: more options of :class:`VLLMDoubleBufferSyncScheme`.
     """
 
@@ -86,7 +87,7 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
         super().__init__(scheme)
         self._timeout_s, self._num_replicas = scheme.timeout_s, scheme.num_replicas
         self._num_awaited = 0
-        # Receiver of the engine that this sender updates itself.
+        # Receiver of the engine that this sender itself switches, if any.
         self._receiver: VLLMWeightReceiver | None = None
 
     def init_all_workers_group(
@@ -94,10 +95,11 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
     ) -> None:
         """Make each later ``update_weights`` call wait until engines have applied the weights.
 
-        With a ``vllm_engine``, which the metadata must fit, ``update_weights`` switches this
-        engine. Otherwise it waits for ``num_replicas`` engines that follow the store, by themselves
-        or with a :class:`VLLMWeightReceiver`. If too few engines apply the weights in time, it
-        raises a ``WaitTimeoutError``, whose message lists each engine's problem.
+        With a ``vllm_engine``, ``update_weights`` switches this engine, whose model must fit
+        ``model_metadata``. Without a ``vllm_engine``, it waits for ``num_replicas`` engines that
+        follow the store, by themselves or with a :class:`VLLMWeightReceiver`. If too few engines
+        apply the weights in time, it raises a ``WaitTimeoutError``, whose message lists the problem
+        of each engine.
         """
         if vllm_engine is None:
             self._num_awaited = self._num_replicas
@@ -121,10 +123,10 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
 
 
 class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
-    """Keeps an engine on the store's newest weights, in a background thread, until `shutdown`.
+    """Keeps an engine on the store's newest weights, in a background thread, until ``shutdown()``.
 
-    An ``LLM`` can be used only in a single thread, so it has no background thread. It is switched
-    by ``poll_and_apply``, or by a sender's ``update_weights``.
+    An ``LLM`` works in a single thread only, so its receiver has no background thread. The ``LLM``
+    is switched by ``poll_and_apply``, or by ``update_weights`` of a sender.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             self._thread.start()
 
     def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
-        """Raise a `WeightsMismatchError` if weights of these dtypes and shapes do not fit."""
+        """Raise a `WeightsMismatchError` if weights with this metadata do not fit the engine."""
         tensors = [
             (name, DTYPE_NAMES.get(dtype, str(dtype)), list(shape))
             for name, (dtype, shape) in model_metadata.items()

@@ -1,6 +1,6 @@
-"""Replacements for ``torchrl.weight_update.llm.vllm_double_buffer``, over a store.
+"""Replacements for ``torchrl.weight_update.llm.vllm_double_buffer`` that use a store.
 
-Classes, arguments, methods and defaults are the same as TorchRL's, so change only the import.
+Classes, arguments, methods and defaults are the same as TorchRL's, so you change only the import.
 """
 
 from __future__ import annotations
@@ -51,20 +51,21 @@ from dbuffer.weights.targets import Matcher
 logger = logging.getLogger(__name__)
 
 _HOLDERS = ("llm_instance", "ray_actor", "model")
-"""Engine attributes of TorchRL's ``LocalLLMWrapper``, ``RayLLMWorker`` and ``vLLMWrapper``."""
+"""Attributes with the engine in TorchRL's ``LocalLLMWrapper``, ``RayLLMWorker`` and
+``vLLMWrapper``."""
 
 
 class VLLMDoubleBufferSyncScheme(StoreScheme):
-    """Scheme that brings weights from a trainer to vLLM engines through a store.
+    """Scheme that sends weights from a trainer to vLLM engines through a store.
 
     Args:
         remote_addr: the store's directory, as the trainer sees it.
-        local_addr: directory that the engine's workers read. If it is in shared memory, one of the
-            workers copies every version into it. It can also be the store's path on a host where
-            ``remote_addr`` does not exist. Default: ``remote_addr``.
+        local_addr: directory that the engine's workers read. Default: ``remote_addr``. If the
+            directory is in shared memory, one of the workers copies every version into it. It can
+            also be the store's path on a host where ``remote_addr`` does not exist.
         num_threads: number of copying threads, in the trainer and in each worker.
-        strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``. The latter
-            merges LoRA adapters.
+        strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``. With
+            ``"state_dict"``, LoRA adapters are merged.
         **options: fields of :class:`dbuffer.SenderOptions`, the receivers' ``verify`` and
             ``poll_interval_s``, and the engine's ``unused_tensors``.
     """
@@ -104,7 +105,7 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
     def get_receiver(self) -> VLLMDoubleBufferWeightReceiver:
         return cast("VLLMDoubleBufferWeightReceiver", self._require("receiver"))
 
-    # Collectors pass a scheme to both sides. On each side, it makes a sender or a receiver.
+    # A collector passes the scheme to trainer and worker. Each side makes its sender or receiver.
 
     def _init_on_sender_impl(
         self, model_id: str = "policy", context: Any = None, *, model: Any = None, **_: Any
@@ -138,9 +139,9 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
 
 
 class VLLMDoubleBufferTransport:
-    """Publishes into a store and reads from it, only when its methods are called.
+    """Transport of TorchRL that publishes into a store and reads from a store, without threads.
 
-    The receiver reads ``local_addr``. If ``options`` are given, they replace ``num_threads``.
+    The receiver reads ``local_addr``. If ``options`` are given, ``num_threads`` is ignored.
     """
 
     def __init__(
@@ -162,9 +163,9 @@ class VLLMDoubleBufferTransport:
         self._matcher = Matcher()
 
     def send_weights(self, model_id: str, weights: Any) -> Publication:
-        """Publish the tensors that a checkpoint of these weights would have.
+        """Publish the tensors of ``weights`` as a checkpoint names them.
 
-        ``weights`` is a module, a TensorDict or a state dict. The log names ``model_id``.
+        ``weights`` is a module, a TensorDict or a state dict. ``model_id`` appears only in the log.
         """
         tensors = extract_for_vllm(weights, TensorDict.from_module)
         publication = self.open_sender().send(tensors)
@@ -184,12 +185,12 @@ class VLLMDoubleBufferTransport:
         model: Any = None,  # noqa: ARG002
         strategy: Any = None,  # noqa: ARG002
     ) -> Any | None:
-        """Return a copy of the newest version, or None if there is no newer one than last time.
+        """Return a copy of the newest version, or None if the last call returned this version.
 
-        Wait up to ``timeout`` seconds for a newer version. A mirror first copies the newest
-        version, for at most 60 s. The copy goes into ``weights``, a TensorDict or a dictionary by
-        dotted name, or by default into a new TensorDict with flat keys. ``model`` and ``strategy``
-        are ignored, as in TorchRL.
+        Wait up to ``timeout`` seconds for a newer version. If ``local_addr`` is a mirror (a local
+        copy of the store), the mirror first copies the newest version, for at most 60 s. The copy
+        goes into ``weights``, a TensorDict or a dictionary by dotted name. Default: a new
+        TensorDict with flat keys. ``model`` and ``strategy`` are ignored, as in TorchRL.
 
         Raises:
             WeightsMismatchError: ``weights`` does not fit, and was not changed.
@@ -228,7 +229,7 @@ class VLLMDoubleBufferTransport:
 
 
 class VLLMDoubleBufferWeightSender:
-    """Publishes a model's weights. Made by :meth:`VLLMDoubleBufferSyncScheme.create_sender`."""
+    """Publishes a model's weights; made by :meth:`VLLMDoubleBufferSyncScheme.create_sender`."""
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
         self._scheme = scheme
@@ -263,7 +264,7 @@ class VLLMDoubleBufferWeightSender:
         for collector in self._collectors:
             try:
                 collector.increment_version()
-            # Any error of a collector: the weights are already published.
+            # A collector can raise any error, but the weights are already published.
             except Exception:
                 logger.warning("could not increment a collector's policy version", exc_info=True)
 
@@ -272,14 +273,14 @@ class VLLMDoubleBufferWeightSender:
         self._collectors.clear()
 
     def _deliver(self, version: int) -> None:
-        """Do nothing: receivers read the store when they are polled."""
+        """Do nothing: each receiver reads the store when it is polled."""
 
 
 class VLLMDoubleBufferWeightReceiver:
-    """Switches an engine to the store's newest weights at each call of `poll_and_apply`.
+    """Switches an engine to the store's newest weights at each call of ``poll_and_apply()``.
 
-    :func:`followers_of` lists the kinds of engines. If dbuffer is installed in vLLM's environment,
-    the engine needs no options.
+    :func:`followers_of` lists the supported kinds of engines. If dbuffer is installed in vLLM's
+    environment, the engine needs no options.
     """
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
@@ -312,7 +313,7 @@ class VLLMDoubleBufferWeightReceiver:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     break
-                # Poll in intervals: weights may appear at the other address, or disappear.
+                # Poll, because weights may appear at the other address, or disappear.
                 wait_s = min(left_s, self._scheme.options.poll_interval_s)
                 receiver.wait_or_follow_fork(newest, wait_s, self._closed)
                 self._require_open()
@@ -321,17 +322,19 @@ class VLLMDoubleBufferWeightReceiver:
         return False
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply weights to the engine now, for instance from a transport's ``receive_weights``.
+        """Apply weights to the engine now, for example from a transport's ``receive_weights``.
 
-        These weights are not a version of the store. As in TorchRL, the next poll replaces them by
-        the store's newest version. ``inplace`` must be True. Raises the errors of
-        :meth:`poll_and_apply`.
+        The weights do not become a version of the store. As in TorchRL, the next poll replaces them
+        by the store's newest version. ``inplace`` must be True.
+
+        Raises:
+            DBufferError: the errors of :meth:`poll_and_apply`.
         """
         if not inplace:
             raise OptionError("weights are applied to an engine in place only: leave inplace=True")
         tensors = extract_for_vllm(weights, TensorDict.from_module)
         with self._open():
-            # Through a temporary store beside the followed store, where all workers can read it.
+            # Publish into a temporary store beside the followed store, where all workers can read.
             store = self._find_receiver().store
             store.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=f"{store.name}~", dir=store.parent) as scratch:
@@ -352,7 +355,7 @@ class VLLMDoubleBufferWeightReceiver:
     def register_model(self, model_ref: Any) -> None:
         """Update another engine from now on, instead of the current engine.
 
-        ``model_ref`` is an engine, or its path in the context, such as ``"policy"``.
+        ``model_ref`` is the new engine, or its attribute path in the context, such as ``"policy"``.
         """
         is_path = isinstance(model_ref, str) and "://" not in model_ref
         engine = find_model(self._context, model_ref) if is_path else model_ref
@@ -366,12 +369,12 @@ class VLLMDoubleBufferWeightReceiver:
             self._vllm_engine, self._followers = engine, followers
 
     def register_worker_transport(self, pipe: Any) -> None:
-        """Do nothing: only other schemes use pipes."""
+        """Do nothing: schemes of dbuffer use no pipes."""
 
     def shutdown(self) -> None:
-        """Stop following; wait for a running switch to end first. The engine keeps its weights.
+        """Stop following the store, after a running switch has ended. The engine keeps its weights.
 
-        If another thread is waiting for weights, its call ends with a ``ClosedError``.
+        If another thread is in ``poll_and_apply()``, its call ends with a ``ClosedError``.
         """
         require_another_thread(self._vllm_engine)
         self._closed.set()
@@ -412,18 +415,18 @@ class VLLMDoubleBufferWeightReceiver:
         for follower in self._followers:
             try:
                 follower.stop_workers()
-            # An engine that has ended can raise any error. It no longer follows the store.
+            # An engine that has ended can raise any error, and no longer follows the store.
             except Exception:
                 logger.debug("could not tell an engine to stop following", exc_info=True)
             follower.close()
 
     def _sync(self, version: int) -> bool:
-        """Switch all engines; return whether any engine needed to switch.
+        """Switch all engines to a version; return whether any engine had an older version.
 
-        If an engine fails, the other engines still switch, and then the worst error is raised.
+        If an engine fails, the other engines still switch. Afterwards the worst error is raised.
         """
         if len(self._followers) == 1:
-            # In this thread, because an engine in this process must be loaded by its own thread.
+            # The first engine may run in this process, and must then be loaded by this thread.
             switches = [self._followers[0].sync(at_least=version, stop_event=self._closed)]
         else:
             with ThreadPoolExecutor(len(self._followers)) as pool:
@@ -453,14 +456,14 @@ def followers_of(target: Any, options: EngineOptions) -> list[Follower | RayFoll
 
 
 def require_another_thread(target: Any) -> None:
-    """Raise an error in the event loop of an ``AsyncLLM``, where waiting for it would deadlock."""
+    """Raise an error in the event loop of an ``AsyncLLM``, where waiting would deadlock."""
     engine, running = engine_in(target), asyncio._get_running_loop()  # noqa: SLF001 - or None
     if running is not None and is_async(engine) and AsyncVllm.loop_of(engine) is running:
         raise EngineBusyError(IN_ITS_EVENT_LOOP)
 
 
 def engine_in(target: Any) -> Any:
-    """Return the engine in one of TorchRL's wrappers, or an object with engine actors."""
+    """Return the engine inside a wrapper of TorchRL, or TorchRL's object with several engines."""
     if is_ray_actor(target) or getattr(target, "actors", None):
         return target
     for name in _HOLDERS:
@@ -471,7 +474,7 @@ def engine_in(target: Any) -> Any:
 
 
 def log_nothing(remote: str, local: str) -> None:
-    """Log once that both addresses have no weights."""
+    """Log once that neither store has weights."""
     log_once(
         logger,
         "no weights so far in %s (remote_addr) and %s (local_addr): check that the trainer has "

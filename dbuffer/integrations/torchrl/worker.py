@@ -1,8 +1,9 @@
-"""`WorkerReceiver`: keeps a worker's model on the newest weights for this worker.
+"""`WorkerReceiver`: keeps the model of one TorchRL worker on the worker's newest weights.
 
-A worker follows two stores: one for all workers, and one for this worker only. Each version for a
-single worker records the newest version for all workers at that time. This orders both stores'
-versions: version 5 for all workers, later versions for this worker, then version 6 for all.
+A worker follows two stores: a store for all workers, and a store for this worker only. Each version
+for a single worker records the newest version for all workers at that time, which orders the
+versions of both stores: for example version 5 for all workers, then versions for this worker, then
+version 6 for all workers.
 """
 
 from __future__ import annotations
@@ -34,21 +35,22 @@ _NOTHING: Order = (0, 0)
 
 @dataclass
 class Feed:
-    """A store that a worker follows: the store for all workers, or the store for this worker."""
+    """One of the two stores that a worker follows."""
 
     receiver: WeightReceiver
     mirror: Mirror | None
     is_for_all: bool
-    earlier: int | None  # newest version of earlier runs, which are skipped
+    earlier: int | None  # newest version of earlier sender processes; skipped
     version: int | None  # newest version that was loaded or skipped
 
 
 class WorkerReceiver:
     """Follows both stores of a worker in the background, and loads their newest versions.
 
-    Versions of earlier runs are skipped: ``earlier_versions`` has the newest of them, by the
-    store's name. ``applied`` is called after each load of a new version, when forward calls can run
-    again. Its argument is whether the version is the first of a run.
+    Versions of earlier runs (earlier sender processes) are skipped: ``earlier_versions`` has the
+    newest earlier version of each store, by the store's name. ``applied`` is called after each load
+    of a new version, when forward calls can run again. Its argument is whether the version is the
+    first of a run.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class WorkerReceiver:
         self._applied = applied
         self._guard = ForwardGuard()
         self._matcher = Matcher()
-        # Loads are made by both following threads, by `load_newer` and by `use`.
+        # Both following threads, `load_newer` and `use` can load, but only one of them at a time.
         self._lock = threading.RLock()
         self._loaded = _NOTHING
         self._announced = _NOTHING  # `applied` was called for this version
@@ -85,7 +87,7 @@ class WorkerReceiver:
         self._feeds = feed_of(None), feed_of(worker)
 
     def wait_for_first(self, timeout_s: float) -> None:
-        self._register()  # before waiting, so that the sender sees this worker
+        self._register()  # first, so that the sender sees this worker while it waits
         self._load(self._feeds[0], timeout_s)
         self.load_newer()
 
@@ -95,7 +97,7 @@ class WorkerReceiver:
             self._load_if_newer(feed)
 
     def wait_loaded(self, timeout_s: float) -> bool:
-        """Wait for a load since the last call or :meth:`follow`; return whether there was one."""
+        """Wait until a version was loaded since the last call. Return False after ``timeout_s``."""
         if not self._has_loaded.wait(timeout_s):
             return False
         if self._stop_event.is_set():
@@ -112,8 +114,8 @@ class WorkerReceiver:
             thread.start()
 
     def use(self, model: Any) -> None:
-        """Use another model from now on, and load the last weights into it."""
-        with self._lock:  # no other load while the model's tensors are replaced
+        """Load the last weights into another model, and use this model from now on."""
+        with self._lock:  # excludes loads while the model's tensors are replaced
             self._guard.attach(model)
             own_memory(model, self._guard)
             if self._loaded == _NOTHING:
@@ -141,7 +143,7 @@ class WorkerReceiver:
             feed.receiver.record.write()
 
     def _follow(self, feed: Feed) -> None:
-        # A recreated store is a problem here: only a new scheme can follow it.
+        # A recreated store is a permanent error here, because only a new scheme can follow it.
         final = (errors.ClosedError,)
         loop = FollowLoop(feed.receiver, "following", logger, final=final, stop=self._stop_event)
         with contextlib.suppress(errors.ClosedError):

@@ -1,11 +1,12 @@
-"""vLLM follows a store: an ``LLM``, an ``AsyncLLM``, a server, of any tensor-parallel size.
+"""vLLM engines that follow a store: an ``LLM``, an ``AsyncLLM`` or a server.
 
-In vLLM's workers, `plugin`, `backend` and `rank` reach one `RankEndpoint`; `weight_calls` notices
-calls of vLLM that write weights. In its core, `core_labels` and `core_pauses` label each token and
-pause. `vllm_engine` drives an engine; `requests` and `responses` tell a server's clients.
+In vLLM's workers, `plugin` and `backend` create one `RankEndpoint` for each rank, and `rank` loads
+weights. `weight_calls` detects vLLM's own writes of weights. In vLLM's engine core, `core_labels`
+labels each token with a version, and `core_pauses` pauses the engine. In the front end,
+`vllm_engine` drives an engine; `requests` and `responses` report versions to a server's clients.
 
-vLLM imports this package in each of its processes before it is ready itself, so its modules, and
-vLLM, are imported when they are used.
+vLLM imports this package before it has finished importing itself. So a name of this package, and
+vLLM with it, is imported when the name is first used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""LoRA adapters from a store, for an engine that was started with ``enable_lora=True``.
+"""LoRA adapters from a store, for vLLM engines that were started with ``enable_lora=True``.
 
-* :func:`adapter_request` returns the newest version, for one request of an ``LLM`` or ``AsyncLLM``;
-* :class:`FollowedAdapter` keeps an adapter of a server on its store's newest version.
+* :func:`adapter_request` returns an adapter's newest version, for one request of an engine.
+* :class:`FollowedAdapter` keeps an adapter of a server on the store's newest version.
 """
 
 from __future__ import annotations
@@ -31,38 +31,44 @@ logger = logging.getLogger(__name__)
 
 
 class _KeptRequest(LoRARequest, array_like=True, omit_defaults=True, dict=True):  # type: ignore[call-arg,misc]
-    """LoRA request that keeps its adapter's files on disk for as long as it lives.
+    """LoRA request that keeps the files of its adapter on disk until the request is freed.
 
-    vLLM reads these files again after it has evicted the adapter from its slots.
+    vLLM loads the adapter from these files again after it has evicted the adapter from its LoRA
+    slot.
     """
 
 
 def adapter_request(
     receiver: WeightReceiver, directory: str | os.PathLike[str], **options: Any
 ) -> LoRARequest:
-    """Return the newest version of an adapter, to be passed as ``lora_request``.
+    """Return the newest version of an adapter, to pass to vLLM as ``lora_request``.
 
-    Each version has its own number and name: vLLM identifies adapters by number, and tags its
-    prefix cache with the name. A request in flight continues with the version that it began with.
-    The files of that version stay until its last request has ended.
+    Each version has its own number and name, because vLLM identifies adapters by number, and tags
+    its prefix cache with the name. A request in flight continues with the version that it began
+    with. The files of a version stay on disk until the version's last request has ended.
 
     Args:
         receiver: receiver of a store that `send_adapter` publishes into.
         directory: directory to save versions in. The engine's processes must see it.
-        **options: options of :func:`dbuffer.integrations.peft.save_adapter`. Its errors are raised
-            here too.
+        **options: options of :func:`dbuffer.integrations.peft.save_adapter`, whose errors this
+            function raises too.
     """
     lock = None
-    while lock is None:  # after two newer versions, another process may remove the files
+    while lock is None:  # another process removes the files if it saves two newer versions
         saved = save_adapter(receiver, directory, **options)
         lock = hold(saved.path)
     request = _KeptRequest(saved.path.name, saved.number, str(saved.path))
-    request.__dict__ |= {"lock": lock, "saved": saved}  # vLLM sends fields to its processes
+    request.__dict__ |= {
+        "lock": lock,
+        "saved": saved,
+    }  # vLLM sends only the fields to its processes
     return request
 
 
 def require_slots(lora_config: Any, num_adapters: int) -> None:
-    """Require one LoRA slot more than adapters, for a version beside the one in use.
+    """Require that the engine has more LoRA slots than adapters to follow.
+
+    A new version of an adapter is loaded into a free slot, while the version in use keeps its slot.
 
     Raises:
         UnsupportedError: the engine has fewer slots.
@@ -77,7 +83,10 @@ def require_slots(lora_config: Any, num_adapters: int) -> None:
 
 
 def show_adapters_by_name(models: Any) -> None:
-    """Let the answers of a server's ``OpenAIServingModels`` name adapters, not their versions."""
+    """Make responses of a server name adapters without their versions.
+
+    ``models`` is the ``OpenAIServingModels`` of the server.
+    """
     model_name, show = models.model_name, models.show_available_models
 
     def name_of(lora_request: Any = None) -> str:
@@ -95,19 +104,17 @@ def show_adapters_by_name(models: Any) -> None:
 
 
 class FollowedAdapter:
-    """Keeps an adapter of a server on its store's newest version, in a thread, until closed.
+    """Keeps an adapter of a vLLM server on the store's newest version, in a thread, until closed.
 
-    The engine loads a version beside the version in use. Then the version takes over the adapter's
-    name for new requests. If the engine cannot load it, the version in use stays.
+    The engine loads a new version beside the version in use. After loading, new requests for the
+    adapter's name use the new version. If loading fails, requests continue to use the version in
+    use.
 
     Args:
         name: name of the adapter among the server's models.
         options: the adapter's store, and options of its receiver.
         engine: ``AsyncLLM`` of the server.
         models: ``OpenAIServingModels`` of the server.
-
-    Raises:
-        OptionError: the server has a model of this name already.
     """
 
     def __init__(self, name: str, options: EngineOptions, engine: Any, models: Any) -> None:
@@ -128,7 +135,7 @@ class FollowedAdapter:
             allow_shared_store=options.allow_shared_store,
         )
         store = self._receiver.store
-        # Beside the store, so that all processes of the engine see it.
+        # The directory is beside the store, so that all processes of the engine see it.
         self._directory = store.with_name(f"{store.name}.saved")
         self._applied: int | None = None
         self._stop = threading.Event()
@@ -137,7 +144,7 @@ class FollowedAdapter:
         )
 
     def start(self) -> None:
-        """Load the newest version, if there is one, and follow in the thread.
+        """Load the newest version, if the store has one, and start the follower thread.
 
         Raises:
             EngineUpdateError: the engine refuses the version.
@@ -149,7 +156,7 @@ class FollowedAdapter:
 
     @property
     def label(self) -> WeightLabel:
-        """Label of the version that new requests get."""
+        """Label of the adapter's version that new requests use."""
         request, newest = self._requests.get(self.name), self._receiver.last_seen
         _, label = getattr(request, ADAPTER, (None, WeightLabel()))
         if newest is None or label.run in (None, newest.id.run):
@@ -157,7 +164,7 @@ class FollowedAdapter:
         return replace(label, newest_run=newest.id.run)
 
     def close(self) -> None:
-        """Stop following. Requests in flight go on."""
+        """Stop following the store. Requests in flight continue."""
         self._stop.set()
         self._receiver.wake()
         if self._thread.ident is not None:
@@ -185,7 +192,6 @@ class FollowedAdapter:
             logger.warning("adapter %s is followed no longer: %s", self.name, str(error))
 
     def _load(self, newer_than: int | None) -> None:
-        """Load the newest version, and let it take over the adapter's name."""
         started_at = time.monotonic()
         options = {"newer_than": newer_than, "timeout_s": 0.0, "acknowledge": False}
         request: Any = adapter_request(self._receiver, self._directory, **options)
@@ -194,7 +200,8 @@ class FollowedAdapter:
         request.__dict__[ADAPTER] = self.name, label
         for replica in self._replicas:
             replica.load_adapter(request)
-        # The event loop does this before it sees requests of clients that wait for the version.
+        # The event loop runs this call before later requests, so a client that waited for this
+        # version gets it.
         self._loop.call_soon_threadsafe(self._requests.__setitem__, self.name, request)
         self._receiver.acknowledge(saved.version)
         self._applied = saved.version

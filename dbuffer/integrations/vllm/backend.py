@@ -1,4 +1,4 @@
-"""``backend="dbuffer"``: a backend of vLLM's weight transfer that reads a store."""
+"""``backend="dbuffer"``: a weight transfer backend of vLLM that reads versions from a store."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ _ARGUMENTS = ("config", "vllm_config", "device", "model")
 
 
 class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Worker's half of the weight transfer, under vLLM's names; calls :class:`RankEndpoint`.
+    """Half of vLLM's weight transfer that runs in a worker, and calls :class:`RankEndpoint`.
 
-    A worker follows its store from ``init_transfer_engine`` on, or from its start if the engine's
-    ``additional_config["dbuffer"]`` names a store. ``update_weights`` replaces all weights at once,
-    so the engine may serve between ``start_weight_update`` and ``finish_weight_update``.
+    A worker follows its store after ``init_transfer_engine``, or from its start if the engine's
+    ``additional_config["dbuffer"]`` names a store. ``update_weights`` replaces all weights in one
+    pause, so the engine may serve requests between ``start_weight_update`` and
+    ``finish_weight_update``.
 
-    Given the arguments of vLLM 0.23 and 0.24 (``config, parallel_config, model``), the constructor
-    returns a :class:`.CallbackEngine`.
+    If the constructor gets the arguments of vLLM 0.23 and 0.24 (``config, parallel_config,
+    model``), it returns a :class:`.CallbackEngine`.
     """
 
     init_info_cls = EngineOptions
     update_info_cls = DBufferUpdateInfo
 
-    # Releases before 0.26 look for the trainer's functions here.
+    # vLLM before 0.26 looks for the functions of the trainer in this class.
     trainer_send_weights = staticmethod(trainer_send_weights)
     trainer_send_sparse_weights = staticmethod(trainer_send_sparse_weights)
 
@@ -73,7 +74,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 self._begin(init_info)
 
     def start_weight_update(self) -> None:
-        """Do nothing: ``update_weights`` does all the work."""
+        """Do nothing: ``update_weights`` performs the complete update."""
 
     def finish_weight_update(self) -> None:
         """Do nothing: ``update_weights`` has replaced the weights."""
@@ -81,7 +82,8 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Switch to a version; see :meth:`RankReceiver.update`.
 
-        A rank with an invalid request takes part too, with its error: the other ranks wait for it.
+        A rank whose request is invalid joins the update with its error, because the other ranks
+        wait for all ranks.
         """
         request: UpdateRequest | OptionError
         try:
@@ -90,7 +92,8 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             request = error
         self._update(request)
 
-    # vLLM before 0.25 passes a function that loads. Here vLLM's reload loads.
+    # vLLM before 0.25 passes a function that loads weights. The function is unused: vLLM's reload
+    # loads the weights.
 
     def receive_weights(
         self, update_info: DBufferUpdateInfo, _load_weights: Callable[..., Any] | None = None

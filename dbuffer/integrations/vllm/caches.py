@@ -1,4 +1,4 @@
-"""Caches of a vLLM engine, which may hold results of older weights."""
+"""Caches of a vLLM engine whose content depends on the weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAIN_MEMORY = "CPUOffloadingSpec"
 def require_droppable(config: Any, options: EngineOptions) -> None:
     """Raise :class:`UnsupportedError` if an engine loads caches that a switch cannot drop.
 
-    Older weights may have computed such a cache, or another engine with other weights.
+    Such a cache may contain results of older weights, or of another engine with other weights.
     """
     if options.allow_stale_kv:
         return
@@ -32,7 +32,7 @@ def require_droppable(config: Any, options: EngineOptions) -> None:
 
 
 def _connectors_of(transfer: Any) -> Iterator[tuple[str, bool]]:
-    """Yield the name of each connector that loads KV, and whether a reset drops all of its KV."""
+    """Yield the name of each KV connector, and whether resetting the connector drops all its KV."""
     if transfer is None or not transfer.is_kv_consumer:
         return
     from vllm.config import KVTransferConfig
@@ -40,22 +40,22 @@ def _connectors_of(transfer: Any) -> Iterator[tuple[str, bool]]:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     options = transfer.kv_connector_extra_config
-    # It counts a connector without reset_cache() as reset.
+    # MultiConnector reports success even if one of its connectors has no reset_cache().
     if transfer.kv_connector == "MultiConnector":
         for connector in options["connectors"]:
             yield from _connectors_of(KVTransferConfig(**connector))
         return
     kind = KVConnectorFactory.get_connector_class(transfer)
     has_reset = kind.reset_cache is not KVConnectorBase_V1.reset_cache
-    # A reset leaves other tiers than main memory as they are. Mooncake's store is shared: another
-    # engine can fill it again.
+    # A reset drops KV in main memory only. Mooncake's store is shared with other engines, which can
+    # fill it again after a reset.
     tiers = options.get("spec_name", _MAIN_MEMORY)
     is_private = tiers == _MAIN_MEMORY and transfer.kv_connector != "MooncakeStoreConnector"
     yield transfer.kv_connector, has_reset and is_private
 
 
 def shared_caches(config: Any) -> list[str]:
-    """Return names of the caches that requests share, from an engine's ``VllmConfig``."""
+    """Return the names of caches that requests share, from the ``VllmConfig`` of an engine."""
     is_shared = {
         "a prefix cache (start it with enable_prefix_caching=False)": (
             config.cache_config.enable_prefix_caching

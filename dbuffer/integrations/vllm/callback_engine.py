@@ -1,7 +1,7 @@
-"""`CallbackEngine`: the worker's half of the weight transfer of vLLM 0.23 and 0.24.
+"""`CallbackEngine`: the worker's half of weight transfer for vLLM 0.23 and 0.24.
 
-These releases pass a function that loads weights. The engine serves one rank, and does not check
-weights against the model.
+These releases of vLLM pass a function that loads weights. An engine of this kind has one rank, and
+dbuffer does not check published weights against its model.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MAX_INDEX = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True, kw_only=True)
 class DBufferUpdateInfo(UpdateRequest):
-    """``update_info``: ``{}`` for the newest version, or ``{"version": 7}``.
+    """Argument of vLLM's ``update_weights``: ``{}`` for the newest version, or ``{"version": 7}``.
 
-    A sparse update also has vLLM's two fields: the names of the patched tensors, and the number of
-    patched elements in each. They are checked as vLLM checks them, and not used.
+    A sparse update also has two fields of vLLM: the names of the patched tensors, and the number of
+    patched elements in each tensor. Both fields are checked as in vLLM, but not used.
     """
 
     names: list[str] | None = None
@@ -58,7 +58,7 @@ def _is_list_of(kind: type, values: Any) -> bool:
 
 
 class CallbackEngine:
-    """Reads a store, and passes the tensors of a version to the caller's function, one by one."""
+    """Reads versions from a store, and passes each tensor to the caller's loading function."""
 
     update_info_cls = DBufferUpdateInfo
     parse_init_info = staticmethod(EngineOptions.parse)
@@ -97,9 +97,11 @@ class CallbackEngine:
     def receive_weights(
         self, update_info: DBufferUpdateInfo, load_weights: Callable[..., Any] | None = None
     ) -> None:
-        """Load a version by calls of ``load_weights``. A tied tensor is passed under each name.
+        """Load a version by calls of ``load_weights``, once for each name of a tied tensor.
 
-        After a ``SnapshotEvictedError`` discard the tensors: the sender overwrote the version.
+        Raises:
+            SnapshotEvictedError: the sender overwrote the version during the call. Do not use the
+                tensors that were loaded.
         """
         if load_weights is None:
             raise OptionError("receive_weights needs the function load_weights as an argument")

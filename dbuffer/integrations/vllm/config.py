@@ -1,4 +1,4 @@
-"""dbuffer's options in vLLM's configuration, its names in vLLM, and `EngineFacts`."""
+"""Options of dbuffer in vLLM's configuration, and `EngineFacts` that are read from it."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from dbuffer.runtime import options as checks
 BACKEND = "dbuffer"
 
 ADAPTERS = "adapters"
-"""Key of the adapters' stores in the options."""
+"""Key of the option that lists the stores of LoRA adapters, by adapter."""
 _OPTIONS_OF_ADAPTERS = {
     *("engine_id", "poll_interval_s", "verify", "num_threads", "allow_shared_store", "forked")
 }
-"""Options that can stand beside the adapters' stores."""
 
 CALL = "dbuffer_call"
 
 LOAD_ADAPTER = "dbuffer_load_adapter"
-"""Method of the workers that loads a LoRA adapter."""
+"""Method of vLLM's workers that loads a LoRA adapter."""
 
 EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
 
 
 def is_launched(parallel_config: Any) -> bool:
-    """Whether torchrun started the ranks of an engine, each as an ``LLM`` in its own process."""
+    """Whether torchrun started the ranks of an engine, each with an ``LLM`` in its own process."""
     return bool(parallel_config.distributed_executor_backend == "external_launcher")
 
 
 def default_engine_id(instance_id: str) -> str:
-    """Return the default name of an engine among a store's receivers, from vLLM's instance id."""
+    """Return the default id of an engine as a receiver of a store, from vLLM's instance id."""
     return f"vllm-{host_in_id()}-{instance_id}"
 
 
 def replica_name(index: int) -> str:
-    """Return the suffix of a data-parallel replica's name."""
+    """Return the suffix that a data-parallel replica adds to its engine's name."""
     return f".dp-{index}" if index else ""
 
 
 def options_of(additional_config: Any) -> EngineOptions | None:
-    """Read the options in ``additional_config["dbuffer"]``.
+    """Read the options of an engine in ``additional_config["dbuffer"]``.
 
-    Return None if there are none, or if they are for adapters, which the workers do not follow.
+    Return None if the key is missing, or if the options are for LoRA adapters, because workers do
+    not follow the stores of adapters.
     """
     settings = engine_settings(additional_config)
     if not settings or ADAPTERS in settings:
         return None
-    # Only the follower, in the front end, reads "pause".
+    # The option "pause" is for the follower in the front end. Workers do not need it.
     options = {key: value for key, value in settings.items() if key != "pause"}
     return EngineOptions.parse(options, f"additional_config[{BACKEND!r}]")
 
@@ -80,7 +80,7 @@ def adapters_of(additional_config: Any) -> dict[str, EngineOptions]:
 
 
 def engine_settings(additional_config: Any) -> dict[str, Any]:
-    """Return ``additional_config["dbuffer"]``, which workers and followers read."""
+    """Return ``additional_config["dbuffer"]``, the options for the workers and the follower."""
     is_mapping = isinstance(additional_config, Mapping)
     settings = additional_config.get(BACKEND, {}) if is_mapping else {}
     if not isinstance(settings, dict):
@@ -91,10 +91,10 @@ def engine_settings(additional_config: Any) -> dict[str, Any]:
 
 
 def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
-    """Read the facts about an engine from its ``VllmConfig``, or from the JSON of that.
+    """Read the facts about an engine from its ``VllmConfig``, or from JSON of a ``VllmConfig``.
 
-    ``replica`` is the index of a data-parallel replica that is followed independently. It is
-    required if there are several such replicas.
+    ``replica`` is the index of the data-parallel replica. It is required if the engine has several
+    replicas that switch independently.
     """
     parallel = _get(config, "parallel_config")
     replicas = replicas_of(config)
@@ -117,9 +117,9 @@ def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
 
 
 def replicas_of(config: Any) -> list[int]:
-    """Return the indices of a front end's data-parallel replicas that step independently.
+    """Return the indices of a front end's data-parallel replicas that switch independently.
 
-    Replicas of a model with experts step together: they count as one engine, with index 0.
+    Replicas of a mixture-of-experts model step together: they count as one engine, with index 0.
     """
     parallel = _get(config, "parallel_config")
     size = _get(parallel, "data_parallel_size")
@@ -143,8 +143,7 @@ def _num_in_step(parallel: Any) -> int:
 
 
 def _num_local(parallel: Any) -> int | None:
-    """Return the number of replicas that this front end drives, or None if it drives all."""
-    if _get(parallel, "data_parallel_rank_local") is not None:  # each replica is an LLM
+    if _get(parallel, "data_parallel_rank_local") is not None:  # an LLM drives one replica
         return 1
     kinds = ("data_parallel_hybrid_lb", "data_parallel_external_lb")
     if any(_get(parallel, kind) for kind in kinds):
@@ -153,7 +152,7 @@ def _num_local(parallel: Any) -> int | None:
 
 
 def has_backend(config: Any) -> bool:
-    """Whether an engine was started with ``backend="dbuffer"`` as its weight transfer."""
+    """Whether an engine was started with the weight transfer ``backend="dbuffer"``."""
     transfer = _get(config, "weight_transfer_config")
     return transfer is not None and _get(transfer, "backend") == BACKEND
 
@@ -163,11 +162,11 @@ def _get(config: Any, name: str) -> Any:
 
 
 def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
-    """Read the facts about an engine that runs in this process, or in a child of it."""
+    """Read the facts about an engine that runs in this process or in a child process."""
     from vllm.plugins import load_general_plugins
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    # If another process made the configuration, vLLM has not loaded plugins in this one yet.
+    # vLLM has not loaded its plugins here if another process made the configuration.
     load_general_plugins()
     if CALL not in vars(WorkerWrapperBase):
         raise UnsupportedError(
@@ -178,7 +177,7 @@ def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
 
 
 def facts_of_server(config: Mapping[str, Any]) -> EngineFacts:
-    """Read the facts about a server's engine from the JSON of its ``VllmConfig``."""
+    """Read the facts about a server's engine from JSON of the engine's ``VllmConfig``."""
     extension = config["parallel_config"]["worker_extension_cls"]
     if not has_backend(config) and extension != EXTENSION:
         raise UnsupportedError(

@@ -1,11 +1,13 @@
-"""Labels of vLLM's engine core: each token of an output names the weights that it came from.
+"""Labels in vLLM's engine core, which tell which weights generated each token of an output.
 
-vLLM's core attaches its weight version to the outputs of each step, and its front ends turn these
-into spans of tokens. With dbuffer the core attaches an encoded :class:`WeightLabel`, which front
-ends decode, so that vLLM's routes and fields still show the version alone.
+vLLM's engine core attaches its weight version to the outputs of each step, and vLLM's front end
+turns these versions into spans of tokens. dbuffer makes the core attach an encoded
+:class:`WeightLabel` instead. The front end decodes the label, so that vLLM's own routes and fields
+show the plain version.
 
 Before a call that writes or discards weights without dbuffer, the core sets its label to unknown.
-If a method of a worker extension writes weights, the follower does so at its next poll.
+If a method of a worker extension writes weights, the follower sets the label to unknown at its next
+poll.
 """
 
 from __future__ import annotations
@@ -19,33 +21,32 @@ from dbuffer.engine.endpoint import watch
 from dbuffer.integrations.vllm.config import CALL, has_backend
 
 KEEPS_WEIGHTS = 1
-"""Highest level of sleep that keeps a copy of the weights."""
+"""Highest sleep level at which vLLM keeps a copy of the weights."""
 RELOADS = ("reload_weights", "reset_weights")
 TRANSFERS = ("start_weight_update", "update_weights", "finish_weight_update")
 _WRITES = {True: (*RELOADS, "update_weights"), False: (*RELOADS, *TRANSFERS)}
-"""Calls after which the label is unknown. Key: whether the backend is dbuffer's, whose
-``finish_weight_update`` sets the new label."""
+"""Methods of workers that make the label unknown. Key: whether the weight transfer backend is
+dbuffer's, which sets the new label in ``finish_weight_update``."""
 
 LABEL = "dbuffer_label"
 READY = "dbuffer_ready"
-"""Method of the core that returns whether the engine is ready. With True, it becomes ready."""
+"""Method of the core that returns whether the engine is ready. The argument True makes it ready."""
 
 ADAPTER = "dbuffer_adapter"
 """Attribute of a LoRA request: name and label of an adapter that follows a store."""
 
 ADMITTED = "dbuffer_label"
-"""Attribute of vLLM's outputs: encoded label of the weights of the first token."""
+"""Attribute of vLLM's outputs: encoded label of the weights that generated the first token."""
 
 
 @dataclass(slots=True)
 class _CoreState:
     label: str | None = None
-    """Encoded label, or None before the first one was set."""
     label_of_outputs: str | None = None
-    """Encoded label that outputs get: without fields that change while the weights stay."""
+    """Encoded label for outputs, without the fields that can change while the weights stay."""
     is_followed: bool = False
     is_void: bool = False
-    """Whether weights were written since a follower last called the workers."""
+    """Whether vLLM wrote weights after the last call of a follower to the workers."""
     is_ready: bool = False
 
 
@@ -55,7 +56,10 @@ def _state_of(core: Any) -> _CoreState:
 
 
 def label_cores(core: Any) -> None:
-    """Let the class of cores, ``EngineCore``, keep labels, and drop them before foreign loads."""
+    """Make ``EngineCore`` keep a label, and set it to unknown before writes without dbuffer.
+
+    ``core`` is vLLM's class ``EngineCore``.
+    """
     if hasattr(core, LABEL):
         return
     set_version = core.set_weight_version
@@ -106,7 +110,6 @@ def _calling(core: Any, method: Any, *_: Any, **__: Any) -> AbstractContextManag
 
 
 def _drop_label(core: Any) -> None:
-    """Set the label to unknown until a follower has called the workers and set a label."""
     state = _state_of(core)
     if state.is_followed or has_backend(core.vllm_config):
         core.set_weight_version(UNKNOWN_VERSION)
@@ -114,7 +117,10 @@ def _drop_label(core: Any) -> None:
 
 
 def tell_labels(request_state: Any) -> None:
-    """Let the outputs of a front end, which ``RequestState`` makes, have decoded labels."""
+    """Make outputs of vLLM's front end carry decoded labels.
+
+    ``request_state`` is vLLM's class ``RequestState``, which makes the outputs.
+    """
     if not hasattr(request_state, "track_weight_version"):  # before vLLM 0.32
         return
     make_output, make_state = request_state._new_completion_output, request_state.__init__  # noqa: SLF001
@@ -123,7 +129,8 @@ def tell_labels(request_state: Any) -> None:
 
     def make_named_state(state: Any, *args: Any, **kwargs: Any) -> None:
         make_state(state, *args, **kwargs)
-        # By the name of each version, vLLM's metrics would get one more series a version.
+        # Without the version's name, which would add a new series to vLLM's metrics for each
+        # version.
         state.lora_name, _ = getattr(state.lora_request, ADAPTER, (state.lora_name, None))
 
     def make_labeled_output(state: Any, *args: Any, **kwargs: Any) -> Any:

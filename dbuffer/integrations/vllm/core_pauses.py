@@ -1,8 +1,8 @@
-"""A pause of vLLM's engine core for a switch, which pauses of other programs do not end.
+"""Pauses of vLLM's engine core for a switch, independent of pauses by other programs.
 
-vLLM's pause is one flag: any pause sets it, and any resume clears it. dbuffer adds a pause of its
-own, the *hold*. If another program pauses or resumes the engine during a hold, the call takes
-effect when the hold ends.
+vLLM has one pause flag: every pause sets the flag, and every resume clears it. dbuffer adds its own
+pause, the *hold*, for the switch to a new version. If another program pauses or resumes the engine
+during a hold, the call takes effect when the hold ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HOLD, RELEASE = "dbuffer_hold", "dbuffer_release"
 
 _HOLD = "dbuffer_current_hold"
 _REFUSED = "the engine cannot be held: "
-"""Prefix of refusals. vLLM passes the text of an error to the caller, and not its type."""
+"""Prefix of a refusal's message. vLLM passes an error's text to the caller, without its type."""
 NOT_RESET = "the engine could not reset its prefix cache, or the cache of its KV connector"
 _UNTIL_THE_INPUT_ENDS = "with streamed input: the switch is made when the input has ended"
 
@@ -30,21 +30,21 @@ _UNTIL_THE_INPUT_ENDS = "with streamed input: the switch is made when the input 
 @dataclass(slots=True)
 class _Hold:
     other_pause: Any
-    """vLLM's pause state by other programs, or None if they have not paused the engine."""
+    """Pause state that other programs requested from vLLM, or None if they requested no pause."""
     deferred: list[tuple[Callable[[], Any], Future[Any]]] = field(default_factory=list)
-    """Pauses that other programs requested during the hold, to begin when it ends, with results."""
+    """Calls of other programs that will pause the engine after the hold, with their futures."""
 
 
 def refusal_in(error: Exception) -> str | None:
-    """Return a core's reason to refuse a hold, or None if the error has another cause."""
+    """Return a core's reason for refusing a hold, or None if the error has another cause."""
     _, mark, refusal = str(error).partition(_REFUSED)
     return refusal if mark else None
 
 
 def add_pauses(process: Any, in_step: Any) -> None:
-    """Add holds to the classes of cores that run in their own process.
+    """Add holds (pauses for a switch) to ``process``, vLLM's ``EngineCoreProc``.
 
-    The cores of ``in_step``, vLLM's ``DPEngineCoreProc``, step together.
+    ``in_step`` is vLLM's subclass ``DPEngineCoreProc``, whose cores step together.
     """
     if hasattr(process, HOLD):
         return
@@ -57,31 +57,31 @@ def add_pauses(process: Any, in_step: Any) -> None:
 
 
 def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
-    """Pause a core for a switch, and drop its caches. Return a refusal if its weights are asleep.
+    """Pause a core for a switch. Return :data:`ASLEEP` if its weights are asleep.
 
     Raises:
-        EngineBusyError: the core cannot be held now. If it steps together with others, it was
-            paused anyway, as they were, until :data:`RELEASE`.
+        EngineBusyError: the core cannot be paused for a switch now. A core that steps together
+            with other cores was paused nevertheless, until :data:`RELEASE`.
     """
     if "weights" in core.model_executor.sleeping_tags:
-        # Returned, not raised: vLLM logs a traceback for each error, and an engine can sleep long.
+        # vLLM logs a traceback for each raised error, and an engine can sleep for hours.
         return ASLEEP
     hold: _Hold | None = vars(core).get(_HOLD)
     hold = hold or _Hold(core.scheduler.pause_state if core.is_scheduler_paused() else None)
     other_pause = getattr(hold.other_pause, "name", None)
     if (refusal := _refusal(core, mode, other_pause, drops_caches)) is not None:
-        # Raised, not returned: of the values of several cores, vLLM returns only the first.
+        # An error, because vLLM returns only the first core's value to the caller.
         error = EngineBusyError(f"{_REFUSED}{refusal}")
         if not _steps_with_others(core) or core.is_scheduler_paused():
             raise error
-        # The other cores wait until this one is paused too.
+        # The pause of the other cores completes only after this core is paused too.
         paused = core.pause_scheduler("keep", False)
         setattr(core, _HOLD, hold)
         return _after(paused, functools.partial(_raise, error))
     if other_pause == "PAUSED_NEW":
-        mode = "wait"  # requests of the other pause may still finish; other modes would stop them
+        mode = "wait"  # other modes would stop requests that may still finish
     elif other_pause is not None and mode == "wait":
-        mode = "keep"  # nothing to wait for: no request has begun
+        mode = "keep"  # no request has begun, so none must finish
     vars(core).pop(_HOLD, None)
     try:
         paused = _pause(core, mode)
@@ -91,9 +91,9 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
 
 
 def _drop_caches(core: Any) -> None:
-    """Drop all caches that the present weights computed, also for kept requests.
+    """Drop all caches that the current weights computed, also for paused requests.
 
-    vLLM recomputes the KV cache of kept requests, so that no token comes from two versions.
+    vLLM recomputes the KV cache of paused requests, so that no cache mixes two versions.
     """
     if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
         raise EngineUpdateError(NOT_RESET)
@@ -101,11 +101,12 @@ def _drop_caches(core: Any) -> None:
 
 
 def _pause(core: Any, mode: str) -> Any:
-    """Pause a core; return a future of the complete pause, or None if it is complete already."""
+    """Pause a core. Return a future that completes with the pause, or None if it is complete."""
     if not _steps_with_others(core) or not core.is_scheduler_paused():
         return core.pause_scheduler(mode, False)
-    # Pausing a paused core again makes it step once more, and wait for the other cores in this
-    # step. They do not step if their second pause ended together with the first.
+    # A second pause of a paused core makes the core step once more, together with the other cores.
+    # If another core's two pauses ended together, that core does not step, and this core would wait
+    # forever.
     core._pause_complete = lambda: not core.has_work()  # noqa: SLF001
     try:
         return core.pause_scheduler(mode, False)
@@ -114,7 +115,6 @@ def _pause(core: Any, mode: str) -> Any:
 
 
 def _steps_with_others(core: Any) -> bool:
-    """Whether a core makes its steps, and begins its pauses, together with other cores."""
     return hasattr(core, "pending_pause")
 
 
@@ -122,13 +122,13 @@ def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) 
     requests = core.scheduler.requests.values()
     num_open = sum(getattr(request, "resumable", False) for request in requests)
     if mode == "abort" and num_open:
-        # vLLM would answer the session's next part without the parts before it.
+        # After an abort, vLLM would answer the session's next input without the earlier inputs.
         return f"vLLM cannot abort {counted(num_open, 'session')} {_UNTIL_THE_INPUT_ENDS}"
     num_waiting = getattr(core.scheduler, "num_waiting_for_streaming_input", 0)
     if num_waiting and drops_caches:
         sessions = counted(num_waiting, "waiting session")
         return f"vLLM cannot drop the caches of {sessions} {_UNTIL_THE_INPUT_ENDS}"
-    # Preempted requests have begun, too.
+    # Requests that have begun, including preempted requests.
     num_begun = sum(
         bool(request.num_computed_tokens or request.num_output_tokens) for request in requests
     )
@@ -157,7 +157,6 @@ def _release(core: Any) -> None:
 
 
 def _after(paused: Future[Any] | None, call: Callable[[], Any]) -> Any:
-    """Make a call as soon as a core is paused; return the result, or a future for it."""
     if paused is None:
         return call()
     result: Future[Any] = Future()
@@ -171,11 +170,10 @@ def _after(paused: Future[Any] | None, call: Callable[[], Any]) -> Any:
 
 
 def _pass_on(call: Callable[[], Any], result: Future[Any]) -> None:
-    """Make a call, and set its result or error in ``result``. The call may return a future."""
-    with contextlib.suppress(InvalidStateError):  # the caller has cancelled ``result``
+    with contextlib.suppress(InvalidStateError):  # the caller cancelled ``result``
         try:
             outcome = call()
-        except Exception as error:  # noqa: BLE001 - the calling process gets it
+        except Exception as error:  # noqa: BLE001 - the caller gets the error
             result.set_exception(error)
             return
         if isinstance(outcome, Future):

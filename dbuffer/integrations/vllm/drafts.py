@@ -1,7 +1,7 @@
-"""The draft model of a vLLM engine that speculates: EAGLE's and Medusa's heads, MTP, draft models.
+"""Draft model of a vLLM engine with speculative decoding: EAGLE, Medusa, MTP, or a small model.
 
-A backend of vLLM's weight transfer is made without the worker that has the draft. So dbuffer notes
-the worker that is loading its models, and makes the backend's rank with this worker's draft.
+vLLM makes a weight transfer backend without the worker, which has the draft model. So dbuffer
+records the worker that is loading its models, and the backend gets the draft from this worker.
 """
 
 from __future__ import annotations
@@ -21,26 +21,29 @@ _loading: ContextVar[Any] = ContextVar("worker that loads its models", default=N
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft model, and how vLLM made it."""
+    """Draft model of an engine, with the settings that vLLM made it from."""
 
     model: torch.nn.Module
     make_config: Callable[[], Any]
-    """Returns the configuration of the engine as the draft sees it."""
+    """Function that returns the draft model's ``VllmConfig``."""
     model_config: Any
     prefix: str
-    """Prefix of the names of the draft's attention layers."""
+    """Prefix of the names of the draft model's attention layers."""
     target_config: Any
-    """Configuration of the target if its checkpoint has the draft's layers (MTP), or None."""
+    """Config of the target model if the draft is in its checkpoint (MTP); otherwise None."""
 
     def is_in_target(self, name: str) -> bool:
-        """Whether a tensor of the target's checkpoint belongs to the draft."""
+        """Whether a tensor in the target model's checkpoint belongs to the draft model."""
         config = self.target_config
         return config is not None and is_multi_token_prediction(name, config)
 
 
 @contextlib.contextmanager
 def loading_models(wrapper: Any, *_: Any, **__: Any) -> Iterator[None]:
-    """Note the worker of vLLM's wrapper, which loads its models in the block."""
+    """Record which worker is loading its models inside the ``with`` block.
+
+    ``wrapper`` is vLLM's ``WorkerWrapperBase``, which contains the worker.
+    """
     token = _loading.set(wrapper.worker)
     try:
         yield
@@ -49,15 +52,18 @@ def loading_models(wrapper: Any, *_: Any, **__: Any) -> Iterator[None]:
 
 
 def draft_of(worker: Any = None) -> Draft | None:
-    """Return the draft of a worker, by default the one that is loading its models now.
+    """Return a worker's draft model. Default: the worker that is loading its models now.
 
-    Return None without a draft, and for a draft that cannot follow: in a pipeline, in vLLM's second
-    model runner, or in a release that makes drafts in another way. Such a draft keeps its weights.
+    Return None if the worker has no draft model, or if the draft model cannot follow a store. A
+    draft model cannot follow with pipeline parallelism, in vLLM's second model runner, or in a
+    release of vLLM that makes draft models differently. It then keeps its weights.
     """
     worker = worker or _loading.get()
     drafter = getattr(getattr(worker, "model_runner", None), "drafter", None)
     model: Any = getattr(drafter, "model", None)
-    model = model.unwrap() if hasattr(model, "unwrap") else model  # out of captured graphs
+    model = (
+        model.unwrap() if hasattr(model, "unwrap") else model
+    )  # the model inside the wrapper for CUDA graphs
     if not isinstance(model, torch.nn.Module):
         return None
     config = worker.vllm_config

@@ -59,30 +59,32 @@ def follow(
     canary: Callable[[Any], str | None] | None = None,
     **options: Any,
 ) -> Follower | BackgroundFollower | LaunchedFollower:
-    """Keep an engine on a store's newest version.
+    """Keep a vLLM engine on a store's newest version.
 
     Args:
         engine: one of
 
             * a ``vllm.LLM``. Call the follower's ``sync()`` between generations. If torchrun
               started the engine's ranks, every rank must make these calls.
-            * an ``AsyncLLM``. Call this in its event loop. The engine follows in the background
-              until ``aclose()``. Data-parallel replicas of a dense model follow independently.
+            * an ``AsyncLLM``. Call ``follow`` in its event loop. The engine follows in the
+              background until ``aclose()``. Data-parallel replicas of a dense model follow
+              independently.
             * the URL of a server in development mode. The server follows in the background until
               ``close()``.
         store: directory of the store, as the engine's workers and this process see it. Default:
             the store in the engine's ``additional_config``.
         pause: treatment of requests in flight during a switch; see :data:`.PauseMode`.
-        api_key: key of the server.
-        canary: probe that is called with ``engine`` after each switch, in the thread of the switch.
-            If it returns a reason, or raises an error, the version is refused. This engine then
-            goes back, and engines that do not have the version yet skip it.
+        api_key: API key of the server.
+        canary: function that tests the engine after each switch, called with ``engine`` in the
+            thread of the switch. If the function returns a reason or raises an error, this engine
+            returns to the previous version, and other engines skip the refused version.
         **options: more fields of :class:`EngineOptions`.
 
     Raises:
         OptionError: (a ``ValueError``) an option is invalid, or no store is given.
         VersionError: the ``version`` to serve is no longer in the store.
-        UnsupportedError: the engine, as it was started, cannot follow, or cannot be paused so.
+        UnsupportedError: the engine, as it was started, cannot follow a store, or does not support
+            this ``pause``.
     """
     chosen = None
     if store is not None:

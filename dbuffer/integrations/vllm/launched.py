@@ -1,9 +1,9 @@
-"""`LaunchedFollower`: follow with an engine whose ranks torchrun started, each as an ``LLM``.
+"""`LaunchedFollower`: follows a store with an engine whose ranks torchrun started.
 
-With ``distributed_executor_backend="external_launcher"`` each rank of an engine has its own front
-end, which reaches only that rank's worker. Each rank would look at the store at another time, so
-the first rank decides, with a plain :class:`Follower`. It sends the follower's calls of the engine
-to all ranks, as orders.
+With ``distributed_executor_backend="external_launcher"``, each rank of an engine has its own
+``LLM``, which reaches only the worker of this rank. If each rank read the store itself, ranks could
+see different versions. So the first rank decides with a plain :class:`Follower`, and sends the
+follower's calls as orders to all ranks.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _NEXT = "get the first rank's order"
 
 
 class LaunchedFollower(Closing):
-    """Switches one engine on demand, as :class:`Follower` does. All ranks must make all calls.
+    """Switches an engine of several ``LLM`` ranks on demand, as :class:`Follower` does for one.
 
-    The options must be equal on all ranks. After a ``RankFailedError`` do not use the engine any
-    more: vLLM's collectives have lost the rank too.
+    All ranks must make the same calls, with equal options. Do not use the engine after a
+    ``RankFailedError``: vLLM's collectives have lost the failed rank too.
     """
 
     def __init__(self, llm: Any, options: EngineOptions | None) -> None:
@@ -46,7 +46,7 @@ class LaunchedFollower(Closing):
         if self._agreement.rank == 0:
             self._leader = Follower(_AllRanks(self._agreement, llm), options)
         self.applied: int | None = None
-        """Version that the engine serves, or None if its weights are not from the store."""
+        """Version that the engine serves, or None if its weights did not come from the store."""
 
     def start(self) -> None:
         self._lead(lambda follower: follower.start())
@@ -59,7 +59,7 @@ class LaunchedFollower(Closing):
         )
 
     def stop_workers(self) -> None:
-        """Let this rank's worker stop following. Ranks do not wait for each other here."""
+        """Make this rank's worker stop following, without waiting for other ranks."""
         self._part.do(RankRequest("end"))
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class LaunchedFollower(Closing):
         except DBufferError as error:
             self._announce(self._leader, error=[type(error).__name__, str(error)])
             raise
-        except BaseException:  # other ranks must not wait for the next order
+        except BaseException:  # other ranks would wait for the next order
             self._agreement.close()
             raise
         self._announce(self._leader, switch=switch and asdict(switch))
@@ -90,7 +90,7 @@ class LaunchedFollower(Closing):
         while "applied" not in (order := self._agreement.share(_NEXT, {})[0]):
             try:
                 _carry_out(self._agreement, self._part, order)
-            except DBufferError:  # the first rank's call raises it too, and then ends or goes on
+            except DBufferError:  # the first rank raises it too, and sends the outcome
                 if not self._agreement.is_open:
                     raise
         self.applied = order["applied"]
@@ -101,9 +101,9 @@ class LaunchedFollower(Closing):
 
 
 class _AllRanks(OfflineVllm):
-    """An engine of all ranks, which the first rank's follower drives.
+    """Engine of all ranks, driven by the first rank's follower.
 
-    All ranks are in the same state, so calls that read state go to this rank alone.
+    All ranks have the same state, so calls that read state use this rank only.
     """
 
     def __init__(self, agreement: Agreement, llm: Any) -> None:
@@ -122,14 +122,14 @@ class _AllRanks(OfflineVllm):
     def _order(self, call: str, argument: Any) -> list[Any]:
         order = {"call": call, "argument": argument}
         self._agreement.share(_NEXT, order)
-        # super() makes the call on this rank alone.
+        # super() executes the call on this rank.
         return _carry_out(self._agreement, super(), order)
 
 
 def _carry_out(agreement: Agreement, part: Any, order: dict[str, Any]) -> list[Any]:
-    """Carry out an order on this rank, while the others do; return the results by rank.
+    """Execute an order on this rank, together with all ranks; return the results by rank.
 
-    If the order fails, all ranks raise the error of the first rank that failed.
+    If the order fails on any rank, all ranks raise the error of the first rank that failed.
     """
     with agreement.step(f"do {order['call']}") as step:
         try:

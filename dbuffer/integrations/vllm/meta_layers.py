@@ -1,4 +1,4 @@
-"""`VllmMetaModel`: a copy of a vLLM model without data, for checks of published weights."""
+"""`VllmMetaModel`: a copy of a vLLM model without data, which checks published weights."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ from dbuffer.integrations.vllm.reload_fixes import has_optional_scales
 def vllm_shape_check(
     vllm_config: Any, serving: torch.nn.Module, draft: Draft | None = None
 ) -> ShapeCheck:
-    """Return a check of published weights, with a copy of the serving model.
+    """Return a check of published weights, which uses a copy of the serving model without data.
 
-    With ``draft``, the serving model is a :class:`DraftedModel`.
+    If ``draft`` is given, the serving model is a :class:`DraftedModel`. Call this function on the
+    worker's main thread.
 
-    Call it on the worker's main thread. Raises `UnsupportedError` if vLLM moves the model's
-    experts, or if vLLM's reload would fail, or would leave old weights in a part of the model.
+    Raises:
+        UnsupportedError: vLLM moves the model's experts between ranks, or vLLM's reload of weights
+            would fail or leave old weights in a part of the model.
     """
     if vllm_config.parallel_config.enable_eplb:
         raise UnsupportedError(
@@ -60,8 +62,8 @@ def vllm_shape_check(
         _unwrap_online_quantization(tensor)
     meta = VllmMetaModel(model, serving, vllm_config.parallel_config.tensor_parallel_size)
     text_config = vllm_config.model_config.hf_text_config
-    # vLLM discards some tensors of quantized checkpoints, for example GPTQ's ``g_idx``. Releases
-    # without this method discard none.
+    # vLLM discards some tensors of quantized checkpoints, for example GPTQ's ``g_idx``. Releases of
+    # vLLM without this method discard no tensors.
     make_mapper = getattr(vllm_config.quant_config, "get_checkpoint_weight_mapper", None)
 
     def is_spare(name: str) -> bool:
@@ -73,11 +75,12 @@ def vllm_shape_check(
 
 def _make_model(vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
     config = copy.copy(vllm_config)
-    # The Transformers backend makes parameters on this device, and not on the default one.
+    # vLLM's Transformers backend makes parameters on this device, and ignores torch's default
+    # device.
     config.device_config = copy.copy(config.device_config)
     config.device_config.device = torch.device("meta")
     config.compilation_config = copy.copy(config.compilation_config)
-    # Layers register here by name. A second layer of one name is an error.
+    # Layers register by name in this dictionary, which must not have the serving layers.
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
     with (
@@ -89,7 +92,7 @@ def _make_model(vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
 
 
 def _require_latent_weights(serving: torch.nn.Module) -> None:
-    """Refuse a model whose latent attention has packed a layer's weight and dropped the original.
+    """Refuse a model whose latent attention has replaced a parameter by a packed copy.
 
     vLLM's reload would find no parameter to load into (vLLM 0.32, on a CPU with AMX).
     """
@@ -102,10 +105,10 @@ def _require_latent_weights(serving: torch.nn.Module) -> None:
 
 
 def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
-    """Refuse a model with a buffer that was a view of a parameter, and no longer is.
+    """Refuse a model if a buffer was a view of a parameter before vLLM packed the parameter.
 
-    If a layer packs the parameter after loading, the buffer keeps the first weights, and vLLM's
-    reload does not update it. An example is Mamba 2's convolution in bfloat16, on a CPU.
+    Packing replaces the parameter, and the buffer keeps the first weights, because vLLM's reload
+    does not update the buffer. An example is Mamba 2's convolution in bfloat16 on a CPU.
     """
     parameters = {storage_of(tensor): name for name, tensor in model.named_parameters()}
     served = dict(serving.named_parameters()) | dict(serving.named_buffers())
@@ -122,7 +125,7 @@ def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _expert_maps_with_data() -> Iterator[None]:
-    """Give the maps from experts to ranks data, because loaders read these maps."""
+    """Make maps from experts to ranks on the CPU, because weight loaders read these maps."""
     make = ExpertMapManager.__init__
 
     def make_with_data(*args: Any, **kwargs: Any) -> None:
@@ -137,9 +140,9 @@ def _expert_maps_with_data() -> Iterator[None]:
 
 
 def _unwrap_online_quantization(tensor: Any) -> None:
-    """Remove vLLM's wrapper from the loader of a tensor whose layer quantizes online.
+    """Remove vLLM's wrapper for online quantization from the loader of a tensor.
 
-    vLLM removes its wrappers itself, but not a wrapper inside the loader that `MetaModel` watches.
+    vLLM removes its wrapper itself, unless another wrapper is around it, as in `MetaModel`.
     """
     loader = getattr(tensor, "weight_loader", None)
     while getattr(loader, "__name__", None) == "online_process_loader":
@@ -148,7 +151,7 @@ def _unwrap_online_quantization(tensor: Any) -> None:
 
 
 class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
-    """Meta model that also counts loaded elements by layer, as vLLM's reload does."""
+    """Meta model that also counts the loaded elements of each layer, as vLLM's reload does."""
 
     def __init__(self, model: torch.nn.Module, serving: torch.nn.Module, tp_size: int) -> None:
         super().__init__(
@@ -159,10 +162,12 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
             serving=serving,
         )
         self._layers: dict[int, tuple[str, int]] = {}
-        """Layer of each tensor, and the number of elements after which vLLM finishes the layer."""
+        """Layer name, and number of elements after which vLLM finishes the layer, by id of a
+        tensor."""
         self._loaded_of_layer: dict[str, int] = {}
         self._num_shares: dict[int, int] = {}
-        """Number of ranks that each tensor of experts is spread over, in all replicas."""
+        """Number of ranks that share a tensor of experts, including all replicas, by id of the
+        tensor."""
         self._optional: set[int] = set()
         for prefix, module in model.named_modules():
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -184,11 +189,12 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         self._loaded_of_layer.clear()
 
     def note_loaded(self, tensor: Any, count: int, *, is_part: bool) -> None:
-        """Refuse a tensor that vLLM's reload would skip, because it has finished the layer.
+        """Refuse a tensor that vLLM's reload would skip, because its layer is already finished.
 
-        vLLM counts loaded elements. If the parts of a fused layer share a scale, it counts the
-        scale once for each part, and finishes the layer too early. Skipping is harmless for a tied
-        tensor under its second name, and for integers about packing, which every part repeats.
+        vLLM finishes a layer after a number of loaded elements. If the parts of a fused layer share
+        a scale, vLLM counts the scale once for each part, and finishes the layer too early. Two
+        kinds of tensors may be skipped: a tied tensor under its second name, and integers about
+        packing, which are equal in all parts.
         """
         if not count or id(tensor) not in self._layers:
             return
@@ -203,9 +209,10 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         self._loaded_of_layer[prefix] = counted + min(count, _count_loadable(tensor))
 
     def require_complete(self) -> None:
-        """Raise :class:`WeightsMismatchError` if a tensor, or a part of one, is missing.
+        """Raise :class:`WeightsMismatchError` if a tensor was not loaded completely.
 
-        If a layer gets only some of its buffers, vLLM's reload leaves the others uninitialized.
+        A layer that gets a tensor needs all of its buffers too: vLLM's reload would leave the
+        missing buffers uninitialized.
         """
         self.require_late_parameters()
         self._refuse_loads_past_loaders()
@@ -220,9 +227,10 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
                     self.require_whole(f"{prefix}.{name}", tensor, _count_loadable(tensor))
 
     def _refuse_loads_past_loaders(self) -> None:
-        """Refuse writes into a tensor that do not use its loader.
+        """Refuse models that write into a tensor without the loader of the tensor.
 
-        During a reload the layer has other tensors, so these writes would be lost.
+        During vLLM's reload, a layer has temporary tensors, so writes without the loader would be
+        lost.
         """
         for name, origin in self.recorder.written_from.items():
             raise WeightsMismatchError(
@@ -230,11 +238,11 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
                 "during vLLM's reload: only an engine's start can load this model"
             )
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
-        # Some buffers are views of parameters.
+        # Compare storages, because some buffers are views of parameters.
         loaded = {storage_of(tensor) for _, tensor in tensors if self.count_of(tensor)}
         for name, tensor in tensors:
             if _has_no_rows(self._padded.get(id(tensor))):
-                continue  # its loader only writes zeros
+                continue  # the loader of an embedding without rows only writes zeros
             if storage_of(tensor) not in loaded and self.recorder.is_written(tensor):
                 raise WeightsMismatchError(
                     f"{type(self.model).__name__} writes {name} without its loader, and vLLM's "
@@ -243,7 +251,6 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
 
 
 def _count_loadable(tensor: Any) -> int:
-    """Return the number of elements that a parameter gets from a checkpoint, without padding."""
     return int(getattr(tensor, "weight_loader_numel", tensor.numel()))
 
 

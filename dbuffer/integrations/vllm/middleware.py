@@ -1,10 +1,10 @@
-"""`FollowStore`: an ASGI middleware that lets a vLLM server follow a store by itself.
+"""`FollowStore`: ASGI middleware that makes a vLLM server follow a store.
 
-The server answers no request before it serves the newest version in the store. With ``--load-format
-dummy`` it waits for a first version. A server that cannot follow does not start.
+The server answers no requests until it serves the newest version in the store. With ``--load-format
+dummy``, it waits for the first version. A server that cannot follow does not start.
 
-If an engine has several API servers, the first one follows, and the others wait until the engine is
-ready. If one of them dies, vLLM ends all of them.
+If an engine has several API servers, the first API server follows the store. The other API servers
+wait until the engine is ready. If an API server dies, vLLM ends all of them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ LOOK_S = 0.2
 
 
 class FollowStore:
-    """Follows a store from the server's start to its end, and labels responses.
+    """Follows a store while the server runs, and adds weight versions to responses.
 
-    :mod:`.requests` and :mod:`.responses` describe its headers, fields and routes.
+    :mod:`.requests` and :mod:`.responses` describe the added headers, fields and routes.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -62,7 +62,7 @@ class FollowStore:
         async def receive_after_us() -> Message:
             message = await receive()
             if message["type"] == "lifespan.shutdown":
-                await self._end()  # a switch under way needs the engine to end
+                await self._end()  # a running switch needs the engine until it ends
             return message
 
         try:
@@ -70,8 +70,8 @@ class FollowStore:
                 state = getattr(scope.get("app"), "state", None)
                 engine = getattr(state, "engine_client", None)
                 await self._start(engine, getattr(state, "openai_serving_models", None))
-            # If an exception left this, the server would conclude that the application has no
-            # lifespan, and serve. The message below ends the server.
+            # If this raised, the server would assume that the application has no lifespan, and
+            # would start to serve. The message below makes the server exit.
             except Exception as error:  # noqa: BLE001
                 try:
                     await self._end()
@@ -114,13 +114,13 @@ class FollowStore:
                 "until_done needs one API server (--api-server-count 1): of several, the first "
                 "alone could answer /weights/done, but clients reach any of them"
             )
-        if is_shared and parallel._api_process_rank != 0:  # noqa: SLF001 - vLLM has no other name
+        if is_shared and parallel._api_process_rank != 0:  # noqa: SLF001 - vLLM has no public name
             while not await ask_core(engine, None, READY):
                 await asyncio.sleep(LOOK_S)
             return
         pause = engine_settings(config.additional_config).get("pause", "keep")
         follower = follow(engine, pause=pause)
-        assert isinstance(follower, BackgroundFollower)  # noqa: S101 - an AsyncLLM is followed so
+        assert isinstance(follower, BackgroundFollower)  # noqa: S101 - follow() returns this for an AsyncLLM
         self._follower = follower
         await follower.wait_started_async()
         if config.load_config.load_format == "dummy" and follower.applied is None:
@@ -131,7 +131,7 @@ class FollowStore:
     async def _start_adapters(
         self, stores: Mapping[str, EngineOptions], engine: Any, models: Any
     ) -> None:
-        # Servers without adapters do not import vLLM's LoRA modules.
+        # Imported here, so that servers without adapters do not import vLLM's LoRA modules.
         from dbuffer.integrations.vllm import adapters
 
         adapters.require_slots(

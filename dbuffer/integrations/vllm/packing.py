@@ -1,8 +1,9 @@
-"""The `Packing` of vLLM: images of layers, packed or quantized by vLLM's own functions.
+"""`Packing` for vLLM: processes a layer's weights beside the engine, with vLLM's own functions.
 
-After loading a layer, vLLM calls ``process_weights_after_loading`` of its quantization method. That
-method can call the function of this name of a scheme or a kernel. Here these functions process a
-shadow of the layer (`engine/plan/images.py`).
+After vLLM has loaded a layer, it calls ``process_weights_after_loading`` of the layer's
+quantization method, which packs or quantizes the weights. This module calls that method for a
+shadow, a copy of the layer that serves no requests. The results are images, which a switch copies
+into the serving layer (`engine/plan/images.py`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ _HOOK = "process_weights_after_loading"
 
 
 def packs(layer: torch.nn.Module, *, is_as_loaded: bool) -> bool:
-    """Whether vLLM packs or quantizes a layer after it has loaded the layer."""
+    """Whether vLLM packs or quantizes the weights of a layer after loading them."""
     method = getattr(layer, "quant_method", None)
-    # vLLM processes the scales of caches later, with the attention layers.
+    # vLLM processes the scales of KV caches later, together with the attention layers.
     if isinstance(method, (UnquantizedFusedMoEMethod, BaseKVCacheMethod)):
         return has_cpu_experts(layer)
     if not isinstance(method, QuantizeMethodBase):
@@ -43,7 +44,7 @@ def packs(layer: torch.nn.Module, *, is_as_loaded: bool) -> bool:
 
 
 def pack(shadow: Any, layer: torch.nn.Module) -> list[tuple[Any, Any]]:
-    """Pack or quantize a shadow of a layer, as vLLM does after it has loaded the layer."""
+    """Pack or quantize the weights of a shadow (a copy of a layer), as vLLM does after loading."""
     _restore_form(shadow, layer)
     copies: dict[int, tuple[Any, Any]] = {}
     _copy_hooks(shadow, copies)
@@ -52,7 +53,8 @@ def pack(shadow: Any, layer: torch.nn.Module) -> list[tuple[Any, Any]]:
     alone = _WithoutOtherRanks()  # type: ignore[no-untyped-call]
     with alone, onednn_kernels_keep_scales(_dtype_of(shadow)):
         if isinstance(method, UnquantizedFusedMoEMethod):
-            # vLLM packs the experts once, when it makes the kernel. The kernel keeps nothing.
+            # vLLM packs experts when it makes their kernel, and the kernel keeps nothing from
+            # packing.
             copy.copy(method.moe_kernel.fused_experts).process_weights_after_loading(shadow)
         else:
             method.process_weights_after_loading(shadow)
@@ -60,7 +62,7 @@ def pack(shadow: Any, layer: torch.nn.Module) -> list[tuple[Any, Any]]:
 
 
 def computed(layer: Any) -> torch.Tensor | None:
-    """Return a layer's output for a fixed input, or None if the input's width is unknown."""
+    """Return a layer's output for a fixed input, or None if the layer's input width is unknown."""
     widths = ("embedding_dim", "input_size_per_partition", "input_size")
     width = next((getattr(layer, name) for name in widths if hasattr(layer, name)), None)
     if width is None:
@@ -74,15 +76,15 @@ def computed(layer: Any) -> torch.Tensor | None:
 
 
 def has_cpu_kernel(layer: torch.nn.Module) -> bool:
-    """Whether a kernel for CPUs computes from a packed copy of the layer's weight.
+    """Whether a layer computes from a packed copy of its weight, on a CPU.
 
-    A kernel without such a copy computes from the weight itself.
+    Other layers on a CPU compute from the weight itself.
     """
     return bool(getattr(getattr(layer, "cpu_linear", None), "__closure__", None))
 
 
 def has_cpu_experts(layer: Any) -> bool:
-    """Whether this layer has experts in main memory that are packed, and not quantized."""
+    """Whether a layer has unquantized experts in main memory, which vLLM packs for the CPU."""
     method = getattr(layer, "quant_method", None)
     return (
         isinstance(method, UnquantizedFusedMoEMethod)
@@ -93,11 +95,11 @@ def has_cpu_experts(layer: Any) -> bool:
 
 @contextlib.contextmanager
 def onednn_kernels_keep_scales(dtype: torch.dtype) -> Iterator[None]:
-    """Make int8 kernels for CPUs that keep their scales alive, and compute in the given dtype.
+    """Make vLLM create int8 CPU kernels that keep their scales alive and compute in ``dtype``.
 
-    oneDNN keeps only the address of the scales. vLLM's reload (0.28 to 0.33) frees them after a
-    copy, so the kernel would read memory that was reused. vLLM itself passes torch's default dtype,
-    which this thread must not set: the engine shares it.
+    oneDNN keeps only the address of the scales. vLLM's reload (0.28 to 0.33) frees the scales after
+    a copy, so the kernel would read memory that was reused. vLLM's own kernels compute in torch's
+    default dtype, which this thread must not set, because it would change for the engine too.
     """
     make = _custom_ops.create_onednn_scaled_mm
 
@@ -114,7 +116,7 @@ def onednn_kernels_keep_scales(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _WithoutOtherRanks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses collectives in this thread: other ranks may be doing something else."""
+    """Mode that refuses collectives in this thread, because other ranks may not join them."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -130,9 +132,9 @@ def _dtype_of(layer: Any) -> torch.dtype:
 
 
 def _restore_form(shadow: Any, layer: Any) -> None:
-    """Bring a shadow into the form that layers have while vLLM loads them.
+    """Give the tensors of a shadow the form that vLLM's loaders expect.
 
-    Tensors that processing added are removed, and the classes of parameters are restored.
+    Tensors that packing added are removed, and the original classes of parameters are restored.
     """
     made_of = get_layerwise_info(layer).restore_metadata
     for table, live, made in zip(tables_of(shadow), tables_of(layer), made_of, strict=True):

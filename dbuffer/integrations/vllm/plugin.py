@@ -1,4 +1,4 @@
-"""Plugin for vLLM, which calls `register` in each of its processes."""
+"""Plugin for vLLM. vLLM calls `register` in each of its processes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def register() -> None:
     try:
         _extend()
     except (ImportError, AttributeError, TypeError) as error:
-        # This vLLM is old, a fork, or a release that has renamed something that dbuffer uses. It
-        # must start as without dbuffer, and then has no backend "dbuffer".
+        # This vLLM is old, a fork, or a release that has renamed a function which dbuffer uses.
+        # vLLM must still start, but has no backend "dbuffer".
         logger.warning("dbuffer does not work with this vLLM (%s)", str(error))
         return
     import vllm
@@ -56,16 +56,16 @@ def _extend() -> None:
         (WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine"),
         (WeightTransferTrainerFactory, "trainer", "DBufferTrainerWeightTransferEngine"),
     ):
-        with contextlib.suppress(ValueError):  # it is registered already
+        with contextlib.suppress(ValueError):  # the backend is already registered
             factory.register_engine(BACKEND, f"dbuffer.integrations.vllm.{module}", name)
-    # collective_rpc looks up methods in the wrapper around a worker. If the worker's class had this
-    # method, vLLM would refuse worker extensions that have it too.
+    # collective_rpc looks up methods in the wrapper around a worker. If the worker's class itself
+    # had this method, vLLM would refuse worker extensions with the method.
     setattr(WorkerWrapperBase, CALL, _call_the_extension)
     setattr(WorkerWrapperBase, LOAD_ADAPTER, _load_adapter)
 
 
 def log_as_vllm() -> None:
-    """Give dbuffer's log vLLM's format and level, unless it is configured already."""
+    """Log dbuffer's messages as vLLM logs, unless dbuffer's logger is already configured."""
     log, log_of_vllm = logging.getLogger("dbuffer"), logging.getLogger("vllm")
     is_configured = log.handlers or log.level or logging.getLogger().handlers
     if is_configured or not log_of_vllm.handlers:
@@ -73,21 +73,21 @@ def log_as_vllm() -> None:
     for handler in log_of_vllm.handlers:
         log.addHandler(handler)
     log.setLevel(log_of_vllm.level)
-    # A handler that is added to the root later must not log each line a second time.
+    # The root logger may get a handler later, which must not log each line a second time.
     log.propagate = False
 
 
 def _load_adapter(wrapper: Any, name: str, number: int, path: str) -> str | None:
-    """Load an adapter; return the reason if this rank refuses it.
+    """Load a LoRA adapter in a worker; return an error message if the worker cannot load it.
 
-    Of vLLM's ``add_lora``, no rank may raise: the executor would take the replies of the ranks
-    behind it for replies to the next call.
+    A worker must not raise the error: vLLM's executor would then leave the replies of later ranks
+    unread, and take them for replies to its next call.
     """
     from vllm.lora.request import LoRARequest
 
     try:
         wrapper.worker.add_lora(LoRARequest(name, number, path))
-    except Exception as error:  # noqa: BLE001 - vLLM's loaders raise anything
+    except Exception as error:  # noqa: BLE001 - vLLM's loaders raise errors of any class
         return described(error)
     return None
 
@@ -95,7 +95,7 @@ def _load_adapter(wrapper: Any, name: str, number: int, path: str) -> str | None
 def _call_the_extension(wrapper: Any, request: dict[str, Any]) -> Any:
     from dbuffer.integrations.vllm.rank import WorkerExtension
 
-    # The engine's worker extension can override the method.
+    # Called through the worker, because a worker extension can override the method.
     worker = wrapper.worker
     call = getattr(worker, CALL, None) or partial(WorkerExtension.dbuffer_call, worker)
     return call(request)

@@ -1,7 +1,7 @@
-"""`WorkerRank`: one rank of a vLLM engine, in its worker; `WorkerExtension`: how calls reach it.
+"""`WorkerRank`: one rank of a vLLM engine, in its worker, with the methods that followers call.
 
 A rank loads weights through vLLM's layerwise reload, which handles packed, quantized and plain
-layers. `reload_fixes` repairs its faults.
+layers. `reload_fixes` repairs faults of vLLM's reload.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WorkerRank(EngineRank):
     """One rank of a vLLM engine."""
 
     module: Any
-    # The last two: vLLM's state of adapters, and the seconds that it spent on quantizing.
+    # The last two names: adapters of vLLM, and the seconds that vLLM spent on quantizing.
     not_weights = ("kv_cache", ENDPOINT_ATTR, "lora_manager", "online_quantization_time")
 
     def __init__(
@@ -68,7 +68,7 @@ class WorkerRank(EngineRank):
         self.ranks = RankChannel.of(worker_group(vllm_config.parallel_config))
         self.instance_id: str = vllm_config.instance_id
         self.is_pipeline_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
-        if is_launched(vllm_config.parallel_config):  # each process made another id
+        if is_launched(vllm_config.parallel_config):  # each process made its own id
             self.instance_id = self.ranks.gather(self.instance_id)[0]
         self._refusal: Any = None
         is_captured = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
@@ -79,7 +79,7 @@ class WorkerRank(EngineRank):
         name = options.engine_id or default_engine_id(self.instance_id)
         parallel = self._vllm_config.parallel_config
         if is_launched(parallel) or parallel.data_parallel_size > 1:
-            return name  # replicas that step together are one engine
+            return name  # replicas that step together count as one engine
         return name + replica_name(getattr(parallel, "data_parallel_index", 0))
 
     def make_check(self) -> ShapeCheck:
@@ -93,15 +93,16 @@ class WorkerRank(EngineRank):
         return vllm_shape_check(self._vllm_config, self.module)
 
     def load(self, tensors: fixes.Weights, *, partial: bool = False) -> None:
-        """Swap in the weights of one version; see :meth:`EngineRank.load`.
+        """Load the weights of one version into the model; see :meth:`EngineRank.load`.
 
-        Scales of caches that the version lacks become vLLM's defaults, as when an engine starts.
+        If the version lacks scales of KV caches, the scales get vLLM's defaults, as at an engine's
+        start.
         """
         before = fixes.tensors_of_layers(self.module)
         places = self._addresses()
         config = self._vllm_config
         dtype = config.model_config.dtype
-        # vLLM's first load has this config and dtype, and makes kernels for them.
+        # vLLM's load at the start uses this config and dtype too, and makes kernels for them.
         with (
             set_current_vllm_config(config),
             set_default_torch_dtype(dtype),
@@ -115,7 +116,8 @@ class WorkerRank(EngineRank):
             fixes.restore_absent_names(before)
             fixes.repack_tied(self.module, loaded)
             fixes.repack_cpu_experts(loaded)
-        # Copies must end before the next step, and before staging overwrites their sources.
+        # Wait for the copies: the engine's next step reads them, and staging may overwrite their
+        # sources.
         if self.on_device:
             torch.accelerator.synchronize(self.device)
         if self._addresses() != places:
@@ -129,7 +131,7 @@ class WorkerRank(EngineRank):
             parts.append((self._draft.model, self._draft.model_config))
         for part, _ in parts:
             initialize_layerwise_reload(part)
-        # vLLM collects the tensors of a layer as views, so their order costs no memory.
+        # vLLM collects the tensors of each layer as views, so tensors in any order cost no memory.
         with fixes.parameters_stay_in_place(before, weights) as settled:
             self.module.load_weights(settled)
         loaded = [module for module in self.module.modules() if fixes.has_loaded(module)]
@@ -152,7 +154,7 @@ class WorkerRank(EngineRank):
             self.load(self._weights_of_draft(self._draft), partial=True)
 
     def _weights_of_draft(self, draft: Draft) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights that the draft was started with, under a version's names."""
+        """Yield the draft model's start weights, with their names in a published version."""
         config = self._vllm_config
         of_draft = getattr(config.speculative_config, "draft_load_config", None)
         weights = _read_again(of_draft or config.load_config, draft.model_config, draft.model)
@@ -166,7 +168,10 @@ class WorkerRank(EngineRank):
         require_unchanged(self._targets, self._reload_targets())
 
     def _reload_targets(self) -> dict[str, object]:
-        """Return layers and parameters to compare: a reload would empty a replaced layer."""
+        """Return layers and parameters, to compare before vLLM's reload with those at the start.
+
+        A layer that was replaced since the start would lose its weights in vLLM's reload.
+        """
         targets: dict[str, object] = {}
         for name, module in self.module.named_modules():
             if next(module.parameters(recurse=False), None) is not None:
@@ -188,7 +193,8 @@ class WorkerRank(EngineRank):
             raise EngineBrokenError(reason)
 
         self._refusal = self._target.register_forward_pre_hook(refuse)
-        # A captured graph runs without a call of the model. vLLM calls this after the graph.
+        # A captured CUDA graph runs without a call of the model's forward(). vLLM calls
+        # compute_logits() after the graph.
         if hasattr(self._target, "compute_logits"):
             self._target.compute_logits = refuse
 
@@ -200,7 +206,6 @@ class WorkerRank(EngineRank):
 
 
 def _read_again(load_config: Any, model_config: Any, model: Any) -> fixes.Weights:
-    """Read the weights that a model was started with."""
     loader = get_model_loader(load_config)
     if not hasattr(loader, "get_all_weights"):
         raise UnsupportedError(
@@ -212,11 +217,11 @@ def _read_again(load_config: Any, model_config: Any, model: Any) -> fixes.Weight
 
 @contextlib.contextmanager
 def raising_once(vllm_config: Any) -> Iterator[None]:
-    """Raise an error on the last rank of an engine only. All ranks have logged it.
+    """Raise an error from the block only on the last rank of an engine. All ranks have logged it.
 
-    vLLM's executor reads the replies of its processes by rank, and stops at the first error. The
-    replies after that stay in their queues, and every later call would read replies of the call
-    before. If each process has a front end, all ranks raise.
+    vLLM's executor reads the replies of its ranks in order, and stops at the first error. The
+    replies of later ranks would stay in their queues, and the executor would take them for replies
+    to its next call. If each rank has its own front end (torchrun), all ranks raise the error.
     """
     parallel = vllm_config.parallel_config
     last = parallel.world_size - 1
@@ -228,9 +233,10 @@ def raising_once(vllm_config: Any) -> Iterator[None]:
 
 
 def worker_group(parallel: Any) -> Any:
-    """Return vLLM's group of all workers of an engine, with all replicas that step together.
+    """Return vLLM's process group of all workers of an engine.
 
-    If torchrun started several engines, they share vLLM's world group.
+    The group includes all data-parallel replicas that step together. If torchrun started several
+    engines, vLLM's world group has the workers of all engines, so the group is a smaller one.
     """
     world, tensor_parallel = get_world_group(), get_tp_group()
     if not is_launched(parallel) or world.world_size == parallel.world_size:
@@ -244,16 +250,18 @@ def worker_group(parallel: Any) -> Any:
 
 
 class WorkerExtension:
-    """Method that followers call in each worker, through ``collective_rpc``.
+    """Worker extension with the method that followers call in each worker by ``collective_rpc``.
 
-    dbuffer's plugin adds it to all workers. A server's option ``--worker-extension-cls
-    dbuffer.integrations.vllm.WorkerExtension`` shows a follower outside that the plugin is there.
+    dbuffer's plugin adds the method to all workers. The server's option ``--worker-extension-cls
+    dbuffer.integrations.vllm.WorkerExtension`` tells a follower in another process that the plugin
+    is installed.
     """
 
     def dbuffer_call(self: Any, request: dict[str, Any]) -> dict[str, Any]:
-        """Carry out a follower's request; see :mod:`dbuffer.engine.messages`.
+        """Execute a request of a follower; see :mod:`dbuffer.engine.messages`.
 
-        It raises nothing: after an error vLLM would read the other ranks' answers one call late.
+        This method raises no errors. After an error, vLLM would leave the other ranks' answers
+        unread, and take them for answers to its next call.
         """
         return encode_answer(capture_answer(lambda: _do(self, RankRequest.parse(request))))
 

@@ -1,4 +1,4 @@
-"""Repairs of faults of vLLM's layerwise reload."""
+"""Repairs of faults in vLLM's layerwise reload, which loads new weights into a serving model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ LayerTensors = tuple[torch.nn.Module, list[dict[str, Any]]]
 
 
 def tensors_of_layers(model: torch.nn.Module) -> list[LayerTensors]:
-    """Return each layer with its present tensors."""
+    """Return each layer of a model with its current parameters and buffers."""
     return [(module, [dict(table) for table in tables_of(module)]) for module in model.modules()]
 
 
 def restore_tensors(before: list[LayerTensors]) -> None:
-    """After a failed load, put the earlier tensors back into their layers. Their values are a mix.
+    """Put the tensors from before a failed load back into their layers.
 
-    Otherwise the next load would fill up a half-loaded layer with tensors of another version, and
-    some layers would stay on the meta device.
+    The tensors then have values of two versions. But the layers can be loaded again: without this
+    function, some layers would stay on the meta device, or be half loaded at the start of the next
+    load.
     """
     for module, tensors in before:
         get_layerwise_info(module).reset()
@@ -42,11 +43,12 @@ def restore_tensors(before: list[LayerTensors]) -> None:
 
 @contextlib.contextmanager
 def parameters_stay_in_place(before: list[LayerTensors], weights: Weights) -> Iterator[Weights]:
-    """Yield the weights. If a loader replaces a parameter, put the old one back with new values.
+    """Yield the weights to load, and keep each parameter at its address.
 
-    Some models' ``load_weights`` replaces biases, but kernels read at the old addresses. The new
-    parameter has no values if the loader makes it on the meta device, where reload has put the
-    layer; then the published tensor is copied.
+    The ``load_weights`` method of some models replaces biases by new parameters, but kernels read
+    the old addresses. After such a replacement, the new values are copied into the old parameter,
+    and the old parameter is put back. A new parameter on the meta device has no values. In this
+    case the published tensor is copied.
     """
     made: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
 
@@ -77,30 +79,31 @@ def parameters_stay_in_place(before: list[LayerTensors], weights: Weights) -> It
 
 
 def has_loaded(module: torch.nn.Module) -> bool:
-    """Whether vLLM has loaded a tensor into a layer, in a reload that has not ended."""
+    """Whether vLLM's running reload has loaded a tensor into a layer."""
     info = get_layerwise_info(module)
-    return not info.can_load() or info.load_numel > 0  # finished, or begun
+    return not info.can_load() or info.load_numel > 0  # the layer is finished, or has begun
 
 
 def has_optional_scales(module: torch.nn.Module) -> bool:
-    """Whether a layer loads scales of its KV cache, which a checkpoint need not have."""
+    """Whether a layer has scales of a KV cache, which are optional in a checkpoint."""
     return isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
 
 
 def finish_caches_without_scales(model: torch.nn.Module) -> None:
-    """Let the reload set scales that the version lacks to their defaults, as a start does."""
+    """Make vLLM's reload set missing scales of KV caches to their defaults, as at the start."""
     for module in model.modules():
         if has_optional_scales(module) and not has_loaded(module):
-            # A reload finishes only layers with loaded elements, and finishing sets the defaults.
+            # vLLM's reload sets the defaults when it finishes a layer, which needs a loaded
+            # element.
             get_layerwise_info(module).load_numel = 1
 
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Suppress vLLM's warnings about layers that got no weights.
+    """Suppress vLLM's warnings about layers that got no weights during a reload.
 
-    Rotary embeddings and tied heads need none, and a partial load leaves layers out. A version that
-    lacks required weights was refused before.
+    Rotary embeddings and tied heads need no weights, and a partial load omits layers. dbuffer has
+    checked before that the version has all required weights.
     """
 
     def is_logged(record: logging.LogRecord) -> bool:
@@ -115,7 +118,10 @@ def without_warnings() -> Iterator[None]:
 
 
 def restore_absent_names(before: list[LayerTensors]) -> None:
-    """Restore names whose parameter is None, which reload drops: a kernel holds their weights."""
+    """Restore parameters that are None, which vLLM's reload removes from their layers.
+
+    A parameter is None if a kernel holds its weights.
+    """
     for module, tensors in before:
         for table, table_before in zip(tables_of(module), tensors, strict=True):
             for name, tensor in table_before.items():
@@ -126,13 +132,13 @@ def restore_absent_names(before: list[LayerTensors]) -> None:
 def repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
     """Pack layers that share the weight of another layer, such as a head tied to the embedding.
 
-    vLLM's reload skips them, so they would compute with the old packed copy. On a CPU vLLM packs
-    most embeddings too, and does not use that copy: the head takes it over.
+    vLLM's reload skips such layers, so a tied head would compute with its old packed copy. If vLLM
+    has packed the embedding too, the head uses the embedding's packed copy.
     """
     owners = {id(weight): module for module in loaded for weight in module.parameters(False)}
     module: Any
     for module in model.modules():
-        # Not ``module.weight``: a LoRA wrapper returns the weight of the layer that it wraps.
+        # Not ``module.weight``, because a LoRA wrapper returns the weight of its inner layer.
         owner = owners.get(id(tables_of(module)[0].get("weight")))
         if owner is None or owner is module or not has_cpu_kernel(module):
             continue
@@ -143,9 +149,9 @@ def repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
 
 
 def repack_cpu_experts(loaded: list[torch.nn.Module]) -> None:
-    """Pack the loaded experts on a CPU, which vLLM's reload (0.28 to 0.33) does not do.
+    """Pack newly loaded experts on a CPU, which vLLM's reload (0.28 to 0.33) does not do.
 
-    vLLM packs experts only when it makes their kernel. Experts that were not loaded are packed.
+    vLLM packs experts only when it makes their kernel, at the engine's start.
     """
     module: Any
     for module in loaded:

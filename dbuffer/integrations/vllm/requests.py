@@ -1,7 +1,8 @@
-"""Requests to a vLLM server that follows a store, and the version that a request requires.
+"""Requests to a vLLM server that follows a store, and the minimum versions that they require.
 
-Versions only go up within a run, so the server checks the requirement before vLLM's routes get the
-request. The number is of the store's newest run, also while the engine still serves an older run.
+Version numbers only increase within a run (all versions of one sender process). So the server
+checks a request's minimum version before it passes the request to vLLM. The minimum version is a
+number of the newest run in the store, even if the engine still serves an older run.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ _VERSION, _SECONDS = "a version's number", "seconds from 0 to 3600"
 RETRY_AFTER_S = 1
 _LOOK_S = 0.02
 _MAX_HEADER_CHARS = 4096
-"""Longest metadata in a header. Servers and proxies accept 8 KiB of headers."""
+"""Maximum length of metadata in a header. Servers and proxies accept 8 KiB of headers in total."""
 _OK, _CONFLICT, _UNAVAILABLE = 200, 409, 503
 
 
 Requirement: TypeAlias = tuple[int | None, float]
-"""Minimum version that a request requires, or None, and the seconds to wait for it."""
+"""Minimum version that a request requires (or None), and seconds to wait for this version."""
 
 
 def unmet_by(label: WeightLabel, min_version: int) -> str | None:
-    """Return the reason to refuse a request, from the engine's label, or None to serve it."""
+    """Return why an engine with this label must refuse a request, or None if it can serve."""
     newest_run = label.newest_run or label.run
     if label.run != newest_run:
         return f"run {label.run}, and not run {newest_run}"
@@ -57,7 +58,7 @@ def unmet_by(label: WeightLabel, min_version: int) -> str | None:
 def values_by_name(
     pairs: Iterable[tuple[str, str]], names: tuple[str, ...], prefix: str = ""
 ) -> dict[str, str]:
-    """Return the values of the given names. Pairs whose name lacks the prefix are skipped."""
+    """Return the values of the given names. Pairs whose name lacks the prefix are ignored."""
     values: dict[str, str] = {}
     for name, value in pairs:
         if not name.startswith(prefix):
@@ -73,9 +74,9 @@ def values_by_name(
 def requirement_in(
     values: Mapping[str, str], min_version: str = MIN_VERSION, wait_s: str = WAIT_S
 ) -> Requirement:
-    """Return the requirement of a request, from its headers or query parameters."""
+    """Return the minimum version and the wait time in a request's headers or query parameters."""
     if (text := values.get(min_version)) is not None:
-        if not text.isdecimal():  # msgspec accepts "7.0" and "1e3" too
+        if not text.isdecimal():  # msgspec would accept "7.0" and "1e3"
             checks.refuse(min_version, text, _VERSION)
         version = _number(Positive, min_version, text, _VERSION)
         return version, _number(_Seconds, wait_s, values.get(wait_s, "0"), _SECONDS)
@@ -92,9 +93,9 @@ def _number(kind: Any, name: str, text: str, rule: str) -> Any:
 
 
 class Outlook:
-    """Labels of an engine's cores, for requests that wait for a version.
+    """Reads labels of weights from an engine's cores, for requests that wait for a version.
 
-    The ``follower`` of the engine is None if another API server has it.
+    ``follower`` is None in an API server whose engine is followed by another API server.
     """
 
     def __init__(self, engine: Any, follower: BackgroundFollower | None = None) -> None:
@@ -104,22 +105,24 @@ class Outlook:
         self._labels: list[WeightLabel] = []
         self._looked_at = 0.0
         self.adapters: dict[str, AdapterOutlook] = {}
-        """Outlooks of adapters that follow stores of their own, by the adapters' names."""
+        """Outlooks of LoRA adapters that follow their own stores, by name of the adapter."""
 
     def of(self, model: str | None) -> Outlook:
-        """Return the outlook of the model or adapter that a request names."""
+        """Return the outlook of the model or LoRA adapter that a request names."""
         return self.adapters.get(model or "", self)
 
     async def refusal(
         self, min_version: int | None, wait_s: float = 0.0
     ) -> tuple[str | None, list[WeightLabel]]:
-        """Wait until every replica has the version, since vLLM can choose any replica.
+        """Wait up to ``wait_s`` seconds until all replicas serve at least version ``min_version``.
+
+        vLLM can choose any replica for the request.
 
         Returns:
-            The reason to refuse the request, or None; and the label of each replica. If the engine
-            has ended, there is a reason and no label.
+            The reason to refuse the request, or None if all replicas have the version; and the
+            label of each replica. If the engine has ended, there is a reason, and no label.
         """
-        # Labels from before the request could be older than a switch that the client knows of.
+        # A label from before the request could be older than a switch that the client knows about.
         not_before = time.monotonic()
         deadline = not_before + wait_s
         while True:
@@ -133,7 +136,8 @@ class Outlook:
             if reason is None or left_s <= 0:
                 return reason, labels
             await asyncio.sleep(min(_LOOK_S, left_s))
-            # All waiting requests share one question an interval. Only a last look is its own.
+            # Waiting requests share labels that are up to _LOOK_S old. The last look needs new
+            # labels.
             now_s = time.monotonic()
             not_before = now_s if now_s >= deadline else now_s - _LOOK_S
 
@@ -159,7 +163,7 @@ class Outlook:
         return [WeightLabel.decode(text) for text in answers.result()]
 
     def done(self) -> int | None:
-        """End the use of the version that the engine keeps ``until_done``; return its number."""
+        """Stop keeping the version that ``until_done`` keeps, and return its number."""
         if self._follower is None:
             return None
         version = self._follower.applied
@@ -172,7 +176,7 @@ class Outlook:
 
 
 class AdapterOutlook(Outlook):
-    """Label of an adapter, for requests that wait for a version."""
+    """Reads the label of a LoRA adapter, for requests that wait for a version of the adapter."""
 
     def __init__(self, engine: Any, adapter: FollowedAdapter) -> None:
         super().__init__(engine)
@@ -184,7 +188,7 @@ class AdapterOutlook(Outlook):
 
 
 async def readiness(outlook: Outlook, requirement: Requirement) -> JSONResponse:
-    """Answer ``/ready``, with the label of each replica."""
+    """Answer a request to the route ``/ready`` with the label of each replica."""
     reason, labels = await outlook.refusal(*requirement)
     replicas = [label.as_json() for label in labels]
     body = {"ready": reason is None, "reason": reason, "replicas": replicas}
@@ -192,7 +196,7 @@ async def readiness(outlook: Outlook, requirement: Requirement) -> JSONResponse:
 
 
 async def refused(outlook: Outlook, requirement: Requirement) -> JSONResponse | None:
-    """Wait for the version that a request requires; return a refusal, or None."""
+    """Wait for the version that a request requires; return a response if the request is refused."""
     reason, labels = await outlook.refusal(*requirement)
     if reason is None:
         return None
@@ -207,13 +211,13 @@ async def refused(outlook: Outlook, requirement: Requirement) -> JSONResponse | 
 def error_answer(
     status: int, kind: str, message: str, headers: Mapping[str, str] | None = None, **fields: Any
 ) -> JSONResponse:
-    """Return an error response in the form that OpenAI's clients read."""
+    """Return an error response in the format of OpenAI's API."""
     error = {"message": message, "type": kind, "param": None, "code": status}
     return JSONResponse({"error": error, **fields}, status, headers)
 
 
 def headers_of(label: WeightLabel) -> dict[str, str]:
-    """Return the response headers that tell a label."""
+    """Return the response headers that name the weight version of a label."""
     values = {"x-weight-version": label.version, "x-weight-run": label.run}
     metadata = json.dumps(label.metadata) if label.metadata else ""
     if len(metadata) <= _MAX_HEADER_CHARS:

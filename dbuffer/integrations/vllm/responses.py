@@ -1,7 +1,7 @@
-"""Responses of a vLLM server that follows a store: the versions that produced them.
+"""Responses of a vLLM server that follows a store, with the weight versions that generated them.
 
-The middleware sets an `Exchange` in the task of a request, and the engine's front end, below all
-routes, notes each output in it.
+For each request, the middleware creates an `Exchange` in the request's asyncio task. The engine's
+front end records the versions of each output in the exchange.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ WITHOUT_CHOICES = frozenset(
         "/generative_scoring",
     }
 )
-"""Routes that generate without choices in their responses. Some start a stream before the engine
-has an output."""
+"""Routes whose responses have no ``choices``. Some of them start to stream before the engine has
+generated any output."""
 _EVENTS = "text/event-stream"
 _WITH_FIELDS = (_EVENTS, "application/json")
 _EVENT_END = b"\n\n"
@@ -59,15 +59,15 @@ _OK, _BAD_REQUEST, _NOT_ALLOWED = 200, 400, 405
 
 @dataclass(slots=True)
 class Exchange:
-    """Record of the weights that produced one response, completed with each output."""
+    """Record of the weight versions that generated one response, updated with each output."""
 
     wants_spans: bool = False
     has_choices: bool = True
     admitted: WeightLabel | None = None
     calls: list[tuple[int, dict[int, list[Any]]]] = field(default_factory=list)
-    """For each prompt: number of choices, and spans of complete choices by their index."""
+    """For each prompt: number of choices, and the version spans of complete choices by index."""
     is_search: bool = False
-    """Whether the calls of the engine are steps of a beam search, instead of prompts."""
+    """Whether the engine's calls are steps of a beam search. Otherwise, each call is a prompt."""
 
     def noting(
         self, num_choices: int, outputs: AsyncGenerator[Any, None]
@@ -90,12 +90,12 @@ class Exchange:
                 yield output
 
     def with_fields(self, body: Any, *, is_chunk: bool) -> Any:
-        """Return a response, or a chunk of a stream, with spans added to its choices."""
+        """Return a response, or a chunk of a streamed one, with version spans in its choices."""
         choices = body.get("choices") if isinstance(body, Mapping) else None
         if not isinstance(choices, list):
             return body
         if not is_chunk:
-            # Beam searches of one token differ from prompts only by their number of choices.
+            # A beam search that generates one token is recognized by its number of choices.
             self.is_search |= len(choices) != sum(num_choices for num_choices, _ in self.calls)
         with_fields = [
             choice | {"weight_versions": self._spans_of(choice.get("index", 0))}
@@ -119,9 +119,9 @@ def _as_json(span: Any) -> dict[str, Any]:
 
 
 def observe(engine: Any) -> None:
-    """Let an ``AsyncLLM`` note its outputs in the exchange of their request.
+    """Make an ``AsyncLLM`` record the versions of its outputs in the exchange of their request.
 
-    It refuses requests to set its weight version.
+    The ``AsyncLLM`` then refuses requests that set its weight version.
     """
     generate = engine.generate
 
@@ -131,7 +131,7 @@ def observe(engine: Any) -> None:
         return outputs if exchange is None else exchange.noting(sampling_params.n, outputs)
 
     async def refuse_version(new_version: str) -> None:  # noqa: ARG001
-        # vLLM answers a ValueError by 400.
+        # vLLM answers a ValueError with status 400.
         raise OptionError("this server follows a store, and its follower sets the version")
 
     engine.generate = generate_observed
@@ -140,7 +140,7 @@ def observe(engine: Any) -> None:
 
 @functools.cache
 def has_spans() -> bool:
-    """Whether this release of vLLM tracks the version of each token."""
+    """Whether this release of vLLM records which version generated each token."""
     from vllm.v1.engine.output_processor import RequestState
 
     return hasattr(getattr(RequestState, "_new_completion_output", None), ADMITTED)
@@ -148,7 +148,7 @@ def has_spans() -> bool:
 
 async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, send: Send) -> None:
     """Serve one HTTP request of a server whose engine follows a store."""
-    # The path begins with the server's --root-path.
+    # Remove the server's --root-path.
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     received: list[Message] = []
     try:
@@ -169,17 +169,17 @@ async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, 
     async def receive_again() -> Message:
         return received.pop(0) if received else await receive()
 
-    CURRENT.set(exchange)  # this task serves no other request
+    CURRENT.set(exchange)  # this asyncio task serves no other request
     await app(scope, receive_again, _Response(exchange, send).send)
 
 
 async def _model_in(receive: Receive, received: list[Message]) -> str | None:
-    """Return the model that a request's JSON names; append the request's messages."""
+    """Return the model that a request's JSON names, and append the request's messages to a list."""
     while not received or received[-1].get("more_body", False):
         received.append(await receive())
     try:
         fields = json.loads(b"".join(message.get("body", b"") for message in received))
-    except ValueError:  # vLLM refuses the request
+    except ValueError:  # vLLM refuses a request with invalid JSON
         return None
     model = fields.get("model") if isinstance(fields, dict) else None
     return model if isinstance(model, str) else None
@@ -190,14 +190,14 @@ async def _leaves_before(
 ) -> bool:
     """Wait for an answer. If the client disconnects first, cancel the answer and return True.
 
-    Messages that come meanwhile, parts of the request's body, are appended to ``received``.
+    Parts of the request's body that arrive while waiting are appended to ``received``.
     """
 
     async def watch() -> None:
         while not (received and received[-1]["type"] == "http.disconnect"):
             received.append(await receive())
 
-    await asyncio.sleep(0)  # most answers are there at once
+    await asyncio.sleep(0)  # most answers are ready after one turn of the event loop
     if answering.done():
         return False
     watching = asyncio.create_task(watch())
@@ -239,11 +239,11 @@ def _wants_spans(path: str, headers: Mapping[str, str]) -> bool:
 
 
 class _Response:
-    """Sends a response to the client, with headers and fields about its weights.
+    """Sends a response to the client, with headers and JSON fields about the weight version.
 
-    It holds back the start of the response until the engine's first output, whose weights the
-    headers name. It adds fields to JSON once the JSON is complete; in a stream, to the event that
-    ends a choice.
+    The start of the response waits for the engine's first output, because the headers name the
+    version of this output. Fields are added to complete JSON. In a stream, fields are added to the
+    event that ends a choice.
     """
 
     def __init__(self, exchange: Exchange, send: Send) -> None:
@@ -288,7 +288,7 @@ class _Response:
         await self._send(message)
 
     def _rewrite(self, part: bytes, *, is_last: bool) -> bytes | None:
-        """Return complete events, or the complete JSON, with fields added; None if incomplete."""
+        """Return complete events or complete JSON, with fields added. Return None if incomplete."""
         self._incomplete += part
         if self._content_type.startswith(_EVENTS):
             *events, self._incomplete = self._incomplete.split(_EVENT_END)
@@ -300,7 +300,7 @@ class _Response:
 
     def _with_fields(self, event: bytes) -> bytes:
         if not event.startswith(_DATA + b"{"):
-            return event  # the last event, [DONE]
+            return event  # not JSON: the last event of a stream, [DONE]
         chunk = json.loads(event.removeprefix(_DATA))
         return _DATA + _encoded(self._exchange.with_fields(chunk, is_chunk=True))
 

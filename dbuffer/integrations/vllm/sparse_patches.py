@@ -1,7 +1,7 @@
-"""Publish vLLM's sparse patches.
+"""Publish sparse patches of vLLM: changed elements of tensors, with their positions.
 
 Releases of vLLM have two classes named ``SparseWeightPatch``, in two modules. This module imports
-neither, and reads the fields of a patch.
+neither class, and reads the fields of a patch by name.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from dbuffer.publish.sender import WeightSender
 def publish_patches(
     sender: WeightSender, patches: Iterable[Any] | None, *, is_behind: bool = False
 ) -> int | None:
-    """Publish the sender's last version with vLLM's patches applied; see :func:`patches_of`.
+    """Publish the sender's last version with patches applied. Return the version's number.
 
-    Return the number of the version, or None if there are no patches. The sender must have
-    ``delta=True``. ``is_behind``: whether the trainer's last weights could not be published.
+    Return None if there are no patches. :func:`patches_of` describes patches. The sender must have
+    ``delta=True``. ``is_behind`` tells whether publishing the trainer's last weights has failed, in
+    which case patches do not apply.
     """
     merged = patches_of(patches or ())
     if not merged:
@@ -36,12 +37,16 @@ def publish_patches(
 
 
 def patches_of(patches: Iterable[Any]) -> list[SparsePatch]:
-    """Convert vLLM's patches into one `SparsePatch` for each tensor.
+    """Convert patches of vLLM into one `SparsePatch` for each tensor.
 
-    Patches have these fields: ``name`` of a published tensor; ``indices``, flat positions in that
-    tensor (int32 or int64); ``values``, the new elements; and in most releases ``full_shape``.
-    Indices and values have one dimension, on any device. If two patches of a tensor have one
-    position in common, the later patch wins.
+    A patch of vLLM has these fields:
+
+    * ``name`` of a published tensor;
+    * ``indices``, flat positions in the tensor (int32 or int64, one dimension, on any device);
+    * ``values``, the new elements (one dimension, on any device);
+    * ``full_shape`` of the tensor, in most releases of vLLM.
+
+    If several patches change one position, the last patch wins.
     """
     by_name: dict[str, SparsePatch] = {}
     for position, patch in enumerate(patches):
@@ -68,7 +73,7 @@ def _checked(patch: Any, position: int) -> SparsePatch:
     if len(indices) != len(values):
         raise InvalidWeightsError(f"{subject} has {len(indices)} indices and {len(values)} values")
     indices, values = indices.detach().cpu(), values.detach().cpu()
-    # torch has no isnan for dtypes of eight bits.
+    # torch has no isnan() for dtypes with one byte.
     numbers = values.float() if values.itemsize == 1 else values
     if bool(numbers.isnan().any()):
         raise InvalidWeightsError(
@@ -94,12 +99,13 @@ def trainer_send_weights(
 ) -> int:
     """Publish weights, and return the number of the version. For trainers of vLLM before 0.26.
 
-    It does not switch an engine: afterwards call ``update_weights`` with ``{"version": number}``.
-    ``trainer_args`` is ``{"sender": WeightSender(store)}``, or an object with such an attribute. A
-    trainer that also sends patches needs a sender with ``delta=True``.
+    This function does not update an engine: call ``update_weights`` with ``{"version": number}``
+    afterwards. ``trainer_args`` is ``{"sender": WeightSender(store)}``, or an object with a
+    ``sender`` attribute. If the trainer also sends patches, the sender needs ``delta=True``.
     """
     sender = _sender_in(trainer_args)
-    # A sender with delta=True needs all tensors at once. An iterator can reuse a tensor's memory.
+    # A sender with delta=True needs all tensors together. They are copied, because the iterator can
+    # reuse the memory of a tensor for the next tensor.
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in iterator}
     return sender.send(weights).version
 
@@ -114,8 +120,9 @@ def trainer_send_sparse_weights(
     """Publish patches, and return the number of the version, or None if there are no patches.
 
     Afterwards call ``update_weights`` with this number and vLLM's two fields of a sparse update.
-    :func:`patches_of` describes patches, :func:`trainer_send_weights` the ``trainer_args``. Each
-    argument has two names: vLLM's base class and its NCCL engine differ.
+    :func:`patches_of` describes patches, and :func:`trainer_send_weights` describes
+    ``trainer_args``. Each argument has two names, because vLLM's base class and vLLM's NCCL engine
+    use different names.
     """
     sender = _sender_in(trainer_args if _trainer_args is None else _trainer_args)
     return publish_patches(sender, _iterator or iterator)

@@ -1,4 +1,4 @@
-"""Trainer's half of ``backend="dbuffer"``: publishes into a store, then lets the engine switch."""
+"""Trainer's half of ``backend="dbuffer"``: publishes into a store, then updates the engine."""
 
 from __future__ import annotations
 
@@ -26,33 +26,35 @@ logger = logging.getLogger(__name__)
 
 _SPLIT = "this trainer's source is split between ranks"
 
-# vLLM loads plugins in the processes of engines only.
+# vLLM loads its plugins only in processes of engines.
 register()
 
 
 @dataclass
 class DBufferTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """Init info for ``WeightTransferTrainerFactory.trainer_init``, in place of NCCL's.
+    """Options of dbuffer for ``WeightTransferTrainerFactory.trainer_init``, in place of NCCL's.
 
-    ``store`` is the store's directory, as this process sees it. Rank 0 publishes.
+    ``store`` is the path of the store's directory for this process. Only rank 0 publishes, unless
+    the source is split between ranks.
     """
 
     backend: ClassVar[str] = BACKEND
 
     store: str | os.PathLike[str]
     engine: dict[str, Any] = field(default_factory=dict)
-    """More fields of :class:`EngineOptions`. Add ``store`` if the engine sees another path."""
+    """More options of the engine (:class:`EngineOptions`). Add ``store`` if the engine uses another
+    path of the store."""
     sender: dict[str, Any] = field(default_factory=dict)
     sparse: bool = False
-    """Whether patches are sent too. The whole source is then gathered in main memory."""
+    """Whether sparse patches are sent too. The whole source is then gathered in main memory."""
     checkpoint: str | os.PathLike[str] | None = None
-    """Hugging Face checkpoint that ``trainer_init`` publishes, for a trainer without a source."""
+    """Hugging Face checkpoint to publish first, for a trainer without a ``WeightSource``."""
 
 
 class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """Publishes a source's weights, or patches, then lets the engine switch to that version.
+    """Publishes a ``WeightSource`` or sparse patches, then makes the engine switch to the version.
 
-    The caller pauses the engine and resets its prefix cache, as with vLLM's own backends.
+    The caller pauses the engine and resets the engine's prefix cache, as for vLLM's own backends.
     """
 
     init_info_cls = DBufferTrainerInitInfo
@@ -68,16 +70,17 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         self.client, self.source, self.is_sender, self.rank = client, source, rank == 0, rank
         self._sender = sender
         self._is_behind = False
-        """Whether the source's weights could not be published, so that patches do not apply."""
+        """Whether publishing the source's weights has failed, so that patches do not apply."""
 
     @classmethod
     def trainer_init(
         cls, init_info: DBufferTrainerInitInfo, *, client: Any, source: Any = None
     ) -> Self:
-        """Open the store, and let the engine's workers follow it. Every rank must call this.
+        """Open the store, and make the engine's workers follow it. Every rank must call this.
 
-        ``client`` is vLLM's client of the engine. If ``source``, a ``WeightSource``, is split
-        between ranks, all ranks write, and torch.distributed must be initialized.
+        ``client`` is vLLM's client of the engine. ``source`` is a ``WeightSource``. If the source
+        is split between ranks, all ranks publish their part, and torch.distributed must be
+        initialized.
         """
         if not isinstance(init_info, DBufferTrainerInitInfo):
             raise OptionError(f"init_info is {init_info!r:.200}: use a DBufferTrainerInitInfo")
@@ -110,11 +113,12 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         return cls(client=client, source=source, sender=sender, rank=rank)
 
     def send_weights(self, patches: Iterable[Any] | None = None) -> None:
-        """Publish a version, and switch the engine to it. Every rank must call this.
+        """Publish a version, and make the engine switch to it. Every rank must call this.
 
-        ``patches`` are vLLM's ``SparseWeightPatch`` objects: all changes since the last version of
-        this trainer. Only rank 0's patches count. An empty list does nothing. By default the whole
-        source is published. If publishing fails, the engine keeps its version.
+        By default the whole source is published. ``patches`` are vLLM's ``SparseWeightPatch``
+        objects, which must contain all changes since this trainer's last version. Only the patches
+        of rank 0 are used. An empty list does nothing. If publishing fails, the engine keeps its
+        version.
 
         Raises:
             VersionError: patches were given, and this trainer has published no version yet, or
@@ -131,8 +135,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         try:
             self.client.update_weights({"version": version})
         except BaseException:
-            # This ends the update on the ranks that did not raise. On the rank that raised, the
-            # update has ended already, and this raises again.
+            # Ranks of the engine that raised an error have ended the update, and raise an error
+            # again here. On the other ranks of the engine, this call ends the update.
             with contextlib.suppress(Exception):
                 self.client.finish_weight_update()
             raise
@@ -141,22 +145,22 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
     def _start(self) -> None:
         try:
             self.client.start_weight_update()
-        except Exception as error:  # noqa: BLE001 - a client's errors are of any class
-            # Perhaps a killed trainer has left an update open.
+        except Exception as error:  # noqa: BLE001 - a client can raise any error
+            # A killed trainer may have left an update open.
             logger.warning("ending an update that may have been left open: %s", described(error))
             with contextlib.suppress(Exception):
                 self.client.finish_weight_update()
             self.client.start_weight_update()
 
     def send_weight_chunk(self, patches: Iterable[Any] | None = None) -> int | None:
-        """Publish patches as a version, and switch the engine to it, within the caller's update.
+        """Publish patches as a version, and switch the engine, inside an update of the caller.
 
-        The caller starts and finishes the update, also after an error. An engine that is not paused
-        meanwhile serves each version, and so do other engines that follow the store: pass patches
-        that must apply atomically in one call.
+        The caller starts and finishes the update, also after an error. If the engine is not paused
+        between two calls, it serves the version of the first call. Other engines that follow the
+        store serve it too. So pass patches that must apply atomically in one call.
 
-        Return the version's number, for the client's ``finish_weight_update(str(version))``, or
-        None if there are no patches, or on other ranks than 0.
+        Return the version's number, for the client's ``finish_weight_update(str(version))``. Return
+        None if there are no patches, or on ranks other than 0.
         """
         version = self._publish_patches(patches)
         if version is not None:
@@ -165,7 +169,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
 
     def _publish_source(self) -> int | None:
         if self._sender is None:
-            # Gathering is collective: this rank takes part, and publishes nothing.
+            # All ranks must join the gathering of the source, but this rank publishes nothing.
             SourceReader(self.source).finish()
             return None
         self._is_behind = True

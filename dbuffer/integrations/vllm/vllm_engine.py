@@ -1,7 +1,7 @@
-"""`Engine` for vLLM: an ``LLM``, an ``AsyncLLM``, one of its replicas, a server.
+"""`Engine` implementations for vLLM: an ``LLM``, an ``AsyncLLM``, its replica, or a server.
 
-All calls block, whatever the engine: an ``AsyncLLM`` is called in its own event loop from another
-thread, a server over HTTP.
+All calls block. A call of an ``AsyncLLM`` runs in the event loop of the ``AsyncLLM``, so another
+thread must make the call. A server is called over HTTP.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ IN_ITS_EVENT_LOOP = (
 
 
 class OfflineVllm(Engine):
-    """``Engine`` of an ``LLM``. It computes only during calls, so there is nothing to pause."""
+    """``Engine`` of an ``LLM``. An ``LLM`` computes only during its calls, and needs no pause."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -58,7 +58,7 @@ class OfflineVllm(Engine):
     def _call(self, call: Callable[[], ResultT]) -> ResultT:
         client = self._engine.engine_core
         pending = getattr(client, "utility_results", None)
-        if pending is None:  # the engine lives in this process
+        if pending is None:  # the engine core is in this process
             return call()
         self.require_alive()
         with _ending_calls(client.resources, pending):
@@ -93,14 +93,16 @@ class OfflineVllm(Engine):
 
 @contextlib.contextmanager
 def _ending_calls(resources: Any, pending: dict[Any, Any]) -> Iterator[None]:
-    """If the engine's process dies, let pending calls fail, which vLLM leaves waiting."""
+    """Make pending calls of an engine fail if its process dies. vLLM would leave them waiting."""
     is_done = threading.Event()
 
     def watch() -> None:
         while not is_done.wait(TIMING.alive_check_s):
             if resources.engine_dead:
                 for future in list(pending.values()):
-                    with contextlib.suppress(InvalidStateError):  # it was answered just now
+                    with contextlib.suppress(
+                        InvalidStateError
+                    ):  # the call was answered in the meantime
                         future.set_exception(EngineEndedError("the engine died in mid-call"))
                 return
 
@@ -114,10 +116,10 @@ def _ending_calls(resources: Any, pending: dict[Any, Any]) -> Iterator[None]:
 
 
 class AsyncVllm(Engine):
-    """``Engine`` of an ``AsyncLLM``. Call it outside of the thread of its event loop.
+    """``Engine`` of an ``AsyncLLM``. Do not call it in the thread of the ``AsyncLLM``'s event loop.
 
-    ``replica`` is the index of a data-parallel replica that steps independently, and switches
-    alone. Default: all replicas, as one engine.
+    ``replica`` is the index of one data-parallel replica, which is switched without the others.
+    Default: all replicas, as one engine.
     """
 
     has_own_pause = True
@@ -132,8 +134,8 @@ class AsyncVllm(Engine):
 
     @staticmethod
     def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
-        """Return the event loop that an ``AsyncLLM`` runs in. Any thread can call this."""
-        # The first coroutine that needs the handler makes it, in the loop.
+        """Return the event loop of an ``AsyncLLM``. This function is thread-safe."""
+        # The first coroutine that needs the output handler creates it in the event loop.
         handler = engine.output_handler
         if handler is not None:
             loop: asyncio.AbstractEventLoop = handler.get_loop()
@@ -198,7 +200,7 @@ class AsyncVllm(Engine):
         self._call("set_weight_version", label.encode())
 
     def load_adapter(self, request: Any) -> None:
-        """Load the adapter of a ``LoRARequest`` into the engine's slots.
+        """Load the adapter of a ``LoRARequest`` into a LoRA slot of the engine.
 
         Raises:
             EngineUpdateError: a rank refuses the adapter.
@@ -209,17 +211,17 @@ class AsyncVllm(Engine):
             raise EngineUpdateError(f"the engine refuses the adapter: {refusal}")
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        if asyncio._get_running_loop() is self._loop:  # noqa: SLF001 - None outside of any
+        if asyncio._get_running_loop() is self._loop:  # noqa: SLF001 - None outside of event loops
             raise EngineBusyError(IN_ITS_EVENT_LOOP)
         self.require_alive()
         call = ask_core(self._engine, self._replica, method, *arguments)
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
-        # If the engine dies, vLLM never answers the calls in flight.
+        # If the engine dies, vLLM never answers pending calls.
         while not wait([future], TIMING.alive_check_s).done:
             if self._engine.errored or self._loop.is_closed():
                 future.cancel()
                 raise EngineEndedError("the engine, or its event loop, has ended during a call")
-            if self.is_idle():  # its program is between two calls of `run_until_complete`
+            if self.is_idle():  # the program is between two calls of `run_until_complete`
                 future.cancel()
                 raise EngineUnreachableError(
                     "the engine's event loop is not running: let it run, and sync in another "
@@ -234,10 +236,10 @@ class AsyncVllm(Engine):
 
 
 async def ask_core(engine: Any, replica: int | None, method: str, *arguments: Any) -> Any:
-    """Call a method of each core of an ``AsyncLLM``, or of one data-parallel replica's core."""
+    """Call a method of every engine core of an ``AsyncLLM``, or only of one replica's core."""
     if replica is None:
         return await engine.engine_core.call_utility_async(method, *arguments)
-    # vLLM's calls to all cores return only the first core's answer.
+    # vLLM's own call to all cores returns only the answer of the first core.
     return await engine.engine_core._call_utility_async(  # noqa: SLF001
         method, *arguments, engine=replica.to_bytes(2, "little")
     )
@@ -259,7 +261,7 @@ class VllmServer(EngineServer):
                 f"{self.url} follows a store by itself (FollowStore), and an engine has one "
                 "follower: leave it to that, or start the server without the middleware"
             )
-        if facts.configured is not None:  # its workers follow under this name already
+        if facts.configured is not None:  # the workers already follow under this name
             return facts
         return dataclasses.replace(facts, name=f"vllm-{self._name()}")
 
@@ -281,7 +283,7 @@ class VllmServer(EngineServer):
         self.request("POST", "/pause", params=params, timeout=self._long)
         caches = {"reset_running_requests": "true", "reset_external": "true"}
         response = self.request("POST", "/reset_prefix_cache", params=caches)
-        # Some releases of vLLM answer in a body whether the reset succeeded.
+        # Some releases of vLLM report a failed reset only in the body of the response.
         if response.content and self._body(response).get("success") is False:
             raise EngineUpdateError(f"{self.url} could not reset its prefix cache")
         self.request("POST", "/reset_encoder_cache")
@@ -297,7 +299,7 @@ class VllmServer(EngineServer):
 
 
 def is_one_of_several(target: Any) -> bool:
-    """Whether an object is an ``LLM`` that torchrun started as one of an engine's ranks."""
+    """Whether an object is an ``LLM`` that torchrun started as one rank of an engine."""
     if not hasattr(target, "llm_engine"):
         return False
     parallel = target.llm_engine.vllm_config.parallel_config
@@ -310,7 +312,7 @@ def is_async(target: Any) -> bool:
 
 
 def vllm_engine_of(target: Any, *, api_key: str | None = None) -> Engine:
-    """Return the `Engine` of a ``vllm.LLM``, an ``AsyncLLM``, or the URL of a server."""
+    """Return the `Engine` of a ``vllm.LLM``, an ``AsyncLLM``, or a server given by its URL."""
     if isinstance(target, str):
         return VllmServer(target, api_key=api_key)
     if is_one_of_several(target):

@@ -1,4 +1,4 @@
-"""Notice calls of vLLM's workers that write or discard weights without dbuffer."""
+"""Detection of calls that write or discard weights in vLLM's workers without dbuffer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _Context = AbstractContextManager[None]
 
 
 def watch_workers(wrapper: type) -> None:
-    """Watch such calls, and the start's load, in the class of the wrapper around a worker."""
+    """Watch the methods of ``wrapper`` that load, write or discard weights.
+
+    ``wrapper`` is vLLM's ``WorkerWrapperBase``, the class around a worker.
+    """
     around: dict[str, Callable[..., _Context]] = {
         "load_model": loading_models,
         "sleep": _sleeping,
