@@ -2,11 +2,11 @@
 
 In each of the engine's processes, `endpoint` answers a follower's requests. `rank_receiver` stages
 and loads a version in step with the other ranks (`rank_channel`), and `rank_model` loads it into
-one rank's model. `shape_check` first checks it against a copy of the model without data
-(`meta_model`). `plan` replaces later reloads by direct copies.
+one rank's model. `shape_check` first checks the version against a copy of the model without data
+(`meta_model`). `plan` replaces the engine's own reload of later versions by direct copies.
 
-In the process that drives the engine, `follower` switches it call by call, and `background` until
-closed. `store_view` reads the store, `reporting` has metrics and log, and `server` calls an
+In the process that drives the engine, `follower` switches the engine at each call, and `background`
+until closed. `store_view` reads the store, `reporting` has metrics and log, and `server` calls an
 inference server over HTTP.
 
 Both sides use `contract` (the methods of an engine and its ranks), `messages` (requests and

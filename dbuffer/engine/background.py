@@ -1,4 +1,4 @@
-"""`BackgroundFollower`: keeps an engine on the newest version until closed; retries failures."""
+"""`BackgroundFollower`: keeps an engine on a store's newest version, in a thread, until closed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ _SERVER_CLOSE_S = 30.0
 
 
 class BackgroundFollower(Closing):
-    """Keeps an engine, or each of its replicas, on the newest version. Made by :func:`follow`.
+    """Keeps an engine, or each of its replicas, on a store's newest version.
+
+    Made by :func:`follow`.
 
     Each replica has its own thread. A failure is logged, counted, and retried with backoff. Until a
-    retry succeeds, the engine serves its old weights under their label. A thread ends when the
-    follower is closed, or when an engine in this process is dead, which is logged once.
+    retry succeeds, the engine serves its old weights, labeled with their version. A thread ends
+    when the follower is closed, or when an engine in this process is dead, which is logged once.
     """
 
     def __init__(self, *replicas: Follower) -> None:
@@ -37,9 +39,7 @@ class BackgroundFollower(Closing):
         self.replicas = replicas
         self._stop = threading.Event()
         self._attempted = threading.Condition()
-        """Notified after each attempt, and when a thread ends."""
         self._errors: dict[Follower, Exception | None] = {}
-        """Error of each follower's last attempt, or None if it succeeded. Filled by attempts."""
         self._running = {*replicas}
         self._threads = [
             threading.Thread(
@@ -56,7 +56,7 @@ class BackgroundFollower(Closing):
 
     @property
     def applied(self) -> int | None:
-        """Number of the version that the engine serves, or None. With replicas: the oldest."""
+        """Number of the version that the engine serves, or None. If replicas differ, the oldest."""
         applied = [follower.applied for follower in self.replicas]
         return None if None in applied else min(filter(None, applied))
 
@@ -67,15 +67,18 @@ class BackgroundFollower(Closing):
 
     @property
     def error(self) -> Exception | None:
-        """Error of the last attempt, or None. With replicas: the first error of any replica."""
+        """Error of the last attempt to switch, or None.
+
+        With replicas, the error of the first that failed.
+        """
         return next((error for error in self._errors.copy().values() if error is not None), None)
 
     def wait_applied(self, version: int, timeout_s: float = 60.0) -> int:
         """Wait until the engine serves ``version`` or a later one; return the version served.
 
         Raises:
-            WaitTimeoutError: the engine did not switch in time, or its thread has ended; the
-                message has the last problem.
+            WaitTimeoutError: the engine did not switch in time, or the follower's thread has ended.
+                The message contains the last error.
         """
         checks.whole_number("version", version)
         checks.seconds("timeout_s", timeout_s)
@@ -104,9 +107,9 @@ class BackgroundFollower(Closing):
         return await asyncio.to_thread(self.wait_applied, version, timeout_s)
 
     async def wait_started_async(self) -> None:
-        """Wait until the engine serves the version that was newest when following began.
+        """Wait until the engine serves the version that was newest when this follower started.
 
-        Raise the error of an attempt that failed.
+        If an attempt to switch fails, raise its error.
         """
 
         def wait() -> None:
@@ -118,14 +121,14 @@ class BackgroundFollower(Closing):
             raise self.error
 
     def done(self) -> None:
-        """Let the engine leave the version that it keeps because of ``until_done``."""
+        """Let the engine leave the version that the option ``until_done`` makes it keep."""
         for follower in self.replicas:
             follower.done()
 
     def close(self) -> None:
-        """Stop following, after the switch in progress; the engine's event loop must run.
+        """Finish the switch in progress, then stop. The engine's event loop must be running.
 
-        A server that does not answer is given 30 seconds.
+        If a server does not answer, stop waiting for it after 30 seconds.
         """
         self._stop.set()
         with contextlib.ExitStack() as stack:
@@ -175,7 +178,7 @@ class BackgroundFollower(Closing):
 
 def _end(follower: Follower, thread: threading.Thread) -> None:
     end = time.monotonic() + (_SERVER_CLOSE_S if follower.drives_server else math.inf)
-    # In short waits: a signal that comes just before a wait is handled only after it.
+    # Wait in short steps: Python handles a signal that arrives just before a wait only after it.
     while thread.is_alive() and time.monotonic() < end:
         thread.join(TIMING.stop_check_s)
     if thread.is_alive():

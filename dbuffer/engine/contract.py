@@ -1,10 +1,13 @@
-"""The contract of an engine: `Engine` where it is driven, `EngineRank` in each of its processes.
+"""Interfaces of an engine: `Engine` in the process that drives it, `EngineRank` in each worker.
 
-A follower calls `facts` and a `begin` request once. For each version it then calls a `reserve`
-request, `pause`, an `update` request, `set_weight_version`, `resume`, and an `acknowledge` request.
+To begin, a follower calls `facts` and sends a `begin` request. To switch to a version, it sends
+`reserve`, calls `pause`, sends `update`, calls `set_weight_version` and `resume`, and sends
+`acknowledge`.
 
-The engine labels its responses with a `WeightLabel`. If its weights are its checkpoint's, another
-program's, or lost in a sleep, its record names no version, and its label is `UNKNOWN_VERSION`.
+The engine labels its responses with a `WeightLabel`. If its weights are not a version of the store,
+the engine's record in the store names no version, and its label is `UNKNOWN_VERSION`. Examples are
+weights of the engine's checkpoint, weights that another program loaded, and weights that were
+discarded in a sleep.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from dbuffer.engine.shape_check import ShapeCheck
 
 UNKNOWN_VERSION = "unknown"
-"""Label of an engine whose weights are not a version of its store."""
+"""Label of an engine whose weights are not a version of the store that it follows."""
 
 
 def served_by(record: ReceiverRecord | None) -> Lineage | None:
@@ -43,14 +46,15 @@ class WeightLabel:
     """Label of an engine's responses: the version of its weights, and the version's metadata."""
 
     version: str = UNKNOWN_VERSION
-    """Number of the version; another text if the weights did not come from the store."""
+    """Number of the version, as text. Any other text: the weights are not a version of the
+    store."""
     run: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Metadata of the version, such as the trainer's ``step``."""
     newest_run: str | None = None
-    """Run of the version that the engine is getting ready, if it is another run than ``run``."""
+    """Run (start of the sender) of the version that the engine prepares, if it is not ``run``."""
     is_attested: bool = False
-    """Whether a comparison while the engine served found its weights equal to the version's."""
+    """Whether the engine's weights were compared with the published version, and were equal."""
 
     @classmethod
     def of(
@@ -61,7 +65,7 @@ class WeightLabel:
         *,
         is_attested: bool = False,
     ) -> Self:
-        """Make the label of an engine that has ``version`` and gets ``newest`` ready, if given."""
+        """Make the label of an engine that serves ``version``, and may prepare ``newest``."""
         if version is None:
             return cls()
         run, number = version.id
@@ -92,7 +96,7 @@ class WeightLabel:
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        """Parse a text of :meth:`encode`; any other text becomes the label's ``version``."""
+        """Parse a text from :meth:`encode`. Any other text becomes the label's ``version``."""
         version, _, further = text.partition(" ")
         try:
             values = json.loads(further) if further else {}
@@ -103,15 +107,16 @@ class WeightLabel:
 
 
 def describe_weights(version: Lineage | None) -> str:
-    """Describe an engine's weights for a message: a version, or (None) no version."""
+    """Describe an engine's weights for a message. If they are not a version, pass None."""
     if version is None:
         return "weights from outside the store (its checkpoint, or another load)"
     return f"version {version.id.number}"
 
 
 PauseMode = Literal["keep", "wait", "abort", "in_place"]
-"""Treatment of requests in flight: finish them first (``wait``), ``abort`` them, ``keep`` them and
-recompute their caches with the new weights, or keep their caches too (``in_place``)."""
+"""Treatment of requests in flight during a switch: finish them first (``wait``), ``abort`` them,
+``keep`` them and recompute their KV caches with the new weights, or keep requests and caches
+(``in_place``)."""
 
 PAUSE_MODES = ("keep", "wait", "abort")
 
@@ -122,25 +127,27 @@ class EngineFacts:
 
     instance_id: str
     name: str
-    """Name among a store's receivers, if the options have no ``engine_id``."""
+    """Default name of the engine among a store's receivers. The option ``engine_id`` overrides
+    it."""
     num_ranks: int
     configured: EngineOptions | None = None
     replica: str = ""
-    """Suffix of this replica's name; all replicas of an engine share the part before it."""
+    """Suffix of this replica's name. The names of an engine's replicas differ only in the
+    suffix."""
     begins_paused: bool = False
-    """Whether the ranks wait for each other in each step. Following then begins in a pause:
-    otherwise one rank could wait in a step while another waits in a gather, forever."""
+    """Whether following must begin in a pause, because the ranks wait for each other in each step.
+    Without a pause, one rank could wait in a step for a rank that waits for dbuffer's messages."""
 
 
 class Engine:
-    """An engine that can follow a store. :meth:`call` is the only way to its ranks."""
+    """Inference engine that can follow a store. Only :meth:`call` sends requests to its ranks."""
 
     is_server: bool = False
-    """Whether the engine runs outside this process. It can then be restarted while it is followed,
-    and a follower that dies in a switch leaves it paused."""
+    """Whether the engine is a server outside this process. A server can be restarted while it is
+    followed, and it stays paused if its follower dies in a switch."""
     has_own_pause: bool = False
-    """Whether the engine tells a follower's pause from pauses of other programs: only
-    :meth:`resume` ends the follower's pause, and it ends no other."""
+    """Whether the engine tells a follower's pause apart from other programs' pauses, so that
+    :meth:`resume` ends only the follower's pause."""
     pauses: Collection[str] = PAUSE_MODES
 
     def close(self) -> None:
@@ -154,7 +161,7 @@ class Engine:
         return False
 
     def require_pause(self, mode: PauseMode) -> None:
-        """Raise if this kind of engine, or the way it was started, excludes a pause mode."""
+        """Raise an error if this engine, as it was started, does not support a pause mode."""
         checks.choice("pause", mode, self.pauses)
 
     def facts(self) -> EngineFacts:
@@ -168,9 +175,9 @@ class Engine:
         raise NotImplementedError
 
     def do(self, request: messages.RankRequest) -> ReceiverRecord | None:
-        """Send a request to all ranks; return the engine's record if a rank answers with it.
+        """Send a request to all ranks; return the engine's record, if a rank answers with a record.
 
-        Raise the worst error that a rank answers with.
+        If ranks answer with errors, raise the most severe error.
         """
         answers = self.call(request)
         if (worst := messages.worst_of(answers)) is not None:
@@ -178,13 +185,13 @@ class Engine:
         return next((answer for answer in answers if isinstance(answer, ReceiverRecord)), None)
 
     def is_paused(self) -> bool | None:
-        """Return whether the engine is paused, by any process, or None if that is unknown."""
+        """Return whether any process has paused the engine, or None if that is unknown."""
         return None
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop before the next step, and drop all caches computed with the present weights.
+        """Pause the engine before its next step, and drop the caches made with the present weights.
 
-        With ``"in_place"`` keep the caches: requests in flight continue with them.
+        With ``"in_place"``, keep the caches, so that requests in flight continue with them.
         """
         raise NotImplementedError
 
@@ -195,7 +202,7 @@ class Engine:
         raise NotImplementedError
 
     def set_weight_version(self, label: WeightLabel) -> None:
-        """Set the label of the engine's responses. Some engines show only its version."""
+        """Set the label of the engine's responses. Some engines show only the label's version."""
         raise NotImplementedError
 
 
@@ -237,17 +244,19 @@ class EngineRank:
 
     ranks: RankChannel
     module: torch.nn.Module
-    """The model that serves, with its draft as a :class:`DraftedModel` if the draft follows too.
-    :meth:`make_check` can replace it."""
+    """The model that serves. If versions also update its draft, a :class:`DraftedModel` of both.
+    :meth:`make_check` can replace this attribute."""
     device: torch.device
     is_pipeline_stage: bool = False
     """Whether this rank has only some of the model's layers, and other ranks have the others."""
     not_weights: Collection[str] = (ENDPOINT_ATTR,)
-    """Attributes of layers that serving changes, such as caches, and dbuffer's own attributes."""
+    """Names of layers' attributes that are not weights: caches that serving fills, and dbuffer's
+    own."""
     packing: Packing | None = None
-    """The engine's way of packing layers, or None if dbuffer does not support it."""
+    """The engine's way of packing (reordering or quantizing) loaded weights, or None if dbuffer
+    does not support it."""
     instance_id: str | None = None
-    """Id of this start of the engine, the same on all ranks. Used if the follower sends none."""
+    """Id of this start of the engine, the same on all ranks. Used if the follower sends no id."""
 
     @property
     def on_device(self) -> bool:
@@ -257,14 +266,17 @@ class EngineRank:
         raise NotImplementedError
 
     def make_check(self) -> ShapeCheck:
-        """Return a check of published tensors against the model. It may run while serving."""
+        """Return an object that checks whether published tensors fit the model.
+
+        The check may run while the model serves.
+        """
         raise NotImplementedError
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
-        """Load the weights of a version, which have passed the check of :meth:`make_check`.
+        """Load the tensors of a version, which the check of :meth:`make_check` has accepted.
 
-        If this fails, the caller must repair the model. ``partial``: the tensors are for some
-        layers only; the other layers keep their weights.
+        If loading fails, the caller must repair the model. ``partial``: whether the tensors are for
+        some layers only, and the other layers keep their weights.
         """
         raise NotImplementedError
 
@@ -272,7 +284,7 @@ class EngineRank:
         """Raise :class:`UnsupportedError` if :meth:`load` cannot fill every tensor in use."""
 
     def load_checkpoint(self) -> None:
-        """Load the weights that the engine was started with, from their original place."""
+        """Load the checkpoint that the engine was started with, from its original path."""
         raise NotImplementedError
 
     def load_draft_checkpoint(self) -> None:
@@ -291,7 +303,7 @@ class EngineRank:
 class ModelState:
     """State of one rank's model: the version of its weights, and whether they may be used.
 
-    The model's endpoint keeps the state, so it outlives each receiver.
+    The model's :class:`RankEndpoint` keeps the state, so that the state outlives each receiver.
     """
 
     version: Lineage | None = None
@@ -299,8 +311,8 @@ class ModelState:
     metadata: dict[str, Any] = field(default_factory=dict)
     store: str | None = None
     must_reload: bool = False
-    """Whether something other than dbuffer wrote the weights. The next update then reloads all of
-    them. If False, the model has `version`, or the weights of the engine's start."""
+    """Whether code other than dbuffer's wrote the weights, so that the next update must reload all
+    of them. If False, the model has `version`, or the weights of the engine's start."""
     broken: str | None = None
     is_asleep: bool = False
     """Whether the weights are asleep. Sleeping weights must be neither read nor written."""

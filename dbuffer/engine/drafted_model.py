@@ -1,7 +1,7 @@
-"""`DraftedModel`: a model and the draft of its speculative decoding, as one model.
+"""`DraftedModel`: a model and the draft model of its speculative decoding, as one model.
 
-A rank checks, plans, loads, verifies and compares the versions of this one model. So a version's
-draft is loaded together with its target, or not at all.
+Each step of a switch treats the two as one model. So a version's draft is loaded together with the
+model that it drafts for (the target), or not at all.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class DraftedModel(torch.nn.Module):
-    """A model and its draft.
+    """A model that serves (the target), and the draft model that proposes its tokens.
 
-    Its tensors have the names of a version: the target's own names, and the draft's names after
-    ``__draft__.``. The draft can share layers with the target. Such layers have the target's names,
-    and a version's draft must not contain them.
+    As in a published version, tensors of the target have their own names, and names of the draft's
+    tensors begin with ``__draft__.``. Layers that the draft shares with the target have the
+    target's names, and a version's draft must not contain them.
 
     Args:
         target: the model that serves.
@@ -38,11 +38,11 @@ class DraftedModel(torch.nn.Module):
         is_in_target: Callable[[str], bool] = lambda _: False,
     ) -> None:
         super().__init__()
-        # Without a name of its own, the target's tensors keep their names.
+        # The target is registered under an empty name, so that its tensors keep their names.
         self._modules |= {"": target, DRAFT_PREFIX[:-1]: draft}
         self._is_in_target = is_in_target
         self.last_of_draft: str | None = None
-        """Name of the tensor that the draft's loaders got last, while they load or have failed."""
+        """Name of the tensor that the draft's loaders are loading or failed to load, or None."""
 
     @property
     def target(self) -> Any:
@@ -53,11 +53,11 @@ class DraftedModel(torch.nn.Module):
         return self._modules[DRAFT_PREFIX[:-1]]
 
     def has_draft(self, names: Iterable[str]) -> bool:
-        """Whether some of a version's tensors are loaded into the draft."""
+        """Whether a version with tensors of these names contains weights for the draft."""
         return any(is_of_draft(name) or self._is_in_target(name) for name in names)
 
     def load_weights(self, weights: Tensors) -> None:
-        """Load the target, and then the draft if it is in the weights."""
+        """Load the target model, and then the draft, if the weights include a draft."""
         self.last_of_draft = None
         of_draft: list[tuple[str, torch.Tensor]] = []
         self.target.load_weights(self._of_target(weights, of_draft))
@@ -86,7 +86,7 @@ class DraftedModel(torch.nn.Module):
 
 @contextlib.contextmanager
 def _ignoring_loads(parameters: Iterable[Any]) -> Iterator[None]:
-    """Ignore loads into some parameters during the block."""
+    """Make loaders skip these parameters in the ``with`` block."""
     loaders = [(parameter, *set_loader(parameter, _load_nothing)) for parameter in parameters]
     try:
         yield

@@ -1,7 +1,7 @@
 """`RankEndpoint`: the object in each worker of an engine that answers a follower's requests.
 
-It must also notice when other code writes or discards the weights. So an integration passes the
-engine's functions that do so to `watch`, with `loading`, `falling_asleep` or `waking_up`.
+The endpoint must also notice if other code writes or discards the weights. So an integration passes
+the engine's functions that do this to `watch`, with `loading`, `falling_asleep` or `waking_up`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _IS_WATCHED = "is_watched_by_dbuffer"
 
 
 def capture_answer(call: Callable[[], messages.RankAnswer]) -> messages.RankAnswer:
-    """Return the answer that a function returns, or its error as an answer; never raise."""
+    """Call a function; return its answer, or its error as an answer. Never raise an error."""
     try:
         return call()
     except Exception as error:  # every rank must answer
@@ -54,10 +54,10 @@ class RankEndpoint:
 
     @classmethod
     def of(cls, model: Any) -> RankEndpoint:
-        """Return the endpoint of a model; the first call makes it.
+        """Return the endpoint of a model; the first call makes the endpoint.
 
-        The endpoint notices each call of ``load_weights`` outside an update, also on a part of the
-        model, such as the language model of a multimodal model.
+        The endpoint notices each call of ``load_weights`` outside a switch, on the model or on a
+        part of the model, such as the language model of a multimodal model.
         """
         endpoint = getattr(model, ENDPOINT_ATTR, None)
         if endpoint is None:
@@ -77,7 +77,7 @@ class RankEndpoint:
             self.note_foreign_load("load_weights")
 
     def note_foreign_load(self, cause: str) -> None:
-        # Loaders that load tensor by tensor call this method for each tensor.
+        # Return early: loaders that load tensor by tensor call this method for each tensor.
         if self.state.is_updating or self.state.must_reload:
             return
         if self.receiver is not None:
@@ -86,7 +86,10 @@ class RankEndpoint:
             self.state.note_foreign_load()
 
     def note_asleep(self, *, is_lost: bool) -> None:
-        """Stop using the weights until :meth:`note_awake`. Call it before they go to sleep."""
+        """Stop using the weights until :meth:`note_awake`.
+
+        Call it before the weights fall asleep.
+        """
         self.state.is_asleep = True
         if self.receiver is not None:
             self.receiver.note_asleep()
@@ -103,7 +106,10 @@ class RankEndpoint:
     def do(
         self, request: messages.RankRequest, make_rank: Callable[[], EngineRank]
     ) -> messages.RankAnswer:
-        """Serve a request; return the answer or raise. ``make_rank`` is called once, if needed."""
+        """Serve a request; return the answer or raise an error.
+
+        A request that needs an :class:`EngineRank` calls ``make_rank``.
+        """
         match request.call:
             case "begin":
                 assert request.options is not None  # noqa: S101 - parsed
@@ -146,7 +152,7 @@ class RankEndpoint:
         *,
         takes_over: bool = True,
     ) -> None:
-        """Follow a store, on all ranks or on none; if they do so already, write their records.
+        """Make all ranks follow a store, or none. If all follow it already, write their records.
 
         ``takes_over``: whether to begin even if a rank follows with other options. Raise
         :class:`UnsupportedError` if a retry cannot help, else :class:`EngineUpdateError`.
@@ -215,10 +221,11 @@ def watch(
     around: Callable[..., AbstractContextManager[None]],
     function: Callable[..., Any] | None = None,
 ) -> bool:
-    """Run each call of a function in a context. Watching a function twice has no further effect.
+    """Wrap an engine's function, so that each call runs in a context manager.
 
-    ``around`` makes the context from the call's arguments. ``function`` is called instead of the
-    owner's function. Return whether there is a function to watch.
+    ``around`` makes the context manager from the call's arguments. If ``function`` is given, the
+    wrapper calls it instead of the owner's function. Wrapping a function twice has no further
+    effect. Return whether the owner has the function.
     """
     current = getattr(owner, name, None)
     called = function or current
@@ -237,7 +244,7 @@ def watch(
 
 @contextlib.contextmanager
 def loading(model_of: Callable[[], Any], cause: str) -> Iterator[None]:
-    """Treat a model's weights as unknown after the block. In the block, other code writes them."""
+    """Treat a model's weights as unknown after a ``with`` block, since its code loads weights."""
     try:
         yield
     finally:
@@ -246,7 +253,7 @@ def loading(model_of: Callable[[], Any], cause: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def falling_asleep(model: Any, *, is_lost: bool) -> Iterator[None]:
-    """Stop using a model's weights before the block puts them to sleep.
+    """Stop using a model's weights before a ``with`` block that puts the weights to sleep.
 
     ``is_lost``: whether the engine discards the weights.
     """
@@ -261,6 +268,6 @@ def falling_asleep(model: Any, *, is_lost: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waking_up(model_of: Callable[[], Any]) -> Iterator[None]:
-    """Use a model's weights again after the block. In the block, the engine wakes them."""
+    """Use a model's weights again after a ``with`` block that wakes the weights."""
     yield
     RankEndpoint.of(model_of()).note_awake()

@@ -42,57 +42,63 @@ def rank_id(engine_id: str, rank: int) -> str:
 class EngineOptions:
     """Options of an engine's workers, as docs/integrations/vllm.md explains them.
 
-    They can come from JSON, so the types are checked.
+    The values can come from JSON, so their types are checked.
     """
 
     store: str
     """The store's directory, as the workers see it: a text or a ``Path``."""
     local_store: str | None = None
-    """Directory in shared memory for a store on a network mount. All ranks must be on its node."""
+    """Directory in shared memory, into which a store on a network mount is mirrored. All ranks must
+    be on the same host."""
     version: int | None = None
     """Version to serve and stay on. Default: always the newest version."""
     every: int = 1
-    """Take only versions whose number is a multiple of this one."""
+    """Switch only to versions whose number is a multiple of this value."""
     when: Mapping[str, int] | None = None
-    """Take only versions whose metadata has multiples of these numbers under these keys. With
-    ``{"step": 100}``, the engine takes the versions of the steps 100, 200, and so on."""
+    """Switch only to versions whose metadata has, under each of these keys, a multiple of the given
+    number. With ``{"step": 100}``, these are the versions of steps 100, 200, and so on."""
     until_done: bool = False
-    """Keep each version until the follower's ``done()``."""
+    """Keep each version until the program calls the follower's ``done()``."""
     engine_id: str | None = None
-    """The engine's name among the store's receivers. Default: from its own name or address."""
+    """The engine's name among the store's receivers. Default: its own name or address."""
     staging: Literal["auto", "map", "copy", "device"] = "auto"
-    """Way to hold a staged version: its mapped file, or a copy in main memory or on the device.
+    """Place of a version that is ready to load: its mapped file, or a copy of it in main memory or
+    on the device.
 
-    ``"auto"``: on a network mount, copy. On a local mount, map without a GPU. With a GPU, map until
-    it is certain whether switches take the fast path, then copy.
+    ``"auto"``: on a network mount, copy. On a local mount without a GPU, map the file. On a local
+    mount with a GPU, map the file until dbuffer knows whether direct copies can replace the
+    engine's reload, then copy.
     """
     verify: bool | Literal["auto"] = "auto"
-    """Check every tensor against its checksum. ``"auto"``: on network mounts."""
+    """Check every tensor against its published checksum. ``"auto"``: on network mounts."""
     poll_interval_s: float = 0.5
-    """Seconds between two looks at the store while no file event arrives."""
+    """Seconds between two reads of the store's version pointer, if no file events arrive."""
     timeout_s: float = 60.0
-    """Seconds that an update waits for its version to be staged."""
+    """Seconds that a switch waits until a rank has the version ready to load."""
     num_threads: int | None = None
-    """Number of threads that copy and verify."""
+    """Number of threads that copy and verify tensors."""
     allow_shared_store: bool = False
     """Accept a store directory that another user owns or can write to."""
     allow_stale_kv: bool = False
-    """Accept an engine with a KV connector whose contents a switch cannot drop."""
+    """Accept an engine with a KV connector (an external KV cache) that a switch cannot empty."""
     unused_tensors: Literal["refuse", "warn"] = "refuse"
     """Treatment of versions with tensors that the engine's model has no place for."""
     forked: Forked = "follow"
-    """Policy if another run publishes in the store, from before the engine's version."""
+    """Reaction if another run (start of a sender) continues from a version before the engine's."""
     plan: bool = True
-    """Switch by direct copies, once they are verified. If False, every switch is a reload."""
+    """Switch by direct copies, once verified. If False, switch by the engine's own reload."""
     images: bool = True
-    """Pack or quantize layers that need it while the engine serves. If False, reload them."""
+    """Pack or quantize a version's layers while the engine serves, if they need it. If False, the
+    engine reloads these layers in its pause."""
     attest: bool | Literal["auto"] = "auto"
-    """Compare the weights with the published ones after a switch. ``"auto"``: if on a GPU."""
+    """Compare the engine's weights with the published version after each switch. ``"auto"``: if the
+    weights are on a GPU."""
     canary: bool = False
-    """Acknowledge a version only once the follower's probe has accepted it. Set by ``follow``."""
+    """Acknowledge a version only after the user's test of the engine, its canary, accepts the
+    version. Set by ``follow``."""
     instance_id: str | None = None
-    """Id of this start of the engine, set by the follower. Default: the id in the worker, which
-    vLLM changes in some processes after the start."""
+    """Id of this start of the engine, set by the follower. Default: the worker's id of the engine,
+    which vLLM changes in some processes after the start."""
 
     def __post_init__(self) -> None:
         for name in ("store", "local_store"):
@@ -147,7 +153,10 @@ class EngineOptions:
 
     @property
     def record_token(self) -> str:
-        """Token of the records of this start of the engine: replicas can share their ids."""
+        """Token of the records of this start of the engine.
+
+        Replicas, and later starts, can have the same id, but have other tokens.
+        """
         return digest((self.instance_id or "").encode())
 
     @property
@@ -157,20 +166,20 @@ class EngineOptions:
 
     @property
     def skips(self) -> bool:
-        """Whether the engine skips some versions on purpose."""
+        """Whether the options make the engine skip some versions."""
         return self.every > 1 or self.when is not None
 
     def may_skip(self, newest: VersionId) -> bool:
-        """Whether the engine skips some versions, so that the newest one may be among them."""
+        """Whether the options may exclude the store's newest version."""
         return self.skips or self.refusal(newest) is not None
 
     def takes(self, manifest: Manifest) -> bool:
-        """Whether the engine does not skip this version."""
+        """Whether the options include this version."""
         is_due = is_multiple(manifest.version, manifest.metadata, self.every, self.when or {})
         return is_due and self.refusal(manifest.id) is None
 
     def refusal(self, version: VersionId) -> str | None:
-        """Return a text that says which canary refused a version, and why, or None."""
+        """Return the reason why a canary refused a version, with the canary's name, or None."""
         store = DoubleBuffer(self.store, allow_shared_store=self.allow_shared_store)
         return store.refusal(version)
 
@@ -188,7 +197,7 @@ class EngineOptions:
         )
 
     def admit(self, request: UpdateRequest) -> UpdateRequest:
-        """Return the request, for the version that the engine stays on if there is one."""
+        """Return the request, changed to ask for the option ``version`` if it is set."""
         if self.version is None:
             return request
         if request.version in (None, self.version) and (request.at_least or 0) <= self.version:
@@ -200,9 +209,10 @@ class EngineOptions:
         )
 
     def has_forked(self, served: Lineage, newest: Lineage) -> bool:
-        """Whether the store has forked from the engine's version, and the engine must follow it.
+        """Whether the store's newest version does not descend from the engine's version (a fork).
 
-        If ``forked`` is ``"refuse"``, raise :class:`VersionRegressedError` instead.
+        If the option ``forked`` is ``"refuse"``, raise :class:`VersionRegressedError` instead of
+        returning True.
         """
         if relation(served, newest) is not Relation.FORKED:
             return False
@@ -233,10 +243,11 @@ class UpdateRequest:
 
     version: int | None = None
     at_least: int | None = None
-    """Number of the oldest version to switch to: a later one will do if all ranks have it ready."""
+    """Number of the oldest version to switch to. If all ranks have a later version ready, the
+    engine switches to the later version."""
     run: str | None = None
-    """Run of the version. Default: among the versions that lead to the newest, the version
-    with this number, whatever its run."""
+    """Run (start of a sender) of the version. Default: the run of the version with this number that
+    led to the store's newest version."""
     update_kind: Literal["dense", "sparse_flat"] = "dense"
     """Kind of the update in vLLM's terms. It has no effect."""
     attempt: str | None = None

@@ -2,15 +2,16 @@
 
 `Follower.sync` makes a switch in its caller's thread:
 
-1. `_wait_ready` waits until each rank's stager has the version ready, while the engine serves. The
+1. `_wait_ready` waits, while the engine serves, until each rank has the version ready to load. The
    ranks reserve the version, so that no newer version replaces it.
-2. `_pause` stops the engine. Its caches are dropped before the weights change, since this can fail.
+2. `_pause` stops the engine. The engine's caches are dropped before its weights change, since
+   dropping them can fail.
 3. `_load`: the ranks agree on the version and load it (`RankReceiver.update`). The first rank
    answers with the engine's record, which alone decides whether the switch succeeded. Then the
    engine gets the version's label.
 4. `_label_and_resume` ends the pause.
-5. `_acknowledge` lets the first rank write the engine's record, which senders wait for. The stagers
-   attest the version and release it.
+5. `_acknowledge` lets the first rank write the engine's record, which senders wait for. The ranks
+   compare their weights with the version (attestation), and release it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from dbuffer.runtime.trouble import TranslatedErrors
 logger = logging.getLogger(__name__)
 
 _followers: weakref.WeakValueDictionary[tuple[str, str], Follower] = weakref.WeakValueDictionary()
-"""This process's followers, by the id of an engine's start and the suffix of the replica."""
+"""This process's followers, keyed by the id of an engine's start and a replica's suffix."""
 
 
 class _State(enum.IntEnum):
@@ -61,11 +62,11 @@ class _State(enum.IntEnum):
     SERVING = 1
     """The engine serves the version that its record names."""
     PAUSED = 2
-    """As `SERVING`, in this follower's pause."""
+    """The engine has the version that its record names, and this follower has paused the engine."""
     UNKNOWN = 3
-    """The engine may serve any weights, or follow no store: following must begin again."""
+    """The engine may serve any weights, or follow no store: the follower must start again."""
     LOADING = 4
-    """As `UNKNOWN`, in this follower's pause."""
+    """The engine may have any weights, and this follower has paused the engine."""
 
 
 _NEW, _SERVING, _PAUSED, _UNKNOWN, _LOADING = _State
@@ -80,16 +81,16 @@ _AFTER = {
 """State after each event, by the state before it.
 
 * ``known``: the ranks follow the store, and the engine's record is right about its weights;
-* ``lost``: this is no longer certain;
+* ``lost``: it is uncertain whether the record is right;
 * ``paused``: this follower began a pause;
 * ``resumed``: this follower has no pause to end.
 """
 
 
 class Follower(Closing):
-    """Switches one engine, which has no other follower. Made by :func:`follow`.
+    """Switches one engine to a store's newest versions. Made by :func:`follow`.
 
-    Use it from a single thread.
+    An engine has one follower. Use the follower from a single thread.
     """
 
     def __init__(
@@ -103,7 +104,6 @@ class Follower(Closing):
         engine.require_pause(pause)
         self._canary = canary
         self._accepted: VersionId | None = None
-        """Version that the canary accepted last, or None."""
         self._engine = engine
         self._options = options
         self._pause_mode: PauseMode = pause
@@ -111,9 +111,8 @@ class Follower(Closing):
         self._report = FollowerReport()
         self._state = _NEW
         self._record: ReceiverRecord | None = None
-        """The engine's record as last read, or None if there was no record."""
         self._set_label: WeightLabel | None = None
-        """Label that this follower set last."""
+        """Label of the engine's responses that this follower set last."""
         self._failed: int | None = None
         """Version that the last attempt failed to switch to, or None."""
         self._done_with: Lineage | None = None
@@ -141,7 +140,7 @@ class Follower(Closing):
 
     @property
     def applied_metadata(self) -> dict[str, Any]:
-        """Metadata of the version :attr:`applied`; only its ``step`` if it is over 1,024 bytes."""
+        """Metadata of the version :attr:`applied`. If over 1,024 bytes, only its ``step``."""
         return self._record.metadata if self._record and self._applied else {}
 
     @property
@@ -151,13 +150,14 @@ class Follower(Closing):
     def has_applied(self, version: int) -> bool:
         """Whether the engine serves ``version`` or a later one, and the store has not forked since.
 
-        The engine's record is read again: the engine may have lost its weights.
+        This reads the engine's record again, because the engine may have lost its weights.
         """
         view, applied = self._view, self._applied
         if view is None or applied is None:
             return False
         record = view.readable_record()
-        is_older = record is not None and self._is_earlier(record)  # the new one is being written
+        # The new record is being written.
+        is_older = record is not None and self._is_earlier(record)
         recorded = applied if is_older else served_by(record)
         return (
             recorded is not None
@@ -237,7 +237,7 @@ class Follower(Closing):
         if self._engine.has_own_pause:
             self._engine.resume()
         elif self._engine.is_server:
-            # After a resume the engine must not compute with weights that are asleep.
+            # If the weights are asleep, stay paused: a resumed engine would compute with them.
             with contextlib.suppress(errors.EngineBusyError):
                 self._engine.do(RankRequest("awake"))
                 logger.warning("%s was paused when following began: resuming it", engine_id)
@@ -263,7 +263,7 @@ class Follower(Closing):
             self._refresh_applied(view)
         if view is None or not self._is_certain or self._has_restarted(view):
             self.start()
-        elif view.has_lost_ranks():  # something ended their following
+        elif view.has_lost_ranks():  # the ranks no longer follow the store
             begin = RankRequest("begin", options=view.options, takes_over=False)
             was_paused = self._engine.is_paused()
             self._begin_ranks(begin, "follow the store again", view.facts, was_paused=was_paused)
@@ -274,7 +274,7 @@ class Follower(Closing):
     def _begin_ranks(
         self, begin: RankRequest, doing: str, facts: EngineFacts, *, was_paused: bool | None
     ) -> None:
-        """Send a ``begin`` to the ranks, in a pause of this follower's if the engine needs one."""
+        """Make the ranks follow the store, in a pause of the engine if the engine needs one."""
         with contextlib.ExitStack() as pause:
             if facts.begins_paused and (self._engine.has_own_pause or not was_paused):
                 self._note("paused")
@@ -295,18 +295,19 @@ class Follower(Closing):
             return
         with self._translating("report its version"):
             if served_by(record) != self._applied:
-                # After another program's load, vLLM's core ignores labels until a request reaches
-                # the ranks. A record read after the request is newer than the load.
+                # If another program has loaded weights, vLLM's core ignores labels until a request
+                # reaches the ranks. A record read after this request is newer than that program's
+                # load.
                 self._engine.call(RankRequest("awake"))
                 record = view.readable_record() or record
             self._adopt_and_label(record)
 
     def _is_earlier(self, record: ReceiverRecord) -> bool:
-        """Whether a record is older than the last one, as it can be in a store that was copied."""
+        """Whether a record is older than the last one, as can be in a store replaced by a copy."""
         return self._record is not None and record.updated_at < self._record.updated_at
 
     def _adopt_and_label(self, record: ReceiverRecord | None) -> None:
-        """Adopt the engine's record, and label the engine with the version that it names."""
+        """Note the version in the engine's record, and label the engine's responses with it."""
         applied = served_by(record)
         if applied != self._applied:
             self._label(WeightLabel.of(applied, record.metadata if record else {}))
@@ -333,8 +334,8 @@ class Follower(Closing):
         """Switch to the newest version. Return the switch, or None if the engine has the version.
 
         Args:
-            at_least: number of a version that was published. If it has not arrived in a local store
-                yet, wait for it.
+            at_least: number of a published version. If the local store does not have the version
+                yet, wait until it is mirrored.
             timeout_s: longest wait until all ranks have the version ready. Default: the option
                 ``timeout_s``.
             force: load all of the newest version through the engine's own reload, even if the
@@ -342,10 +343,10 @@ class Follower(Closing):
             stop_event: set it to end the wait for the ranks.
 
         Raises:
-            VersionError: the version that the engine is to stay on is no longer in the store.
-            EngineBusyError: the weights are asleep, or (an ``LLM``) requests are unfinished.
-            EngineUpdateError: the switch failed, and the engine serves its old version or, if it
-                had no version of this store, the weights of its start. The message says why.
+            VersionError: the version of the option ``version`` is no longer in the store.
+            EngineBusyError: the weights are asleep, or an ``LLM`` has unfinished requests.
+            EngineUpdateError: the switch failed, and the engine serves its old version. If it had
+                no version of this store, it serves the weights of its start. The message says why.
             EngineBrokenError: the weights are half loaded, and the engine refuses to serve.
             EngineUnreachableError: a server, or the event loop of an ``AsyncLLM``, does not answer.
             WaitTimeoutError: a rank did not have the version ready in time.
@@ -359,8 +360,8 @@ class Follower(Closing):
             try:
                 view = self._ensure_started()
             finally:
-                # An attempt before may have left the engine paused. Its weights are whole even if
-                # starting failed, or the model refuses to serve.
+                # An earlier attempt may have left the engine paused. It can resume: its weights are
+                # of one version, or its model refuses to serve.
                 if self._owes_resume:
                     self._label_and_resume()
             if force and view.newer_than(None) is not None:
@@ -391,7 +392,9 @@ class Follower(Closing):
         timeout_s: float | None,
         stop_event: threading.Event | None,
     ) -> None:
-        """Accept the version on trial, or go back to the newest version that is not refused.
+        """Let the canary test the version that the engine serves on trial.
+
+        If the canary refuses the version, switch to the newest version that no canary refused.
 
         Raises:
             EngineUpdateError: the canary refused a version.
@@ -426,7 +429,7 @@ class Follower(Closing):
             raise errors.EngineUpdateError(f"{reasons}; the engine has {self.weights}")
 
     def _verdict(self, canary: Callable[[], str | None]) -> str | None:
-        """Return the canary's refusal of the engine's weights, or None if it accepts them."""
+        """Return the canary's reason to refuse the engine's weights, or None if it accepts them."""
         try:
             reason = canary()
         except Exception as error:
@@ -435,12 +438,12 @@ class Follower(Closing):
         return None if reason is None else f"was refused by {self.engine_id}: {reason}"
 
     def _learn_attested(self) -> None:
-        """Read the result of attestation, once all ranks have compared their weights."""
+        """Read whether the weights equal the version, once all ranks have compared theirs."""
         record = self._record
         if record is None or not record.is_attestable or self._engine.is_idle():
             return
         if self._view is not None and self._view.facts.begins_paused:
-            return  # its ranks can exchange results only in a pause
+            return  # the engine's ranks can exchange results only in a pause
         with self._translating("compare its weights"):
             record = self._engine.do(RankRequest("attest"))
         if record is not None:
@@ -454,7 +457,7 @@ class Follower(Closing):
         return goal
 
     def is_ready(self, at_least: int | None = None) -> bool:
-        """Whether :meth:`sync` would return or raise without a wait for the ranks."""
+        """Whether :meth:`sync` would return or raise an error without waiting for the ranks."""
         view = self._ensure_started()
         goal = view.newer_than(self._applied, at_least)
         try:
@@ -463,7 +466,7 @@ class Follower(Closing):
         except errors.WaitTimeoutError:
             return False
         except errors.DBufferError:
-            pass  # which sync() raises at once
+            pass  # sync() raises this error at once
         return True
 
     def _wait_ready(
@@ -479,13 +482,15 @@ class Follower(Closing):
         started, left_s = time.monotonic(), timeout_s
         while True:
             view.wait_ready(goal, self._applied, left_s, stop_event, require_alive=require_alive)
-            # If the program is not generating, a background follower waits and reports no failure.
+            # While the engine's event loop is not running, a background follower waits. This is no
+            # failure.
             while stop_event is not None and self._engine.is_idle():
                 if stop_event.wait(TIMING.stop_check_s):
                     raise errors.ClosedError("following was stopped")
             left_s = max(0.0, started + timeout_s - time.monotonic())
-            # Without a reservation, a rank could replace the version by a newer one, and would
-            # stage that in the pause. If a rank is staging a newer one already, wait again.
+            # Without a reservation, a rank could drop the version for a newer one, and would
+            # prepare the newer version in the pause. If a rank is preparing a newer version
+            # already, wait again.
             with self._translating("keep the version that is ready"):
                 try:
                     self._engine.do(RankRequest("reserve", update=_update_to(goal)))
@@ -503,8 +508,8 @@ class Follower(Closing):
             record, load_s = self._load(view, goal)
         except BaseException as error:
             if isinstance(error, errors.EngineBusyError) and not self._engine.has_own_pause:
-                # There is no pause to end: the engine fell asleep, and must not compute before it
-                # is woken; or another program has resumed it.
+                # No pause is left to end. Either the engine fell asleep, and must not compute
+                # before it wakes, or another program has resumed it.
                 self._note("resumed")
             # Raise the load's error, which says more than an error from resuming.
             try:
@@ -524,7 +529,7 @@ class Follower(Closing):
         self._report.switched(switch)
         view.is_kept = view.options.until_done
         self._acknowledge()
-        # The switch is done. The next attempt reports a problem with the store.
+        # The switch is done. The next attempt reports problems with the store.
         with contextlib.suppress(errors.DBufferError, OSError):
             self._find_goal(view)
         return switch
@@ -535,16 +540,18 @@ class Follower(Closing):
         if engine.has_own_pause or not engine.is_paused():
             self._note("paused")  # before the call: even if it fails, the pause may have begun
         else:
-            # Another program's pause. Pause again below: its mode may treat requests differently.
+            # Another program has paused the engine. Pause again: its mode may treat requests
+            # differently.
             engine.do(RankRequest("awake"))
         engine.pause(self._pause_mode)
         if not engine.has_own_pause and engine.is_paused() is False:
             raise errors.EngineBusyError("another program resumed the engine before the load")
 
     def _load(self, view: StoreView, goal: int | VersionId) -> tuple[ReceiverRecord, float]:
-        """Load on all ranks; return the engine's record, and the seconds that loading took.
+        """Load the version on all ranks; return the engine's record, and the duration in seconds.
 
-        An error leaves the version that the record names, unknown weights, or a broken engine.
+        After an error, the engine has the version that its record names, unknown weights, or a
+        model that refuses to serve.
         """
         attempt = secrets.token_hex(8)
         update = _update_to(goal, attempt)
@@ -570,7 +577,7 @@ class Follower(Closing):
                     "%s switched, and its answer was lost: %s", self.engine_id, str(error)
                 )
             return record, load_s
-        if error is None:  # the failed rank's error was not passed on by the engine
+        if error is None:  # the engine did not pass on the failed rank's error
             kind = errors.EngineBrokenError if record.is_broken else errors.EngineUpdateError
             raise kind(record.problem or f"{view.engine_id} did not switch, and gave no reason")
         if record.is_broken and isinstance(error, errors.EngineUpdateError):
@@ -582,7 +589,7 @@ class Follower(Closing):
     ) -> ReceiverRecord | None:
         """Return the engine's record, or None if it does not name this attempt.
 
-        ``record`` is the ranks' answer. If it was lost, ask the ranks again.
+        ``record`` is the ranks' answer. If the answer was lost, this method asks the ranks again.
         """
         record = record or view.readable_record()
         if record is None or record.attempt != attempt:
@@ -651,9 +658,9 @@ class Follower(Closing):
         return [str(answer) for answer in answers if answer is not None]
 
     def apply_once(self, store: str) -> None:
-        """Load the newest version of another store once, then follow the present store again.
+        """Load the newest version of another store once, then follow this follower's store again.
 
-        The engine then has no version of the present store, so the next sync switches it.
+        The next :meth:`sync` switches the engine back to a version of this follower's store.
         """
         following = self._ensure_started().options
         options = replace(
@@ -678,7 +685,10 @@ class Follower(Closing):
             self.start()
 
     def done(self) -> None:
-        """Let the engine leave the version that it keeps because of ``until_done``. Thread-safe."""
+        """Let the engine leave the version that the option ``until_done`` makes it keep.
+
+        Any thread may call this method.
+        """
         self._done_with = self._applied
         if self._view is not None:
             self._view.is_kept = False
@@ -692,7 +702,7 @@ class Follower(Closing):
         self._report.failed(version, is_engine_known=self._is_certain)
 
     def wait_to_retry(self, timeout_s: float, stop_event: threading.Event) -> None:
-        """Wait until the store has a newer version than the failed one, or the time is over."""
+        """Wait until the store has a newer version than the failed one, or until the timeout."""
         end = time.monotonic() + timeout_s
         stop_event.wait(min(timeout_s, TIMING.retry_min_s))
         if self._view is not None and self._failed and not stop_event.is_set():
@@ -723,7 +733,10 @@ class Follower(Closing):
         self._note("lost")  # a later sync must start again
 
     def close(self) -> None:
-        """Stop following. The engine keeps its weights, and its ranks go on staging versions."""
+        """Stop following.
+
+        The engine keeps its weights, and its ranks go on preparing new versions.
+        """
         if self._owes_resume:
             try:
                 self._label_and_resume()

@@ -28,7 +28,7 @@ class RankRequest:
     * ``update``: switch to a version, and answer with the engine's record;
     * ``acknowledge``: write the engine's record in a thread, and answer with it;
     * ``attest``: collect all ranks' comparisons of their weights, and answer with the record;
-    * ``accept``: end the trial of the version, and ``acknowledge`` it;
+    * ``accept``: end the canary's trial of the version, and ``acknowledge`` the version;
     * ``check``: answer an error if the model has no place for some of these tensors;
     * ``forget``: treat the model's weights as unknown, so that the next update reloads them;
     * ``awake``: answer an error if the weights are asleep;
@@ -76,7 +76,7 @@ class RankRequest:
 
 
 def specs_of(tensors: Iterable[tuple[str, str, list[int]]]) -> tuple[TensorSpec, ...]:
-    """Make specs from the name, dtype (``"bfloat16"``) and shape of each tensor."""
+    """Make :class:`TensorSpec` objects, each from a name, a dtype (``"bfloat16"``) and a shape."""
     return tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
 
 
@@ -104,17 +104,17 @@ _SEVERITIES: tuple[type[errors.DBufferError], ...] = (
     errors.UnsupportedError,
     errors.EngineBusyError,
     errors.EngineUpdateError,
-    errors.DBufferError,  # any other: the engine does not answer, or has ended
+    errors.DBufferError,  # any other error: the engine does not answer, or has ended
     errors.EngineBrokenError,
 )
 
 _ANSWERS = tuple(kind for kind in _SEVERITIES if kind is not errors.DBufferError)
-"""Classes of errors that a rank answers with. After all but `EngineBrokenError`, the last one, the
-weights are unchanged."""
+"""Classes of errors that a rank answers with. After an `EngineBrokenError` the engine refuses to
+serve; after all others its weights are unchanged."""
 
 
 def as_answer(error: Exception) -> errors.DBufferError:
-    """Return the answer of a rank on which a request raised an error."""
+    """Convert an error that a request raised on a rank into the rank's answer."""
     for kind in _ANSWERS:
         if isinstance(error, kind):
             return kind(str(error))
@@ -133,7 +133,10 @@ def worst_of(answers: Sequence[RankAnswer]) -> errors.DBufferError | None:
 
 
 def raise_worst(failures: Sequence[errors.DBufferError]) -> None:
-    """Raise the most severe of several engines' errors, with all messages, or do nothing."""
+    """Raise the most severe of several engines' errors, with the messages of all errors.
+
+    If there are no errors, do nothing.
+    """
     if len(failures) == 1:
         raise failures[0]
     if failures:
@@ -155,7 +158,7 @@ def encode_answer(answer: RankAnswer) -> dict[str, Any]:
 def decode_answer(values: Any) -> RankAnswer:
     """Decode an answer, or raise :class:`EngineUpdateError`."""
     kinds = {kind.__name__: kind for kind in _ANSWERS}
-    with contextlib.suppress(errors.StoreCorruptError):  # of a record with other fields
+    with contextlib.suppress(errors.StoreCorruptError):  # the record has unknown fields
         match values:
             case {"error": str(name), "problem": str(problem)} if name in kinds:
                 return kinds[name](problem)

@@ -2,7 +2,8 @@
 
 A version is loaded into the copy while the engine serves. The copy counts the elements that loaders
 write into each parameter: engines fuse parameters (q, k and v become one), so names would not show
-that a part is missing. It also records the tensors that loaders read, as they skip unknown names.
+that a part is missing. The copy also records which published tensors the loaders read, because
+loaders skip unknown names.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         embedding: class of embeddings and heads, which are padded to a round number of rows. No
             checkpoint has the padding, and the loaders check the number of rows.
         default_loader: loader for tensors without a ``weight_loader``.
-        tp_size: number of ranks that may share a tensor, unless a subclass says otherwise.
-        serving: the model that serves, or None. Parameters that are tied in it, or that its loaders
-            have registered, must be so in the copy, too.
+        tp_size: number of ranks that may share a tensor. A subclass can override it for a tensor.
+        serving: the model that serves, or None. Parameters that are tied in this model, or that its
+            loaders have registered, must be tied or registered in the copy, too.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.loading: str | None = None
         """Name of the published tensor that a loader is loading, or has refused."""
         self.leaves_draft = False
-        """Whether a load is complete without the draft of a :class:`DraftedModel`."""
+        """Whether a load is complete even if it lacks the draft of a :class:`DraftedModel`."""
         self._served_late: dict[str, torch.Size] = {}
         self._late: dict[str, tuple[torch.nn.Module, str]] = {}
         self._watch_late_parameters(serving)
@@ -129,7 +130,10 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _put_in_place(self.model, made, without)
 
     def require_whole(self, name: str, tensor: Any, num_elements: int) -> None:
-        """Raise :class:`WeightsMismatchError` if fewer than ``num_elements`` were written."""
+        """Refuse a tensor if loaders wrote fewer than ``num_elements`` of its elements.
+
+        The error is a :class:`WeightsMismatchError`.
+        """
         loaded = self.count_of(tensor)
         if loaded < (1 if id(tensor) in self._padded else num_elements):
             raise WeightsMismatchError(
@@ -176,7 +180,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 module.register_parameter = register
 
     def _register(self, prefix: str, module: torch.nn.Module, name: str, parameter: Any) -> None:
-        """Register a parameter of the copy. It counts as loaded, as its loader is not wrapped."""
+        """Register a parameter that a loader makes, and count the parameter as loaded."""
         is_late = tables_of(module)[0].get(name) is None and parameter is not None
         torch.nn.Module.register_parameter(module, name, parameter)
         if not is_late or self._thread is None:
@@ -216,8 +220,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not param.is_meta:  # in `with_data`, where nothing is counted
                 return loader(*args, **kwargs)
             self.loading = self.recorder.note_read(loaded, is_embedded=id(param) in self._padded)
-            # Numbers convert, such as a trainer's float32 to an engine's bfloat16. Integers may be
-            # codes of numbers, and do not.
+            # Floating-point types may differ, such as a trainer's float32 and an engine's bfloat16.
+            # An integer may be the code of a quantized number, so it must not be converted.
             if loaded.is_floating_point() != param.is_floating_point():
                 raise WeightsMismatchError(f"{loaded.dtype} does not convert to {param.dtype}")
             self._require_rows(param, loaded)
@@ -272,13 +276,14 @@ def built_without_data(make: Callable[[], Any], kind: str, keep: Collection[str]
     """Build a model on the meta device, where only the buffers named in ``keep`` have data.
 
     Some constructors read values that they compute (slopes of ALiBi, a threshold), which fails on
-    the meta device. Then the model is built again, with data in tensors made of plain numbers. If
-    that fails too, raise :class:`UnsupportedError`.
+    the meta device. In this case, the model is built again, with data in tensors made of plain
+    numbers. If the second attempt fails too, raise :class:`UnsupportedError`.
     """
     try:
         with torch.device("meta"):
             return make()
-    # A constructor may raise any error. If missing data is not the cause, it raises again.
+    # A constructor may raise any error. If missing data is not the cause, the second attempt raises
+    # the error again.
     except Exception:  # noqa: BLE001
         try:
             with torch.device("meta"), _NumbersWithData():
@@ -297,7 +302,7 @@ def built_without_data(make: Callable[[], Any], kind: str, keep: Collection[str]
 
 
 class _NumbersWithData(TorchFunctionMode):
-    """Mode that makes tensors of plain numbers in main memory, not on the default device."""
+    """Mode that puts tensors made of plain numbers into main memory, not on the default device."""
 
     _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.arange, torch.linspace)
 
@@ -336,7 +341,10 @@ def _empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _put_in_place(model: torch.nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Replace a parameter or buffer in all layers that have it. A tied parameter is in several."""
+    """Replace a parameter or buffer in all layers that have it.
+
+    Several layers have a tied parameter.
+    """
     for layer in model.modules():
         for table in tables_of(layer):
             for key, tensor in table.items():

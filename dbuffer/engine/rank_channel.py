@@ -1,7 +1,8 @@
 """`RankChannel`: exchange of answers among the ranks of one engine.
 
-The ranks use the engine's store of torch.distributed. In a collective, a rank that is stopped, but
-not dead, makes all others hang for half an hour, and no error names the stopped rank.
+The ranks write their answers into the key-value store of torch.distributed. They avoid collectives:
+if a rank is stopped, but not dead, a collective hangs on all other ranks for half an hour, and no
+error names the stopped rank.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from dbuffer.store.liveness import Process
 AnswerT = TypeVar("AnswerT")
 
 RANK_TIMEOUT_S = 600.0
-"""Longest wait for a rank, enough to load a large model. If a rank's process on the same host ends,
-this is noticed at once."""
+"""Longest wait for a rank, enough to load a large model. If a process on the same host ends, its
+rank is reported at once."""
 
 _GIVEN_UP = "given up {}"
-"""Key for the last step that a rank gave up. The braces are replaced by the rank's number."""
+"""Key of the last step that a rank stopped waiting in. The rank's number replaces the braces."""
 
 _STORE_S = 1.0
 _LOOK_MIN_S = 1e-4
@@ -49,8 +50,8 @@ class RankChannel:
         """Group of torch.distributed that has these ranks, for tensors in main memory."""
         self.timeout_s = RANK_TIMEOUT_S
         self._step = (0, 0)
-        """Current step: the number of gathers with ``begins``, and of gathers since the last one.
-        """
+        """Current step: the number of gathers with ``begins``, and the number of gathers since the
+        last gather with ``begins``."""
         self._store: PrefixStore | None = None
         """Store of the ranks' answers, or None before the first gather."""
         self._readable: list[str] = []
@@ -59,24 +60,29 @@ class RankChannel:
 
     @classmethod
     def of(cls, group: Any) -> RankChannel:
-        """Return the channel of a group, which stays the same while its process group lives."""
+        """Return the channel of a group.
+
+        A process group has the same channel as long as it lives.
+        """
         if group.world_size == 1:
             return cls(group)
         store = _get_default_store()
         key = (store, *distributed.get_process_group_ranks(group.cpu_group))
         if key not in _channels:
-            # After torch.distributed was initialized again, all ranks meet again.
+            # If torch.distributed was initialized again, drop the old channels, so that all ranks
+            # meet again.
             for old in [old for old in _channels if old[0] is not store]:
                 del _channels[old]
             _channels[key] = cls(group)
         return _channels[key]
 
     def gather(self, answer: AnswerT, *, begins: bool = False) -> list[AnswerT]:
-        """Return all ranks' answers, which are JSON values, by rank, on every rank.
+        """Send this rank's answer to all ranks; return all ranks' answers, ordered by rank.
 
-        ``begins``: whether this is the first of several gathers that belong together. It brings
-        ranks back in step if some had given up waiting for others. Raise :class:`RankFailedError`,
-        which names the rank, if one did not answer in time, or its process has ended.
+        Answers are JSON values. ``begins``: whether this is the first of several gathers that
+        belong together. Such a gather brings ranks back in step if some had stopped waiting for
+        others. Raise :class:`RankFailedError`, which names the rank, if a rank did not answer in
+        time, or if its process has ended.
         """
         if self.size == 1:
             return [answer]
@@ -127,7 +133,8 @@ class RankChannel:
         store.set(keys[self.rank], json.dumps(answer))
         self._readable.append(keys[self.rank])
         started = time.monotonic()
-        look_for_lost_s = TIMING.look_s  # not before: the engine may be paused for this gather
+        # Look for lost ranks late: looking takes time, and the engine may be paused.
+        look_for_lost_s = TIMING.look_s
         while not (store.check(keys) or is_given_up.is_set()):
             waited_s = time.monotonic() - started
             if waited_s > min(look_for_lost_s, self.timeout_s):
@@ -192,4 +199,4 @@ class RankChannel:
 
 
 _channels: dict[tuple[Any, ...], RankChannel] = {}
-"""This process's channels, by torch's store and the global ranks of their group."""
+"""This process's channels, keyed by torch's store and the global ranks of the group."""

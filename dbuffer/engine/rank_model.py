@@ -1,12 +1,13 @@
 """`RankModel`: the model of one rank, into which versions are loaded.
 
-A version is checked and prepared in the stager's thread, while the engine serves. It is loaded in
-the worker's main thread, between two steps of the engine.
+A version is checked and prepared in a background thread, the stager's, while the engine serves. The
+version is loaded in the worker's main thread, between two steps of the engine.
 
-The first version of a layout is loaded by the engine's reload, and the result is compared with the
-planned copies. If they are equal, later versions are copied. If a reload does more to a layer than
-copy, the next plan has an image of the layer, or reloads just this layer. Without a plan whose
-result equals a reload of the model, every version is reloaded.
+The engine's reload loads the first version of a layout (names, dtypes and shapes of tensors), and
+the result is compared with the planned copies. If the two are equal, later versions are copied. If
+a reload does more to a layer than copy, the next plan has an image of the layer (its processed
+weights, made beforehand), or reloads just this layer. Without a plan that passed the comparison,
+every version is reloaded.
 """
 
 from __future__ import annotations
@@ -48,13 +49,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _KEPT_TRACES = 4
-"""Number of layouts whose traces are kept. The previous version may have to be loaded again."""
+"""Number of layouts whose traces (records of how loaders load them) are kept. An earlier version
+may have to be loaded again."""
 
 _MAX_VERIFICATIONS = 4
-"""Verifications of a layout before it is set aside. Each takes two reloads."""
+"""Number of verifications of a layout's plan, two reloads each, before planning stops for some
+versions."""
 
 _NUM_SKIPPED = 16
-"""Number of versions to reload while a layout is set aside; then it is planned again."""
+"""Number of versions to reload after planning of a layout has stopped. It is then planned again."""
 
 _NEVER = float("inf")
 
@@ -62,14 +65,14 @@ _NEVER = float("inf")
 class RankModel:
     """Checks versions against the model, prepares switches to them, and loads them.
 
-    A layout that has no plan gets one with its next version, which verifies the plan. A mismatch, a
-    failure or a replaced layer drops the plan. If plans keep failing, the layout is reloaded, for
-    some versions or for all.
+    The next version of a layout without a plan makes a plan, and verifies it. A mismatch, a failure
+    or a replaced layer drops the plan. If plans keep failing, versions of the layout are reloaded,
+    either the next few versions or all.
     """
 
     def __init__(self, rank: EngineRank, options: EngineOptions, state: ModelState) -> None:
         self._rank = rank
-        self._check = rank.make_check()  # the module may change here
+        self._check = rank.make_check()  # make_check() can replace the module
         self._model = rank.module
         self._state = state
         self.reading = threading.Lock()
@@ -100,23 +103,24 @@ class RankModel:
         self._rewritten: Collection[str] = ()
         """Published tensors that loaders write into. Loaders get copies of these."""
         self._plan: CopyPlan | None = None
-        """Plan of the current layout, or None if it is unplanned or set aside."""
+        """Plan of copies for the current layout, or None if there is no plan now."""
         self._other: dict[str, Any] | None = None
-        """The plan and its state for the layout before, which differs only by a draft, or None."""
+        """Plan, and its state, of the previous layout, if the two differ only by a draft, else
+        None."""
         self._derived: set[str] = set()
-        """Layers of this layout that a reload changes further after copying."""
+        """Layers of the current layout that a reload changes further after copying."""
         self._reloaded: Mapping[str, str] = {}
-        """Reasons why layers of this layout stay with the reload, by the layer's name."""
+        """Reasons why layers of the current layout are left to the engine's reload, by layer."""
         self._num_verifications = 0
-        """Number of verifications of this layout since it was last set aside."""
+        """Number of verifications of the current layout's plans, since planning last stopped."""
         self._num_skipped: float = 0
-        """Versions to reload until this layout, which was set aside, is planned again."""
+        """Number of versions still to reload before the current layout is planned again."""
         self._loaded: VersionId | None = None
-        """Version that the weights are, or None if a reload or other code wrote them since."""
+        """Version that the model has, or None if a reload or other code wrote the weights since."""
         self._digest: int | None = None
-        """Digest of the weights when they were seen to equal `_loaded`, or None before."""
+        """Digest of the weights, taken when they equaled the version `_loaded`, or None."""
         self._tried_draft = False
-        """Whether the version of the last load, failed or not, has a draft for this model."""
+        """Whether the last loaded version, even if loading failed, has a draft for this model."""
         self._comes_as_deltas = False
         self._rechecks_loaders = True
 
@@ -161,7 +165,8 @@ class RankModel:
             if switch is not None and switch.plan.verified_for is not None:
                 try:
                     self._add_patches(switch, snapshot)
-                # Memory may be short for a moment, for instance. The copies do without patches.
+                # Memory may be short for a moment, for instance. The version can be copied without
+                # patches.
                 except Exception as error:  # noqa: BLE001
                     log_copied_whole(error)
             return switch
@@ -253,7 +258,7 @@ class RankModel:
         return images
 
     def _changed_loader(self, plan: CopyPlan, tensors: Tensors) -> str | None:
-        """Load a random parameter; return its name if the result is not as traced, or None."""
+        """Load a random parameter; return its name if the result is not as traced, else None."""
         if not self._rechecks_loaders or not plan.traced:
             return None
         name = str(self._random.choice(list(plan.traced)))
@@ -338,7 +343,7 @@ class RankModel:
     # In the worker's main thread
 
     def is_loadable(self, staged: Staged) -> bool:
-        """Whether the staged part of a version is enough to load the version now.
+        """Whether the part of a version that was staged is enough to load the version now.
 
         Raise :class:`UnsupportedError` if a reload is needed, and cannot fill every tensor in use.
         """
@@ -363,9 +368,9 @@ class RankModel:
         self._reload_and_verify(tensors, self._trace_of(staged.layout), switch)
 
     def load_again(self, staged: Staged) -> None:
-        """Load a version after a load that failed on a rank, perhaps on another one.
+        """Load a version after a failed load, even if the load failed only on another rank.
 
-        If only the failed version had a draft, load the draft of the engine's start.
+        If only the failed version had a draft, load the draft that the engine was started with.
         """
         may_have_mix = self._tried_draft
         self.load(staged)
@@ -382,7 +387,8 @@ class RankModel:
             increment_version(switch.plan.written)
             self._reload_part(switch)
         except BaseException:
-            # The repair must not fail for the same reason, so make it reload and verify again.
+            # Repair by a reload, which verifies the plan again: a switch by copies may have been
+            # the cause.
             switch.plan.verified_for = None
             self._drop_plan()
             raise
@@ -392,7 +398,10 @@ class RankModel:
     def _reload_and_verify(
         self, tensors: Tensors, trace: LoadTrace, switch: PreparedSwitch | None
     ) -> None:
-        """Load a version by a reload. If a switch was prepared for the version, verify it."""
+        """Load a version by a reload.
+
+        If a switch was prepared for the version, verify the switch.
+        """
         self._forget()
         self._rewritten = trace.rewritten
         if switch is None or switch.plan is not self._plan:
@@ -452,7 +461,8 @@ class RankModel:
         """Treat the weights as unknown, so that the next version is not patched onto them."""
         self._loaded = self._digest = None
         self._drop_plan_of_replaced()
-        # Values that derive from tensors in ``verified_for`` may have changed, so verify again.
+        # Values that derive from tensors in ``verified_for`` may have changed, so verify the plan
+        # again.
         for plan in (self._plan, self._other["_plan"] if self._other else None):
             if plan is not None and plan.verified_for:
                 plan.verified_for = None
@@ -463,8 +473,9 @@ class RankModel:
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
         self._rank.load(self._for_loaders(tensors), partial=partial)
-        # Some heads keep a float32 copy of their weight, and renew it if this counter went up.
-        # vLLM's reload, which writes to `param.data`, and direct copies leave it unchanged.
+        # Some output heads keep a float32 copy of their weight, and renew the copy if this counter
+        # went up. vLLM's reload, which writes to `param.data`, and direct copies leave it
+        # unchanged.
         increment_version(self._model.parameters())
 
     def _for_loaders(
@@ -476,7 +487,10 @@ class RankModel:
             yield name, tensor.clone() if name in self._rewritten else tensor
 
     def _drop_plan(self) -> None:
-        """Make the next version plan the trace again. Switches of this plan now need a reload."""
+        """Drop the plan; the next version makes a new one.
+
+        Switches of the old plan need a reload.
+        """
         if self._plan is not None:
             self._plan.verified_for = None
         self._plan = None
@@ -498,7 +512,7 @@ class RankModel:
         logger.log(level, "no fast path: switches go through the engine's reload: %s", reason)
 
     def _set_aside(self, reason: str) -> None:
-        """Reload some versions, then plan again: memory may have been short for a moment."""
+        """Stop planning for some versions, and reload them: memory may be short for a moment."""
         self._drop_plan()
         self._num_verifications, self._num_skipped = 0, _NUM_SKIPPED
         logger.warning(

@@ -1,10 +1,10 @@
 """`RankReceiver`: the receiver of one rank, which switches in step with all other ranks.
 
 A switch has two phases, and after each the ranks exchange their results. In *prepare*, every rank
-takes the version from its stager, which checked it while the engine served. If a rank fails, the
-engine serves its old version. In *commit*, every rank loads the version. If a rank fails, all go
-back to the version before; if that fails too, they load the new version once more. If that also
-fails, all refuse to serve.
+takes the version from its stager, a thread that checked the version while the engine served. If a
+rank fails, the engine serves its old version. In *commit*, every rank loads the version. If a rank
+fails, all ranks load the previous version again. If this fails too, all ranks load the new version
+once more. If the third load also fails, all ranks refuse to serve.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _NETWORK_LAG_S = 5.0
 
 
 class _Offer(NamedTuple):
-    """Result of *prepare* on one rank, which it sends to all ranks before any rank loads."""
+    """Result of the *prepare* phase on one rank, which the rank sends to all ranks."""
 
     version: int | None
-    """Number of the version that the rank has taken. If it has taken none: of its model's."""
+    """Number of the version that the rank has taken to load, or else of its model's version."""
     id: str = ""
     problem: str | None = None
     unused: dict[str, str | None] = {}  # noqa: RUF012 - never changed
@@ -68,7 +68,6 @@ class RankReceiver:
         self.ranks = rank.ranks
         self.ranks.timeout_s = RANK_TIMEOUT_S + options.timeout_s
         self.options = options
-        """Options, completed with the engine's name and the id of its start."""
         engine_id, instance_id = options.engine_id, options.instance_id
         assert engine_id is not None  # noqa: S101 - set by the endpoint
         assert instance_id is not None  # noqa: S101
@@ -105,7 +104,7 @@ class RankReceiver:
         if options.staging in ("map", "copy"):
             copy = options.staging == "copy"
         elif options.skips and options.until_done:
-            copy = True  # a sender would wait for a mapped version, which no newer one replaces
+            copy = True  # copy: a sender waits for receivers that keep a version mapped
         self._stager = Stager(
             receiver,
             check=self._model.check,
@@ -116,8 +115,8 @@ class RankReceiver:
             forked=options.forked,
             version=options.version,
             selection=options,
-            # Such a version must not be staged again, as no newer one may replace it for long: the
-            # sender would wait for it.
+            # Do not stage a version that no newer version replaces for long: the sender would wait
+            # for this receiver.
             applied=self._id if options.skips or self._version == options.version else None,
             on_found=self._show_engine,
             attest=self._model.attest if self._attests else None,
@@ -151,7 +150,7 @@ class RankReceiver:
     # Before a switch
 
     def catch_up(self) -> None:
-        """Switch a starting engine to the newest version, or to the version to stay on."""
+        """Switch a starting engine to the version of the option ``version``, or to the newest."""
         # Every rank must take part in the gather, even if it has no mirror.
         if self.options.local_store is not None:
             mirror, timeout_s = self._mirror, self.options.timeout_s
@@ -174,7 +173,7 @@ class RankReceiver:
     def reserve(self, request: UpdateRequest) -> None:
         """Keep the version that is ready until the update, which follows in a pause.
 
-        Raise :class:`EngineUpdateError` if this rank is staging a newer version in its place.
+        Raise :class:`EngineUpdateError` if this rank is already preparing a newer version instead.
         """
         request = self.options.admit(request)
         if not self._has_already(request) and not self._stager.reserve(request.goal or 1):
@@ -183,7 +182,9 @@ class RankReceiver:
     # A switch
 
     def update(self, request: UpdateRequest | OptionError) -> None:
-        """Switch the engine to a version, unless the engine has it. It must not be generating.
+        """Switch the engine to a version, unless it has the version.
+
+        The engine must not be generating.
 
         If the request names no attempt, the engine's record is written at once. An invalid request
         is passed as its error, so that all ranks refuse.
@@ -227,7 +228,8 @@ class RankReceiver:
                 named = [offer.id for offer in offers if offer.version == highest and offer.id]
                 run = VersionId.parse(named[0]).run if named else None
                 request = UpdateRequest(version=highest, run=run)
-                # A rank holds the highest version, so it stays in the store until all ranks do.
+                # One rank holds the highest version, so the version stays in the store until all
+                # ranks hold it.
                 if staged is None or staged.version != highest:
                     self._stager.release()
             elif len(ids) > 1:
@@ -252,7 +254,7 @@ class RankReceiver:
                 raise request
             request = self.options.admit(request)
             self._state.require_awake()
-            # A follower may not have collected this result yet.
+            # The follower may not have collected this comparison's result yet.
             if self._is_compared and self._stager.differing:
                 self._note_other_weights(listed(self._stager.differing))
             if is_first and request.version is not None:
@@ -273,7 +275,7 @@ class RankReceiver:
                     staged.version,
                 )
                 version = staged.id
-                del staged  # never two versions in memory at once
+                del staged  # never keep two versions in memory at once
                 staged = self._take_whole(version)
         # All ranks must learn of any error: they wait for this rank's offer.
         except Exception as error:  # noqa: BLE001
@@ -281,7 +283,7 @@ class RankReceiver:
         return staged, None
 
     def _require_published(self, version: int) -> None:
-        """Raise :class:`VersionError` for a version above the newest: the engine is paused."""
+        """Raise :class:`VersionError` for an unpublished version: the paused engine cannot wait."""
         origin = DoubleBuffer(
             self.options.store, allow_shared_store=self.options.allow_shared_store
         )
@@ -316,7 +318,7 @@ class RankReceiver:
         if has.id.number < number:
             return False
         if has.id.number > number and self.options.version is not None:
-            return False  # go back to the version to stay on
+            return False  # the engine must go back to the version of the option ``version``
         if has.id.number > number and request.version is not None:
             raise VersionError(
                 f"version {number} of {self.options.store} is older than version {has.id.number}, "
@@ -438,7 +440,7 @@ class RankReceiver:
     # After a switch
 
     def attest(self) -> bool:
-        """Collect the attestations of all ranks; return whether the record has the result now."""
+        """Collect the ranks' comparisons of their weights; return whether the record has them."""
         result = [self._stager.differing] if self._is_compared else None
         answers = self.ranks.gather(result, begins=True)
         results = [answer[0] for answer in answers if answer is not None]
@@ -447,7 +449,7 @@ class RankReceiver:
         if any(results):
             by_ranks = by_rank([listed(names) if names else None for names in results])
             self._note_other_weights(by_ranks)
-            return False  # the record is written already
+            return False  # the record already has the result
         attested_at = None if None in results else time.time()
         self._set_record(is_attestable=False, attested_at=attested_at)
         return True
@@ -458,7 +460,7 @@ class RankReceiver:
         return self._id is not None and self._stager.compared == self._id
 
     def _note_unattested(self) -> None:
-        """Forget the attestation of earlier weights, as new ones were loaded."""
+        """Clear the result of comparing earlier weights, because new weights were loaded."""
         self._stager.compared = None
         self._record.set(attested_at=None, is_attestable=self._attests)
 
@@ -489,7 +491,10 @@ class RankReceiver:
         self._write_record()
 
     def note_asleep(self) -> None:
-        """Free the device's memory before the weights fall asleep, once no thread reads them."""
+        """Free dbuffer's memory on the device, before the weights fall asleep.
+
+        First, wait until no thread reads the weights.
+        """
         with self._model.reading:
             pass
         self._stager.leave_device()
@@ -503,11 +508,17 @@ class RankReceiver:
 
     @property
     def engine_record(self) -> ReceiverRecord | None:
-        """The engine's record, written or not. None on all ranks but the first."""
+        """The engine's record, even if it is not in the store yet.
+
+        None on all ranks but the first.
+        """
         return self._record.current if self.ranks.rank == 0 else None
 
     def accept(self) -> None:
-        """End the trial of the version that the engine has. :meth:`acknowledge` writes this."""
+        """Mark the version that the engine has as accepted by the canary.
+
+        :meth:`acknowledge` then writes the engine's record.
+        """
         self._is_on_trial = False
         self._set_record()
 
@@ -517,19 +528,20 @@ class RankReceiver:
             self._record.write()
 
     def record_problem(self, problem: str) -> None:
-        """Record why an update failed, in an engine that does not pass answers on."""
+        """Record why an update failed, for an engine that does not pass on the ranks' answers."""
         if self.ranks.rank == 0:
             self._record.write(problem=problem)
 
     def write_records(self) -> None:
-        """Write the records again: the store may have been replaced by a copy."""
+        """Write this rank's records again, because the store may have been replaced by a copy."""
         self._rank_record.write()
         self.acknowledge()
 
     def _show_engine(self) -> None:
-        """Write the engine's record into a store that was made after it.
+        """Write the engine's record into a store that is newer than the record.
 
-        A version that does not fit causes no update, which would write it.
+        Usually, an update writes the record. A version that does not fit the model causes no
+        update.
         """
         if not self._record.is_open:
             self.acknowledge()

@@ -33,7 +33,8 @@ GAUGES = {
 """Gauges and their descriptions, by name. A gauge whose value is unknown is removed."""
 
 RUN = "run"
-"""Gauge with the label ``run``. It is 1 for the run of the version that the engine serves."""
+"""Name of a gauge with a label of the same name. The gauge is 1 for the run (start of the sender)
+of the version that the engine serves."""
 
 _LAGS = ("lag_versions", "lag_steps", "lag_seconds")
 
@@ -46,19 +47,20 @@ class Switch:
 
     version: int
     stage_s: float
-    """Seconds to stage the version on the engine's first rank, while the engine served."""
+    """Seconds to get the version ready on the engine's first rank, while the engine served."""
     wait_s: float
     """Seconds from seeing the version in the store until it was ready on all ranks."""
     pause_s: float
-    """Seconds from the call to pause to the end of the call to resume, with waits for requests."""
+    """Seconds from the call to pause to the end of the call to resume, including waits for
+    requests."""
     load_s: float
-    """Part of ``pause_s`` in the ranks' update: they agree on the version and load it."""
+    """Part of ``pause_s`` that the ranks take to agree on the version and load it."""
     num_bytes: int
     """Bytes that the first rank loaded."""
 
 
 class FollowerReport:
-    """Metrics and log of one engine's follower. Without prometheus-client: only the log."""
+    """Metrics and log of one engine's follower. Without prometheus-client, only the log."""
 
     def __init__(self) -> None:
         self._engine_id = ""
@@ -67,7 +69,7 @@ class FollowerReport:
         self._run: str | None = None
 
     def begin(self, engine_id: str) -> None:
-        """Report on an engine of this name from now on. Earlier calls report nothing."""
+        """Begin to report, under this engine's name. Other methods called before report nothing."""
         self._engine_id = engine_id
         self._families = _registered()
         for name in self._families.keys() - GAUGES.keys() - {RUN}:
@@ -77,7 +79,7 @@ class FollowerReport:
         self._set("following", 1)
 
     def failed(self, version: int | None, *, is_engine_known: bool) -> None:
-        """Report a failed attempt to switch to ``version``, or (None) to find a version."""
+        """Report a failed attempt to switch to ``version``, or to find a version (None)."""
         self._add("failures")
         self._set("following", 0)
         if version is None:
@@ -116,7 +118,7 @@ class FollowerReport:
         goal: int | VersionId | None,
         goal_manifest: Manifest | None,
     ) -> None:
-        """Report how far the engine is behind the store's version to switch to, the goal."""
+        """Report how far the engine is behind the ``goal``, the store's version to switch to."""
         version = 0 if applied is None else applied.id.number
         newest = version if goal is None else number_of(goal)
         has_newest = goal is None and step_in(metadata) is not None
@@ -150,7 +152,8 @@ class FollowerReport:
         for name in names:
             if name not in self._families:
                 continue
-            if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # a gauge in its files cannot be removed
+            # Prometheus-client cannot remove a gauge from these files.
+            if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
                 self._set(name, math.nan)
             else:
                 self._families[name].remove(self._engine_id)

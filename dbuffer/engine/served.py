@@ -1,4 +1,4 @@
-"""`ask_server`: whether a server serves a version of a store, and has attested its weights."""
+"""`ask_server`: whether a server serves a store's version, and has compared its weights with it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _ANSWER_S = 30.0
 def ask_server(store: DoubleBuffer, url: str, version: int | VersionId | None) -> dict[str, Any]:
     """Describe the weights of a server's replicas, as `dbuffer verify --engine --json` prints it.
 
-    The server must answer `GET /ready` as :class:`~dbuffer.integrations.vllm.FollowStore` does.
-    ``version`` defaults to the newest, either before the request or after the answer.
+    The server must answer `GET /ready` as :class:`~dbuffer.integrations.vllm.FollowStore` does. By
+    default, ``version`` is the store's newest version before the request or after the answer.
     """
     before = _newest(store)
     answers = _ask(options.server_url("--engine", url))

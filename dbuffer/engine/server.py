@@ -30,12 +30,12 @@ _RESUME_RETRY_S = 0.2
 
 
 class EngineServer(Engine):
-    """A server that is driven over HTTP. Its methods can raise the errors below.
+    """Inference server that is driven over HTTP.
 
     Raises:
         OptionError: ``url`` is not a server's address, or the server refuses the API key.
         EngineUnreachableError: (a ``ConnectionError``) the server does not answer.
-        UnsupportedError: the server was started without the route.
+        UnsupportedError: the server was started without the HTTP route of the call.
         EngineUpdateError: the server answered with an error.
     """
 
@@ -60,7 +60,7 @@ class EngineServer(Engine):
         self._client.close()
 
     def _name(self) -> str:
-        """Make the engine's name from its address, so that it is the same after a restart."""
+        """Make the engine's name from its address, so that a restart does not change the name."""
         url = self._httpx.URL(self.url)
         # Engines on several hosts may follow the same store, each at "localhost".
         is_loopback = url.host in ("localhost", "::1") or url.host.startswith("127.")

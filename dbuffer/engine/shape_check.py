@@ -31,15 +31,15 @@ from dbuffer.weights.names import NameMap
 logger = logging.getLogger(__name__)
 
 _MAX_UNKNOWN = 500
-"""Most unknown names to look for. Loading starts again after each."""
+"""Largest number of unknown tensor names to look for. Loading starts again after each name."""
 
 
 class ShapeCheck:
     """Checks versions by loading tensors without data into a copy of a model.
 
     Make the copy on the worker's main thread, as this changes settings of the whole process. A
-    check may run in another thread while the engine serves. ``is_spare``: whether the engine is
-    right to leave out a tensor of this name.
+    check may run in another thread while the engine serves. ``is_spare`` returns whether the engine
+    may leave out a tensor of a given name.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class ShapeCheck:
     ) -> LoadTrace:
         """Check that tensors fit the model; return the trace of how its loaders load them.
 
-        ``aliases``: stored names of tensors, by a further name of the same tensor. If the model
-        lacks something without the further names, they are offered to it too. Raise
-        :class:`WeightsMismatchError` if a shape does not fit, or a tensor is missing.
-        If the model has no draft, a version's draft is left out.
+        ``aliases`` maps further names of tensors to their stored names. If a load by stored names
+        leaves the model incomplete, the tensors are also offered under their further names. If the
+        model has no draft, a version's draft is left out. Raise :class:`WeightsMismatchError` if a
+        shape does not fit, or a tensor is missing.
         """
         aliases = dict(aliases or {})
         if isinstance(model := self._meta.model, DraftedModel):
@@ -80,7 +80,7 @@ class ShapeCheck:
         surplus = [
             str(spec)
             for spec in further
-            # An embedding or a head has taken the tied tensor under its stored name.
+            # Skip a tied tensor that an embedding or a head has taken under its stored name.
             if stored[spec.name] not in trace.embedded
             if spec.name not in self._meta.names
         ]
@@ -167,7 +167,8 @@ class ShapeCheck:
     ) -> tuple[dict[str, torch.Tensor], TensorSpec | None, Exception | None]:
         """Load tensors without data, until the loaders raise or are done.
 
-        Return the tensors that they took, the tensor on which they raised, and the error.
+        Return the tensors that the loaders took, the tensor on which they raised an error, and the
+        error.
         """
         tensors: dict[str, torch.Tensor] = {}
         current: TensorSpec | None = None
@@ -193,9 +194,9 @@ class ShapeCheck:
         return tensors, None, None
 
     def loaded(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
-        """Load some tensors with data; return the parameter of this name, as they fill it.
+        """Load some tensors with data; return the parameter of this name, filled by the loaders.
 
-        Call it in the same thread as the check.
+        Call this method in the thread that ran the check.
         """
         with self._meta.with_data(name) as real:
             self._meta.model.load_weights(iter(tensors))
@@ -231,8 +232,8 @@ def is_multi_token_prediction(name: str, config: Any) -> bool:
 class UnusedTensors:
     """Refuses versions with tensors that the model has no place for, or warns of the tensors once.
 
-    A copy of a tensor that the model ties is unused only if the two differ. In a pipeline, a tensor
-    is unused only if all ranks skipped it.
+    A duplicate of a tied tensor counts as unused only if it differs from the tied tensor. In a
+    pipeline, a tensor counts as unused only if all ranks skipped it.
     """
 
     def __init__(
@@ -245,9 +246,10 @@ class UnusedTensors:
         self._warned: set[str] = set()
         self._agreed: Layout | None = None
         self._redundant: set[str] = set()
-        """Tensors of this layout that no rank reads and that duplicate a tied tensor."""
+        """Duplicates of tied tensors, in the last layout, that no rank reads."""
         self._differing: tuple[VersionId | None, dict[str, str]] = None, {}
-        """Version compared last, and descriptions of its tensors that differ from their twins."""
+        """Version compared last, and descriptions of its duplicates that differ from the tied
+        tensor."""
 
     def check(self, trace: LoadTrace) -> None:
         """Refuse a layout with unused tensors. A pipeline calls :meth:`check_pipeline` instead."""
@@ -255,7 +257,7 @@ class UnusedTensors:
             self._refuse_or_warn(trace.unused)
 
     def compare(self, trace: LoadTrace, snapshot: Snapshot) -> None:
-        """Refuse a version with unused tensors that differ from their twins.
+        """Refuse a version with duplicates of tied tensors that differ from the tied tensor.
 
         In a pipeline, only note the differences for :meth:`unread`.
         """
@@ -275,10 +277,11 @@ class UnusedTensors:
     def unread(
         self, layout: Layout, version: VersionId, trace: LoadTrace
     ) -> tuple[dict[str, str | None], dict[str, str]]:
-        """Return the tensors that this rank of a pipeline does not read, by name.
+        """Return two dictionaries of the tensors that this rank of a pipeline does not read.
 
-        First, tensors that it has no place for, described; or None for a duplicate of a tied tensor
-        that it has. Second, descriptions of duplicates that differ from their tied tensor.
+        The first describes tensors that the rank's model has no place for. Its value is None for a
+        duplicate of a tied tensor that the model has. The second describes duplicates that differ
+        from the tied tensor.
         """
         differing = self._differing[1] if self._differing[0] == version else {}
         if not self._is_pipeline or layout == self._agreed:

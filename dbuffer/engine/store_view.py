@@ -39,7 +39,7 @@ class StoreView:
         is_trusted = options.allow_shared_store
         self._store = DoubleBuffer(options.read_store, allow_shared_store=is_trusted)
         self._origin = self._store
-        """Store that the sender publishes in. A local store may be behind it."""
+        """Store that the sender publishes in. A local store, its mirror, may be behind."""
         if options.store != options.read_store:
             self._origin = DoubleBuffer(options.store, allow_shared_store=is_trusted)
         # This receiver only waits for new versions. It holds none, and so writes no record.
@@ -54,7 +54,7 @@ class StoreView:
         self._choice: tuple[VersionId, Lineage | None] | None = None
         """Newest version seen, and the newest version that the engine does not skip."""
         self.is_kept = False
-        """Whether the engine keeps its version, because of ``until_done``."""
+        """Whether the option ``until_done`` makes the engine keep its version now."""
 
     def close(self) -> None:
         self._receiver.close()
@@ -70,7 +70,10 @@ class StoreView:
         return any(self._record(rank) is None for rank in self._seen)
 
     def engine_record(self) -> ReceiverRecord | None:
-        """Return the record of this start of the engine, or None. Ignore others with its id."""
+        """Return the record of this start of the engine, or None.
+
+        Ignore records of other starts.
+        """
         return self._record(self.engine_id)
 
     def readable_record(self) -> ReceiverRecord | None:
@@ -88,12 +91,18 @@ class StoreView:
     # Versions
 
     def leads_on(self, version: Lineage) -> bool:
-        """Whether the store has not forked from a version. True if it cannot be read just now."""
+        """Whether a version leads to the store's newest one.
+
+        True if the store is unreadable now.
+        """
         newest = _readable_newest(self._store)
         return newest is None or relation(version, newest) is not Relation.FORKED
 
     def require_version(self) -> None:
-        """Refuse to stay on a version that is gone from the store, unless the engine has it."""
+        """Raise :class:`VersionError` if the option ``version`` names a version that is gone.
+
+        Do not raise if the engine has this version.
+        """
         if self.options.version is not None:
             self.newer_than(served_by(self.engine_record()))
 
@@ -102,9 +111,9 @@ class StoreView:
     ) -> int | VersionId | None:
         """Return the version to switch to, or None if the engine is to keep its version.
 
-        By default, it is the newest version, or ``at_least`` if this is above it. The options
-        limit it, except after a fork. Raise if the version that the engine is to stay on is gone,
-        or if the mirror has ended.
+        By default, this is the store's newest version, or ``at_least`` if it is above the newest.
+        The engine's options can limit the choice, except after a fork. Raise an error if the
+        version of the option ``version`` is gone from the store, or if the mirror has ended.
         """
         if self._mirror is not None and (error := self._mirror.error) is not None:
             raise errors.EngineUpdateError(
@@ -168,7 +177,8 @@ class StoreView:
     def _newest_in(self, store: DoubleBuffer, served: Lineage | None) -> Lineage | None:
         """Return a store's newest version, or None if it has none.
 
-        Raise if the store went back to before ``served``, or has a fork that is to be refused.
+        Raise :class:`VersionRegressedError` if the store went back to a version before ``served``,
+        or if the store has forked and the option ``forked`` is ``"refuse"``.
         """
         if self._store.exists():
             self._store.check()
@@ -199,7 +209,7 @@ class StoreView:
     ) -> int | None:
         """Wait until the store has a version above ``newer_than``, or a fork; return its number.
 
-        Return None if there was none in time, or if the engine keeps its version.
+        Return None if no such version came in time, or if the engine keeps its version.
         """
         only = self.options.version
         if only is not None:
@@ -244,7 +254,7 @@ class StoreView:
             EngineUpdateError: a rank cannot get the version ready, or no longer follows the store.
             EngineUnreachableError: a rank's process has ended and was not started again.
             VersionRegressedError: the store has forked from the version, or lost it.
-            WaitTimeoutError, ClosedError: the time is over, or ``stop_event`` was set.
+            WaitTimeoutError, ClosedError: the wait took too long, or ``stop_event`` was set.
         """
         started = time.monotonic()
         complete_s = 0.0

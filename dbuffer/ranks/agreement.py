@@ -1,9 +1,9 @@
 """`Agreement`: the ranks of a trainer take each step together, or learn together that one failed.
 
-If a rank raised an error alone, the other ranks would wait in the next collective. So at the end of
-each step all ranks exchange its outcome, as JSON, over a process group of their own. If an error
-leaves a call on one rank alone, that rank drops its connections, which the others notice at once:
-ranks at different steps must never exchange messages.
+If a rank raised an error alone, the other ranks would wait in the next collective. So all ranks
+exchange the outcome of each step at its end, as JSON, over a separate process group. If an error
+leaves a call on one rank alone, this rank drops its connections, and the other ranks notice this at
+once. Ranks at different steps must never exchange messages.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Outcome(NamedTuple):
     kind: str = RankFailedError.__name__
     """Class of the error, if dbuffer defines it."""
     may_follow: bool = False
-    """Whether another rank's error may have caused this one, as with a time-out."""
+    """Whether another rank's error may have caused this error, for instance a time-out."""
     num_bytes: int = 0
 
     def failed(self, error: Exception) -> Self:
@@ -68,13 +68,13 @@ class _Outcome(NamedTuple):
         return self._replace(
             error=str(error) if ours else described(error),
             kind=(ours or [RankFailedError])[0].__name__,
-            # gloo's are plain ones.
+            # gloo raises a plain RuntimeError.
             may_follow=isinstance(error, lost) or type(error) is RuntimeError,
         )
 
 
 class Agreement(World):
-    """Ranks of a process group, or all ranks, which make an agreement and take steps together.
+    """Ranks of a process group, or all ranks of the job, which take each step together.
 
     Raises:
         OptionError: torch.distributed was not initialized, or this rank is not in the group.
@@ -276,11 +276,12 @@ def store_of_meeting(
 
 
 _HERE, _CAME = "here", "came"
-"""Words that each rank puts into the store: one until it gives up waiting, the other for good."""
+"""Words that each rank writes into torch's store. A rank deletes the first one if it stops waiting,
+and never deletes the second one."""
 
 
 def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
-    """Wait until all ranks have called this. Ranks can meet only once in a store.
+    """Wait until all ranks have called this function. Ranks can meet only once in a store.
 
     Raises:
         RankTimeoutError: some ranks did not come in time. The message names them.
@@ -301,7 +302,8 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
             ) from error
         if not away:
             return  # the last rank came just now
-        # A rank that comes later must not find this rank's word, and continue without it.
+        # A rank that comes later must not find the word of a rank that left, and continue without
+        # it.
         store.delete_key(f"{_HERE} {rank}")
         missing = never or away
         reason = "did not come" if never else "came, but did not wait that long"

@@ -58,14 +58,15 @@ class World:
             step.results = [step.result]
 
     def losing_interrupted(self) -> AbstractContextManager[None]:
-        """Return a block that drops the connections if an interrupt or a foreign error leaves it.
+        """Return a ``with`` block that drops the connections to other ranks, if interrupted.
 
-        Otherwise, this rank's next call would meet the other ranks in their current call.
+        It also drops the connections if a foreign error leaves the block. Without this, the rank's
+        next call would exchange messages with the other ranks' current call.
         """
         return contextlib.nullcontext()
 
     def share(self, action: str, value: Any) -> list[Any]:
-        """Return the values that ranks give, ordered by rank."""
+        """Exchange a value of each rank; return all ranks' values, ordered by rank."""
         with self.step(action) as step:
             step.result = value
         return step.results

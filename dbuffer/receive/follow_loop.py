@@ -1,9 +1,9 @@
 """`FollowLoop`: waits for versions, retries and logs, for all that follow a store.
 
-In each attempt, a ``with`` block, the follower waits for a version (`FollowLoop.wait`), uses it
-and says so (`FollowLoop.used`). An error in the block is logged once, reported in the receiver's
-record, and retried with backoff. An evicted snapshot is no failure: the next attempt looks for a
-newer version at once.
+In each attempt, a ``with`` block, the follower waits for a version (`FollowLoop.wait`), uses the
+version, and reports its use (`FollowLoop.used`). An error in the block is logged once, reported in
+the receiver's record, and retried with backoff. If a sender overwrote the version during its use,
+the attempt does not count as failed: the next attempt looks for a newer version at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dbuffer.runtime.trouble import RetryLoop, message_of
 from dbuffer.store.records import OwnRecord
 
 Forked = Literal["follow", "refuse"]
-"""Reaction to a fork of the store from the follower's version."""
+"""Reaction if the store's newest version does not descend from the follower's version (a fork)."""
 
 
 class Followed(Protocol):
@@ -55,7 +55,7 @@ class Followed(Protocol):
         """
 
     def follow_fork(self) -> None:
-        """Accept the store's newest version, whichever run published it."""
+        """Accept the store's newest version, whichever run (start of a sender) published it."""
 
 
 def wait_until_newer(
@@ -93,9 +93,9 @@ class FollowLoop(RetryLoop):
     Args:
         doing: the follower's action, for the log, such as ``"staging"``.
         forked: whether to follow a fork from the version that the receiver has seen, or to treat
-            it like any other failure.
-        final: errors that end the loop: they leave the block of an attempt.
-        stop: ends waits. Errors after it is set are ignored.
+            the fork like any other failure.
+        final: errors that end the loop. The attempt's ``with`` block raises them.
+        stop: event that ends waits. Errors after the event is set are ignored.
     """
 
     def __init__(
@@ -119,12 +119,13 @@ class FollowLoop(RetryLoop):
         self.has_forked = False
         """Whether the last attempt found a fork, which the receiver now follows."""
         self.failed_version: int | None = None
-        """Version that the last failed attempt could not use, or None if it could not read the
-        store."""
+        """Version that the last failed attempt could not use, or None if the store was
+        unreadable."""
         self.is_failing = False
         """Whether no attempt has succeeded since the last failure."""
         self._retry_at: float | None = None
-        """Time of the next attempt to use that version, or None to wait for a newer version."""
+        """Time of the next attempt to use ``failed_version``, or None to wait for a newer
+        version."""
 
     def attempt(self) -> Self:
         self._version, self._used, self._is_exact = None, None, False
@@ -145,9 +146,9 @@ class FollowLoop(RetryLoop):
 
         Args:
             newer_than: wait for a version above this one, or None for any version.
-            exactly: wait until this version or a later one is published, and return this one.
+            exactly: return this version, once this version or a later one is published.
             timeout_s: how long to wait. Default: no limit.
-            interrupt: ends the wait. Default: the loop's stop event.
+            interrupt: event that ends the wait. Default: the loop's stop event.
         """
         if exactly is not None:
             newer_than, self._is_exact = exactly - 1, True
@@ -168,7 +169,7 @@ class FollowLoop(RetryLoop):
         return self._version
 
     def uses(self, version: int) -> None:
-        """Name the version that the attempt uses, if it is older than the newest."""
+        """Name the version that the attempt uses, if the version is older than the newest."""
         self._used = version
 
     def used(self) -> None:

@@ -56,9 +56,9 @@ class VersionVerifier:
 
     @contextlib.contextmanager
     def reporting_unreadable(self, opened: OpenVersion) -> Iterator[None]:
-        """Report in the receiver's record if the block cannot read a version made of deltas.
+        """Report in the record that a ``with`` block could not read a version made of deltas.
 
-        The sender then publishes the next version as an anchor.
+        A sender that sees this in the receiver's record publishes its next version in full.
         """
         try:
             yield
@@ -77,7 +77,8 @@ class VersionVerifier:
         """Apply deltas to the version ``since`` in memory, and verify the result.
 
         Return the checksums of all tensors. Return None if the full version must be read instead:
-        no deltas lead to it from ``since``, they cannot be read, or the memory was modified.
+        if no deltas lead to it from ``since``, if the deltas cannot be read, or if the memory was
+        modified.
         """
         manifest = opened.manifest
         if since not in manifest.chain:
@@ -151,7 +152,7 @@ class VersionReader(VersionVerifier):
     def read(self, opened: OpenStoreVersion, *, keep: bool = False) -> FileTensors:
         """Return all tensors of a version.
 
-        With ``keep``, they are valid only until the next read, which can reuse their memory.
+        With ``keep``, the tensors are valid only until the next read, which can reuse their memory.
         """
         if self.maps_files:
             is_kept = (keep or self.keeps_snapshots) and self._is_rewritten(opened)
@@ -167,7 +168,8 @@ class VersionReader(VersionVerifier):
     def keep_memory(self, opened: OpenStoreVersion, tensors: FileTensors) -> None:
         """Keep the memory of a closed snapshot, to apply later deltas to it.
 
-        Only if versions are verified: the snapshot's user may have modified the memory.
+        If versions are not verified, keep nothing: the snapshot's user may have modified the
+        memory.
         """
         if opened.manifest.chain and not self.maps_files and self._must_verify(opened.manifest):
             self._in_memory = opened.manifest, tensors
@@ -264,7 +266,8 @@ def wrong_tensors(
 ) -> list[str]:
     """Return the names of the tensors whose checksums differ from the published ones.
 
-    ``verified``: right checksums of an earlier version, replaced by this version's if right.
+    ``verified`` has the correct checksums of an earlier version. If all of this version's checksums
+    are correct, they replace the earlier version's.
     """
     manifest = opened.manifest
     if manifest.checksums_xxh3 is None:

@@ -1,4 +1,4 @@
-"""`WeightReceiver`: sees each newest version whole, as a snapshot or loaded into a target."""
+"""`WeightReceiver`: reads a store's newest version, as a snapshot or into a target."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ class WeightReceiver(Closing, ProcessBound):
     """Reader of a store. Any number of receivers, in any processes, can follow one store.
 
     A receiver can be made before the store exists. Use it in one thread at a time. With its first
-    version it writes its record, ``receivers/ID.TOKEN.json``, into the store. If the store forks
-    from the version that the receiver has seen, methods that read the version pointer raise
-    `VersionRegressedError` until :meth:`follow_fork` is called.
+    version it writes its record, ``receivers/ID.TOKEN.json``, into the store. If the store's newest
+    version does not descend from the version that the receiver has seen (a fork), methods that read
+    the version pointer raise `VersionRegressedError` until :meth:`follow_fork` is called.
 
     Args:
         store: the store's directory.
@@ -85,8 +85,8 @@ class WeightReceiver(Closing, ProcessBound):
             id and a random part.
         poll_interval_s: how often a wait reads the version pointer if the filesystem reports no
             events.
-        verify: check every tensor against its checksum. ``"auto"``: on network mounts only.
-            True refuses versions that were published without checksums.
+        verify: check every tensor against its checksum. ``"auto"``: on network mounts only. True
+            refuses versions that were published without checksums.
         num_threads: threads that copy. Default: this process's cores, at most 8.
         allow_shared_store: accept a directory that belongs to another user, or that other users can
             write to.
@@ -121,7 +121,7 @@ class WeightReceiver(Closing, ProcessBound):
         self.reader = VersionReader(self._store, self.record, self._copier, verify)
         self._pointer: Pointer | None = None
         self.left: Lineage | None = None
-        """Version that this receiver had seen before it last followed a fork."""
+        """Version that this receiver had seen before it last followed a fork, or None."""
         self._read_last: tuple[VersionId, dict[str, Any]] | None = None
         self._loaded: int | None = None
         self._has_looked = False
@@ -144,7 +144,7 @@ class WeightReceiver(Closing, ProcessBound):
 
     @property
     def last_seen(self) -> Lineage | None:
-        """Lineage of the newest version that this receiver has seen, or None."""
+        """Newest version that this receiver has seen, with the runs that lead to it, or None."""
         return None if self._pointer is None else self._pointer.lineage
 
     @contextlib.contextmanager
@@ -208,10 +208,10 @@ class WeightReceiver(Closing, ProcessBound):
 
     @contextlib.contextmanager
     def reporting(self, version: VersionId | None) -> Iterator[None]:
-        """Report an error that leaves the block in the receiver's record.
+        """Report an error that leaves the ``with`` block in the receiver's record.
 
-        With ``version`` it is a problem with this version, which ends when a version is
-        acknowledged; else with the store, which ends when such a block succeeds.
+        If ``version`` is given, the problem ends when a version is acknowledged. If not, the
+        problem is the store's, and ends when a block like this succeeds.
         """
         try:
             yield
@@ -379,9 +379,9 @@ class WeightReceiver(Closing, ProcessBound):
     ) -> Iterator[Snapshot]:
         """Yield a snapshot of each newest version, which is acknowledged after the loop body.
 
-        Versions that are published and replaced during the loop body are skipped. The first one is
-        above ``newer_than``, if given. If ``stop_event`` is set, the loop ends within a tenth of a
-        second. Raise :class:`SnapshotEvictedError` if the loop body took longer than the sender
+        Versions that are published and replaced during the loop body are skipped. The first version
+        is above ``newer_than``, if given. If ``stop_event`` is set, the loop ends within a tenth of
+        a second. Raise :class:`SnapshotEvictedError` if the loop body took longer than the sender
         waits.
         """
         while True:
@@ -607,7 +607,7 @@ class WeightReceiver(Closing, ProcessBound):
         version = opened.manifest.version
         if partial:
             require_names(self._loaded_names, names, version)
-        # Before the load, which can fail after it has written some of the tensors.
+        # Remember the names before the load, which can fail after it has written some tensors.
         self._loaded_names |= dict.fromkeys(names - self._loaded_names.keys(), version)
 
 

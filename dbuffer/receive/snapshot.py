@@ -51,7 +51,7 @@ class SnapshotTensors(Mapping[str, torch.Tensor]):
         self._indices = layout.indices
 
     def part(self, layout: Layout) -> SnapshotTensors:
-        """Return the tensors of a part of the layout: the target's, or the draft's."""
+        """Return the tensors of a part of a version: of its model, or of its draft."""
         return SnapshotTensors(self._data, layout)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -68,7 +68,7 @@ class SnapshotTensors(Mapping[str, torch.Tensor]):
 
 
 class Snapshot(ProcessBound):
-    """Open version, which no writer changes.
+    """Open version of a store, which no writer changes while it is open.
 
     The tensors are views of the mapped file or, on a network mount, of memory. They are valid only
     in the ``with`` block: copy the tensors that you keep. Writing into a tensor changes only this
@@ -107,7 +107,8 @@ class Snapshot(ProcessBound):
     def path(self) -> Path:
         """Path of the weights file. ``TensorDict.from_consolidated`` can open it, too.
 
-        On a network mount, the file can hold the anchor of this version's chain of deltas.
+        If the version is stored as deltas on a network mount, the file holds the earlier full
+        version that the deltas start from.
         """
         return self._opened.path
 
@@ -157,7 +158,8 @@ class Snapshot(ProcessBound):
         """Return the positions of the elements that changed since an earlier version.
 
         They are ascending positions in each flattened tensor, by tensor name; unchanged tensors
-        have no entry. None if no deltas lead from that version to this one, or they cannot be read.
+        have no entry. Return None if no deltas lead from the earlier version to this one, or if the
+        deltas cannot be read.
         """
         if version not in self._opened.manifest.chain:
             return None

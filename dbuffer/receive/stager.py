@@ -1,4 +1,4 @@
-"""`Stager`: keeps a version ready in the background, so that an engine only has to apply it.
+"""`Stager`: keeps a version ready in the background, so that an engine only has to load it.
 
 A thread follows the store, and opens and checks each newest version. It keeps the version mapped,
 or copies it into the stager's memory if the store is on a network or a device copies faster from
@@ -62,7 +62,7 @@ class Prepared(Protocol):
         """Return this part for ``tensors``, which have the same contents."""
 
     def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
-        """Return the device bytes, at most ``device_bytes``, and the main memory to copy into."""
+        """Return the bytes to stage on the device (at most ``device_bytes``) and in main memory."""
 
     def copied_into(
         self,
@@ -77,7 +77,7 @@ class Prepared(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """Version that is ready to be applied."""
+    """Version that is ready to be loaded, with its tensors."""
 
     lineage: Lineage
     """The version, and the runs that lead to it."""
@@ -86,7 +86,7 @@ class Staged:
     tensors: Mapping[str, torch.Tensor] | None
     """Tensors in main memory, valid until release, or None if only ``prepared`` was staged."""
     prepared: Prepared | None
-    """Result of the :class:`Stager`'s ``prepare``."""
+    """Result of the :class:`Stager`'s ``prepare``, or None."""
     num_bytes: int
     duration_s: float
     """Time spent on staging the version."""
@@ -105,10 +105,10 @@ class Selection(Protocol):
     """Choice of the versions that an engine takes."""
 
     def may_skip(self, newest: VersionId) -> bool:
-        """Whether some versions are skipped, so that the newest one may be among them."""
+        """Whether the engine may skip the store's newest version."""
 
     def takes(self, manifest: Manifest) -> bool:
-        """Whether the engine does not skip this version."""
+        """Whether the engine switches to this version, instead of skipping it."""
 
 
 class State(enum.Enum):
@@ -117,14 +117,15 @@ class State(enum.Enum):
     EMPTY = enum.auto()
     """No version is staged."""
     READY = enum.auto()
-    """A version is staged. A newer one can replace it, unless a call waits for it or reserved it.
-    """
+    """A version is staged. A newer version can replace it, unless a call waits for the staged
+    version or has reserved it."""
     TAKEN = enum.auto()
     """The engine uses the staged version. No other version is staged meanwhile."""
     APPLIED = enum.auto()
-    """The engine has applied the version. The stager's thread attests it, then releases it.
+    """The engine has applied the version. The stager's thread compares the engine's weights with
+    the version, then releases it.
 
-    The engine's pause does not wait for this: unmapping takes 17 ms per GB.
+    The engine's pause does not wait for the release: unmapping takes 17 ms per GB.
     """
     CLOSED = enum.auto()
 
@@ -144,10 +145,10 @@ class _Request:
 
     number: int
     id: VersionId | None
-    """Id of the version with this number, or None if it is not published yet."""
+    """Id of the requested version, or None if the version is not published yet."""
     newest: Lineage | None
     is_exact: bool
-    """Whether only this version meets the request, and no later version."""
+    """Whether only the requested version meets the request, and no later version."""
     needs_tensors: bool
     error: Exception | None = None
     """Error of the attempt to stage a version for this request."""
@@ -198,16 +199,17 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.may_use = False
-        """Whether the engine is awake and has allocated its memory, so that some may be used."""
+        """Whether the engine is awake and has allocated its memory, so that the rest may be
+        used."""
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def room(self) -> int:
-        """Return the number of bytes to use: the current size, if that still fits."""
+        """Return the number of bytes to use: the current size, if this size still fits."""
         in_use = self._bytes.numel()
         free_bytes = max(0, free_on(self._bytes.device) - DEVICE_RESERVE_BYTES + in_use)
         if not self.may_use:
             return 0
-        # Free memory changes all the time. Using all of it would reallocate for each version.
+        # Free memory changes all the time. If all of it were used, each version would reallocate.
         return in_use if 0 < in_use <= free_bytes else free_bytes
 
     def resized(self, num_bytes: int) -> torch.Tensor:
@@ -242,12 +244,14 @@ class Stager(ProcessBound):
         check: called with a snapshot if the version's layout has changed. If it raises, the version
             is not staged, and :meth:`take` raises the error.
         prepare: called with a snapshot of each version. A result other than None is staged with the
-            version's tensors, or instead of them, if it replaces them and versions are copied.
+            version's tensors. If versions are copied and the result replaces the tensors, only the
+            result is staged.
         device: an engine's device. As much of a version as fits is copied into its memory.
         copy: whether to copy a mapped version into the stager's memory. ``"auto"``: copy if
             ``pin_memory`` or ``device`` is set, unless later versions will have less to copy.
         pin_memory: page-lock the stager's memory, for faster copies to a device.
-        version: stage only this version until it was applied. Default: stage each newest version.
+        version: stage only this version until it has been applied. Default: stage each newest
+            version.
         selection: versions to stage. Default: each newest version.
         applied: version that the engine has at the start. Only later versions are staged.
         forked: ``"follow"`` stages the newest version after a fork; ``"refuse"`` reports a problem.
@@ -284,29 +288,28 @@ class Stager(ProcessBound):
         self.compared: VersionId | None = None
         """Version that the engine's weights were compared with last, or None."""
         self.differing: Sequence[str] | None = None
-        """Parameters and layers that differed from it, or None if they could not be compared."""
+        """Parameters and layers that differed from ``compared``, or None if comparing failed."""
         self._copy = copy
         self._memory = StagingMemory(pinned=pin_memory)
         self._device_memory = None if device is None else DeviceMemory(device)
         self._memories = threading.Lock()
-        """Locked while the thread stages a version, and while it attests one."""
+        """Lock held while the thread stages a version, and while it compares weights with one."""
         self._version = version
         self._selection = selection
         self._loop = FollowLoop(receiver, "staging", logger, forked=forked)
         self._interrupt = threading.Event()
         self._condition = threading.Condition()
-        """Guards the attributes below."""
         self._state = State.EMPTY
         self._staged: Staged | None = None
         self._snapshot = contextlib.ExitStack()
         """Snapshot of the staged version, open if the version was not copied."""
         self._request: _Request | None = None
         self._reserved: tuple[_Request, float] | None = None
-        """Reservation and its end: a ready version that meets it is not replaced until then."""
+        """Reservation of a ready version, and its end. Until then, no newer version replaces it."""
         self._applied = applied
         """Only versions after this one are staged."""
         self._skipped: VersionId | None = None
-        """Newest version seen, if there is none to stage until a newer one comes."""
+        """Newest version seen, if there is no version to stage until a newer one is published."""
         receiver.record.count(staged=0, staged_bytes=0, stage_s=0.0, evictions=0, failures=0)
         receiver.record.write()
         self._thread = threading.Thread(target=self._run, name="dbuffer-stager", daemon=True)
@@ -324,7 +327,7 @@ class Stager(ProcessBound):
         return self._receiver.newest_taken(self._selection.takes)
 
     def reserve(self, at_least: int | VersionId) -> bool:
-        """Keep this version or a later one for a coming :meth:`take`; return whether it's ready."""
+        """Reserve this version or a later one for a :meth:`take`; return whether one is ready."""
         with self._condition:
             self._require_open()
             request = self._request_for(None, at_least, needs_tensors=False)
@@ -340,7 +343,9 @@ class Stager(ProcessBound):
         needs_tensors: bool = False,
         timeout_s: float,
     ) -> Staged:
-        """Wait until a version is ready, and take it. No other is staged until :meth:`release`.
+        """Wait until a version is ready, and take it.
+
+        No other version is staged until :meth:`release`.
 
         Args:
             version: take exactly this version, by number or id.
@@ -459,7 +464,7 @@ class Stager(ProcessBound):
         return _Request(goal.number, goal, newest, version is not None, needs_tensors)
 
     def _leads_on(self, version: VersionId) -> bool:
-        """Whether a version leads to the newest version seen in the store."""
+        """Whether the newest version seen in the store descends from a version."""
         last_seen = self._receiver.last_seen
         return last_seen is not None and last_seen.reaches(version)
 
@@ -518,14 +523,15 @@ class Stager(ProcessBound):
         return True
 
     def _let_go(self, snapshot: contextlib.ExitStack) -> bool:
-        """Close a version's snapshot; return False if it was evicted or cannot be checked."""
+        """Close a version's snapshot; return False if it was overwritten or cannot be checked."""
         record = self._receiver.record
         record.set(staged=None)
         try:
             snapshot.close()
         except (errors.DBufferError, OSError) as error:
             if isinstance(error, errors.SnapshotEvictedError | errors.VersionRegressedError):
-                # It was evicted, or the store was replaced: the version is no longer needed.
+                # A sender overwrote the version, or the store was replaced: the version is no
+                # longer needed.
                 record.count(evictions=1)
             else:
                 # It is released nevertheless. Opening the next version will raise the error again.
@@ -593,7 +599,7 @@ class Stager(ProcessBound):
         self._receiver.record.write()
 
     def _may_attest(self) -> bool:
-        """Whether the applied version is still staged, and no :meth:`take` waits."""
+        """Whether the applied version is still staged, and no call of :meth:`take` waits."""
         return self._state is State.APPLIED and self._request is None
 
     def _aim(self) -> tuple[int | None, int | VersionId | None]:
@@ -614,7 +620,7 @@ class Stager(ProcessBound):
     ) -> tuple[int | None, VersionId | None]:
         """Return the number of the version to stage, and its id unless it is the newest.
 
-        Two times None: wait for a version above ``newest``.
+        Return (None, None) to wait for a version above ``newest``.
         """
         last_seen = self._receiver.last_seen
         if last_seen is None or not selection.may_skip(last_seen.id):
@@ -629,7 +635,7 @@ class Stager(ProcessBound):
         return None, None
 
     def _make_room(self, version: int) -> bool:
-        """Drop the staged version in favor of this one; return False if this one is not needed."""
+        """Drop the staged version to stage another; return False if the other is not needed."""
         with self._condition:
             if not self._may_stage():
                 return False
@@ -727,10 +733,10 @@ class Stager(ProcessBound):
 
 
 def _is_lost(version: VersionId, newest: Lineage, before: Iterable[Lineage]) -> bool:
-    """Whether a version leads neither to the newest version nor to any later one.
+    """Whether a version leads neither to the newest version nor to any later version.
 
-    ``before``: earlier newest versions. A version of a run that none of them contains can still be
-    published, for instance by a mirror that lags.
+    ``before`` has versions that were the newest earlier. If none of these contains the version's
+    run, the version can still be published, for instance by a mirror that lags.
     """
     if newest.reaches(version):
         return False

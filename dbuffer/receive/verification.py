@@ -1,4 +1,4 @@
-"""`verify_store`: checks records, layouts, sizes and checksums."""
+"""`verify_store`: checks a store's records, layouts, sizes and checksums."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Chooses the cores that dbuffer's threads run on.
 
-On a CPU, vLLM binds each worker's main thread to one core. Threads started there would stay on that
-core.
+On a CPU, vLLM binds each worker's main thread to one core. Threads that a main thread starts would
+stay on its core.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def num_cores() -> int:
 
 
 def leave_core() -> None:
-    """Let the calling thread, which dbuffer has started, run on all cores for such threads."""
+    """Let the calling thread, a thread of dbuffer, run on all cores that dbuffer may use."""
     if _cores:
         with contextlib.suppress(OSError):  # the process lost all these cores
             os.sched_setaffinity(0, _cores)

@@ -14,12 +14,12 @@ EXTRAS: dict[str, str | None] = {
     "typer": "cli",
     "zstandard": "delta",
 }
-"""Extra of dbuffer that installs a module's package. If several do, it is a small one; None if each
-would also install an engine or a framework."""
+"""Extra of dbuffer that installs a module's package, keyed by the module's name. The value is None
+if each such extra also installs an engine or a framework."""
 
 
 def needed_for(use: str) -> TranslatedErrors:
-    """Explain a failed import in a ``with`` block. ``use`` names the feature that needs it.
+    """Explain a failed import in a ``with`` block. ``use`` names the feature that needs the import.
 
     Raises:
         DBufferError: an optional package is not installed; the message says how to install it.

@@ -16,8 +16,8 @@ else:
     class cached_property:  # noqa: N801 - it replaces Python's
         """Attribute of an instance, computed at its first use.
 
-        Python 3.11's own has one lock for all instances of a class, which stays locked in a child
-        that is forked while a thread computes: the child would hang at its first use.
+        Python 3.11's own class of this name has one lock for all instances, which stays locked in a
+        child that is forked while a thread computes: the child would hang at its first use.
         """
 
         def __init__(self, compute: Callable[[Any], Any]) -> None:

@@ -49,7 +49,7 @@ def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | Non
 
 
 def choice(name: str, value: Any, allowed: Iterable[T]) -> T:
-    """Return one of the given values. Its type must match too: 1 is not True."""
+    """Return ``value`` if it is in ``allowed``. The type must match, too: 1 is not True."""
     allowed = tuple(allowed)
     matches = [option for option in allowed if type(value) is type(option) and value == option]
     if not matches:
@@ -143,7 +143,7 @@ def server_url(name: str, value: Any) -> str:
 
 
 def names(name: str, value: Any) -> int | frozenset[str]:
-    """Return a number of things, or their names. A string is a single name."""
+    """Return a number, or a set of names. A string is a single name."""
     if isinstance(value, int):
         return whole_number(name, value, at_least=0)
     if isinstance(value, str):
@@ -161,4 +161,4 @@ def refuse(name: str, value: Any, rule: str) -> NoReturn:
 
 def _is_time(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 <= value <= MAX_SECONDS  # NaN is not
+    return is_number and 0 <= value <= MAX_SECONDS  # false for NaN

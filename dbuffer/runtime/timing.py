@@ -1,4 +1,4 @@
-"""Timings of the running product that races or tests depend on: intervals, patience, retention.
+"""Intervals, time-outs and ages for removal that several modules share or that tests replace.
 
 A field of `Timing` is a number that several modules share, or that a test replaces in its process
 and in child processes. Code reads it at each use. A number that depends on another field is a
@@ -13,37 +13,37 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Timing:
-    """Seconds."""
+    """Timings of dbuffer, in seconds."""
 
     look_s: float = 0.01
-    """Interval at which a wait looks at memory, a socket or a local file that changes soon."""
+    """Interval at which a wait reads memory, a socket or a local file that is about to change."""
     stop_check_s: float = 0.1
-    """Interval at which a wait looks at its stop event, or at anything slower to look at."""
+    """Interval at which a wait checks its stop event, or a source that is slower to read."""
 
     retry_min_s: float = 0.5
-    """Backoff after the first failure. It doubles with each further failure. A mirror or follower
-    that waits for another one to end tries again at this interval."""
+    """Backoff after the first failure. It doubles with each further failure. A mirror that waits
+    for another mirror to end, or a follower for another follower, tries again at this interval."""
     retry_max_s: float = 30.0
     """Upper bound of the backoff."""
 
     settle_s: float = 2.0
-    """Longest time that pointer and manifest can disagree, unless the store is damaged. A file that
-    another program writes can be incomplete for as long."""
+    """Longest time that the version pointer and the manifest of an intact store can disagree. A
+    file that another program writes can be incomplete for the same time."""
     keep_superseded_s: float = 2.0
     """Age at which a superseded file on a network mount can be removed. Readers that write no
     record (on a read-only mount, or `dbuffer verify`) must finish within this time."""
     heartbeat_s: float = 15.0
     """Interval at which a receiver on a network mount touches its record."""
     last_word_s: float = 1.0
-    """Time to wait for the last acknowledgement of an ended process, which may be on its way. A
-    receiver's problem with the store can also end within this time, at its next look."""
+    """Time to wait for the last acknowledgement of a receiver whose process has ended. Within this
+    time, a receiver's next look can also end its problem with the store."""
     forget_receivers_after_s: float = 7 * 24 * 3600.0
-    """Age at which the record of an ended receiver is removed, if the user gave its id, and the id
-    has no later record. The age counts from the record's last change."""
+    """Age, since its last change, at which the record of an ended receiver is removed. This holds
+    if the user chose the receiver's id, and if the id has no later record."""
     forget_ephemeral_after_s: float = 60.0
-    """Age at which other records of ended receivers are removed: if the id was generated, or has a
-    later record. Until then, a waiting sender counts a receiver that applied the version and ended.
-    """
+    """Age at which the record of an ended receiver is removed if its id was generated, or has a
+    later record. Until then, a waiting sender counts a receiver that applied the version and
+    ended."""
     inotify_retry_s: float = 60.0
     """Time after which inotify is tried again if its limits were reached."""
 
@@ -66,16 +66,16 @@ class Timing:
     """Time within which a rank that broke its connection is seen to have ended."""
     rank_gone_s: float = 5.0
     """Time after which a rank without a record counts as having left the store, and a rank whose
-    process has ended as lost. A rank that leaves removes its record; a dead rank cannot."""
+    process has ended counts as lost. A rank that leaves removes its record; a dead rank cannot."""
     alive_check_s: float = 1.0
     """Interval at which a wait for vLLM checks that vLLM's core is alive."""
     peer_answer_s: float = 15.0
-    """Time for the doctor on another host to acknowledge a version, and for this doctor to read the
-    other's last record."""
+    """Time for `dbuffer doctor` on another host to acknowledge a version, and for the doctor on
+    this host to read the other doctor's last record."""
 
     @property
     def presumed_dead_after_s(self) -> float:
-        """Age of a record at which its process counts as dead, if it cannot be seen from here."""
+        """Age of a record at which its process counts as dead, if this host cannot see it."""
         # Other hosts can see a file's time up to a minute late, and a process that compiles or
         # swaps can miss some heartbeats.
         return 8 * self.heartbeat_s

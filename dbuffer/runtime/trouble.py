@@ -20,7 +20,7 @@ from dbuffer.runtime.timing import TIMING
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 _LOG_MIN_S = 60.0
-"""Time after which a lasting failure is logged again. It doubles with each message."""
+"""Time after which a failure that continues is logged again. It doubles with each message."""
 _LOG_MAX_S = 3600.0
 
 
@@ -38,15 +38,15 @@ class _Failures:
 class RetryLoop:
     """Retries of an operation. Each attempt is a block: ``with loop.attempt():``.
 
-    The block raises only final errors. It stores all other errors in :attr:`error`; the caller
-    waits :attr:`retry_s` before the next attempt.
+    The block raises only final errors, which end the retries. All other errors are stored in
+    :attr:`error`, and the caller waits :attr:`retry_s` before the next attempt.
 
-    A failure is logged if it is the first one, or of another type than all before it. Lasting
-    failures are logged again after a minute, after two more minutes, and so on up to every hour.
-    The first success is logged, too.
+    A failure is logged if it is the first one, or of another type than all before it. A failure
+    that continues is logged again after a minute, after two more minutes, and so on up to every
+    hour. The first success is logged, too.
 
-    Messages about failures begin with ``failed``, as ``"cannot look: "``. Errors after the event
-    ``stop`` are ignored.
+    Messages about failures begin with the text ``failed``, such as ``"cannot look: "``. Errors
+    after the event ``stop`` are ignored.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class RetryLoop:
     ) -> None:
         """Log a failure, unless it was logged recently, and set the backoff.
 
-        ``is_short``: a retry costs little. ``is_lasting``: the caller does not retry the operation.
+        ``is_short``: whether a retry costs little. ``is_lasting``: whether the caller does not
+        retry the operation.
         """
         now_s = time.monotonic()
         failures = self._failures = self._failures or _Failures(now_s)

@@ -1,10 +1,12 @@
 """Attestation: whether a model that serves has the weights of its last switch.
 
 After a switch, `RankModel.attest` compares the parameters with the staged version, byte by byte, in
-the stager's thread, and takes a digest of them, for a later check without the version.
+a background thread. It also computes a digest of the parameters, for later checks without the
+version.
 
-Not detected: writes after the comparison, unless the next switch patches; writes into layers that
-stay with the reload, into buffers that are not published, and into a kernel's own memory.
+Attestation does not detect writes after the comparison, unless the next switch patches. It does not
+check layers that the engine's reload fills, buffers that are not published, or a kernel's own
+memory.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by their size in bytes. Most are signed: torch supports few unsigned ones."""
 
 _BLOCK_BYTES = 64 << 20
-"""Bytes compared at a time: a device may have little room."""
+"""Number of bytes compared at a time. It is small, because a device may have little free memory."""
 
 _CHUNK_BYTES = 32 << 20
-"""Bytes digested at a time, which takes three times this memory. An H200 reads such a chunk in four
-times the time that launching the six kernels for it takes."""
+"""Number of bytes digested at a time. Digesting takes three times this memory. An H200 reads such a
+chunk in four times the time that launching the six kernels for it takes."""
 
 _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 """Odd constants without a pattern: the golden ratio's, and one of SplitMix64 (Steele et al., 2014).
@@ -29,7 +31,7 @@ _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 
 def flat(parameter: torch.Tensor) -> torch.Tensor:
-    """View a parameter as flat integers. It must not share its memory with another parameter."""
+    """View a parameter as flat integers. The parameter must not share memory with another one."""
     plain = parameter.detach()
     return as_integers(plain.as_strided((plain.numel(),), (1,), plain.storage_offset()))
 
@@ -52,7 +54,8 @@ def same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 def _same_bits(*blocks: torch.Tensor) -> bool:
     pair = [as_integers(block) for block in blocks]
-    # torch compares element by element: with elements of eight bytes in half the time of two bytes.
+    # torch compares element by element, so elements of eight bytes take half the time of elements
+    # of two bytes.
     if all(
         bits.is_contiguous() and not (bits.nbytes % 8 or bits.storage_offset() * bits.itemsize % 8)
         for bits in pair
@@ -63,11 +66,14 @@ def _same_bits(*blocks: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def digest_of_all(parameters: Iterable[torch.Tensor]) -> int:
-    """Return a digest of the bytes of parameters, and of their order. All are on the same device.
+    """Return a digest of the bytes of parameters, and of their order.
 
-    It is a sum of 64-bit words, each multiplied by a number of its own (multilinear hashing, Carter
-    and Wegman, 1979). It always shows a change of a single word, and changes of several but by
-    chance. It does not protect from chosen bytes.
+    All must be on the same device.
+
+    The digest is a sum of 64-bit words, each multiplied by a different number (multilinear hashing,
+    Carter and Wegman, 1979). A change of a single word always changes the digest. A change of
+    several words leaves the digest the same only by chance. The digest does not protect against
+    bytes chosen on purpose.
     """
     sums: list[torch.Tensor] = []
     numbers = torch.empty(0)

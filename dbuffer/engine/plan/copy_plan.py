@@ -1,8 +1,10 @@
-"""`CopyPlan`: how a switch fills each layer of a model from the tensors of one layout.
+"""`CopyPlan`: how a switch fills each layer of a model, for versions of one layout.
 
-Most layers are filled by copies, and layers that pack or quantize their weights by an image. A
-layer stays with the engine's reload if its loader computes, or if other values depend on the layer.
-If it shares published tensors with other layers, there is no plan.
+A layout is the names, dtypes and shapes of a version's tensors. Most layers are filled by copies. A
+layer whose weights the engine packs or quantizes is filled from an image: such weights, made while
+the engine serves. A layer is left to the engine's reload if its loader computes values, or if other
+values depend on the layer. If such a layer shares published tensors with other layers, there is no
+plan.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ model, so a plan with a smaller share saves little."""
 
 
 class _Place(NamedTuple):
-    """Place of a submodule or tensor in a model: the module that has it, and the table there."""
+    """Place of a submodule or tensor in a model: the parent module, and the parent's dictionary."""
 
     module: torch.nn.Module
     table: str
@@ -64,24 +66,25 @@ class _Place(NamedTuple):
 
 @dataclass(eq=False)
 class CopyPlan:
-    """The copies that switch a model to any version of one layout. :func:`plan_copies` makes it."""
+    """Copies that switch a model to any version of one layout. :func:`plan_copies` makes it."""
 
     traced: Mapping[str, TracedTensor]
-    """Parameters and buffers that copies fill, in the live model or in images, by name."""
+    """Traces of the parameters and buffers that copies fill, in the live model or in images
+    (layers' packed weights), keyed by name."""
     parameters: Tensors
-    """Live tensors that copies fill directly, by their names in the trace."""
+    """Tensors of the serving model that copies fill directly, keyed by their names in the trace."""
     packed: Mapping[str, PackedLayer]
     reloaded: Mapping[str, str]
-    """Reasons why layers stay with the reload, by the layer's name."""
+    """Reasons why layers are left to the engine's reload, keyed by the layer's name."""
     reloaded_sources: Collection[str]
     verified_for: Mapping[str, int] | None = None
-    """Digests of the published tensors that the verification could not vary, by name. The plan is
-    verified for versions with equal digests. None before the verification."""
+    """Digests of the published tensors that the verification could not vary, keyed by name. The
+    plan is verified for versions with equal digests. None before the verification."""
     places: Sequence[_Place] = ()
 
     @cached_property
     def written(self) -> Sequence[torch.Tensor]:
-        """Live tensors that a switch writes, including tensors of layers with images."""
+        """Tensors of the serving model that a switch writes, also in layers that have images."""
         layers = [packed.layer for packed in self.packed.values()]
         images = (parameter for layer in layers for parameter in layer.parameters(recurse=False))
         return [*self.parameters.values(), *images]
@@ -120,9 +123,9 @@ def plan_copies(
 ) -> CopyPlan:
     """Make the plan of a trace, for the live parameters of a model.
 
-    ``check`` traces how the ``reloaded`` layers are loaded alone; these stay with the reload for
-    the given reasons. ``derived`` names layers that a reload changes further after copying. Raise
-    :class:`UnsupportedError` if copies would load too little of the model.
+    ``reloaded`` names the layers to leave to the engine's reload, with the reasons, and ``check``
+    traces how these layers are loaded alone. ``derived`` names layers that a reload changes further
+    after copying. Raise :class:`UnsupportedError` if copies would load too little of the model.
     """
     live = {
         unwrapped(name): tensor
@@ -160,9 +163,10 @@ def _refused_layers(live: Tensors, trace: LoadTrace, *, without: Collection[str]
 def _sources_to_reload(
     trace: LoadTrace, layers: Mapping[str, str], check: ShapeCheck
 ) -> Collection[str]:
-    """Return the published tensors that only these layers are loaded from.
+    """Return the published tensors that are loaded into these layers, and into no others.
 
-    Raise if the layers cannot be loaded from these alone, or the others have too few elements.
+    Raise an error if the layers cannot be loaded from these tensors alone, or if the other layers
+    have too few elements.
     """
     reasons = listed(list(dict.fromkeys(layers.values())), "; ")
     reloaded = {name: t for name, t in trace.tensors.items() if layer_of(name) in layers}
@@ -182,7 +186,8 @@ def _sources_to_reload(
 
 def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan) -> None:
     """Refuse a plan that leaves out a parameter, which a reload would fill."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]  # some buffers are views
+    # A buffer may be a view of a parameter.
+    tensors = [*model.named_parameters(), *model.named_buffers()]
     loaded = {address_of(tensor) for tensor in plan.written} | {
         address_of(tensor) for name, tensor in tensors if layer_of(unwrapped(name)) in plan.reloaded
     }

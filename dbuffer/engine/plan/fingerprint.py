@@ -1,9 +1,9 @@
 """`ModelFingerprint`: everything that a model can read when it computes, at one moment.
 
-Two fingerprints show the changes of a reload, which can change anything: an attribute, another
-layer, a closure, a kernel's object. So the fingerprint walks all objects that can be reached from
-the model. It keeps a digest of a tensor's bytes, the value of a number or text, and the identity of
-any other object. An object that Python cannot look into counts as changed.
+A reload can change an attribute, another layer, a closure, or a kernel's object. So a fingerprint
+walks all objects that can be reached from the model, and two fingerprints show the changes between
+them. A fingerprint keeps a digest of a tensor's bytes, the value of a number or text, and the
+identity of any other object. An object that Python cannot look into counts as changed.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ _NOT_LOOKED_INTO = (
 """Types whose objects hold no weights: code, and objects that the whole process shares."""
 
 _COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
-"""Modules of compiled code. It reads parameters in their place, and no reload replaces it."""
+"""Python modules of compiled code, which reads parameters at fixed addresses, and which no reload
+replaces."""
 
 _GROUPS = ("sglang.srt.distributed.", "vllm.distributed.")
-"""Modules of communication between ranks. Its memory changes with each message, not in a reload."""
+"""Python modules of communication between ranks. Their buffers change with each message, not in a
+reload."""
 
 _CACHING = type(functools.lru_cache(len))
 
@@ -64,9 +66,10 @@ _BLOCK_BYTES = 64 << 20
 class ModelFingerprint:
     """Everything that can be reached from a model at one moment.
 
-    Skipped are attributes ``without`` in all objects, such as caches that serving fills, and
-    attributes ``replaced`` in single objects (the object's identity, the name). The bytes of
-    storages at ``undigested`` addresses are not compared.
+    Attributes whose name is in ``without``, such as caches that serving fills, are skipped in all
+    objects. ``replaced`` has pairs of an object's identity and an attribute's name; these
+    attributes are skipped in these objects only. The bytes of storages at ``undigested`` addresses
+    are not compared.
     """
 
     def __init__(
@@ -101,20 +104,21 @@ class ModelFingerprint:
         return [name for name in before | after if before.get(name) != after.get(name)]
 
     def _describe(self, thing: Any) -> Any:
-        """Return a value that represents an object, without its parts, in comparisons."""
+        """Return a value to compare in place of an object, without the object's parts."""
         if isinstance(thing, torch.Tensor) and (thing.layout is not torch.strided or thing.is_meta):
             return str(thing.layout), tuple(thing.shape), id(thing)
         if isinstance(thing, torch.Tensor):
             place = thing.storage_offset(), tuple(thing.shape), thing.stride(), thing.dtype
-            # Not its identity: a new tensor with the same bytes is no change.
+            # Do not compare the tensor's identity: a new tensor with the same bytes is no change.
             return self._digest(thing.untyped_storage()), place
         if isinstance(thing, types.FunctionType):
-            return id(thing.__code__)  # a new function with this code is the same, but for parts
+            # A new function with the same code is no change, unless its parts changed.
+            return id(thing.__code__)
         if isinstance(thing, (*_CONTAINERS, *_MAPPINGS, types.MethodType, functools.partial)):
             return type(thing).__name__
         has_parts = hasattr(thing, "__dict__") or any(_slots_of(thing))
         if not has_parts or isinstance(thing, _CACHING):
-            return object()  # equal to no other: its content may change in place, unseen
+            return object()  # equal to no other value, because the content may change in place
         return type(thing).__name__, id(thing)
 
     def _digest(self, storage: torch.UntypedStorage) -> str | int:

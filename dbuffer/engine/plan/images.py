@@ -1,8 +1,9 @@
-"""`Image`: the next weights of a layer that packs or quantizes its weights, made while it serves.
+"""`Image`: the next weights of a layer whose weights the engine packs or quantizes.
 
 Processing such a layer changes the form of parameters, fills further parameters (scales), or fills
-a kernel's memory that no copy can reach. So a shadow of the layer is loaded and processed while the
-layer serves. The switch copies the shadow's tensors and attributes into the layer.
+a kernel's memory that no copy can reach. So a second copy of the layer, its shadow, is loaded and
+processed while the layer serves. The switch copies the shadow's tensors and attributes into the
+layer.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ _VALUES = (type(None), bool, int, float, str, torch.dtype, torch.Size, enum.Enum
 
 
 class NotAloneError(Exception):
-    """The ranks process a layer together, which is only possible in a reload."""
+    """Only all ranks together can process a layer, in the engine's reload."""
 
 
 class Packing(Protocol):
-    """An engine's way of packing layers, for layers where packing changes nothing but the layer."""
+    """An engine's way of packing layers: reordering or quantizing the weights that were loaded.
+
+    It covers layers whose packing changes nothing but the layer itself.
+    """
 
     def packs(self, layer: torch.nn.Module, *, is_as_loaded: bool) -> bool:
         """Whether the engine processes this layer after loading, so that copies are not enough.
@@ -47,10 +51,10 @@ class Packing(Protocol):
         ...
 
     def pack(self, shadow: Any, layer: torch.nn.Module) -> Sequence[tuple[Any, Any]]:
-        """Process a shadow of the layer, which has loaded weights.
+        """Process a shadow (second copy) of the layer, into which weights were loaded.
 
-        Return pairs of a further object of the layer that processing changes, and the shadow's
-        processed copy of the object. Raise `NotAloneError` if processing needs other ranks.
+        Return pairs of an object of the layer that processing also changes, and the shadow's
+        processed copy of this object. Raise `NotAloneError` if processing needs other ranks.
         """
         ...
 
@@ -68,10 +72,13 @@ class PackedLayer(NamedTuple):
 
 
 class Image:
-    """A processed shadow of a layer. A switch gives its tensors and attributes to the layer.
+    """Processed shadow (second copy) of a layer, whose contents a switch gives to the layer.
 
-    The tensors of a layer on a device wait in page-locked main memory, as the device may not have
-    room for all. `NotAloneError`: processing needs other ranks. Any other error: it failed.
+    If the layer is on a device, the shadow's tensors wait in page-locked main memory, because the
+    device may not have room for all shadows.
+
+    Raises:
+        NotAloneError: processing needs other ranks. Any other error: processing failed.
     """
 
     def __init__(
@@ -96,7 +103,8 @@ class Image:
                 parameters[name] = torch.nn.Parameter(filled, requires_grad=False)
         changed = [(layer, shadow), *packed.packing.pack(shadow, layer)]
         self._tensors: list[_Changed] = []
-        """Tensors to copy into live tensors, which captured graphs read in their place."""
+        """Tensors to copy into the layer's tensors, because CUDA graphs read these at fixed
+        addresses."""
         self._attributes: list[_Changed] = []
         for change in _changed_by(changed):
             is_of_layer = (
@@ -106,7 +114,7 @@ class Image:
             (self._tensors if is_tensor else self._attributes).append(change)
         self._tensors = [change._replace(value=_waiting(change.value)) for change in self._tensors]
         self._replaced: list[Any] = []
-        """Old values of the attributes, kept alive as long as this image."""
+        """Old values of the layer's attributes, kept alive as long as this image."""
         self.copies()
 
     @property
@@ -123,7 +131,7 @@ class Image:
         return [(change.live.detach(), change.value) for change in self._tensors]
 
     def matches(self) -> bool:
-        """Whether the layer equals the shadow, by bytes and values, or by the layer's output."""
+        """Whether layer and shadow have equal bytes and values, or give equal outputs."""
         if not all(same_bytes(*copy) for copy in self.copies()):
             return False
         if all(isinstance(change.value, _VALUES) for change in self._attributes):
@@ -138,7 +146,10 @@ class Image:
         return live is not None and computed is not None and same_bytes(live, computed)
 
     def hand_over(self) -> None:
-        """Set the attributes on the layer, and keep the old values. It may be called again."""
+        """Set the shadow's attributes on the layer, and keep the old ones.
+
+        Calling it twice is safe.
+        """
         self._replaced = [change.live for change in self._attributes]
         _set_all(self._attributes)
 
@@ -155,7 +166,7 @@ class _Changed(NamedTuple):
         return getattr(self.owner, self.name, None)
 
     def is_copied(self) -> bool:
-        """Whether the value can be copied into a live tensor: of the same form, with own memory."""
+        """Whether the value can be copied into the live tensor: equal forms, and its own memory."""
         live = self.live
         return (
             isinstance(live, torch.Tensor)

@@ -2,7 +2,7 @@
 
 The recorder watches each operation of a load into a copy of the model on the meta device. A copy
 into a part of a parameter becomes a `CopyOp`. If a parameter is written in any other way, its trace
-says why.
+gives the reason why copies cannot replace the loader.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class View(NamedTuple):
-    """Part of a tensor."""
+    """Strided part of a tensor."""
 
     offset: int
-    """Number of elements between the first of the tensor and the first of the part."""
+    """Number of elements from the tensor's first element to the part's first element."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -49,7 +49,7 @@ class View(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position after the last element."""
+        """Position in the tensor's storage after the part's last element."""
         if not self.num_elements:
             return self.offset
         steps = zip(self.shape, self.stride, strict=True)
@@ -74,7 +74,7 @@ class CopyOp:
 
 
 def form_of(tensor: torch.Tensor) -> Form:
-    """Return a tensor's form."""
+    """Return a tensor's shape, strides and dtype."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
@@ -86,7 +86,7 @@ class TracedTensor:
     ops: tuple[CopyOp, ...]
     """Copies that together write each element once. Empty if `refused`."""
     refused: str | None
-    """Reason why there are no such copies, or None."""
+    """Reason why copies cannot fill the parameter, or None if they can."""
     num_loaded: int
 
     @property
@@ -99,7 +99,7 @@ class TracedTensor:
         return [op.bind(tensor, tensors) for op in self.ops]
 
     def filled(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Return a new tensor of this form, filled from published tensors."""
+        """Return a new tensor of the parameter's shape and dtype, filled from published tensors."""
         shape, stride, dtype = self.form
         made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         for target, source in self.bind(made, tensors):
@@ -109,7 +109,7 @@ class TracedTensor:
 
 @dataclass(frozen=True, slots=True)
 class LoadTrace:
-    """Record of how loaders load the tensors of one layout."""
+    """Record of how loaders load the tensors of one layout (names, dtypes and shapes)."""
 
     tensors: Mapping[str, TracedTensor]
     offered: frozenset[str]
@@ -117,13 +117,13 @@ class LoadTrace:
     unused: tuple[str, ...] = ()
     """Descriptions of tensors that no loader has read, although the model may need them."""
     twins: Mapping[str, str] = field(default_factory=dict)
-    """Redundant tensors that no loader has read, if they equal the tensor of an embedding or a head
-    that has the same dtype and shape: its name, by theirs."""
+    """Published tensors that no loader has read and that may duplicate an embedding's or a head's
+    tensor. Each name maps to the name of such a tensor, with the same dtype and shape."""
     embedded: frozenset[str] = frozenset()
 
     @property
     def refused(self) -> dict[str, str]:
-        """Reasons why copies cannot fill some parameters and buffers, by name."""
+        """Reasons why copies cannot fill some parameters and buffers, keyed by their names."""
         return {name: t.refused for name, t in self.tensors.items() if t.refused}
 
     def is_copied(self, name: str) -> bool:
@@ -145,17 +145,19 @@ class LoadRecorder:
         """Published tensors that loaders have read."""
         self._embedded: set[str] = set()
         self._rewritten: dict[str, float | None] = {}
-        """Value that fills a published tensor after a write, or None for any other content."""
+        """Published tensors that loaders have written into, by name. The value is the number that
+        fills the tensor, or None for any other content."""
         self._ops: dict[str, list[CopyOp]] = defaultdict(list)
         self._refused: dict[str, str] = {}
         self._computed: dict[int, tuple[str, torch.Tensor]] = {}
-        """Results that were computed from a tensor of the model, with this tensor's name, by the
-        result's storage. They are kept alive, so that no storage is reused."""
+        """Results that were computed from a tensor of the model, with this tensor's name, keyed by
+        the result's storage. The results are kept alive, so that no storage is reused."""
         self.written_from: dict[str, str] = {}
-        """Name of the model's tensor that another one was computed from, by the latter's name."""
+        """Maps the name of a computed tensor of the model to the name of the tensor that it was
+        computed from."""
 
     def note_source(self, name: str, tensor: torch.Tensor) -> None:
-        """Note a published tensor. It is kept alive, so that no other tensor gets its storage."""
+        """Note a published tensor, and keep it alive, so that no other tensor gets its storage."""
         self._sources[storage_of(tensor)] = (name, tensor)
 
     def note_result(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -172,7 +174,7 @@ class LoadRecorder:
     def note_read(self, tensor: torch.Tensor, *, is_embedded: bool = False) -> str | None:
         """Note that a loader is about to read a tensor; return its name if it was published.
 
-        ``is_embedded``: whether it goes into an embedding or a head.
+        ``is_embedded``: whether the tensor is loaded into an embedding or a head.
         """
         name, _ = self._sources.get(storage_of(tensor), (None, None))
         if name is not None:
@@ -213,10 +215,10 @@ class LoadRecorder:
             self._rewritten[name] = value if is_filled else None
 
     def is_written(self, tensor: torch.Tensor) -> bool:
-        """Whether published data went into a parameter or buffer.
+        """Whether published data was written into a parameter or buffer.
 
-        False for a tensor that is newer than the model, such as position embeddings that all models
-        of an engine share.
+        Return False for a tensor that was made after the model, such as position embeddings that
+        all models of an engine share.
         """
         name, _ = self._tensors.get(storage_of(tensor), ("", tensor))
         ops = self._ops.get(name, ())
@@ -254,7 +256,7 @@ class LoadRecorder:
         self._note_rewritten(target)
         name, tensor = self._tensors.get(storage_of(target), (None, target))
         if name is None:
-            return  # the loader's own memory; a later copy out of it is noted
+            return  # a write into the loader's own memory; a copy out of this memory is noted later
         origin = self._origin_of(source)
         if origin is not None and origin != name:
             self.written_from[name] = origin
@@ -317,14 +319,14 @@ def _not_once(ops: tuple[CopyOp, ...], num_elements: int) -> str | None:
 
 
 _WRAPPED = "base_layer"
-"""Name of a layer in its wrapper for LoRA requests, in vLLM and SGLang alike."""
+"""Attribute of a LoRA wrapper that holds the wrapped layer, in vLLM and SGLang alike."""
 
 
 def unwrapped(name: str) -> str:
-    """Return the name of a live layer or parameter without the steps of LoRA wrappers."""
+    """Return the name of a layer or parameter, without the attribute names of LoRA wrappers."""
     return ".".join(step for step in name.split(".") if step != _WRAPPED)
 
 
 def tables_of(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a module's own tables of parameters and buffers, to replace a tensor in its place."""
+    """Return a module's dictionaries of parameters and of buffers, to replace tensors in them."""
     return layer.__dict__["_parameters"], layer.__dict__["_buffers"]

@@ -1,8 +1,8 @@
 """`PreparedSwitch`: the copies that switch a model to one version, prepared while it serves.
 
-If only some elements of a tensor changed, a `Patch` writes just these in the pause. Only weights on
-a device are patched, as copies to a device must pass a slow link. In main memory, patches made a
-pause shorter by half at most.
+If only some elements of a tensor changed, a `Patch` writes just these elements in the pause. Only
+weights on a device are patched, because copies from main memory to a device are slow. For weights
+in main memory, patches shortened a pause by half at most.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ Changed = Mapping[str, Integers]
 ascending, by the tensor's name. A tensor without an entry is unchanged."""
 
 MAX_SHARE = 0.05
-"""Largest share of a part's elements to patch; above this share, the part is copied. On one CPU,
-patching 3 % of 50 million bfloat16 took 0.6 of the time of a copy, and 10 % twice this time."""
+"""Largest share of a part's elements to patch; above this share, the whole part is copied. On one
+CPU, patching 3 % of 50 million bfloat16 took 0.6 of the time of a copy, and patching 10 % took
+twice the time of a copy."""
 
 
 class Patch(NamedTuple):
@@ -73,8 +74,8 @@ class Patches(NamedTuple):
             for patch in self.patches[first:end]:
                 patch.apply()
 
-        # Use the copier's threads: they made these views in inference mode, and torch refuses to
-        # write to the views in another mode.
+        # Use the copier's threads. They made these views in inference mode, and torch refuses to
+        # write to such views outside of this mode.
         copier.in_parallel(work, [(0, len(self.patches))])
 
 
@@ -82,16 +83,16 @@ class Patches(NamedTuple):
 class PreparedSwitch:
     """A switch of a model to one version.
 
-    The copies read a mapped version from its file's mapping. If the version is staged in memory,
-    only this rank's part is there, in the order and dtypes of the rank's parameters.
+    If the version's file is mapped, the copies read from the mapping. If the version is staged in
+    memory, the memory has only this rank's part, in the order and dtypes of the rank's parameters.
     """
 
     plan: CopyPlan
     version: VersionId
     tensors: Tensors
-    """Published tensors. If the switch is staged in memory, only the tensors to reload."""
+    """Published tensors. If the version is staged in memory, only tensors of reloaded layers."""
     aliases: Mapping[str, str]
-    """Stored names of tensors that the model takes under another name, by this other name."""
+    """Maps a name under which the model takes a tensor to the tensor's name in the store."""
     copies: Mapping[str, Sequence[Copy]]
     images: Sequence[Image]
     digests: Mapping[str, int]
@@ -109,7 +110,7 @@ class PreparedSwitch:
 
     @cached_property
     def reloaded(self) -> Tensors:
-        """Published tensors for the layers that stay with the reload, by name."""
+        """Published tensors for the layers that are left to the engine's reload, keyed by name."""
         sources = self.plan.reloaded_sources
         return {name: self.tensors[name] for name in self.tensors if name in sources}
 
@@ -124,19 +125,19 @@ class PreparedSwitch:
         yield from ((image.name, image.copies()) for image in self.images)
 
     def of(self, tensors: Tensors) -> PreparedSwitch:
-        """Return this switch for other tensors with the same content, given by stored names."""
+        """Return this switch for other tensors of the same content, keyed by their stored names."""
         offered = {name: tensors[self.aliases.get(name, name)] for name in self.tensors}
         patches = self.patches
-        if patches is not None and patches.copies:  # their copies read the old tensors
+        if patches is not None and patches.copies:  # the copies in the patches read the old tensors
             patches = None
         return replace(self, tensors=offered, copies=self.plan.copies_of(offered), patches=patches)
 
     def leave_device(self) -> None:
-        """Release the patches, which take memory on the parameters' device."""
+        """Release the patches, which take up memory on the parameters' device."""
         self.patches = None
 
     def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
-        """Return the device bytes, at most ``device_bytes``, and the main memory to copy into."""
+        """Return the bytes to stage on the device (at most ``device_bytes``) and in main memory."""
         parameters = self.plan.parameters.values()
         sizes = [align(tensor.nbytes) for tensor in (*parameters, *self.reloaded.values())]
         on_device = sum(size for size in _fitting(sizes[: len(parameters)], device_bytes))
@@ -147,9 +148,9 @@ class PreparedSwitch:
         memories: tuple[torch.Tensor, torch.Tensor],
         copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
     ) -> PreparedSwitch:
-        """Copy the switch's sources into two memories; return the switch that reads from there.
+        """Copy the switch's sources into two memories; return a switch that reads these copies.
 
-        The first memory gets the parameters' new values while they fit.
+        The first memory gets the parameters' new values, as long as they fit.
         """
         parameters = self.plan.parameters
         sizes = [align(tensor.nbytes) for tensor in parameters.values()]
@@ -180,7 +181,7 @@ class PreparedSwitch:
         )
 
     def patches_from(self, base: VersionId, changed: Changed, copier: Copier) -> Patches:
-        """Return the patches and copies that switch a model from an earlier version, the base."""
+        """Return the patches and copies that switch a model from an earlier version, ``base``."""
         traced = self.plan.traced
         ops = [(name, op) for name in self.copies for op in traced[name].ops]
         parts: list[Patch | Copy | None] = [None] * len(ops)
@@ -205,9 +206,10 @@ class PreparedSwitch:
     # In the pause
 
     def apply(self, copier: Copier, digest: int | None = None) -> None:
-        """Switch the model. If this fails, the model has a mix, which the caller must repair.
+        """Write the version into the model. If this fails, the model has a mix of two versions.
 
-        ``digest``: digest of the parameters at the patches' base, or None to copy everything.
+        The caller must then repair the model. ``digest``: digest of the parameters at the patches'
+        base version, or None to copy everything.
         """
         copies = itertools.chain(*self._patch(copier, digest).values())
         # A tied tensor is in the images of two layers; copy it once.
@@ -225,7 +227,7 @@ class PreparedSwitch:
             image.hand_over()
 
     def _patch(self, copier: Copier, digest: int | None) -> Mapping[str, Sequence[Copy]]:
-        """Apply the patches if the model has their base; return the copies to make."""
+        """Apply the patches if the model has their base version; return the copies that remain."""
         if self.patches is None or digest is None:
             return self.copies
         try:
@@ -245,9 +247,9 @@ class PreparedSwitch:
         return self.patches.copies
 
     def mismatches(self, copier: Copier) -> dict[str, str]:
-        """Return the layers of parameters and images that differ from the result of this switch.
+        """Return the model's parameters and images that differ from the result of this switch.
 
-        The keys are names of parameters and images.
+        The result maps the name of the parameter or image to the name of the layer.
         """
         copies = [(name, copy) for name, copies in self.copies.items() for copy in copies]
         differing: set[str] = set()
@@ -286,8 +288,8 @@ def _positions_in(
     part: View, to: View, num_elements: int, changed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions of a part's changed elements in the tensor and in the parameter."""
-    # Most parts are in one piece, and stay so. If 50,000 of 50 million elements changed, this takes
-    # less than 1 ms, and the mask 55 ms.
+    # Most parts are contiguous, in the tensor and in the parameter. For 50,000 changed elements of
+    # 50 million, this branch takes less than 1 ms, and the mask below takes 55 ms.
     if part.num_elements == part.end - part.offset and part.stride == to.stride:
         first, end = torch.searchsorted(changed, torch.tensor([part.offset, part.end])).tolist()
         positions = changed[first:end]
@@ -311,7 +313,7 @@ def _fitting(sizes: Sequence[int], num_bytes: int) -> Sequence[int]:
 def _laid_out(
     memory: torch.Tensor, tensors: Tensors
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Make tensors of the same forms in flat bytes, one behind the other; also return the rest."""
+    """Make tensors of the given forms in flat memory; return them, and the memory left over."""
     laid_out = {}
     for name, tensor in tensors.items():
         elements = memory[: tensor.nbytes].view(tensor.dtype)

@@ -1,9 +1,9 @@
 """`Verifier`: verifies that a switch by copies gives the same result as the engine's reload.
 
-The reload first loads stand-ins: tensors with other values than the version's. It then loads the
-version, which changes everything that derives from a loaded value. After that, every parameter must
-equal its copies, to the byte, and every layer its image. Everything else that can be reached from
-the model must be as it was with the stand-ins.
+First, the engine's reload loads stand-ins: tensors with other values than the version's. A second
+reload loads the version, and changes everything that derives from a loaded value. Every parameter
+must then equal its copies, to the byte, and every packed layer its image. Everything else that can
+be reached from the model must be the same as after the first reload.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from dbuffer.io.copier import Copier
 from dbuffer.runtime.messages import described, listed
 
 Mismatch = Mapping[str, str]
-"""Descriptions of changes that a reload makes and a switch does not, by the layer's name."""
+"""Descriptions of changes that a reload makes and a switch does not, keyed by the layer's name."""
 
 _NOT_READ = frozenset({"weight_loader", "_weight_loader", "load_weights", "_is_in_target"})
 """Attributes that only loading uses, and no computation reads."""
 
 _RANGE = (0.25, 0.75)
-"""Range of the numbers in stand-ins. All of them have roots and inverses."""
+"""Range of the numbers in stand-ins, the tensors loaded first. All numbers have roots and
+inverses."""
 
 _MODULES = re.compile(r"(?:\._modules\['[^']*'\])*")
 
@@ -49,16 +50,19 @@ class Verifier:
     model: torch.nn.Module
     reload: Callable[[Iterable[tuple[str, torch.Tensor]]], None]
     reload_part: Callable[[PreparedSwitch], None]
-    """Function that reloads the layers that a switch leaves to the reload."""
+    """Function that runs the engine's reload of the layers that a switch does not copy."""
     copier: Copier
     not_weights: Collection[str]
     random: np.random.Generator
 
     def verify(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
-        """Load a version by a reload; return its mismatch with the switch to this version.
+        """Load a version by the engine's reload; return how the result differs from a switch's.
 
-        If the mismatch is empty, the plan is verified. `UnverifiableError`: reload and switch
-        cannot be compared, and the version is loaded. Any other error: its reload failed.
+        If there are no differences, the plan is verified.
+
+        Raises:
+            UnverifiableError: reload and switch cannot be compared. The version is loaded. Any
+                other error: the reload failed.
         """
         plan = switch.plan
         plan.verified_for = None
@@ -72,7 +76,8 @@ class Verifier:
         # A model may contain anything. A switch must not fail because a part cannot be inspected.
         try:
             self.reload(stand_ins())
-            # Reload the part as a switch does: later changes by a reload of the model must show.
+            # Reload these layers as a switch does, so that further changes by a reload of the model
+            # show.
             self.reload_part(switch)
             before = self._fingerprint(switch)
         except Exception as error:
@@ -119,7 +124,7 @@ class Verifier:
         return mismatch
 
     def _mismatch_of_part(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
-        """Reload the switch's part; return a mismatch if other parameters change."""
+        """Reload the layers that the switch does not copy; return a mismatch if others change."""
         try:
             self.reload_part(switch)
             changed = switch.mismatches(self.copier)
@@ -147,10 +152,10 @@ def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
 def _stand_in(tensor: torch.Tensor, number: float, *, is_reloaded: bool) -> torch.Tensor:
     """Return a tensor of the same form with other elements, or the tensor if it has none to vary.
 
-    A floating-point tensor is filled with ``number``, or with twice the number if it begins with
-    that. Integers may be indices or codes, so a matrix of integers gets only integers that it has
-    already, in another order and in other shares. Other integers stay, unless they are reloaded
-    with each switch.
+    A floating-point tensor is filled with ``number``, or with twice ``number`` if its first element
+    is ``number``. Integers may be indices or codes, so a matrix of integers gets only integers that
+    it has already, in another order and in other shares. Other integers are not changed, unless
+    they are reloaded with each switch.
     """
     if not tensor.numel():
         return tensor
