@@ -37,7 +37,7 @@ class StoreFullError(StoreAccessError):
 
 
 class StoreCorruptError(DBufferError, ValueError):
-    """A file of the store is damaged or inconsistent, or cannot be verified. It was not used.
+    """A file of the store is damaged or inconsistent, or cannot be verified. The file was not used.
 
     Publish again, which replaces the damaged buffer. If the message says that there are no
     checksums, make the sender with ``checksum=True``.
@@ -46,7 +46,7 @@ class StoreCorruptError(DBufferError, ValueError):
     def __init__(self, message: str, *, is_lasting: bool = False) -> None:
         super().__init__(message)
         self.is_lasting = is_lasting
-        """Whether every later read of the same version will fail too."""
+        """Whether the error is permanent: every later read of the same version would fail too."""
 
 
 class StoreBusyError(DBufferError, BlockingIOError):
@@ -92,7 +92,8 @@ class VersionRegressedError(DBufferError, RuntimeError):
     def __init__(self, message: str, *, is_forked: bool = False) -> None:
         super().__init__(message)
         self.is_forked = is_forked
-        """Whether another run now publishes into the store, for ``follow_fork()`` to follow."""
+        """Whether another run (another start of a sender) now publishes into the store. If so,
+        ``follow_fork()`` follows it."""
 
 
 class ReceiverFailedError(DBufferError, RuntimeError):
@@ -160,7 +161,7 @@ class RankTimeoutError(RankFailedError, TimeoutError):
 class ClosedError(DBufferError, ValueError):
     """A sender, receiver or mirror was used after ``close()``, or in a forked child.
 
-    Make a new one. In a child process, make it after the fork.
+    Make a new sender, receiver or mirror. In a child process, make it after the fork.
     """
 
 

@@ -1,4 +1,4 @@
-"""Rule for the length of a chain of deltas: when the next version is published as an anchor."""
+"""Rule for the longest chain of deltas, after which a version is published whole."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dbuffer.format.lineage import VersionId
 
 MAX_CHAIN = 64
-"""Most deltas in a chain. A reader without an earlier version applies all of them."""
+"""Largest number of deltas in a chain. A reader without an earlier version applies all of them."""
 
 MAX_CHAIN_SHARE = 0.5
 
@@ -15,7 +15,8 @@ MAX_CHAIN_SHARE = 0.5
 def until_anchor(num_deltas: int, delta_bytes: int, version_bytes: int) -> tuple[int, int]:
     """Return how many more deltas, and how many more bytes of deltas, a chain can have.
 
-    If it can have no more deltas, or if the bytes are below 0, the next version is an anchor.
+    If no more deltas are allowed, or the bytes are negative, the next version is an anchor: a
+    version that is published whole.
     """
     return MAX_CHAIN - num_deltas, int(MAX_CHAIN_SHARE * version_bytes) - delta_bytes
 
@@ -28,11 +29,12 @@ def is_long(delta_bytes: Sequence[int], version_bytes: int) -> bool:
 def trimmed(
     delta_bytes: dict[VersionId, int], version_bytes: int, anchor: VersionId | None
 ) -> dict[VersionId, int]:
-    """Drop the oldest versions of a long chain. The anchor and its deltas stay.
+    """Drop the oldest versions of a long chain of deltas, but not the anchor and its deltas.
 
     If the newest delta alone is too long, it is dropped too: then no delta leads to the version.
-    ``delta_bytes`` has the size of the delta that leads to each version, oldest first; 0 for the
-    first. ``anchor`` is None if the version has a weights file.
+    ``delta_bytes`` has the size of the delta that leads to each version, oldest first; the first
+    version has 0. ``anchor`` is the earlier version in the weights file that the deltas start from,
+    or None if the weights file has the version itself.
     """
     versions = list(delta_bytes)
     while len(versions) > 1 and versions[0] != anchor:
@@ -43,5 +45,5 @@ def trimmed(
 
 
 def chain_of(delta_bytes: dict[VersionId, int]) -> list[VersionId]:
-    """Return the chain for a manifest. It is empty if no delta leads to the version."""
+    """Return the versions that deltas connect, or [] if no delta leads to the newest of them."""
     return list(delta_bytes) if len(delta_bytes) > 1 else []

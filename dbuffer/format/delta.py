@@ -1,10 +1,10 @@
-"""Format of a delta file, which has the changed words between two versions of one layout.
+"""Format of a delta file: the words that changed between two versions with one layout.
 
 ``docs/design.md`` ("Deltas") specifies the file: a prefix, a header (:class:`DeltaRecord`), and
 chunks, each with its digest in the header. A chunk changes *words*: unsigned numbers of 1, 2, 4 or
-8 bytes, each an element or a part of one. Its streams hold the *gaps* between changed words, and
-the differences of the words, one byte of each number per stream. The header and each stream are
-compressed with zstd if that makes them shorter.
+8 bytes, each an element or a part of an element. A chunk consists of streams. They hold the *gaps*
+between changed words and the differences of the words, with one stream for each byte of these
+numbers. The header and each stream are compressed with zstd if that makes them shorter.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _PREFIX = struct.Struct("<8sIIIQ")
 PREFIX_BYTES = _PREFIX.size
 
 GAP_BYTES = 5
-"""Bytes of a gap: enough for a rank's chunk with tensors at both ends of a file of terabytes, and
-so few that the sum of a chunk's gaps is below 2**63."""
+"""Bytes of a gap between changed words. Five bytes suffice if a rank's chunk
+has tensors at both ends of a file of terabytes. The sum of a chunk's gaps stays below 2**63."""
 
 MAX_HEADER_BYTES = 1 << 26
 
 CHUNK_BYTES = 4 << 20
-"""Bytes that are compared for a chunk, and most bytes that a chunk changes. This bounds the memory
-that a thread needs for a chunk."""
+"""Bytes of a version that are compared to make one chunk, and most bytes that a chunk changes. A
+thread needs memory in proportion to this size."""
 
 
 class Chunk(NamedTuple):
     start: Count
-    """Place of the first changed word, in bytes from the beginning of the first tensor."""
+    """Place of the chunk's first changed word, in bytes from the beginning of the first tensor."""
     num_bytes: Count
     word_bytes: Count
     num_changed: Count
@@ -66,13 +66,14 @@ class DeltaRecord(Record, frozen=True, kw_only=True):
     id: VersionId
     layout_xxh3: Token
     checksums: list[tuple[Count, Token]] | None
-    """Index and new checksum of each tensor that changed, ascending; None without checksums."""
+    """Index and new checksum of each tensor that changed, in ascending order. None if the versions
+    have no checksums."""
     chunks: list[Chunk]
 
 
 @dataclass(frozen=True, eq=False)
 class DeltaHeader:
-    """Header of a delta file, checked against the layout of its two versions."""
+    """Header of a delta file, checked against the layout that the delta's two versions share."""
 
     record: DeltaRecord
     layout: Layout
@@ -156,11 +157,11 @@ def _check_chunks(chunks: list[Chunk], layout: Layout) -> None:
 
 
 _of_thread = threading.local()
-"""A thread's compressor and decompressor. Making them takes as long as using them."""
+"""Compressor and decompressor of each thread. Making them takes as long as using them once."""
 
 
 def require_compression() -> ModuleType:
-    """Return zstandard, or raise a DBufferError if it is not installed."""
+    """Return the module zstandard, or raise a DBufferError if it is not installed."""
     with needed_for("a delta"):
         import zstandard
     return zstandard
@@ -191,13 +192,16 @@ def _decompressor() -> Any:
 
 
 def pack(data: Any) -> bytes:
-    """Return the bytes to store for a buffer: compressed if that is shorter."""
+    """Return the bytes to store for ``data``: compressed if they are shorter then."""
     packed: bytes = _compressor().compress(data)
     return packed if len(packed) < memoryview(data).nbytes else bytes(data)
 
 
 def unpack(stored: bytes | memoryview, raw_bytes: int) -> bytes | memoryview:
-    """Return the ``raw_bytes`` bytes that `pack` has stored. It takes no more memory than these."""
+    """Return the ``raw_bytes`` bytes that `pack` was given.
+
+    It allocates no more memory than these bytes, even if ``stored`` is malicious.
+    """
     if len(stored) == raw_bytes:
         return stored
     zstandard = require_compression()

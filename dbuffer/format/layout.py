@@ -1,8 +1,8 @@
-"""Layout of a weights file: the place of each tensor, and the file's description of itself.
+"""Layout of a weights file: the place of each tensor, as the end of the file describes it.
 
 ``docs/design.md`` ("Weights file") specifies the file. If the ranks of a trainer share no memory,
-each rank writes a part: a file with its pieces of tensors. The weights file then has a hole instead
-of data, and its layout has the place of each piece in the parts.
+each rank writes a part: a file with the rank's pieces of tensors. In this case the weights file has
+a hole instead of data, and its layout has the place of each piece in the parts.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ if TYPE_CHECKING:
     from dbuffer.format.ranges import ByteRanges
 
 ALIGNMENT_BYTES = 64
-"""A cache line, the widest vector register, and a multiple of every dtype's size."""
+"""Alignment of tensors in a weights file: a cache line, the widest vector register, and a multiple
+of every dtype's size."""
 
 BLOCK_BYTES = 1 << 20
-"""Bytes of a block, which is copied, and then hashed while it is in a core's cache. The size is a
-part of the format: a longer tensor's checksum is the digest of its blocks' digests."""
+"""Bytes of a block, which is copied, and then hashed while it is in a core's cache. The size is
+part of the format: the checksum of a longer tensor is the digest of its blocks' digests."""
 
 SPAN_BYTES = 4 << 20
-"""Bytes that one call reads or writes if a file is not mapped: enough for a network."""
+"""Bytes that one call reads or writes if a file is not mapped: large enough to use a network
+well."""
 
 ITEM_BYTES = {
     "bool": 1,
@@ -65,19 +67,21 @@ ITEM_BYTES = {
 _MAX_DIMENSIONS = 64  # torch's own limit
 
 DRAFT_PREFIX = "__draft__."
-"""Prefix of the names of a draft's tensors, in a version that has a draft beside its target."""
+"""Prefix of the names of a draft model's tensors, in a version with a draft for speculative
+decoding."""
 
 _MAX_TENSOR_BYTES = 1 << 60
-"""Most bytes of a tensor: more than any memory has, and few enough for offsets in 64 bits."""
+"""Largest size of a tensor in bytes: larger than any memory, and small enough for 64-bit
+offsets."""
 
 
 def is_of_draft(name: str) -> bool:
-    """Whether a version's tensor of this name belongs to the draft."""
+    """Whether a version's tensor of this name belongs to the draft model (speculative decoding)."""
     return name.startswith(DRAFT_PREFIX)
 
 
 class TensorSpec(NamedTuple):
-    """Name, dtype (torch's name, as ``"bfloat16"``) and shape of a tensor."""
+    """Name, dtype (torch's name, such as ``"bfloat16"``) and shape of a tensor."""
 
     name: str
     dtype: str
@@ -92,7 +96,7 @@ class TensorSpec(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Part of a tensor with a digest of its own, at most :data:`BLOCK_BYTES` long."""
+    """Part of a tensor, at most :data:`BLOCK_BYTES` long, that is hashed on its own."""
 
     tensor: int
     offset: int
@@ -108,15 +112,15 @@ class Piece(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Adjacent blocks, read or written in one call, with their padding; about SPAN_BYTES long."""
+    """Adjacent blocks that one call reads or writes, with their padding; about SPAN_BYTES long."""
 
     first_block: int
     end_block: int
     start: int
-    """First byte of the span in a file with all data."""
+    """Offset of the span's first byte in a weights file that has all data."""
     end: int
     part: int | None
-    """Number of the part that has these bytes, or None if the weights file has them."""
+    """Number of the part file that has these bytes, or None if the weights file has them."""
     place: int
 
 
@@ -135,16 +139,16 @@ class _LayoutRecord(Record, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors of a weights file, in order, with their offsets."""
+    """Tensors of a weights file, in order, with their offsets in the file."""
 
     specs: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
     aliases: dict[str, str]
     part_bytes: tuple[int, ...] = ()
-    """Size of each part; empty if the weights file has all data."""
+    """Size of each part file in bytes. Empty if the weights file has all data."""
     pieces: tuple[Piece, ...] = ()
-    """Pieces in the parts, by tensor, and then by offset in the tensor. In a file that was joined
-    from parts, each piece still begins a block."""
+    """Pieces of tensors in the part files, ordered by tensor, and then by offset in the tensor. If
+    parts were joined into one file, each piece still begins a block."""
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec], aliases: dict[str, str] | None = None) -> Layout:
@@ -165,12 +169,15 @@ class Layout:
 
     @cached_property
     def target(self) -> Layout:
-        """Layout of the target's tensors; this layout if there is no draft."""
+        """Layout of the tensors that are not a draft model's.
+
+        Without a draft, this is the layout itself.
+        """
         return self if self.draft is None else self._part(is_draft=False)
 
     @cached_property
     def draft(self) -> Layout | None:
-        """Layout of the draft's tensors under the draft's own names, or None without a draft."""
+        """Layout of the draft model's tensors under its own names, or None without a draft."""
         return self._part(is_draft=True) if any(map(is_of_draft, self.all_names)) else None
 
     def _part(self, *, is_draft: bool) -> Layout:
@@ -207,7 +214,7 @@ class Layout:
 
     @cached_property
     def joined(self) -> Layout:
-        """Return the layout with all data in the weights file, and with the same checksums."""
+        """Return the layout with all data in one weights file, and with the same checksums."""
         if not self.is_in_parts:
             return self
         pieces = tuple(piece._replace(part=0, place=0) for piece in self.pieces)
@@ -215,9 +222,10 @@ class Layout:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """Blocks of all tensors, in the file's order. An empty tensor has a block of length 0.
+        """Blocks of all tensors, in the file's order. An empty tensor has one block of length 0.
 
-        Each piece of a tensor in parts begins a block: the rank that writes the piece hashes it.
+        Each piece of a tensor in a part file begins a block, because the rank that writes the piece
+        hashes it.
         """
         return [
             Block(index, offset, min(BLOCK_BYTES, end - offset))
@@ -313,9 +321,9 @@ class Layout:
     @classmethod
     @functools.lru_cache(maxsize=4)
     def decode(cls, data: bytes, end: int) -> Layout:
-        """Decode and check a layout; every tensor must lie below ``end``.
+        """Decode and check a layout. Every tensor must end before offset ``end`` of the file.
 
-        The last layouts are cached: decoding 100,000 tensors takes a second.
+        The last layouts are cached, because decoding 100,000 tensors takes a second.
         """
         record = decode(_LayoutRecord, data)
         aliases = record.aliases
@@ -337,9 +345,11 @@ class Layout:
 
     @cached_property
     def tail(self) -> bytes:
-        """End of the file for ``TensorDict.from_consolidated``; empty if data is in parts.
+        """End of the file, which ``TensorDict.from_consolidated`` reads.
 
-        It is nested metadata and their length, as tensordict 0.10 to 0.15 write them.
+        Empty if the data is in parts.
+
+        It has nested metadata and their length, in the form that tensordict 0.10 to 0.15 writes.
         """
         if self.is_in_parts:  # tensordict would find no data, and refuses a file without this end
             return b""
@@ -358,12 +368,12 @@ class Layout:
 
 
 def align(offset: int) -> int:
-    """Return the next multiple of :data:`ALIGNMENT_BYTES`, or the offset if it is one."""
+    """Return the least multiple of :data:`ALIGNMENT_BYTES` that is not below the offset."""
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def digest(data: bytes | memoryview) -> str:
-    """Return the xxh3 (64 bits) of some bytes, as 16 hexadecimal digits."""
+    """Return the 64-bit xxh3 hash of some bytes, as 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
 

@@ -1,8 +1,8 @@
-"""`VersionId`, and `relation`, which compares a reader's version with the newest of a store.
+"""`VersionId`, and `relation`, which compares a reader's version with a store's newest version.
 
-Each start of a sender is a *run*, which continues from the newest version in the store. A version
-names the runs that led to it. These names alone decide which of two versions is later, or that the
-two have forked, whichever files were copied, replaced or renamed.
+Each start of a sender begins a *run*, which continues from the store's newest version. A version
+names its run and the runs that led to it. These names alone decide which of two versions is later,
+or that the two versions have forked. Copied, replaced or renamed files change nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Annotated, NamedTuple, Self
 from msgspec import Meta
 
 MAX_RUNS = 64
-"""Most runs that a version names. To a reader of an earlier run, the version is a fork."""
+"""Largest number of runs (starts of a sender) that a version names. To a reader with a version of a
+run that is no longer named, the version is a fork."""
 
 MAX_NUMBER = 2**63 - 1
 
@@ -25,11 +26,11 @@ VERSION_ID = re.compile(r"([0-9a-f]{16})-([0-9]{1,19})")
 Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
 Token = Annotated[str, Meta(pattern=rf"^{RUN.pattern}\Z")]
-"""16 hexadecimal digits: a run's id, another random token, or a digest."""
+"""Text of 16 hexadecimal digits: the id of a run, another random token, or a digest."""
 
 
 class VersionId(NamedTuple):
-    """A version: no two have one id, in all stores. Its text is ``RUN-NUMBER``."""
+    """Id of a version, unique across all stores. Its text is ``RUN-NUMBER``."""
 
     run: Token
     number: Positive
@@ -39,7 +40,7 @@ class VersionId(NamedTuple):
         """Read a version's id from its text.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the text is not a version's id.
         """
         match = VERSION_ID.fullmatch(text)
         if match is None or not 0 < int(match[2]) <= MAX_NUMBER:
@@ -56,26 +57,27 @@ class Run(NamedTuple):
     host: str
     pid: Count
     started_at: float
-    """Start of the run by its host's clock, in seconds since the epoch. Only people read it."""
+    """Start of the run by its host's clock, in seconds since the epoch. It is only for display."""
     upon: Positive | None
-    """The run continued from the version of this number; None if the store was empty."""
+    """Number of the version that the run continued, or None if the store was empty."""
 
 
 class Relation(enum.Enum):
-    """Relation of a version to a store's newest version."""
+    """Relation of a reader's version to the newest version of a store."""
 
     SAME = enum.auto()
     BEHIND = enum.auto()
-    """The version leads to the newest."""
+    """The reader's version leads to the newest version."""
     AHEAD = enum.auto()
-    """The newest leads to the version: the store lost later versions, or shows them late."""
+    """The newest version leads to the reader's version: the store lost later versions, or shows
+    them late."""
     FORKED = enum.auto()
-    """The two versions forked: another run replaced the store, or continued after the store lost
-    its last versions."""
+    """The two versions forked: another run (start of a sender) replaced the store, or continued
+    after the store lost its last versions."""
 
 
 class Lineage(NamedTuple):
-    """A version, and the runs that lead to it, its own run first."""
+    """Version, and the runs (starts of a sender) that lead to it, the version's own run first."""
 
     id: VersionId
     runs: Sequence[Run]
@@ -95,11 +97,11 @@ class Lineage(NamedTuple):
         return Lineage(version, runs)
 
     def has_since(self, number: int, version: VersionId | None) -> bool:
-        """Whether ``version`` leads to this one, and its number is at least ``number``."""
+        """Whether ``version`` leads to this version and is numbered ``number`` or higher."""
         return version is not None and version.number >= number and self.reaches(version)
 
     def at(self, number: int) -> VersionId | None:
-        """Return the version with this number that leads to this one, or None."""
+        """Return the version with this number that leads to this version, or None."""
         if number > self.id.number:
             return None
         for run in self.runs:

@@ -1,7 +1,7 @@
-"""The small records of a store, and the strict codec that reads them.
+"""Small records of a store, and the strict codec that reads and writes them.
 
-``docs/design.md`` ("Records") specifies them. The codec refuses a field that is missing, unknown,
-of another type or out of range.
+``docs/design.md`` ("Records") specifies the records. The codec refuses a record with a field that
+is missing, unknown, of a wrong type or out of range.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from dbuffer.format.places import BUFFERS, WEIGHTS_FILE
 from dbuffer.runtime.trouble import TranslatedErrors
 
 FORMAT = 1
-"""Version of the on-disk format. No other version is read."""
+"""Version of the on-disk format. Files with any other version are refused."""
 
 UNDECODABLE = (StoreCorruptError, UnsupportedError)
-"""Errors of a file that is damaged, or has another format."""
+"""Errors that reading a file raises if the file is damaged or has another format."""
 
 
 def naming(path: Path | str) -> TranslatedErrors:
-    """Put a file's name in front of the messages of decoding errors."""
+    """Put the file's name in front of the messages of errors that decoding the file raises."""
 
     def translate(error: BaseException) -> None:
         if isinstance(error, UNDECODABLE):
@@ -53,16 +53,16 @@ def naming(path: Path | str) -> TranslatedErrors:
 
 
 MAX_RECORD_BYTES = 1 << 20
-"""Most bytes of a record. This limits the bytes that a reader loads from a hostile store."""
+"""Largest size of a record in bytes. It limits how much a reader loads from a hostile store."""
 
 MAX_APPLIED_METADATA_BYTES = 1024
-"""Most bytes of metadata, as JSON, that a receiver's record repeats in full. Each acknowledgement
-writes the record again, and a waiting sender reads the records of all receivers."""
+"""Largest size of a version's metadata, as JSON, that a receiver's record repeats in full. Each
+acknowledgement writes the record again, and a waiting sender reads the records of all receivers."""
 
 MAX_INTEGER = MAX_NUMBER
 
 ATTEMPT = RUN
-"""Pattern of the id of an attempt to switch an engine."""
+"""Pattern of the id of one attempt of an engine to switch to a version."""
 _RECEIVER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _MIRROR_ID = re.compile(r"mirror-.*-[0-9a-f]{16}")
 
@@ -80,17 +80,17 @@ FILE_FIELDS = (
 
 
 class Lag(NamedTuple):
-    """Lag of a receiver behind the newest version."""
+    """Lag of a receiver behind the newest version, in versions and in the trainer's steps."""
 
     versions: int
     steps: int | float | None
-    """Difference of the trainer's steps, which are the numbers ``step`` in the two versions'
-    metadata. It is negative if an earlier version was published again. None if a version has no
-    step, or if the versions are of different runs."""
+    """Difference of the trainer's steps: the numbers under ``step`` in the two versions' metadata.
+    Negative if an earlier version was published again. None if a version has no step, or if
+    different runs (starts of a sender) published the two versions."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base class of all records; msgspec checks the types and ranges of their fields.
+    """Base class of all records, whose fields' types and ranges msgspec checks.
 
     No field has a default: msgspec would use the default for a field that is missing in a file.
     """
@@ -99,13 +99,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def decodable(kind: type[RecordT]) -> type[RecordT]:
-    """Let msgspec analyze a record's fields now: two threads that do so at once crash it."""
+    """Make msgspec analyze a record's fields now: two threads that do it at once crash msgspec."""
     msgspec.json.Decoder(kind)
     return kind
 
 
 class Versioned(Record, frozen=True, kw_only=True):
-    """Base class of records with the ``id`` of a version and the ``runs`` that lead to it."""
+    """Base class of records that have a version's ``id`` and the ``runs`` that led to it."""
 
     id: VersionId
     runs: Annotated[list[Run], Meta(max_length=MAX_RUNS)]
@@ -129,30 +129,32 @@ def require_runs(name: str, version: VersionId, runs: list[Run]) -> None:
 
 @decodable
 class Pointer(Versioned, frozen=True, kw_only=True):
-    """``CURRENT``, which names the buffer with the newest version."""
+    """Contents of ``CURRENT``, the version pointer: it names the buffer with the newest version."""
 
     NAME: ClassVar = "version pointer"
 
     buffer: _BufferName
     generation: Count
-    """Generation of the buffer's manifest. A manifest with another one was rewritten since."""
+    """Generation of the buffer's manifest. If the manifest has another generation, it was rewritten
+    since."""
     writer: Token
-    """Token of the writer: a sender's run, or a mirror's random token."""
+    """Token of the writer: a sender's run id, or a mirror's random token."""
 
 
 @decodable
 class Manifest(Versioned, frozen=True, kw_only=True):
-    """``A/manifest.json``, which describes the version in a buffer, or marks a rewrite."""
+    """Contents of ``A/manifest.json``: describes a buffer's version, or marks a rewrite of it."""
 
     NAME: ClassVar = "manifest"
 
     state: Literal["writing", "complete"]
     generation: Count
-    """Number that changes before the first byte of a rewrite, and after the last byte."""
+    """Number that changes twice in each rewrite of the buffer: before its first byte is written,
+    and after its last byte."""
     writer: Token
-    """Token of the writer: the version's run, or a mirror's token."""
+    """Token of the writer: the version's run id, or a mirror's random token."""
     file: _WeightsFile
-    """Name of the weights file. It is in this buffer, or in :attr:`anchor_buffer`."""
+    """Name of the weights file. The file is in this buffer, or in :attr:`anchor_buffer`."""
     file_bytes: Count
     num_tensors: Count
     num_bytes: Count
@@ -161,19 +163,20 @@ class Manifest(Versioned, frozen=True, kw_only=True):
     layout_xxh3: Token | None
     checksums_offset: Count
     checksums_xxh3: Token | None
-    """Digest of the table of checksums in the file, or None if the version has no checksums."""
+    """Digest of the weights file's table of checksums, or None if the version has no checksums."""
     is_final: bool
-    """Whether the file is never written again. If it can be, and has no checksums, other hosts
-    cannot tell whether they read a single version."""
+    """Whether the weights file is never overwritten. If it may be, and the version has no
+    checksums, readers on other hosts cannot detect a mix of two versions."""
     anchor: VersionId | None
-    """Earlier version that is in the weights file. Deltas of :attr:`chain` lead from it to this
-    version. None if this version is in the file."""
+    """Earlier version that is in the weights file. Deltas of :attr:`chain` lead from the anchor to
+    this version. None if this version is itself in the weights file."""
     anchor_buffer: _BufferName | None
     chain: list[VersionId]
-    """Versions that deltas connect, oldest first; the last one is this version. To each version
-    except the first, a delta leads from the version before. Empty if there are no deltas."""
+    """Versions that deltas connect, oldest first and this version last. A delta leads to each of
+    them, except the first, from the version before. Empty if the version has no deltas."""
     published_at: float
-    """Seconds since the epoch by the writer's clock. Only people read it."""
+    """Time of the publish in seconds since the epoch, by the writer's clock. It is only for
+    display."""
     metadata: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -205,27 +208,27 @@ class Manifest(Versioned, frozen=True, kw_only=True):
 
     @property
     def of_file(self) -> dict[str, Any]:
-        """Fields that describe the weights file, except its name."""
+        """Fields that describe the weights file, except the file's name."""
         return {name: getattr(self, name) for name in FILE_FIELDS}
 
     @property
     def file_version(self) -> VersionId:
-        """Version in the weights file: the anchor, or this version."""
+        """Version in the weights file: this version, or the version that its deltas start from."""
         return self.anchor or self.id
 
     @property
     def since_anchor(self) -> list[VersionId]:
-        """Versions after the anchor, in order. Their deltas lead from it to this version."""
+        """Versions after the version in the weights file. Their deltas lead to this version."""
         return self.deltas_after(self.file_version)
 
     def upon(self, buffer: str) -> dict[str, Any]:
-        """Return fields for a later version with the same anchor. ``buffer`` has this manifest."""
+        """Return fields for a later version that uses the weights file of this manifest."""
         fields = self.of_file | {"file": self.file}
         directory = self.anchor_buffer or buffer
         return fields | {"anchor": self.file_version, "anchor_buffer": directory}
 
     def deltas_after(self, version: VersionId) -> list[VersionId]:
-        """Return the versions after a version of the chain: their deltas lead to this version."""
+        """Return the versions after ``version``, whose deltas lead from it to this version."""
         if version == self.id:  # its chain may be empty
             return []
         return self.chain[self.chain.index(version) + 1 :]
@@ -233,33 +236,34 @@ class Manifest(Versioned, frozen=True, kw_only=True):
 
 @decodable
 class WriterRecord(Record, frozen=True, kw_only=True):
-    """``writer.json``, which describes the last process that opened the store for writing."""
+    """Contents of ``writer.json``: describes the last process that opened the store for writing."""
 
     NAME: ClassVar = "writer record"
 
     epoch: Count
     token: Token
-    """Token of the writer; of a sender, its run. A writer that reads another token has lost the
-    store."""
+    """Token of the writer; a sender's token is its run id. A writer that reads another token here
+    has lost the store to another writer."""
     host: str
     pid: Count
     started_at: float
     boot: _Boot
-    """Identity of the process among all hosts and containers, with the next two; see `liveness`."""
+    """Boot id of the writer's host. Together with the next two fields, it identifies the process
+    among all hosts and containers; see `liveness`."""
     pid_namespace: Count
     started: Count
 
 
 @decodable
 class ReceiverRecord(Record, frozen=True, kw_only=True):
-    """``receivers/ID.TOKEN.json``, which describes the state of a receiver."""
+    """Contents of ``receivers/ID.TOKEN.json``: describes the state of a receiver."""
 
     NAME: ClassVar = "receiver record"
 
     receiver: _ReceiverId
     token: Token
-    """Token that differs between receivers with the same id. For an engine and its ranks, a digest
-    that identifies this start of the engine; else a random token."""
+    """Token that distinguishes receivers with one id. The token of an engine and of its ranks is a
+    digest that identifies this start of the engine. Any other receiver has a random token."""
     host: str
     pid: Count
     updated_at: float
@@ -267,43 +271,53 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     runs: Annotated[list[Run], Meta(max_length=MAX_RUNS)]
     held: VersionId | None
     metadata: dict[str, Any]
-    """Metadata of ``applied``, as :func:`metadata_for_record` returns it. Empty if no version was
-    applied."""
+    """Metadata of the ``applied`` version, as :func:`metadata_for_record` returns it. Empty if the
+    receiver has applied no version."""
     part_of: _ReceiverId | None
-    """Id of the engine that this rank is part of. Only the engine's own receiver acknowledges."""
+    """Id of the engine if the receiver is one of the engine's ranks. Only the engine's own receiver
+    acknowledges versions."""
     staged: VersionId | None
     problem: str | None
     problem_version: VersionId | None
-    """Version that ``problem`` is about, or None if it is about the store."""
+    """Version that ``problem`` is about, or None if the problem is with the store."""
     unreadable: VersionId | None
-    """Version whose deltas the receiver could not read. The sender then publishes an anchor."""
+    """Version whose deltas the receiver could not read. The sender then publishes a whole
+    version."""
     stats: dict[str, int | float]
     state: Literal["serving", "on_trial", "broken"] | None
-    """State of an engine. ``serving``: all ranks serve ``applied``. ``on_trial``: they do, and its
-    canary has not accepted it yet. ``broken``: the engine refuses to serve, since a rank is half
-    loaded. None if unknown, or if the receiver is no engine."""
+    """State of an engine. ``serving``: all ranks serve the ``applied`` version. ``on_trial``: all
+    ranks serve that version, but the engine's test of it (its canary) has not passed yet.
+    ``broken``: the engine refuses to serve, because a rank is half loaded. None if unknown, or if
+    the receiver is no engine."""
     attested_at: float | None
-    """Time at which all ranks of an engine had compared their weights with ``applied``, and found
-    them equal; None before that."""
+    """Time at which all ranks of an engine had compared their weights with the ``applied`` version
+    and found them equal. None before this time."""
     is_attestable: bool
-    """Whether that time can still come: the engine compares, and has copies to compare with."""
+    """Whether the engine can still set ``attested_at``: it compares its weights, and has copies to
+    compare them with."""
     only_version: Count | None
-    """Number of the only version that an engine serves, or None if it follows the newest."""
+    """Number of the only version that the engine serves, or None if the engine follows the newest
+    version."""
     every: Positive
-    """An engine takes only versions whose number is a multiple of this one."""
+    """Divisor of the versions' numbers: the engine takes a version only if its number is a
+    multiple."""
     when: dict[str, Positive]
-    """An engine takes only versions whose metadata has multiples of these numbers."""
+    """Divisors of numbers in the versions' metadata, keyed by metadata key. The engine takes a
+    version only if each number is a multiple."""
     attempt: Token | None
     boot: _Boot
-    """Identity of the process among all hosts and containers, with the next two; see `liveness`."""
+    """Boot id of the receiver's host. Together with the next two fields, it identifies the process
+    among all hosts and containers; see `liveness`."""
     pid_namespace: Count
     started: Count
     is_ephemeral: bool
-    """Whether no later receiver will have this id: it was generated, or belongs to a rank."""
+    """Whether no later receiver will have this id, because it was generated or belongs to a
+    rank."""
     is_relayed: bool
-    """Whether a mirror wrote this record, for a receiver of the mirror's local store."""
+    """Whether a mirror wrote this record for a receiver of the mirror's local store."""
     has_ended: bool
-    """Whether the receiver was closed, or has ended. If so, the record does not change any more."""
+    """Whether the receiver was closed or its process has ended. If so, the record never changes
+    again."""
 
     def __post_init__(self) -> None:
         if self.applied is not None:
@@ -319,7 +333,10 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
 
     @property
     def copied(self) -> VersionId | None:
-        """Newest version that a mirror has copied. None if it has copied none, or is no mirror."""
+        """Newest version that a mirror has copied.
+
+        None if none, or if the receiver is not a mirror.
+        """
         # A receiver's id can look like a mirror's; but only a receiver applies versions.
         is_mirror = self.applied is None and _MIRROR_ID.fullmatch(self.receiver)
         return self.staged if is_mirror else None
@@ -330,9 +347,9 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
         return self.state == "broken"
 
     def lag_behind(self, newest: Lineage, metadata: Mapping[str, Any]) -> Lag | None:
-        """Return the receiver's lag behind the newest version, which has this metadata.
+        """Return the receiver's lag behind the newest version, whose metadata is ``metadata``.
 
-        Return None if the receiver has no version, stays on a version on purpose, or skips the
+        Return None if the receiver has no version, stays on one version on purpose, or skips the
         newest version on purpose.
         """
         if self.lineage is None or self.only_version is not None:
@@ -341,13 +358,13 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
         return lag if not lag.versions or self.takes(newest.id.number, metadata) else None
 
     def takes(self, number: int, metadata: Mapping[str, Any]) -> bool:
-        """Whether the receiver does not skip a version of this number on purpose."""
+        """Whether the receiver takes, and does not skip, a version of this number and metadata."""
         return is_multiple(number, metadata, self.every, self.when)
 
     def has_problem_with(self, number: int, newest: Lineage | None) -> bool:
         """Whether the receiver reports a problem with the store, or with a recent version.
 
-        A recent version has at least this number, and leads to ``newest``.
+        A recent version is numbered ``number`` or higher, and leads to ``newest``.
         """
         if self.problem is None or self.problem_version is None:
             return self.problem is not None  # a problem with the store
@@ -363,7 +380,7 @@ def lag_between(
     newest: Lineage,
     newest_metadata: Mapping[str, Any],
 ) -> Lag:
-    """Return the lag of a version, or of a receiver without a version, behind the newest one."""
+    """Return how far ``version`` lags behind the newest version. ``version`` may be None."""
     if version is None or (related := relation(version, newest)) is Relation.FORKED:
         return Lag(newest.id.number, None)
     if related is Relation.AHEAD or version.id.run != newest.id.run:
@@ -373,7 +390,7 @@ def lag_between(
 
 
 def metadata_for_record(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a version's metadata for a receiver's record: all, or only ``step``."""
+    """Return the metadata that a receiver's record repeats: all of it, or only ``step``."""
     step = {name: value for name, value in metadata.items() if name == "step"}
     for kept in (metadata, step):
         text = json.dumps(kept, separators=(",", ":"))
@@ -383,9 +400,9 @@ def metadata_for_record(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def step_in(metadata: Mapping[str, Any]) -> int | float | None:
-    """Return the trainer's step in a version's metadata, or None if ``step`` is no number.
+    """Return the trainer's step from a version's metadata, or None if ``step`` is not a number.
 
-    An integer that is too large for a float does not count: steps are converted to floats.
+    An integer too large for a float also gives None, because steps are converted to floats.
     """
     step = metadata.get("step")
     if not isinstance(step, int | float) or isinstance(step, bool):
@@ -398,8 +415,8 @@ def is_multiple(
 ) -> bool:
     """Whether an engine with the options ``every`` and ``when`` takes a version.
 
-    Its number must be a multiple of ``every``, and its metadata must have, under each key of
-    ``when``, a multiple of the key's number.
+    The version's number must be a multiple of ``every``. For each key of ``when``, the version's
+    metadata must have a multiple of the key's value in ``when``.
     """
     values = {key: metadata.get(key) for key in when}
     return number % every == 0 and all(
@@ -414,7 +431,7 @@ def steps_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | 
 
 
 def is_receiver_id(text: str) -> bool:
-    """Whether ``text`` can be a receiver's id, which is part of a file's name."""
+    """Whether ``text`` is a valid receiver id, which is part of a file name."""
     return _RECEIVER_ID.fullmatch(text) is not None
 
 
@@ -423,13 +440,13 @@ def is_run(text: object) -> bool:
 
 
 def host_in_id() -> str:
-    """Return this host's name for a receiver's id, without characters that ids cannot have."""
+    """Return this host's name without the characters that a receiver id cannot have."""
     host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname())
     return host[:64]
 
 
 def encode(record: Record) -> bytes:
-    """Encode a record as one line of JSON, or raise an error if readers would refuse it."""
+    """Encode a record as one line of JSON. Raise if readers would refuse the record."""
     fields = fields_of(record)
     made_of(type(record), fields)
     data = {"format": FORMAT, **fields}
@@ -442,7 +459,7 @@ def fields_of(record: Record) -> dict[str, Any]:
 
 
 def made_of(kind: type[RecordT], values: Any) -> RecordT:
-    """Make a record of fields with JSON types, and check them."""
+    """Make a record from JSON values, and check its fields."""
     try:
         return msgspec.convert(values, kind)
     except UnicodeEncodeError as error:  # a lone surrogate, which only text fields may have
@@ -453,7 +470,7 @@ def made_of(kind: type[RecordT], values: Any) -> RecordT:
 
 
 def decode(kind: type[RecordT], data: bytes) -> RecordT:
-    """Decode and check a record, or raise one of the `UNDECODABLE` errors."""
+    """Decode and check a record. Raise one of the `UNDECODABLE` errors if the data is bad."""
     return made_of(kind, parse_object(data, kind.NAME))
 
 
@@ -464,7 +481,7 @@ def _finite(text: str) -> float:
 
 
 def parse_object(data: bytes, name: str) -> dict[str, Any]:
-    """Parse a record's JSON object. Check its ``format``, and return the other fields."""
+    """Parse a record's JSON object, check its ``format``, and return the other fields."""
     try:
         # msgspec's parser refuses lone surrogates, which names of tensors can have.
         # Python's parser accepts numbers that JSON does not have, such as NaN.

@@ -1,7 +1,7 @@
-"""Records and names of a bucket's objects, which ``docs/design.md`` ("Buckets") specifies.
+"""Records and names of the objects in a bucket, which ``docs/design.md`` ("Buckets") specifies.
 
-Each file of a version is one immutable object, named with the digest of its content. So a mirror
-that puts an object late, after another mirror took over, never replaces other content.
+Each file of a version is one immutable object, named with the digest of its content. So if a mirror
+puts an object late, after another mirror took over, the object never replaces other content.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ RECEIVERS_PREFIX = "receivers"
 VERSIONS_PREFIX = "versions"
 
 RANGE_BYTES = 32 << 20
-"""Bytes of a file that are hashed together, and got by one request: small enough for many requests
-side by side, and large enough that requests cost little."""
+"""Bytes of a file that are hashed together, and that one request gets. Small enough for many
+requests in parallel, and large enough that the overhead of each request is small."""
 
 MAX_OBJECT_BYTES = 16 * MAX_RECORD_BYTES
-"""Most bytes of an object with a record. ``CURRENT`` has the sizes of other objects."""
+"""Largest size in bytes of an object that holds a record. The sizes of other objects are in the
+bucket's ``CURRENT``."""
 
 Kind: TypeAlias = Literal["weights", "delta"]
 
@@ -44,7 +45,7 @@ _RECEIVERS = re.compile(rf"{RECEIVERS_PREFIX}/mirror-[A-Za-z0-9-]{{0,64}}-[0-9a-
 class Content(NamedTuple):
     num_bytes: Positive
     xxh3: Token
-    """Digest of the digests of the object's ranges, or the digest of its only range."""
+    """Digest of the object's only range of bytes, or the digest of all ranges' digests."""
 
 
 class FileObject(NamedTuple):
@@ -54,21 +55,21 @@ class FileObject(NamedTuple):
 
 @decodable
 class BucketVersion(Record, frozen=True, kw_only=True):
-    """``CURRENT``: the newest version in a bucket, and the content of its files."""
+    """Contents of a bucket's ``CURRENT``: the newest version, and the content of its files."""
 
     NAME: ClassVar = "bucket's version"
 
     writer: Token
-    """Random name of the mirror that put it."""
+    """Random token of the mirror that put the record."""
     epoch: Positive
-    """Number of the mirror that put the record. A mirror takes over with a higher number."""
+    """Number of the mirror that put the record. The next mirror takes over with a higher number."""
     manifest: Manifest
-    """The version's manifest; its ``anchor_buffer`` is None."""
+    """Manifest of the version. Its ``anchor_buffer`` is None, since a bucket has no buffers."""
     weights: Token
     deltas: list[Content]
-    """Deltas that lead to the versions of the chain, except its first."""
+    """Content of the deltas that lead to all versions of the manifest's chain but the first."""
     xxh3: Token
-    """Digest of the other fields."""
+    """Digest of all other fields."""
 
     @classmethod
     def sealed(cls, **fields: Any) -> Self:
@@ -92,13 +93,13 @@ class BucketVersion(Record, frozen=True, kw_only=True):
 
     @property
     def weights_file(self) -> FileObject:
-        """Weights file of the version, or of its anchor."""
+        """Weights file with the version, or with the earlier version that its deltas start from."""
         content = Content(self.manifest.file_bytes, self.weights)
         return file_object(self.manifest.file_version, "weights", content)
 
     @property
     def delta_files(self) -> dict[VersionId, FileObject]:
-        """Deltas of the chain, by the versions that they lead to."""
+        """Delta files of the newest version, keyed by the version that each delta leads to."""
         files = zip(self.manifest.chain[1:], self.deltas, strict=True)
         return {version: file_object(version, "delta", content) for version, content in files}
 
@@ -109,19 +110,19 @@ class BucketVersion(Record, frozen=True, kw_only=True):
 
 @decodable
 class BucketReceivers(Record, frozen=True, kw_only=True):
-    """``receivers/MIRROR.json``: records of a mirror, and of the receivers of its local store."""
+    """Contents of ``receivers/MIRROR.json``: records of a mirror and its store's receivers."""
 
     NAME: ClassVar = "bucket's receivers"
 
     records: list[ReceiverRecord]
     updated_at: float
-    """Time of the put by the mirror's clock. It makes each put's content different."""
+    """Time of the put by the mirror's clock. It makes the content of each put different."""
 
 
 def version_of(name: str) -> VersionId | None:
-    """Return the version that a file belongs to, by the file's name, or None for other names.
+    """Return the version that a file belongs to, given the file's name; None for other names.
 
-    A weights file belongs to its anchor, a delta to the version it leads to.
+    A weights file belongs to the version that it holds, a delta to the version that it leads to.
     """
     match = _FILE.fullmatch(name)
     return match and VersionId(match[1], int(match[2]))

@@ -14,19 +14,21 @@ MANIFEST_FILE = "manifest.json"
 WRITER_FILE = "writer.json"
 WRITER_LOCK_FILE = "writer.lock"
 MIRROR_LOCK_FILE = "mirror.lock"
-"""File that a mirror locks while it copies into the store, so that only one does."""
+"""Name of the file that a mirror locks while it copies into the store, so that only one mirror
+does."""
 RECEIVERS_DIRECTORY = "receivers"
 DELTAS_DIRECTORY = "deltas"
 KEPT_DIRECTORY = "kept"
 PIN_FILE = "pinned"
 REFUSED_DIRECTORY = "refused"
-"""Directory with a file for each version that a canary refused; the version's id is the name."""
+"""Name of the directory with one file per version that a canary engine refused. The version's id is
+the name of the file."""
 DROPPED_FILE = "dropped.json"
 """Name of a kept version's manifest while the version is being dropped."""
 SCRATCH_DIRECTORY = "tmp"
-"""Directory where files are written before they are renamed. No other file is in it: over NFSv3,
-other hosts do not see a second change of a directory within one tick of the server's clock, and
-watchdog delays the first of two events in one directory."""
+"""Name of the directory where files are written before they are renamed. It has no other files, for
+two reasons: over NFSv3, other hosts miss the second of two changes of a directory within one tick
+of the server's clock; and watchdog delays the first of two events in one directory."""
 
 _RECORD_FILE = re.compile(r"(.+)\.[0-9a-f]{16}\.json")
 WEIGHTS_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td")
@@ -34,7 +36,7 @@ _DELTA_FILE = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}\.delta")
 
 
 def receiver_of(name: str) -> str | None:
-    """Return the id of the receiver whose record has this file name, or None for other names."""
+    """Return the receiver id from the file name of a receiver's record, or None for other names."""
     match = _RECORD_FILE.fullmatch(name)
     return match and match[1]
 
@@ -45,7 +47,7 @@ def part_path(path: Path, part: int | None) -> Path:
 
 
 def version_file(name: str) -> str:
-    """Return the name of a part's weights file. Other names are returned as they are."""
+    """Return the name of the weights file that a part file belongs to, or ``name`` unchanged."""
     return re.sub(r"\.r[0-9]+\.td$", ".td", name)
 
 
@@ -62,5 +64,5 @@ def kept_buffer(version: VersionId | str) -> str:
 
 
 def is_kept(buffer: str) -> bool:
-    """Whether a buffer is one of a kept version, and not ``A`` or ``B``."""
+    """Whether a buffer holds a kept version, and is not ``A`` or ``B``."""
     return buffer not in BUFFERS

@@ -1,4 +1,4 @@
-"""`ByteRanges`: byte ranges of tensors in a file or in memory."""
+"""`ByteRanges`: the byte ranges of tensors in a file or in memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 
 
 class ByteRanges(NamedTuple):
-    """Byte ranges of tensors, in ascending order, without overlaps. Empty tensors are left out."""
+    """Byte ranges of tensors, in ascending order, without overlaps and without empty tensors."""
 
     tensors: Integers
     starts: Integers
     ends: Integers
     word_bytes: Integers
-    """Word size of each tensor: the size of its elements, but at most 8 bytes."""
+    """Word size of each tensor in bytes: the size of its elements, but at most 8."""
 
     @classmethod
     def of(cls, *columns: Sequence[int]) -> Self:
@@ -34,7 +34,7 @@ class ByteRanges(NamedTuple):
         return type(self)(*(column[rows] for column in self))
 
     def in_words(self, width: int) -> Self:
-        """Return the ranges in words of this size. They are exact for tensors with such words."""
+        """Return the ranges in words of ``width`` bytes, exact for tensors with such words."""
         return self._replace(starts=self.starts // width, ends=self.ends // width)
 
     def counts(self, places: Integers) -> Integers:
@@ -42,7 +42,7 @@ class ByteRanges(NamedTuple):
         return counts
 
     def owners(self, places: Integers) -> Integers:
-        """Return the row that each place is in, or -1 if it is in none."""
+        """Return, for each place, the row of the range that contains it, or -1 if none does."""
         rows = self.ends.searchsorted(places, side="right")
         rows[rows == len(self.ends)] = -1
         rows[self.starts[rows] > places] = -1

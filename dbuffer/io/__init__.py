@@ -1,1 +1,1 @@
-"""Bytes of tensors, from memory to files and back."""
+"""Copies of tensors' bytes between memory, GPUs and files."""

@@ -1,4 +1,4 @@
-"""`ChainReader`: reads the deltas that lead from an earlier version to an open one."""
+"""`ChainReader`: reads the deltas that lead from an earlier version to an open version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class ChainReader:
-    """The deltas of an open version. Each header is read once."""
+    """Reader of an open version's deltas. It reads the header of each delta once."""
 
     def __init__(self, opened: OpenVersion, layout: Layout) -> None:
         self._opened = opened
@@ -42,10 +42,11 @@ class ChainReader:
         since: VersionId | None = None,
         hashed: bool = False,
     ) -> list[int] | None:
-        """Read the open version into memory; return the checksums of all tensors, if ``hashed``.
+        """Read the open version into memory; return the checksums of all tensors if ``hashed``.
 
-        ``since`` is the version in memory, or None. Without deltas from it, the weights file is
-        read first. After an error, the memory holds no version.
+        ``since`` is the version that is in memory already, or None. If no deltas lead from it to
+        the open version, the weights file is read first. After an error, the memory holds no
+        version.
         """
         manifest, opened = self._opened.manifest, self._opened
         if since is None or since not in (manifest.file_version, *manifest.chain):
@@ -61,9 +62,9 @@ class ChainReader:
         return copier.checksums(memory) if hashed else None
 
     def changed_since(self, version: VersionId, copier: Copier) -> dict[int, Integers]:
-        """Return the elements that differ between an earlier version of the chain and the open one.
+        """Return the elements that differ between an earlier version and the open version.
 
-        They are flat positions, ascending, by the tensor's index.
+        The result has ascending flat positions in each tensor, keyed by the tensor's index.
         """
         places = [
             self._use(later, lambda header, read: changed_places(header, read, copier))
@@ -72,10 +73,10 @@ class ChainReader:
         return elements_at(self._layout, np.concatenate([np.empty(0, np.int64), *places]))
 
     def expected(self, verified: Mapping[VersionId, list[int]]) -> list[int] | None:
-        """Return the checksums that the tensors of the open version were published with.
+        """Return the checksums that the open version's tensors had when they were published.
 
-        Return None if the table of checksums in the weights file is damaged. Only deltas after the
-        latest version in ``verified`` are read.
+        Return None if the table of checksums in the weights file is damaged. ``verified`` has
+        checksums of earlier versions: only deltas after the latest of these versions are read.
         """
         manifest = self._opened.manifest
         earlier = [manifest.file_version, *manifest.since_anchor]
@@ -106,9 +107,10 @@ class ChainReader:
         return unpack_checksums(table) if is_whole else None
 
     def _use(self, version: VersionId, action: Callable[[DeltaHeader, ReadChunk], T]) -> T:
-        """Open the delta that leads to a version; return an action's result on its contents.
+        """Open the delta that leads to a version, and return the result of ``action`` on it.
 
-        The delta is closed again: a chain may have more deltas than a process may open files.
+        The delta file is closed afterwards: a version may have more deltas than a process may open
+        files.
         """
         path, file = self._opened.open_delta(version)
         with file, naming(path):

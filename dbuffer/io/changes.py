@@ -1,7 +1,7 @@
-"""Compares two versions of one layout, and encodes the changed words as chunks of a delta.
+"""Compares two versions with one layout, and encodes the changed words as chunks of a delta file.
 
-It compares bits, not numbers: -0.0 differs from 0.0, and a NaN equals a NaN with the same bits. The
-copier's threads compare with numpy, which is faster than torch with short words.
+The comparison is of bits, not of numbers: -0.0 differs from 0.0, and a NaN equals a NaN with the
+same bits. The copier's threads compare with numpy, which is faster than torch for short words.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 class Changes(msgspec.Struct, frozen=True):
     chunks: list[tuple[Chunk, bytes]]
     tensors: set[int]
-    """Indices of the changed tensors, in the layout of the compared memory."""
+    """Indices of the tensors that changed, in the layout of the compared memory."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all changed words. If above `find_changes`' limit, some chunks are missing."""
+        """Bytes of all changed words.
+
+        If they exceed the limit of `find_changes`, some chunks are missing.
+        """
         return sum(chunk.num_changed * chunk.word_bytes for chunk, _ in self.chunks)
 
     @classmethod
@@ -47,19 +50,22 @@ class Changes(msgspec.Struct, frozen=True):
 
 
 class Patch(NamedTuple):
-    """New words of a version, and their places. All words have one size."""
+    """New words of a version, with their places. All words have one size."""
 
     places: Integers
-    """Places in the weights file, ascending, counted in words of this size."""
+    """Places of the words in the weights file, in ascending order, counted in words of this patch's
+    size."""
     words: Words
 
 
 _Range: TypeAlias = tuple[int, int, int]
-"""Range of memory that becomes one chunk: first byte, end, and size of its words in bytes."""
+"""Range of memory that becomes one chunk of a delta: its first byte, its end, and the size of its
+words in bytes."""
 
 _FindChanges: TypeAlias = Callable[[int, int, int], tuple[Integers, Words]]
-"""Function that returns the ascending positions of the changed words in a range, which is given as
-start, end and word size; and for each word, new minus old."""
+"""Function that finds the changed words in a range of memory, given as start, end and word size in
+bytes. It returns the ascending positions of these words, and for each word its new minus its old
+value."""
 
 
 def find_changes(
@@ -72,11 +78,11 @@ def find_changes(
     share: tuple[int, int] = (0, 1),
     max_bytes: float = math.inf,
 ) -> Changes:
-    """Compare the bytes of two versions of one layout, and encode the changes.
+    """Compare the bytes of two versions with one layout, and encode the changes.
 
-    ``file_starts`` has the first byte of each tensor in the weights file, if the layout is not the
-    file's. ``share`` is the number of this rank, and the number of ranks, which compare equal
-    shares. The comparison stops once the changed words have more bytes than ``max_bytes``.
+    ``file_starts`` has the offset of each tensor in the weights file, if ``layout`` is not the
+    weights file's. ``share`` is this rank's number and the number of ranks: each rank compares an
+    equal share. The comparison stops early if the changed words have more bytes than ``max_bytes``.
     """
     ranges = _ranges(layout)
     first, last = (number * len(ranges) // share[1] for number in (share[0], share[0] + 1))
@@ -90,7 +96,7 @@ def find_changes(
 
 
 def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copier) -> Changes:
-    """Write a patch into the bytes of the version before; return the changes."""
+    """Write a patch into memory that has the previous version's bytes; return the changes."""
     words, width = words_in(memory, patch.words.itemsize), patch.words.itemsize
 
     def find(start: int, end: int, width: int) -> tuple[Integers, Words]:
@@ -106,7 +112,7 @@ def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copi
 
 
 def _ranges(layout: Layout) -> list[_Range]:
-    """Cut memory into ranges. The words of a range are as long as its smallest elements."""
+    """Cut memory into ranges. The words of each range are as long as its smallest elements."""
     ranges = []
     for start in range(0, layout.checksums_offset, CHUNK_BYTES):
         end = min(start + CHUNK_BYTES, layout.checksums_offset)
@@ -153,7 +159,7 @@ def _encode(
 
 
 class _Scratch(threading.local):
-    """A thread's memory for a range: allocating it takes longer than comparing the range."""
+    """One thread's buffers for comparing a range. Allocating them takes longer than comparing."""
 
     def __init__(self) -> None:
         self.differences = np.empty(CHUNK_BYTES, np.uint8)
@@ -161,9 +167,9 @@ class _Scratch(threading.local):
 
 
 def _compare(old: Words, new: Words, scratch: _Scratch) -> tuple[Integers, Words]:
-    """Return the positions of the words that differ, and for each of them, new minus old.
+    """Return the positions of the words that differ, and for each word its new minus its old value.
 
-    Eight bytes are compared at a time: ranges are multiples of `ALIGNMENT_BYTES` long.
+    Eight bytes are compared at a time: the length of a range is a multiple of `ALIGNMENT_BYTES`.
     """
     differences = scratch.differences[: new.nbytes].view(new.dtype)
     np.subtract(new, old, out=differences)
@@ -182,7 +188,6 @@ def _compare(old: Words, new: Words, scratch: _Scratch) -> tuple[Integers, Words
 
 
 def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:
-    """Return the positions of hits. They are counted as if ``groups`` of ``size`` were adjacent."""
     shift = size.bit_length() - 1  # a division takes several times as long
     positions: Integers = groups.take(hits >> shift)
     positions <<= shift
@@ -212,5 +217,5 @@ def words_in(memory: torch.Tensor, width: int) -> Words:
 
 
 def planes_of(words: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """View the lowest byte of each word, the next byte of each, and so on."""
+    """View the lowest byte of all words as one row, the next byte as the next row, and so on."""
     return words.view(np.uint8).reshape(len(words), words.itemsize).T

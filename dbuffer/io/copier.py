@@ -28,10 +28,11 @@ from dbuffer.runtime.trouble import log_once
 logger = logging.getLogger(__name__)
 
 MAX_DEFAULT_THREADS = 8
-"""More threads are of no use: copies are bound by memory bandwidth, and a few cores use it up."""
+"""Largest default number of threads. More threads do not help: a few cores use up the memory
+bandwidth that limits copies."""
 
 _PIECE_BYTES = 1 << 18
-"""Bytes that are copied, and then hashed. A core's own cache can hold two copies of them."""
+"""Bytes that are copied, and then hashed, in one step. A core's cache holds two copies of them."""
 
 
 _SHARES_A_THREAD = 8
@@ -40,8 +41,9 @@ _SHARES_A_THREAD = 8
 class _Batch:
     """Slices of work, which several threads take one by one.
 
-    The caller takes slices too, so the work is done even if no other thread can be started. When
-    :meth:`settle` returns, no thread is working any more, even after a Control-C.
+    The calling thread takes slices too, so the work gets done even if no other thread can be
+    started. When :meth:`settle` returns, no thread works on the slices any more, even after a
+    Control-C.
     """
 
     def __init__(self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]) -> None:
@@ -80,7 +82,7 @@ class _Batch:
                 work()
 
     def settle(self) -> None:
-        """Drop slices that no thread has begun, and wait for the others."""
+        """Drop all slices that no thread has begun, and wait for the slices that were begun."""
         interrupt: BaseException | None = None
         while True:
             try:
@@ -100,7 +102,7 @@ class _Batch:
 
 
 def _callers_streams() -> list[torch.cuda.Stream]:
-    """Return this thread's current streams, on each GPU where it is not the default stream.
+    """Return the calling thread's current CUDA streams, for each GPU with a non-default stream.
 
     A copy on another stream would not wait for the work that the caller has queued.
     """
@@ -113,8 +115,8 @@ def _callers_streams() -> list[torch.cuda.Stream]:
 class Copier(ProcessBound):
     """Copies and hashes tensors with a fixed number of threads.
 
-    Threads use the caller's CUDA streams. When a call returns or raises, no thread is working for
-    it any more.
+    The threads use the caller's CUDA streams. When a call returns or raises, no thread works for
+    the call any more.
     """
 
     def __init__(self, num_threads: int | None = None) -> None:
@@ -152,8 +154,8 @@ class Copier(ProcessBound):
     ) -> list[int] | None:
         """Copy each tensor out of the file; return the file's checksums if ``hashed``.
 
-        Bytes are hashed after they were copied. A writer that overwrites them never writes the old
-        bytes again, so a correct checksum proves that the earlier copy was correct.
+        Bytes are hashed after they were copied. A writer that overwrites the file never writes the
+        old bytes again, so a correct checksum proves that the earlier copy was correct.
         """
         if hashed:
             return self._copy_and_hash(contents, targets, into_file=False)
@@ -161,7 +163,7 @@ class Copier(ProcessBound):
         return None
 
     def checksums(self, contents: FileTensors, tensors: Collection[int] | None = None) -> list[int]:
-        """Return the checksums of all tensors, or of those with these indices, in their order."""
+        """Return the checksums of all tensors in the file, or only of ``tensors``, by index."""
         blocks: Sequence[Block] = contents.layout.blocks
         if tensors is not None:
             chosen = set(tensors)
@@ -187,9 +189,10 @@ class Copier(ProcessBound):
         sources: list[torch.Tensor],
         slices: Sequence[tuple[int, int]] | None = None,
     ) -> None:
-        """Copy each source into its destination, casting where dtypes differ.
+        """Copy each source into its destination, cast to the destination's dtype.
 
-        ``slices``: equal shares of the tensors, for copies without a GPU, if the caller has them.
+        ``slices``: equal shares of the tensors, for copies without a GPU. By default they are
+        computed.
         """
         # Looking at each of 18,867 tensors would take 8 ms, perhaps in an engine's pause.
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -260,7 +263,10 @@ class Copier(ProcessBound):
     def _plain_addresses(
         self, contents: FileTensors, tensors: Sequence[torch.Tensor], *, into_file: bool
     ) -> list[int]:
-        """Copy the tensors that are not plain. Return each tensor's address, or 0 if copied."""
+        """Copy the tensors whose bytes differ from the file's in order, dtype or device.
+
+        Return the address of each other tensor, and 0 for each copied tensor.
+        """
         addresses = [0] * len(tensors)
         views, not_plain = [], []
         for index, (view, tensor) in enumerate(zip(contents.views, tensors, strict=True)):
@@ -278,7 +284,7 @@ class Copier(ProcessBound):
     def in_parallel(
         self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]
     ) -> None:
-        """Call ``work(first, end)`` for all slices, which the threads take one by one."""
+        """Call ``work(first, end)`` for all slices, which several threads take one by one."""
         batch = _Batch(work, slices)
         try:
             try:

@@ -1,4 +1,4 @@
-"""Makes a delta file of the chunks from `dbuffer.io.changes`, and applies a delta file."""
+"""Makes a delta file from chunks of changes, and applies a delta file to an earlier version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dbuffer.io.changes import WORDS, Changes, Words, planes_of
 from dbuffer.io.copier import Copier
 
 ReadChunk: TypeAlias = Callable[[int], bytes | memoryview]
-"""Function that returns the stored bytes of a chunk, by its number. Several threads call it."""
+"""Function that returns the stored bytes of a chunk, given its number. Several threads call it."""
 
 
 def encode_delta(
@@ -31,9 +31,10 @@ def encode_delta(
     version: VersionId,
     layout_xxh3: str,
 ) -> list[bytes]:
-    """Return the parts of the delta file from ``base`` to ``version``, its header first.
+    """Return the pieces of the delta file from ``base`` to ``version``, with the header first.
 
-    ``checksums`` are those of all tensors in the two versions, or None if they have none.
+    ``checksums`` are the checksums of all tensors in ``base`` and in ``version``, or None if the
+    versions have no checksums.
     """
     changed = None
     if checksums is not None:
@@ -52,10 +53,10 @@ def encode_delta(
 def apply_delta(
     header: DeltaHeader, read_chunk: ReadChunk, memory: torch.Tensor, copier: Copier
 ) -> None:
-    """Turn the earlier version, whose bytes are in memory, into the later one.
+    """Turn the earlier version of a delta, whose bytes are in memory, into the later version.
 
-    A delta must not be applied twice: chunks hold differences. Each chunk is checked whole before
-    its first word is written. The caller verifies the checksums of the result.
+    A delta must not be applied twice, because its chunks hold differences. Each chunk is checked
+    before its first word is written. The caller verifies the checksums of the result.
 
     Raises:
         StoreCorruptError: a chunk was damaged, or contradicts the header. Other chunks may have
@@ -77,7 +78,7 @@ def apply_delta(
 
 
 def changed_places(header: DeltaHeader, read_chunk: ReadChunk, copier: Copier) -> Integers:
-    """Return the first byte of each changed word in the file, in any order."""
+    """Return the offset in the weights file of each word that a delta changes, in any order."""
     parts = [np.empty(0, np.int64)] * (1 + len(header.chunks))
 
     def work(first: int, end: int) -> None:
@@ -91,7 +92,7 @@ def changed_places(header: DeltaHeader, read_chunk: ReadChunk, copier: Copier) -
 
 
 def elements_at(layout: Layout, places: Integers) -> dict[int, Integers]:
-    """Return the ascending positions of the elements that have bytes at these places, by tensor."""
+    """Return the ascending positions of elements with bytes at these places, by tensor index."""
     if not (places[1:] > places[:-1]).all():
         places = np.sort(places)
     tensors = layout.byte_ranges
@@ -126,7 +127,7 @@ def _streams(header: DeltaHeader, number: int, body: bytes | memoryview) -> list
 
 
 def _decode_places(header: DeltaHeader, chunk: Chunk, streams: list[memoryview]) -> Integers:
-    """Return the ascending places of a chunk's words. Each must be in a tensor with such words."""
+    """Return the ascending places of a chunk's words. Raise if a place is not a tensor's word."""
     width = chunk.word_bytes
     steps = _join_planes(streams[:GAP_BYTES], chunk, np.dtype(np.int64))
     first = steps[0]
@@ -144,7 +145,10 @@ def _decode_places(header: DeltaHeader, chunk: Chunk, streams: list[memoryview])
 
 
 def _join_planes(streams: list[memoryview], chunk: Chunk, dtype: np.dtype[Any]) -> Words:
-    """Join streams to numbers. Each stream has one byte of every number, the lowest byte first."""
+    """Join streams of bytes to numbers.
+
+    Stream ``i`` has byte ``i`` of every number, lowest byte first.
+    """
     words = np.zeros(chunk.num_changed, dtype)
     for plane, stream in zip(planes_of(words), streams, strict=False):
         if len(stream):

@@ -1,11 +1,11 @@
-"""Copies between main memory and a GPU, at the speed of the link between them.
+"""Copies between main memory and a GPU, at the full speed of the link between them.
 
-A GPU copies at full speed only from and to page-locked memory, in large pieces: on an H200, 55 GB/s
-against 7 GB/s into the GPU, and 17 GB/s out of it, for memory that is not page-locked. So tensors
-that are long, contiguous and page-locked are copied directly. All others are packed into
-page-locked pieces. While threads work on one piece, the link transfers the next.
+A GPU copies at full speed only to and from page-locked memory, in large pieces. On an H200,
+page-locked memory gives 55 GB/s. Other memory gives 7 GB/s into the GPU, and 17 GB/s out of it. So
+tensors that are long, contiguous and page-locked are copied directly. All other tensors are packed
+into page-locked pieces: while threads pack one piece, the link transfers the previous piece.
 
-The device works on the current stream, after the work that the caller has queued there.
+All copies are queued on the current CUDA stream, after the work that the caller has queued there.
 """
 
 from __future__ import annotations
@@ -24,32 +24,35 @@ from dbuffer.format.layout import align
 from dbuffer.runtime.closing import Closing, ProcessBound
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""A tensor in main memory, and a tensor of the same shape on a device."""
+"""Tensor in main memory, and a tensor of the same shape on a device."""
 
 CopyInMemory = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
-"""Function that copies the tensors of its second list into the first's, all in main memory."""
+"""Function that copies a list of tensors, its second argument, into the tensors of its first
+argument. All tensors are in main memory."""
 
 _PIECE_BYTES = (64 << 20, 8 << 20, 1 << 20)
 
 _NUM_SLOTS = 2
-"""Pieces in flight: threads work on one while the link transfers the other."""
+"""Number of pieces in flight: threads work on one piece while the link transfers the other
+piece."""
 
 _LONG_BYTES = 1 << 20
-"""Least size of a tensor that is copied directly. Its copy reaches 0.9 of the link's speed."""
+"""Least size in bytes of a tensor that is copied directly. Its copy reaches 0.9 of the link's
+speed."""
 
 _REGISTER_READ_ONLY = 8
 
 
 def any_on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether a tensor is on a GPU. It is quick in a process that has not used a GPU."""
+    """Whether a tensor is on a GPU; a cheap check in a process that has not used a GPU."""
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return is_used and any(tensor.is_cuda for tensor in tensors)
 
 
 def fork_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], contextlib.ExitStack]:
-    """Return a function for another thread. It makes a ``with`` block with new CUDA streams.
+    """Return a function that makes a ``with`` block with new CUDA streams, for another thread.
 
-    Work in the block begins after the work that the calling thread has queued by now.
+    Work in the block begins after all work that the calling thread has queued so far.
     """
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     events = {device: torch.cuda.current_stream(device).record_event() for device in devices}
@@ -66,14 +69,14 @@ def fork_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], contextlib.Exi
 
 
 def free_on(device: torch.device) -> int:
-    """Return the free bytes of a device's memory, or of main memory for a CPU."""
+    """Return the free bytes in a device's memory. For a CPU, this is the main memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def to_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
-    """Copy from main memory into tensors of one device, casting, and wait for all bytes."""
+    """Copy from main memory into tensors on one device, casting; wait until the copies end."""
     with _Transfer(pairs) as transfer:
         for piece in transfer.pieces():
             piece.upload(copy_in_memory)
@@ -84,7 +87,7 @@ def to_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
 
 
 def from_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
-    """Copy tensors of one device into main memory, casting, and wait for all bytes."""
+    """Copy tensors on one device into main memory, casting; wait until the copies end."""
     with _Transfer(pairs) as transfer:
         for host, source in transfer.direct:
             host.copy_(source, non_blocking=True)
@@ -107,7 +110,7 @@ class _Slot:
         self._event = torch.cuda.Event() if self._has_queue else None  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
-        """Have :meth:`wait` wait for the work that is queued by now."""
+        """Mark the work that is queued so far: :meth:`wait` waits until this work is done."""
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self.device.device))
 
@@ -126,7 +129,7 @@ class _Piece:
         self._starts, self._num_bytes = ends[:-1], ends[-1]
 
     def upload(self, copy_in_memory: CopyInMemory) -> None:
-        """Queue the copy to the device. Tensors that are not page-locked are packed before."""
+        """Queue the piece's copy to the device; first pack tensors that are not page-locked."""
         self.slot.wait()
         hosts = [host for host, _ in self.pairs]
         if all(host.is_contiguous() and host.is_pinned() for host in hosts):
@@ -157,7 +160,7 @@ class _Piece:
 
 
 class _Transfer(Closing):
-    """Copies pairs on one device: some directly, the others in pieces.
+    """Copies of tensors to or from one device: some tensors directly, others packed into pieces.
 
     Closing waits until the device has finished all queued copies.
     """
@@ -202,7 +205,7 @@ def _make_slots(device: torch.device, num_bytes: int) -> list[_Slot]:
 
 
 def _is_flat(host: torch.Tensor, on_device: torch.Tensor) -> bool:
-    """Whether a copy between the two tensors copies bytes in order, without a cast."""
+    """Whether a copy between the two tensors is a plain copy of bytes in order, without a cast."""
     return (
         host.dtype == on_device.dtype
         and host.is_contiguous()
@@ -213,7 +216,7 @@ def _is_flat(host: torch.Tensor, on_device: torch.Tensor) -> bool:
 
 
 def _cut(pair: Pair, limit: int) -> Iterator[Pair]:
-    """Cut a pair into parts of at most ``limit`` bytes. A part has at least one element."""
+    """Cut a pair of tensors into parts of at most ``limit`` bytes, but at least one element."""
     host, on_device = pair
     if host.nbytes <= limit or host.numel() == 1:
         yield pair
@@ -232,17 +235,18 @@ def _cut(pair: Pair, limit: int) -> Iterator[Pair]:
 
 
 class PageLock(ProcessBound):
-    """Lock of memory's pages, so that a GPU copies from and to them at full speed.
+    """Lock of memory pages, which lets a GPU copy to and from them at full speed.
 
-    A mapping of a file must be shared: locking a private mapping copies each page.
+    If the memory is a mapped file, its mapping must be shared: locking a private mapping copies
+    each page.
 
     Raises:
-        StoreAccessError: CUDA refuses to lock the memory, or it is longer than `max_bytes`.
+        StoreAccessError: CUDA refuses to lock the memory, or the memory is longer than `max_bytes`.
     """
 
     max_bytes: ClassVar[int] = (512 << 30) - 1
-    """Most bytes that a lock covers: NVIDIA's driver 580 refuses more in one call, and refuses a
-    copy that crosses from one lock to another."""
+    """Largest number of bytes in one lock. NVIDIA's driver 580 refuses more in one call, and
+    refuses a copy that crosses from one lock to another."""
 
     def __init__(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
         super().__init__()
@@ -270,7 +274,7 @@ class PageLock(ProcessBound):
         return lock
 
     def release(self) -> None:
-        """Unlock the memory, which must still be mapped. Later calls do nothing."""
+        """Unlock the memory, which must still be mapped. Further calls do nothing."""
         if self._address and not self._is_inherited:  # a fork does not inherit locks
             _cuda_runtime().cudaHostUnregister(self._address)
         self._address = 0

@@ -1,4 +1,4 @@
-"""Typed views of the tensors in a weights file, mapped or in memory, and their checksums."""
+"""`FileTensors`: typed views of a weights file's tensors, mapped or in memory; and checksums."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _MAP_NORESERVE = 0x4000 if os.uname().machine in ("x86_64", "aarch64") else 0
 
 _PAGE_MAP = Path("/proc/self/pagemap")
 _PAGE_IN_USE, _PAGE_OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
-"""Bits of a page's 8 bytes in that file (Linux, Documentation/admin-guide/mm/pagemap.rst)."""
+"""Flags in a page's 8-byte entry of ``/proc/self/pagemap``: the page is in use; it is a file's page
+(Linux, Documentation/admin-guide/mm/pagemap.rst)."""
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)
@@ -38,7 +39,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class FileTensors:
-    """The tensors of a weights file, in memory. ``data`` are the first bytes of the file."""
+    """Tensors of a weights file, in memory. ``data`` has the file's bytes from its beginning."""
 
     def __init__(self, data: torch.Tensor, layout: Layout) -> None:
         self.layout = layout
@@ -60,7 +61,7 @@ class FileTensors:
         return self._bytes[: self.layout.checksums_offset]
 
     def read_ahead(self) -> None:
-        """Read every page of a mapped file into memory. Memory of other kinds needs no read."""
+        """Read every page of a mapped file into memory. For other memory, do nothing."""
 
     @cached_property
     def views(self) -> list[torch.Tensor]:
@@ -83,17 +84,17 @@ class FileTensors:
 
 
 class MappedTensors(FileTensors):
-    """A weights file mapped into memory.
+    """Tensors of a weights file that is mapped into memory.
 
-    ``access`` is ``mmap.ACCESS_WRITE`` for a writer; ``ACCESS_COPY`` for tensors that a reader
-    returns to users, who can change a private copy of a page, never the file; and ``ACCESS_READ``
-    for a reader that copies tensors out.
+    ``access`` is ``mmap.ACCESS_WRITE`` for a writer, and ``ACCESS_READ`` for a reader that copies
+    the tensors. It is ``ACCESS_COPY`` for a reader that returns the tensors to users: a user who
+    writes to a tensor changes a private copy of the page, never the file.
     """
 
     def __init__(self, file: int, file_bytes: int, layout: Layout, *, access: int) -> None:
         super().__init__(map_file(file, file_bytes, access), layout)
         self.identity = filesystem.identity_of(file)
-        """Identity of the mapped file. Later, another file can have its name."""
+        """Device and inode of the mapped file. The path may later name another file."""
         self._access = access
         self._device_copies = 0
         if access == mmap.ACCESS_COPY:
@@ -103,7 +104,7 @@ class MappedTensors(FileTensors):
         self._bytes[:: mmap.PAGESIZE].amax()
 
     def is_unwritten(self) -> bool:
-        """Whether all pages are the file's: a write makes a private copy of a page."""
+        """Whether all mapped pages are the file's: a write replaces a page by a private copy."""
         if self._access != mmap.ACCESS_COPY:
             return True
         first, num_pages = self.address // mmap.PAGESIZE, -(-len(self.raw) // mmap.PAGESIZE)
@@ -118,10 +119,11 @@ class MappedTensors(FileTensors):
         return len(pages) == num_pages and not bool(is_own.any())
 
     def expect_device(self) -> None:
-        """Expect a copy between the file and a GPU; page-lock the file at the second call.
+        """Prepare for a copy between the file and a GPU; page-lock the file at the second call.
 
-        Page-locking takes as long as four later copies, so a file that is written once is not
-        locked. Locking pages that the kernel writes to a disk is not safe.
+        Page-locking takes as long as four later copies, so a file that is copied only once is not
+        locked. Callers must not call this for a file on a
+        disk: it is unsafe to lock pages that the kernel writes to a disk.
         """
         if self._device_copies == 1:
             try:
@@ -134,11 +136,11 @@ class MappedTensors(FileTensors):
 
 
 _read_mappings: weakref.WeakValueDictionary[int, MappedTensors] = weakref.WeakValueDictionary()
-"""Mappings that readers of this process return to users, by the address of their memory."""
+"""Mappings that this process's readers return to users, keyed by the address of their memory."""
 
 
 def file_under(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the identity of the file under a reader's tensor, or None for other tensors."""
+    """Return device and inode of the file that a tensor maps for a reader, or None."""
     if not _read_mappings or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return None
     if tensor.device.type != "cpu":
@@ -148,7 +150,7 @@ def file_under(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 class KeptMappings:
-    """Mappings of files, kept for the next version that is written to, or read from, a file.
+    """Mappings of weights files, kept for the next version that is written to or read from a file.
 
     Mapping a file takes as long as copying into it, because the kernel maps page by page.
     """
@@ -157,7 +159,10 @@ class KeptMappings:
         self._mapped: dict[Path, MappedTensors] = {}
 
     def get(self, path: Path, file: int) -> MappedTensors | None:
-        """Return the mapping of an open file. Without one, drop that of the file it replaces."""
+        """Return the kept mapping of an open file.
+
+        If there is none, unmap the file's predecessor.
+        """
         mapped = self._mapped.get(path)
         if (
             mapped is not None
@@ -177,7 +182,10 @@ class KeptMappings:
         self._mapped[path] = mapped
 
     def keep_only(self, layout: Layout | None) -> None:
-        """Unmap all files of other layouts. If None, unmap all files: a new file may need room."""
+        """Unmap all files with other layouts.
+
+        If ``layout`` is None, unmap all files, to free space.
+        """
         self._mapped = {
             path: mapped for path, mapped in self._mapped.items() if mapped.layout is layout
         }
@@ -187,7 +195,7 @@ class KeptMappings:
 
 
 def new_memory(num_bytes: int) -> torch.Tensor:
-    """Allocate flat bytes of main memory with undefined content, or raise a StoreAccessError."""
+    """Allocate main memory as a flat tensor of undefined bytes, or raise a StoreAccessError."""
     try:
         return torch.empty(num_bytes, dtype=torch.uint8)
     except (MemoryError, RuntimeError) as error:
@@ -220,8 +228,8 @@ def view_tensor(data: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
 def map_file(file: int, file_bytes: int, access: int) -> torch.Tensor:
     """Map an open file. The mapping does not hold the file's lock.
 
-    A mapping duplicates its descriptor, which holds the lock of the same open file, also in forked
-    children. So the file is opened a second time, without a lock.
+    A mapping keeps a duplicate of its descriptor, and duplicates share a lock, also in forked
+    children. So the file is opened a second time, without a lock, for the mapping.
     """
     mode = os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY
     with filesystem.os_errors("map a weights file", path := f"/proc/self/fd/{file}"):
@@ -259,7 +267,7 @@ def can_cast_to(dtype: torch.dtype) -> bool:
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype, *, device: str = "cpu") -> bool:
-    """Whether the tensor is on such a device, with its bytes as a file of ``dtype`` has them."""
+    """Whether a tensor on ``device`` has its bytes exactly as a file of ``dtype`` has them."""
     return (
         tensor.dtype is dtype
         and tensor.device.type == device
@@ -285,14 +293,14 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
 
 
 def join_blocks(blocks: Sequence[Block], digests: Sequence[int]) -> list[int]:
-    """Return the checksums of the tensors that consist of these blocks, by the blocks' digests."""
+    """Return the checksums of tensors that consist of these blocks, by the blocks' digests."""
     pairs = zip(blocks, digests, strict=True)
     by_tensor = itertools.groupby(pairs, lambda pair: pair[0].tensor)
     return [join_digests([digest for _, digest in of_one]) for _, of_one in by_tensor]
 
 
 def join_digests(digests: Sequence[int]) -> int:
-    """Return the checksum of a tensor, by the digests of its blocks. It has at least one block."""
+    """Return the checksum of a tensor, given the digests of its blocks (at least one)."""
     if len(digests) == 1:
         return digests[0]
     return xxhash.xxh3_64_intdigest(pack_checksums(digests))

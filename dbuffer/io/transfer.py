@@ -1,8 +1,8 @@
 """Reads and writes weights files on network mounts, without mapping them.
 
-If a mapped file is removed, a read of the mapping is a SIGBUS. So threads read and write long spans
-with `pread` and `pwrite`, and hash each span while it is in a core's cache. A weights file without
-parts is read as its only part.
+If a mapped file is removed by another host, a read of its mapping raises SIGBUS. So threads read
+and write long spans with `pread` and `pwrite`, and hash each span while it is in a core's cache. If
+a version has no part files, its weights file is read as the only part.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def read_tensors(
     *,
     hashed: bool,
 ) -> list[int] | None:
-    """Read all tensors of an open weights file, and its parts; return checksums, if ``hashed``.
+    """Read all tensors of an open weights file and its part files; return checksums if ``hashed``.
 
-    The tensors go into memory, or into another open file, which has no parts.
+    The tensors go into memory, or into another open file that gets no part files.
 
     Raises:
-        StoreCorruptError: a file is shorter than its layout says, or a part is longer.
-        StoreAccessError: a file cannot be read, or other users can write to a part.
+        StoreCorruptError: a file is shorter than its layout says, or a part file is longer.
+        StoreAccessError: a file cannot be read, or other users can write to a part file.
         StoreNotFoundError: a file was removed meanwhile.
     """
     # If a version is in parts, no part has the empty tensors.
@@ -120,7 +120,7 @@ def write_tensor(
 
 
 def _spans_of(source: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Yield a tensor's bytes, span by span, as the file holds them. Spans share one memory."""
+    """Yield a tensor's bytes, cast to ``dtype``, span by span. All spans share one buffer."""
     # Each span is copied: the trainer may change its tensor between the write and the hash.
     elements = source.detach().reshape(-1)
     step = SPAN_BYTES // dtype.itemsize
@@ -186,7 +186,10 @@ def _cut_spans(layout: Layout, num_slices: int) -> list[tuple[int, int]]:
 def _fill_spans(
     layout: Layout, sources: Sequence[torch.Tensor], spans: Sequence[Span]
 ) -> Iterator[tuple[Span, memoryview]]:
-    """Yield spans with their bytes as the file holds them. The bytes are valid until the next."""
+    """Yield each span with its bytes as the file holds them.
+
+    The next span overwrites these bytes.
+    """
     room = torch.empty(2 * SPAN_BYTES, dtype=torch.uint8)
     flat_of, flat = -1, torch.empty(0)
     for span in spans:

@@ -1,1 +1,1 @@
-"""Senders: of one process, of all ranks of a sharded trainer, of a model in the store."""
+"""Senders, which publish weights: from one process, or from all ranks of a sharded trainer."""

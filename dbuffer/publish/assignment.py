@@ -1,7 +1,8 @@
-"""`Assignment`: the boxes of tensors that each rank of a sharded trainer writes.
+"""`Assignment`: the rectangular parts ("boxes") of tensors that each trainer rank writes.
 
 If the boxes of all ranks cover a tensor, each box is written by one of the ranks that hold it.
-Otherwise the ranks that hold parts of the tensor gather it, and one of them writes it whole.
+Otherwise the ranks that hold parts of the tensor gather it, and one of these ranks writes the whole
+tensor.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import torch
 from dbuffer.format.layout import ITEM_BYTES, Layout, Piece, TensorSpec, align
 
 SPREAD_FROM_BYTES = 1 << 20
-"""If several ranks hold a box of this size or larger, the least busy of them writes it; a smaller
-box, the first of them. Small tensors may differ between ranks, as a batch norm's statistics do, and
-must all come from one rank."""
+"""Least size in bytes of a part of a tensor ("box") that the least busy of its ranks writes. The
+first rank that holds it writes a smaller box. Small tensors may differ between ranks, as a batch
+norm's statistics do, so one rank must write all of them."""
 
 
 class Box(NamedTuple):
@@ -36,13 +37,13 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Assignment of all tensors to the ranks that write them; equal on all ranks."""
+    """Assignment of all tensors to the ranks that write them. All ranks compute an equal one."""
 
     specs: tuple[TensorSpec, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
     boxes: tuple[tuple[Box, ...], ...] = ()
     gathered: tuple[tuple[int, int], ...] = ()
-    """Tensors to gather, in this order, each with the rank that writes it."""
+    """Index of each tensor to gather, in order, with the rank that writes the tensor."""
 
     def boxes_of(self, rank: int) -> list[Box]:
         to_gather = [index for index, writer in self.gathered if writer == rank]
@@ -51,7 +52,8 @@ class Assignment:
 
 
 Boxes: TypeAlias = dict[int, Box | None]
-"""Boxes that a rank holds, by the tensor's index; None if its part is no box, or a partial sum."""
+"""Rectangular parts ("boxes") of tensors that a rank holds, keyed by the tensor's index. None if
+the rank's part is no box, or is a partial sum."""
 
 
 def assign_writes(
@@ -61,9 +63,9 @@ def assign_writes(
     *,
     rows_only: bool,
 ) -> Assignment:
-    """Assign a writer to each box that a rank holds.
+    """Assign a writing rank to each rectangular part ("box") of a tensor that any rank holds.
 
-    ``rows_only``: gather each tensor with a box that is not contiguous in the whole tensor.
+    ``rows_only``: gather each tensor that has a box which is not contiguous in the whole tensor.
     """
     written: list[list[Box]] = [[] for _ in boxes]
     gathered: list[int] = []
@@ -133,7 +135,7 @@ def whole_box(index: int, shape: tuple[int, ...]) -> Box:
 
 
 def file_offset(box: Box, spec: TensorSpec) -> int:
-    """Return the offset in bytes of a box's first element in its tensor."""
+    """Return the offset in bytes, within its tensor, of the first element of a part ("box")."""
     flat = 0
     for position, extent in zip(box.start, spec.shape, strict=True):
         flat = flat * extent + position
@@ -153,11 +155,11 @@ def _owners(index: int, boxes: Sequence[Boxes]) -> dict[Box, list[int]] | None:
 
 
 def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether boxes cover a tensor and do not overlap.
+    """Whether rectangular parts ("boxes") cover a tensor and do not overlap.
 
     torch describes a shard of a dimension by its first index and its length, also if the shard is
     strided. If these ranges tile the dimension, no shard is strided: from the front, the indices
-    before the next shard's first index can only belong to this shard.
+    before the next shard's first index can only belong to the shard before it.
     """
     num_boxes = 1
     for dimension, extent in enumerate(shape):

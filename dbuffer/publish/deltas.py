@@ -1,16 +1,19 @@
 """`Deltas`: the last version of a sender, and the delta from it to the next version.
 
-On a local mount, each version has a weights file. The sender compares it with the last version's
-file, and writes the delta into a second file. On a network mount, the sender compares weights with
-a `KeptCopy` of the last version. Most versions with a delta have no weights file there: they
-consist of an anchor, which is an earlier version with a weights file, and of the deltas after it.
+On a local mount, each version has a weights file. The sender compares this file with the last
+version's file, and writes the delta into a second file.
+
+On a network mount, the sender compares the weights with a `KeptCopy` of the last version. Most
+versions with a delta have no weights file. Such a version
+consists of an anchor (an earlier version with a weights file) and of the deltas after the anchor.
 
 A version has no delta if
 
 - it is the sender's first, or the publish before it failed;
 - it has other tensors than the last version, or ranks hold other tensors;
 - too much changed (`MAX_CHANGED_SHARE`);
-- it has a weights file, and its delta would be too long (`is_long`), or the store has no room.
+- it has a weights file, and its delta would be too long (`is_long`);
+- the store has no room for the delta of a version with a weights file.
 
 On a network mount, a version with a delta gets a weights file too if
 
@@ -67,17 +70,17 @@ _FAILED = "the last publish failed"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaBase:
-    """The version that was published last. Only rank 0 has it."""
+    """Version that was published last, as the base of the next delta. Only rank 0 has it."""
 
     manifest: Manifest
     buffer: str
     checksums: Sequence[int] | None
     delta_bytes: dict[VersionId, int]
-    """Bytes of the delta that leads to each version of the chain, oldest first; 0 for the chain's
-    first version."""
+    """Size in bytes of the delta that leads to each version of the chain of deltas, oldest version
+    first. The chain's first version has 0."""
 
     def problem(self, writer: BufferWriter) -> str | None:
-        """Return why readers cannot read the version or its deltas, or None if they can."""
+        """Return why receivers cannot read the version or its deltas, or None if they can."""
         store = writer.store
         manifest = store.undamaged_manifest(self.buffer)
         if manifest is None or manifest.id != self.manifest.id:
@@ -97,7 +100,7 @@ class DeltaBase:
 
 
 class Deltas:
-    """Makes the deltas of a sender's versions, or of the versions that several ranks publish."""
+    """Maker of the deltas between a sender's versions, on one rank or on several ranks together."""
 
     def __init__(
         self,
@@ -121,10 +124,11 @@ class Deltas:
         self._has_last = False
         self._why_none = "this sender has published no version yet"
         self._changes: Changes | None = None
-        """Changes from the last version to the one being published, on rank 0, once found."""
+        """Changes from the last version to the version being published, on rank 0; None until the
+        versions are compared."""
 
     def forget(self, reason: str = _FAILED) -> None:
-        """Forget the last version, so that the next one has no delta. It will log this reason."""
+        """Forget the last version: the next version has no delta, and ``reason`` is logged then."""
         self._has_last, self._why_none = False, reason
         self._copy = self._file = self._base = self._changes = None
 
@@ -149,8 +153,8 @@ class Deltas:
     ) -> None:
         """Begin a version. On a network mount, copy its weights into the kept copy. Collective.
 
-        ``version`` is its number on rank 0. A ``patch`` of the last version is published instead of
-        ``source``.
+        ``version`` is the version's number on rank 0. If there is a ``patch``, the last version
+        with this patch is published instead of ``source``.
         """
         world, self._version = self._world, version
         if self._has_last and self._part is not part:
@@ -172,7 +176,7 @@ class Deltas:
             self._join(self._copy.take_changes)
 
     def _join(self, find: Callable[[], Changes]) -> None:
-        """Find this rank's changes, and join all ranks' changes on rank 0. Collective."""
+        """Find this rank's changes, and collect the changes of all ranks on rank 0. Collective."""
         with self._world.step("send what changed") as step:
             changes = find()
             if self._world.rank:
@@ -182,9 +186,9 @@ class Deltas:
             self._changes = Changes.joined([changes, *decoded])
 
     def plan_file(self, writer: BufferWriter) -> bool:
-        """Return whether the version gets a weights file, and log the reason.
+        """Return whether the version gets a weights file; log the reason if it gets one.
 
-        Rank 0 calls it before it claims a buffer.
+        Rank 0 calls this method before it claims a buffer.
         """
         base = self._base
         if base is None or (self._changes is not None and not self._is_worth(self._changes)):
@@ -215,7 +219,7 @@ class Deltas:
     def write(
         self, draft: Draft, source: Source, patch: Patch | None, progress: Progress | None
     ) -> list[int] | None:
-        """Write all boxes into the draft's file, if it has one; return checksums. Collective."""
+        """Write the version into the draft's file, if it has one; return checksums. Collective."""
         world, copy = self._world, self._copy
         if copy is not None and draft.has_file:
             with world.step("write its part"):
@@ -245,7 +249,7 @@ class Deltas:
         return checksums
 
     def _write_patch(self, draft: Draft, patch: Patch) -> list[int] | None:
-        """Write the last version and a patch of it into a draft's file; return checksums."""
+        """Write the last version, changed by a patch, into a draft's file; return checksums."""
         mapped, copier, base = draft.mapped, self._copier, self._base
         assert base is not None  # noqa: S101 - patches follow a version
         assert self._file is not None  # noqa: S101
@@ -264,9 +268,9 @@ class Deltas:
         return list((dict(enumerate(base.checksums)) | dict(new)).values())
 
     def _apply_deltas(self, draft: Draft, base: DeltaBase) -> bool:
-        """Make the version in a draft's file the last version, if deltas lead to that.
+        """Turn the older version in a draft's file into the last version, by applying deltas.
 
-        Return whether the file holds the last version now.
+        Return whether the file now holds the last version. If not, the caller writes the file anew.
         """
         mapped, since = draft.mapped, draft.claim.earlier
         with (
@@ -287,9 +291,10 @@ class Deltas:
         metadata: dict[str, Any],
         checksums: list[int] | None,
     ) -> int | None:
-        """Write the delta that leads to a draft, and publish the draft, on rank 0.
+        """Write the delta from the last version to the draft, and publish the draft, on rank 0.
 
-        All ranks have written the draft. Return the bytes of the delta, or None without one.
+        All ranks must have written the draft. Return the delta's size in bytes, or None if the
+        version has no delta.
         """
         num_bytes = self._write_delta(draft, checksums)
         base, delta_bytes, fields = self._base, {draft.id: 0}, dict[str, Any]()
@@ -334,7 +339,7 @@ class Deltas:
             return None
 
     def _is_worth(self, changes: Changes) -> bool:
-        """Whether so little changed that a delta is of use. If not, log that."""
+        """Whether few enough words changed for a delta to be useful. If not, log the reason."""
         assert self._part is not None  # noqa: S101 - it has begun
         if changes.num_bytes <= MAX_CHANGED_SHARE * self._part.whole.num_bytes:
             return True

@@ -1,4 +1,4 @@
-"""`Draft`: a version from its claim to its commit, or until it is abandoned."""
+"""`Draft`: a version that is being written, from its claim of a buffer to its commit."""
 
 from __future__ import annotations
 
@@ -47,25 +47,26 @@ if TYPE_CHECKING:
     from dbuffer.publish.kept_copy import KeptCopy
 
 Progress = Callable[[int, int], None]
-"""Function that is called with the bytes copied so far and the total, which is 0 if unknown."""
+"""Function that is called with the number of bytes copied so far, and the total number (0 if
+unknown)."""
 
 MAX_METADATA_BYTES = MAX_RECORD_BYTES // 2
-"""Largest size of metadata as JSON. Each reading of a manifest parses it: put large values into
-tensors."""
+"""Largest size of a version's metadata, in bytes of JSON. Each read of the version's manifest
+parses the metadata, so large values belong into tensors."""
 
 MAX_METADATA_DEPTH = 100
-"""Deepest nesting of metadata, which a reader can parse even with a deep stack."""
+"""Deepest nesting of a version's metadata. Any reader can parse it, even with little stack left."""
 
 
 class Draft:
     """One rank's part of a version that is being written. Rank 0 claims and commits the version.
 
-    Leaving its ``with`` block without a commit abandons it.
+    A ``with`` block that ends without a commit abandons the draft.
 
     Args:
         mappings: mappings of the store's files, kept from one draft to the next.
-        inode: device and inode of the file that rank 0 has claimed, or None if there is no file.
-        part: boxes that this rank writes, or None for a stream.
+        inode: device and inode of the file that rank 0 has claimed, or None without a file.
+        part: parts of tensors ("boxes") that this rank writes, or None for a stream of tensors.
         writer, claim: the store's writer and its claim, on rank 0.
     """
 
@@ -96,10 +97,10 @@ class Draft:
         self._claim = claim
         self._mapped: MappedTensors | None = None
         self._part_file: Descriptor | None = None
-        """File of this rank's part. On a network mount each rank writes its part as a file."""
+        """File that this rank writes on a network mount, where each rank's part is a file."""
         self._digests: dict[int, list[int]] = {}
-        """Digests of the blocks of each box that was hashed while it was copied, by number. Empty
-        boxes have none."""
+        """Digests of the blocks of each part ("box") that was hashed while it was copied, keyed by
+        the box's number. Empty boxes have no entry."""
         self._checksums: list[int] | None = None
         self._is_done = False
 
@@ -117,8 +118,9 @@ class Draft:
     ) -> Self:
         """Claim the idle buffer for a version, on rank 0 for all ranks; see `BufferWriter.claim`.
 
-        It removes files: all ranks must have unmapped them (`KeptMappings.keep_only`). A version
-        without a file consists of an earlier version's file, and of deltas.
+        The claim removes files, so all ranks must have unmapped them before
+        (`KeptMappings.keep_only`). Without ``with_file``, the version consists of an earlier
+        version's file and of deltas.
         """
         layout = None if part is None else part.whole
         try:
@@ -170,7 +172,7 @@ class Draft:
 
     @property
     def has_file(self) -> bool:
-        """Whether the version has a weights file of its own, and is not only a delta."""
+        """Whether the version has its own weights file, and not only a delta."""
         return self.inode is not None
 
     @property
@@ -187,7 +189,7 @@ class Draft:
         return self._mapped
 
     def _open(self) -> Descriptor:
-        """Open the file that rank 0 has claimed, without a lock: rank 0 holds the lock for all."""
+        """Open the file that rank 0 has claimed, without a lock: rank 0 locks it for all ranks."""
         with filesystem.os_errors("open the buffer that rank 0 has claimed", self.path):
             owner_only = self._store.owner_only
             file = filesystem.open_regular(self.path, os.O_RDWR, owner_only=owner_only)
@@ -203,7 +205,7 @@ class Draft:
         return self.mapped if self.is_mapped else FileTensors.in_memory(self.layout)
 
     def write(self, numbers: Sequence[int], elements: list[torch.Tensor]) -> None:
-        """Write the elements of some boxes, cast where dtypes differ."""
+        """Write the elements of some parts ("boxes") of tensors, cast to the file's dtypes."""
         part, layout, copier = self.part, self.part.layout, self._copier
         if part.has_all and len(numbers) == len(layout.specs):
             if self.is_mapped:
@@ -229,7 +231,10 @@ class Draft:
             copier.in_parallel(write_some, copier.cut_work([layout.sizes[n] for n in numbers]))
 
     def write_stream(self, source: Source, on_bytes: OnBytes | None) -> None:
-        """Write a stream's tensors one after another; the layout is known after the last one."""
+        """Write a stream of tensors one after another.
+
+        The layout is known after the last tensor.
+        """
         specs, end = list[TensorSpec](), 0
         for spec, tensor in source.stream or ():
             source.refuse_values([spec], [tensor])
@@ -261,9 +266,9 @@ class Draft:
         return self._part_file
 
     def finish_parts(self, world: World) -> list[int] | None:
-        """Flush all ranks' parts, and return the checksums if ``hashed``. Collective.
+        """Flush the part files of all ranks; return checksums if the draft is hashed. Collective.
 
-        The commit flushes a file without parts.
+        Without part files there is nothing to flush: the commit flushes the weights file.
         """
         layout = self.layout
         if self._checksums is not None or (self.is_mapped and not self.hashed):
@@ -286,7 +291,7 @@ class Draft:
     def commit(
         self, metadata: dict[str, Any], checksums: list[int] | None, **described: Any
     ) -> Manifest:
-        """Publish the version on rank 0. ``described`` are further fields of the manifest."""
+        """Publish the version, on rank 0. ``described`` are further fields of the manifest."""
         if self._is_done:
             raise ClosedError("this draft was committed, or abandoned")
         if self.has_file:
@@ -297,7 +302,7 @@ class Draft:
         return manifest
 
     def _seal(self, checksums: list[int] | None) -> dict[str, Any]:
-        """Write layout and checksums behind the tensors; return a manifest's fields of the file."""
+        """Write layout and checksums behind the tensors; return the file's manifest fields."""
         layout, file, table_xxh3 = self.layout, self.claim.weights.number, None
         with filesystem.os_errors("write the layout", self.path):
             if checksums is not None:
@@ -327,7 +332,7 @@ class Draft:
                     )
 
     def abandon(self) -> None:
-        """Give the version up, unless it was committed. The next claim begins its buffer anew."""
+        """Abandon the version, unless it was committed. The next claim reuses its buffer."""
         if self._is_done:
             return
         self._is_done = True
@@ -350,11 +355,11 @@ class Draft:
 def fill(
     target: Draft | KeptCopy, verb: str, source: Source, world: World, progress: Progress | None
 ) -> None:
-    """Write the elements of all ranks' boxes into a draft's file, or into a copy. Collective.
+    """Write the elements of all ranks' parts ("boxes") into a draft or a kept copy. Collective.
 
-    Ranks write the boxes that they hold in one step, and gathered tensors in the next: if a rank
-    fails with its own boxes, no other rank waits for it in a gather. ``progress`` is called if any
-    of the source's tensors are lazy.
+    Each rank first writes the boxes that it holds, and only then the gathered tensors. If a rank
+    fails with its own boxes, no other rank waits for it in a gather. If the source has lazy
+    tensors, ``progress`` is called.
     """
     part, specs = target.part, target.part.layout.specs
     with world.step(f"{verb} its part"):
@@ -381,7 +386,7 @@ def fill(
 
 
 def join_digests_of_parts(layout: Layout, by_rank: Sequence[list[int]]) -> list[int]:
-    """Compute each tensor's checksum from the digests of the blocks that ranks have written."""
+    """Compute each tensor's checksum from the digests of the blocks that each rank has written."""
     queues = [iter(digests) for digests in by_rank]
     part_at = {(piece.tensor, piece.offset): piece.part for piece in layout.pieces}
     digests, part = [], 0
@@ -392,7 +397,7 @@ def join_digests_of_parts(layout: Layout, by_rank: Sequence[list[int]]) -> list[
 
 
 def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return metadata in the form that readers get, or raise an `InvalidWeightsError`."""
+    """Return metadata as readers will get it, or raise an `InvalidWeightsError`."""
     try:
         text = json.dumps(dict(metadata or {}), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,5 +1,6 @@
-"""`Inventory`: the tensors that a rank describes. `join` makes an `Assignment` of all ranks'.
+"""`Inventory`: the tensors that a trainer rank holds or describes.
 
+`join` makes an `Assignment`, the parts that each rank writes, from the inventories of all ranks.
 Ranks of different pipeline stages or experts list different tensors.
 """
 
@@ -35,12 +36,12 @@ if TYPE_CHECKING:  # importing it takes half as long as importing torch
 _SAMPLED_ELEMENTS = 512
 
 Ranks: TypeAlias = tuple[int, ...]
-"""Ranks that hold parts of a tensor; empty if each rank holds all of it."""
+"""Ranks that hold parts of a tensor. Empty if each rank holds the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Tensors that a rank describes, whether or not it holds parts of them, and its boxes."""
+    """Tensors that a rank lists, and the parts of them that it holds. It may hold no part."""
 
     specs: tuple[TensorSpec, ...]
     aliases: dict[str, str]
@@ -68,9 +69,9 @@ class Inventory:
 
 
 def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> Inventory:
-    """Return this rank's inventory.
+    """Return this rank's inventory: the tensors that it lists, and the parts that it holds.
 
-    ``group_rank`` maps ranks of the job to ranks of the sender's group.
+    ``group_rank`` maps ranks of the whole job to ranks of the sender's process group.
     """
     ranks: list[Ranks] = [()] * len(source.specs)
     if source.reader is not None:
@@ -124,11 +125,11 @@ def _holders(sharded: DTensor | HeldRows) -> tuple[list[int], bool]:
 
 
 def join(ranks: Agreement, source: Source, inventory: Inventory, *, rows_only: bool) -> Assignment:
-    """Join the inventories of all ranks, and assign a writer to each box. Collective.
+    """Join the inventories of all ranks, and assign a writing rank to each part. Collective.
 
     Raises:
-        InvalidWeightsError: a tensor differs between ranks, its boxes overlap or leave a gap, or no
-            rank holds it.
+        InvalidWeightsError: a tensor differs between ranks, its parts overlap or leave a gap, or
+            no rank holds it.
     """
     description = inventory.encode_description()
     xxh3 = digest(json.dumps(description).encode())
@@ -206,9 +207,9 @@ def _decode_boxes(encoded: list[Any], index_of: Sequence[int]) -> Boxes:
 
 
 def _check_parts(spec: TensorSpec, describing: dict[Ranks, list[int]]) -> None:
-    """Raise if the parts of a tensor overlap, or leave a gap.
+    """Raise if the parts of a tensor overlap or leave a gap.
 
-    ``describing`` has the ranks that describe the tensor, by the ranks that hold parts of it.
+    ``describing`` has the ranks that list the tensor, keyed by the ranks that hold its parts.
     """
     unsharded = describing.get((), [])
     for holding, ranks in describing.items():
@@ -226,7 +227,6 @@ def _check_parts(spec: TensorSpec, describing: dict[Ranks, list[int]]) -> None:
 
 
 def _first(describing: dict[Ranks, list[int]]) -> int:
-    """Return the first rank that describes a tensor."""
     return next(iter(describing.values()))[0]
 
 
@@ -235,9 +235,10 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _compare_replicas(ranks: Agreement, source: Source, inventory: Inventory) -> None:
-    """Raise if tensors of one name differ between ranks. Collective.
+    """Raise if tensors with one name differ between ranks. Collective.
 
-    Samples show if two ranks give one name to different tensors, as to two stages' first layers.
+    Sampled elements show if two ranks give one name to different tensors: for instance, if two
+    pipeline stages both call their first layer "0".
     """
     with ranks.step("sample the tensors that it holds whole") as step:
         sample = _sample_replicas(source, inventory)
@@ -249,7 +250,7 @@ def _compare_replicas(ranks: Agreement, source: Source, inventory: Inventory) ->
 
 
 def _sample_replicas(source: Source, inventory: Inventory) -> dict[str, str]:
-    """Return a digest of some elements of each large tensor that this rank holds whole."""
+    """Return a digest of sampled elements of each large tensor that this rank holds whole."""
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
     for index in inventory.boxes if source.reader is None else ():
         tensor = source.tensors[index]

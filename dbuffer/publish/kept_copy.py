@@ -14,13 +14,14 @@ from dbuffer.publish.part import Part
 from dbuffer.runtime.lazy import cached_property
 
 MAX_CHANGED_SHARE = 0.5
-"""Largest fraction of a version's bytes that a delta may change; if more, there is no delta."""
+"""Largest fraction of a version's bytes that a delta may change. If more bytes change, the version
+has no delta."""
 
 _BATCH_BYTES = 32 << 20
 
 
 class KeptCopy:
-    """Copy of this rank's part of the last version. In its layout each box is a tensor."""
+    """Copy of this rank's part of the last version. Its layout has one tensor per part ("box")."""
 
     def __init__(self, part: Part, copier: Copier) -> None:
         self.part = part
@@ -28,24 +29,25 @@ class KeptCopy:
         self._max_bytes = MAX_CHANGED_SHARE * part.whole.num_bytes
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._digests: dict[int, list[int]] = {}
-        """Digests of the blocks of each box that has not changed since it was hashed."""
+        """Digests of the blocks of each part ("box") of a tensor that has not changed since it was
+        hashed, keyed by the box's number."""
         self._changes: list[Changes] | None = None
-        """Changes since `take_changes`, or None before the copy holds a version."""
+        """Changes since the last `take_changes`; None until the copy holds a version."""
 
     @cached_property
     def contents(self) -> FileTensors:
-        """Memory of the copy, allocated at its first use."""
+        """Tensors of the copy, whose memory is allocated at the first use."""
         return FileTensors.in_memory(self.part.layout)
 
     def take_changes(self) -> Changes:
-        """Return the words that `write` has changed; if too many changed, some are left out."""
+        """Return the changes that `write` has made. If too much changed, some are left out."""
         changes, self._changes = Changes.joined(self._changes or ()), []
         has_all = changes.num_bytes <= self._max_bytes
         self._forget_digests(changes.tensors if has_all else set(self._digests))
         return changes
 
     def write(self, numbers: Sequence[int], elements: list[torch.Tensor]) -> None:
-        """Compare elements of some boxes with the copy, and copy them, cast if dtypes differ."""
+        """Compare parts ("boxes") of tensors with the copy, then copy their elements, casting."""
         # Each of the trainer's elements is read once, so that the delta and the copy agree.
         contents, specs = self.contents, self.part.layout.specs
         by_number = dict(zip(numbers, elements, strict=True))
@@ -84,7 +86,7 @@ class KeptCopy:
             self._digests.pop(number, None)
 
     def digests(self) -> list[int]:
-        """Return the digests of the blocks of all boxes that are not empty, in their order."""
+        """Return the digests of the blocks of all non-empty parts ("boxes"), in order."""
         blocks = [
             block
             for block in self.contents.layout.blocks

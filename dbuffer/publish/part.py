@@ -1,4 +1,4 @@
-"""`Part`: the boxes of tensors that one rank writes of each version."""
+"""`Part`: the rectangular parts ("boxes") of tensors that one rank writes of each version."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dbuffer.weights.sources import Source, fetch
 
 
 class Part:
-    """Boxes that one rank writes of each version of a layout, numbered in the tensors' order.
+    """Parts ("boxes") of tensors that one rank writes of each version, numbered in tensor order.
 
-    Without an assignment, for a sender without other ranks, each tensor is one box.
+    A sender without other ranks has no assignment: each tensor is one box.
     """
 
     def __init__(self, layout: Layout, assignment: Assignment | None = None, rank: int = 0) -> None:
@@ -24,9 +24,10 @@ class Part:
         self.rank = rank
         self.has_all = assignment is None
         self.layout = layout
-        """Layout of this rank's file or copy. Each box is a tensor there."""
+        """Layout of this rank's file or copy. Each part ("box") of a tensor is one tensor there."""
         self.file_starts: Sequence[int] = layout.offsets
-        """Offset of each box in the data of all ranks, if each box is contiguous in its tensor."""
+        """Offset of each part ("box") of a tensor in the data of all ranks. Valid only if each box
+        is contiguous in its tensor."""
         self.gathered: tuple[tuple[int, int], ...] = ()
         specs = layout.specs
         if assignment is None:
@@ -39,9 +40,9 @@ class Part:
         ]
 
     def local_boxes(self, source: Source) -> Iterator[tuple[Sequence[int], list[torch.Tensor]]]:
-        """Yield the numbers of boxes that this rank holds, with their elements.
+        """Yield the numbers of tensors' parts ("boxes") that this rank holds, with their elements.
 
-        All boxes that are in memory come first, together; then each lazy tensor's box.
+        All boxes in memory come first, together. After them comes the box of each lazy tensor.
         """
         if self.has_all and not source.is_lazy:  # was checked before the version was begun
             yield range(len(source.specs)), source.eager
@@ -70,9 +71,10 @@ class Part:
             yield [number], [fetched]
 
     def gather(self, source: Source) -> Iterator[tuple[int, torch.Tensor]]:
-        """Gather tensors one by one; yield the tensors that this rank writes, with box numbers.
+        """Gather tensors one by one; yield number and elements of each part that this rank writes.
 
-        Consume it to the end on each rank, since the other ranks wait in the next gather.
+        Every rank must consume the iterator to its end, since the other ranks wait in the next
+        gather.
         """
         from dbuffer.publish.shards import gathered, sharded_in, viewed
 

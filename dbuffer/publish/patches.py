@@ -1,4 +1,4 @@
-"""`SparsePatch`: new values from a trainer, checked and placed in the weights file."""
+"""`SparsePatch`: new values for some elements of a published tensor, which a trainer passes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _INTEGERS = frozenset(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparsePatch:
-    """New values at some places of one tensor.
+    """New values at some positions of one tensor.
 
     Args:
         name: published name of the tensor.
-        indices: flat positions in the tensor, as integers in any order. None may come twice.
-        values: new value at each position; it replaces the old one. Floating-point values of
-            another dtype are cast to the tensor's, except from and to dtypes of eight bits.
+        indices: flat positions in the tensor, as integers in any order. No position may repeat.
+        values: new value at each position, which replaces the old value. Floating-point values of
+            another dtype are cast to the tensor's dtype, unless one of the dtypes has eight bits.
         shape: published shape of the tensor. If given, it is checked.
     """
 
@@ -43,10 +43,10 @@ class SparsePatch:
 
 
 def patch_of(patches: Iterable[SparsePatch], layout: Layout, *, must_be_finite: bool) -> Patch:
-    """Check patches of a layout's tensors; return them as one patch of the weights file.
+    """Check patches of a layout's tensors, and merge them into one patch of the weights file.
 
-    The patch's words are as long as the smallest patched elements. `WeightSender.send_patches`
-    lists the errors.
+    The words of the merged patch are as long as the smallest patched elements.
+    `WeightSender.send_patches` lists the errors.
     """
     if not isinstance(patches, Iterable):
         raise InvalidWeightsError(f"patches are a list of SparsePatch, not {patches!r:.80}")
@@ -95,7 +95,6 @@ def require_form(patch: Any) -> None:
 
 
 def _cast(patch: SparsePatch, spec: TensorSpec) -> SparsePatch:
-    """Return a patch with its floating-point values cast to the tensor's dtype."""
     # Dtypes of eight bits are not cast: they need scales, which the patch does not have.
     pair = (patch.values.dtype, dtype := DTYPES[spec.dtype])
     if pair[0] is dtype or not all(kind.is_floating_point and kind.itemsize > 1 for kind in pair):

@@ -1,4 +1,4 @@
-"""`PendingPublication`: a version that is published while the trainer goes on."""
+"""`PendingPublication`: a version that is being published while the trainer continues."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from dbuffer.runtime.trouble import without_frames
 logger = logging.getLogger(__name__)
 
 _COPIED_BYTES = 1 << 16
-"""Largest tensor that is copied before a publish goes on in another thread."""
+"""Largest tensor, in bytes, that is copied before a publish continues in another thread."""
 
 
 class PendingPublication(ProcessBound):
-    """Weights that are being published, as ``send(wait=False)`` returns them.
+    """Version that is being published in another thread, as ``send(wait=False)`` returns it.
 
-    Do not change them until :meth:`wait` has returned. The sender's next ``send`` and its ``close``
-    wait for the publication too, and so does an optimizer that ``guard`` was called with.
+    Do not change the weights until :meth:`wait` has returned. The sender's next ``send`` and its
+    ``close`` also wait for the publication. So does each step of an optimizer that you passed to
+    ``guard``.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class PendingPublication(ProcessBound):
         weakref.finalize(self, _log_unreported, self._unreported, os.getpid())
 
     def begin(self, publish: Callable[[], Publication]) -> None:
-        """Publish from a thread, unless :meth:`cancel` comes first."""
+        """Publish from a new thread, unless :meth:`cancel` is called first."""
 
         def run() -> None:
             if not self._future.set_running_or_notify_cancel():
@@ -59,12 +60,12 @@ class PendingPublication(ProcessBound):
 
     @property
     def is_done(self) -> bool:
-        """Whether the version was published, or failed."""
+        """Whether the publish has ended, with success or with an error."""
         self._check_not_forked()
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> Publication:
-        """Wait until every receiver can see the version. You may change the weights then.
+        """Wait until every receiver can see the version. After that you may change the weights.
 
         Args:
             timeout_s: how long to wait. Default: without limit.
@@ -72,8 +73,8 @@ class PendingPublication(ProcessBound):
         Raises:
             WaitTimeoutError: the version was not published in time.
             InvalidWeightsError: something changed the weights meanwhile; nothing was published.
-            ClosedError: this is a forked child.
-            DBufferError: as ``send``.
+            ClosedError: this process is a forked child.
+            DBufferError: any error of ``send``.
         """
         self._check_not_forked()
         if timeout_s is not None:
@@ -86,7 +87,7 @@ class PendingPublication(ProcessBound):
         return self._future.result()
 
     def take_unreported_error(self) -> BaseException | None:
-        """Wait for the publish to end; return its error, unless it was reported before."""
+        """Wait for the publish to end; return its error, unless the error was reported before."""
         with contextlib.suppress(CancelledError):
             error = self._future.exception()
             if self._unreported:
@@ -104,14 +105,14 @@ class PendingPublication(ProcessBound):
 
 
 def _log_unreported(unreported: list[str], pid: int) -> None:
-    """Log an error that nothing can raise: the program ends, or it dropped the sender."""
+    """Log an error that cannot be raised, because the program ends or dropped the sender."""
     if os.getpid() == pid:  # in a forked child; the parent logs it
         for problem in unreported:
             logger.error("weights that were sent with wait=False were not published: %s", problem)
 
 
 def with_short_copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors, and copies in place of short ones, which a forward pass may write."""
+    """Return the tensors, with copies of short ones, which a forward pass may write to."""
     return [
         tensor if tensor.requires_grad or tensor.nbytes > _COPIED_BYTES else tensor.detach().clone()
         for tensor in tensors
@@ -121,8 +122,8 @@ def with_short_copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def watch_writes(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     """Return a function that raises `InvalidWeightsError` if a tensor was written to meanwhile.
 
-    It compares autograd's counts of writes, so it does not detect writes that bypass autograd
-    (``tensor.data``, NumPy, another process), or writes to inference tensors.
+    The function compares autograd's counts of writes. It does not detect writes that bypass
+    autograd (``tensor.data``, NumPy, another process) or writes to inference tensors.
     """
     watched = [
         (name, tensor, tensor._version)  # noqa: SLF001 - autograd's own count

@@ -1,20 +1,21 @@
-"""`Publisher`: the path of every version, in `Publisher._publish`.
+"""`Publisher`: base of all senders. Each version takes the steps of `Publisher._publish`.
 
 1. Describe: the sender's `send` makes a `Source`, and refuses bad input before anything is touched.
-   The layout and this rank's `Part` are known then; the layout of a stream is known at its end.
-2. With deltas: `Deltas.begin`. On a network mount it compares the weights with the last version's.
+   This step gives the layout and this rank's `Part`. A stream's layout is known only at its end.
+2. With deltas: `Deltas.begin`. On a network mount it compares the weights with the last version.
 3. Claim the idle buffer: `Draft.claimed`, `BufferWriter.claim`.
-4. Write: each rank writes its boxes (`fill`). With deltas, `Deltas.write` also finds what changed.
+4. Write: each rank writes its parts of tensors (`fill`). With deltas, `Deltas.write` also finds
+   what changed.
 5. Commit: `Deltas.commit` writes the delta; then `Draft.commit` and `BufferWriter.commit` replace
-   the pointer, and receivers see the version.
+   the version pointer, and receivers see the version.
 
 Several ranks take each step together; rank 0 takes steps 3 and 5 for all. Only a sender with
-``delta=True`` has `Deltas`. The trainer may write to its memory at any time, so the delta, the
-checksums and the next comparison are computed from the file, or from the sender's copy.
+``delta=True`` has `Deltas`. The trainer may write to its memory at any time. So the sender computes
+the delta and the checksums from the file or from its own copy.
 
-One thread at a time publishes or closes: a publish must not write into another file that has got
-the number of a closed one. A forked child does neither: a lock that was held during the fork is
-never released there.
+One thread at a time publishes or closes: otherwise a publish could write into a new file that has
+the descriptor of a closed file. A forked child neither publishes nor closes: a lock that was held
+during the fork is never released in the child.
 """
 
 from __future__ import annotations
@@ -51,20 +52,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """Result of publishing a version, by `send`, `send_patches` or `republish`, or by a mirror."""
+    """Result of publishing a version, by `send`, `send_patches`, `republish` or a mirror."""
 
     id: VersionId
     num_tensors: int
     num_bytes: int
-    """Bytes of all tensors."""
+    """Total size of all tensors, in bytes."""
     duration_s: float
-    """Time from the call until receivers can see the version, with waits for slow readers."""
+    """Time from the call until receivers can see the version. It includes waits for slow
+    readers."""
     delta_bytes: int | None = None
-    """Bytes of the delta from the version before, or None if there is no delta."""
+    """Size in bytes of the delta from the previous version, or None if the version has no delta."""
 
     @property
     def version(self) -> int:
-        """The version's number."""
+        """Number of the published version."""
         return self.id.number
 
     @classmethod
@@ -83,7 +85,7 @@ class Publication:
 class Publisher(Closing, ProcessBound):
     """Base of all senders: publishes into one store until it is closed.
 
-    Only rank 0 has a `BufferWriter`. If ``hashed``, versions have checksums.
+    Only rank 0 has a `BufferWriter`. If ``hashed`` is true, versions have checksums.
     """
 
     _closed_message: str
@@ -127,40 +129,40 @@ class Publisher(Closing, ProcessBound):
 
     @property
     def store(self) -> Path:
-        """The store's directory."""
+        """Directory of the store."""
         return self._buffers.root
 
     @property
     def run(self) -> str:
-        """Id of the sender's run, on rank 0."""
+        """Id of the run (all versions of this sender). Only rank 0 has it."""
         return self._writer.record.token
 
     @property
     def stats(self) -> dict[str, float]:
-        """Numbers and bytes of versions and of deltas, and seconds spent in publishing."""
+        """Counts and bytes of versions and of deltas, and the seconds spent on publishing."""
         return dict(self._stats)
 
     def wait_applied(
         self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
     ) -> None:
-        """Wait until receivers have applied ``version`` or a later one.
+        """Wait until receivers have applied ``version`` or a later version.
 
-        An engine of many ranks is one receiver, and has applied a version when all its ranks have.
-        Make this call on every rank of a :class:`ShardedWeightSender`.
+        An engine with several ranks is one receiver. It has applied a version when all its ranks
+        have applied it. Make this call on every rank of a :class:`ShardedWeightSender`.
 
         Args:
-            version: a version that `send` returned.
+            version: number of a version that `send` returned.
             receivers: the number of receivers, or the ids of the receivers, to wait for.
-            timeout_s: how long to wait. With several ranks, below ``rank_timeout_s +
-                reader_timeout_s``.
+            timeout_s: how long to wait. If the sender has several ranks, it must be less than
+                ``rank_timeout_s + reader_timeout_s``.
 
         Raises:
             OptionError: an argument is invalid.
-            WaitTimeoutError: too few receivers applied it in time; the message tells each one's
-                version.
+            WaitTimeoutError: too few receivers applied the version in time. The message lists
+                each receiver's version.
             ReceiverFailedError: a receiver given by its id cannot apply the version, or has ended.
-            StoreNotFoundError, WriterSupersededError: the store was removed, or another sender has
-                it.
+            StoreNotFoundError, WriterSupersededError: the store was removed, or another sender took
+                it over.
             RankFailedError: a rank was lost.
         """
         world = self._world
@@ -181,10 +183,10 @@ class Publisher(Closing, ProcessBound):
                     )
 
     def receiver_lags(self) -> dict[str, Lag]:
-        """Return the lags of living receivers behind the newest version, by their ids.
+        """Return how far living receivers lag behind the newest version, keyed by receiver id.
 
-        An engine of many ranks is one receiver. If several receivers have one id, the longest lag
-        counts. A receiver that has applied no version is absent.
+        An engine with several ranks is one receiver. If several receivers have one id, the longest
+        lag counts. A receiver that has applied no version is absent.
 
         Raises:
             StoreAccessError, StoreCorruptError: the store cannot be read.
@@ -192,7 +194,7 @@ class Publisher(Closing, ProcessBound):
         return receiver_lags(self._buffers)
 
     def close(self) -> None:
-        """Wait for the publish under way, and close the store. The last version stays published."""
+        """Wait for a publish in progress, then close the store. The last version stays readable."""
         if self._is_inherited:  # a forked child: the thread that holds the lock is in the parent
             self._close()
             return
@@ -217,7 +219,7 @@ class Publisher(Closing, ProcessBound):
 
     @contextlib.contextmanager
     def _publishing(self) -> Iterator[None]:
-        """Wait for publishes of other threads; the ``with`` block publishes alone."""
+        """Wait for other threads' publishes; let only this thread publish in the ``with`` block."""
         self._check_open()
         with self._lock:
             if self._publishing_thread is not None:
@@ -255,7 +257,7 @@ class Publisher(Closing, ProcessBound):
         return self._writer_on_0
 
     def _part_of(self, layout: Layout | None) -> Part | None:
-        """Return this rank's part of a version: the last part again, if the layout is the same."""
+        """Return this rank's part of a version; reuse the last part if the layout is the same."""
         last = self._part
         if layout is None:
             self._part = None
@@ -277,8 +279,9 @@ class Publisher(Closing, ProcessBound):
     ) -> Publication:
         """Publish weights, or a patch of the last version. Collective.
 
-        The number and the checked metadata of rank 0 count. A stream has no layout yet. If this
-        raises, nothing was published on any rank, unless the message says so.
+        Only rank 0's number and checked metadata are used. ``layout`` is None for a stream, whose
+        layout is not known yet. If this method raises, nothing was published on any rank, unless
+        the message says so.
         """
         world, deltas, draft = self._world, self._deltas, None
         part = self._part_of(layout)

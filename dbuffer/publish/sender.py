@@ -36,16 +36,17 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSender(Publisher):
-    """The one writer of a store.
+    """Sender that publishes a trainer's weights into a store, as the store's only writer.
 
     Args:
-        store: the store's directory; made (mode 0700) if it is not there.
+        store: the store's directory; made with mode 0700 if it does not exist.
         **options: fields of :class:`SenderOptions`: ``durable``, ``checksum``, ``delta`` and more.
 
     Raises:
         StoreBusyError: another sender has this store.
-        StoreAccessError: the directory cannot be made or written, or is not ours alone.
-        OptionError: an option is invalid, or the directory holds other weights.
+        StoreAccessError: the directory cannot be made or written, or another user owns it or can
+            write to it.
+        OptionError: an option is invalid, or the directory holds files that are not a store's.
     """
 
     _closed_message = "this sender of {store} is closed, or was made before a fork; make a new one"
@@ -70,9 +71,9 @@ class WeightSender(Publisher):
             has_deltas=chosen.delta,
         )
         self._pending: list[PendingPublication] = []
-        """Publications whose ``wait()`` was not called, until their errors are raised."""
+        """Publications whose ``wait()`` was not called. Each stays until its error is raised."""
         self._is_behind = False
-        """Whether the weights that were sent last were not published. No patch can follow them."""
+        """Whether the weights of the last ``send`` were not published: no patch can follow."""
 
     @overload
     def send(
@@ -108,34 +109,34 @@ class WeightSender(Publisher):
         progress: Progress | None = None,
         wait: bool = True,
     ) -> Publication | PendingPublication:
-        """Publish weights. When this returns, receivers can see them, unless ``wait`` is False.
+        """Publish weights. Receivers can see them when this returns, unless ``wait`` is False.
 
         Args:
             weights: a module (its parameters and persistent buffers), a state dict, a
                 TensorDict, ``(name, tensor)`` pairs, the path of a HuggingFace checkpoint, or a
-                weight source as vLLM has them.
-                An iterator is consumed tensor by tensor, for weights that do not fit into
-                memory at once. Other kinds of weights are published faster.
-            draft: weights of a draft for speculative decoding, in the same version. ``rename`` does
-                not apply to them.
-            version: number of the version, above all earlier ones. Default: the last plus one.
-            metadata: anything JSON can hold, a trainer's step for instance.
+                weight source of vLLM. An iterator is consumed tensor by tensor, for weights that do
+                not fit into memory at once. Other kinds of weights are published faster.
+            draft: weights of a draft model for speculative decoding, published in the same version.
+                ``rename`` does not apply to these weights.
+            version: number of the version, above all earlier numbers. Default: the last number plus
+                one.
+            metadata: a mapping that JSON can hold, with the trainer's step for instance.
             progress: called with the bytes copied so far and the total (0 if unknown), if the
                 weights come tensor by tensor.
-            wait: if False, publish from a thread and return at once; but first wait for an earlier
-                version that is being published. The trainer may go on with forward and backward,
-                and must not change the weights before ``wait()`` of the result has returned; see
-                :meth:`guard`. Iterators, lazy tensors and checkpoints are refused.
+            wait: if False, first wait for a publish in progress, then publish from a thread and
+                return at once. The trainer may continue with forward and backward. It must not
+                change the weights until ``wait()`` of the result has returned; see :meth:`guard`.
+                Iterators, lazy tensors and checkpoints are refused.
 
         Raises:
             InvalidWeightsError: something in the weights or the metadata cannot be published.
-            VersionError: ``version`` is not above the last one.
-            StoreFullError, StoreAccessError: the filesystem refused. The last version stays the
-                newest, unless the message says that this one is published.
+            VersionError: ``version`` is not above the last version.
+            StoreFullError, StoreAccessError: the filesystem refused access or has no room. The last
+                version stays the newest, unless the message says that the new version is published.
             WriterSupersededError: another sender has taken the store over.
             OptionError: ``wait`` is neither True nor False.
-            ClosedError: the sender was closed, or this is a forked child.
-            DBufferError: an earlier ``send(wait=False)`` failed, and nothing has raised that yet.
+            ClosedError: the sender was closed, or this process is a forked child.
+            DBufferError: an earlier ``send(wait=False)`` failed, and its error was not raised yet.
         """
         started = time.monotonic()
         options.flag("wait", wait)
@@ -203,19 +204,20 @@ class WeightSender(Publisher):
 
         Args:
             patches: at most one for each tensor.
-            version: number of the version, above all earlier ones. Default: the last plus one.
-            metadata: anything JSON can hold, a trainer's step for instance.
+            version: number of the version, above all earlier numbers. Default: the last number plus
+                one.
+            metadata: a mapping that JSON can hold, with the trainer's step for instance.
 
         Raises:
-            OptionError: this sender was made without ``delta=True``.
-            WeightsMismatchError: a patch's tensor or index does not exist, its shape is another, or
-                its dtype is not cast.
-            InvalidWeightsError: a patch has an index twice, more indices than values, or a value
-                that is refused, or is no `SparsePatch` of plain tensors.
+            OptionError: the sender was made without ``delta=True``.
+            WeightsMismatchError: a patch names a tensor or an index that does not exist, has
+                another shape, or has a dtype that is not cast.
+            InvalidWeightsError: a patch repeats an index, has more indices than values, has a
+                refused value, or is not a `SparsePatch` of plain tensors.
             StoreCorruptError: the last version was damaged after it was published.
-            VersionError: this sender has published nothing yet, or its last publish failed: send
-                all weights first. Patches that were refused do no harm. Or
-                ``version`` is too low.
+            VersionError: the sender has published nothing yet, or its last publish failed: send all
+                weights first. (Refused patches do not count as a failed publish.) Or ``version`` is
+                too low.
             StoreFullError, StoreAccessError, WriterSupersededError, ClosedError: as for `send`.
         """
         started = time.monotonic()
@@ -238,20 +240,20 @@ class WeightSender(Publisher):
     def republish(
         self, version: int | VersionId, *, metadata: Mapping[str, Any] | None = None
     ) -> Publication:
-        """Go back: publish an earlier version's weights again, under a new number.
+        """Publish an earlier version's weights again, under a new number.
 
-        The weights file gets a second name, and no byte is copied. The weights are read and written
-        anew if the version consists of an earlier file and deltas, or if checksums are on now and
-        were off then, or the other way round. A sender with ``delta=True`` reads them too, and may
+        Usually the weights file gets a second name, and no byte is copied. The weights are written
+        anew if the version consists of an earlier version's file and deltas, or if the option
+        ``checksum`` was changed since. A sender with ``delta=True`` also reads the weights, and may
         publish a delta.
 
         Args:
-            version: number or id of one of the newest two versions, or of a kept one.
-            metadata: anything JSON can hold. It is added to the metadata of that version, with its
-                number as ``republished_version``.
+            version: number or id of one of the newest two versions, or of a kept version.
+            metadata: a mapping that JSON can hold. It is added to the earlier version's metadata,
+                as is the earlier version's number, under the key ``republished_version``.
 
         Raises:
-            VersionError: the store does not hold that version.
+            VersionError: the store does not hold the version.
             StoreCorruptError: the version was damaged after it was published.
             StoreFullError, StoreAccessError, WriterSupersededError, ClosedError: as for `send`.
         """
@@ -273,18 +275,18 @@ class WeightSender(Publisher):
         return self._count(Publication.of(published.id, layout, started, None))
 
     def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Let each step of an optimizer wait for what ``send(wait=False)`` is publishing.
+        """Make each step of an optimizer wait for the publish that ``send(wait=False)`` began.
 
-        If the publish failed, the step raises its error, and changes nothing.
+        If the publish failed, the step raises the publish's error and changes no weights.
 
         Args:
-            optimizer: torch's, or a wrapper of it, as accelerate and DeepSpeed have them.
+            optimizer: an optimizer of torch, or a wrapper of one, as in accelerate and DeepSpeed.
 
         Returns:
             A handle whose ``remove()`` removes the guard.
 
         Raises:
-            OptionError: the argument is no optimizer.
+            OptionError: the argument is not an optimizer.
         """
         steps = getattr(optimizer, "optimizer", optimizer)
         if not isinstance(steps, torch.optim.Optimizer):
@@ -293,7 +295,7 @@ class WeightSender(Publisher):
         return steps.register_step_pre_hook(lambda *_: self._settle())
 
     def _settle(self) -> None:
-        """Wait for pending publications, and raise an error that was not raised before."""
+        """Wait for pending publications; raise an error of theirs that was not raised before."""
         # In a forked child no thread publishes, and a publishing thread would wait for itself.
         if self._is_inherited or self._publishing_thread == threading.get_ident():
             return
@@ -310,10 +312,10 @@ class WeightSender(Publisher):
             raise errors[0]
 
     def close(self) -> None:
-        """Wait for the publish under way, and close the store. The last version stays published.
+        """Wait for a publish in progress, then close the store. The last version stays published.
 
         Raises:
-            DBufferError: an earlier ``send(wait=False)`` failed, and nothing has raised that yet.
+            DBufferError: an earlier ``send(wait=False)`` failed, and its error was not raised yet.
         """
         try:
             self._settle()
@@ -353,7 +355,7 @@ class WeightSender(Publisher):
         return contents
 
     def _refuse_idle_buffer(self, source: Source) -> None:
-        """Raise if weights are a snapshot's tensors in the buffer that is written next."""
+        """Raise if the weights are a snapshot's tensors in the buffer to be overwritten."""
         files = [file_under(tensor) for tensor in source.eager]
         if not any(files):
             return

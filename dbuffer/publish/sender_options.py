@@ -38,47 +38,50 @@ class SenderKeywords(TypedDict, total=False):
 class SenderOptions:
     """Options of :class:`dbuffer.WeightSender` and :class:`dbuffer.ShardedWeightSender`.
 
-    Both take them as keyword arguments, as does each integration that makes a sender.
+    Both classes take the options as keyword arguments, as does each integration that makes a
+    sender.
 
     Raises:
-        OptionError: (a ``ValueError``) a value is invalid.
+        OptionError: a value is invalid.
     """
 
     durable: bool = False
     """Flush each version to stable storage before it is published, so that it survives a power
     cut. Always on for network mounts, since other hosts see only flushed bytes."""
     checksum: bool | Literal["auto"] = "auto"
-    """Write a checksum of every tensor. ``"auto"``: on network mounts only."""
+    """Write a checksum of every tensor. ``"auto"`` writes checksums on network mounts only."""
     delta: bool = False
-    """Publish what changed since the version before, if that saves enough. Needs the extra
-    ``delta``; iterators are refused. On a network mount the sender keeps a copy of the weights in
-    memory; each rank of a sharded trainer keeps a copy of the part that it writes."""
+    """Publish only the elements that changed since the previous version, if that saves enough.
+    Requires the extra ``delta``; iterators are refused. On a network mount the sender keeps a copy
+    of the weights in memory. Each rank of a sharded trainer keeps a copy of the part that it
+    writes."""
     dtype: torch.dtype | None = None
     """Publish floating-point tensors in this dtype, cast while they are copied. Weights with a
     value that the dtype cannot hold are refused."""
     rename: Rename | None = None
     """A :class:`NameMap`, a mapping of names, or a function from name to name."""
     as_checkpoint: bool = True
-    """Publish a transformers module as ``save_pretrained`` would save it. If False, publish its
-    own names and tensors, with experts fused as transformers fuses them."""
+    """Publish a transformers module as ``save_pretrained`` would save it. If False, publish the
+    module's own names and tensors, with experts fused as transformers fuses them."""
     num_threads: int | None = None
-    """Threads that copy, on each rank. Default: the number of cores that the process may use, at
-    most 8, and at most the rank's share of the host's cores."""
+    """Number of threads that copy, on each rank. Default: the number of cores that the process may
+    use, at most 8, and at most the rank's share of the host's cores."""
     reader_timeout_s: float = 60.0
-    """Longest wait for readers that still read the buffer to be written; then they are evicted.
-    On network mounts a sender does not wait, and keeps an old version for readers this long."""
+    """Longest wait for receivers that still read the buffer about to be overwritten. After that
+    time these receivers are evicted: they lose the version. On a network mount the sender does not
+    wait, and keeps an old version for its readers this long."""
     allow_shared_store: bool = False
-    """Accept a directory that belongs to someone else, or that others can write to."""
+    """Accept a directory that another user owns, or that other users can write to."""
     keep: int = 0
-    """How many versions to keep besides the newest two, for :meth:`WeightSender.republish`, and for
-    receivers that open an older version. Each kept version takes the room of its weights. On a
-    local mount each version is then a new file. Pinned versions do not count."""
+    """Number of versions to keep besides the newest two, for :meth:`WeightSender.republish` and for
+    receivers that open an older version. Each kept version takes as much room as its weights. On a
+    local mount, a value above 0 gives each version a new file. Pinned versions do not count."""
     run: str | None = None
-    """Name of this run, 1 to 128 printable characters. Each sender begins a run, and each version
-    tells which runs led to it."""
+    """Name of this run, 1 to 128 printable characters. A run is all versions of one sender. Each
+    version records the runs that led to it."""
     require_finite: bool = False
-    """Refuse weights and patches with a NaN or an infinity, by the tensor's name; nothing is
-    published then. Reads all weights once more, on the device where they are."""
+    """Refuse weights and patches that contain a NaN or an infinity. The error names the tensor, and
+    nothing is published. The check reads all weights once more, on their device."""
 
     def __post_init__(self) -> None:
         checks.flag("durable", self.durable)

@@ -1,7 +1,7 @@
-"""`ShardedWeightSender`: all ranks of a trainer publish together, each its own part.
+"""`ShardedWeightSender`: all ranks of a trainer publish together, and each rank writes its part.
 
-On one machine all ranks map the weights file. On a network mount each rank writes a file of its
-own. Rank 0 is the store's writer, and commits when every rank has written its part.
+On one machine all ranks map one weights file. On a network mount each rank writes its own file.
+Rank 0 is the store's writer, and commits the version when every rank has written its part.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _ELSEWHERE = torch.empty(0)
 
 
 class ShardedWeightSender(Publisher):
-    """The one writer of a store, for a trainer of many ranks: FSDP2, HSDP, TP, ZeRO-3, stages.
+    """Sender for a trainer with several ranks: FSDP2, HSDP, TP, ZeRO-3, pipeline stages.
 
-    Make one on every rank, and make each call on every rank, with the rank's own model: all methods
-    are collective. A call that fails on one rank raises on all.
+    Make a sender on every rank, and make each call on every rank, with the rank's own model: all
+    methods are collective. A call that fails on one rank raises on all ranks.
 
     Args:
-        store: the store's directory; made (mode 0700) if it is not there.
+        store: the store's directory; made with mode 0700 if it does not exist.
         group: the ranks that hold the weights. Default: all ranks of torch.distributed, which must
-            be initialised. Rank 0 of the group is the store's writer.
+            be initialized. Rank 0 of the group is the store's writer.
         rank_timeout_s: how long the ranks wait for a hung rank. A dead rank is noticed at once.
         **options: fields of :class:`SenderOptions`: ``durable``, ``checksum``, ``delta`` and more.
 
     Raises:
-        OptionError: an option is invalid, torch.distributed is not initialised, or the directory
-            holds other weights: a checkpoint, or another transport's.
+        OptionError: an option is invalid, torch.distributed is not initialized, or the directory
+            holds files that are not a store's.
         RankFailedError: a rank was lost, or raised an error that is not one of dbuffer's.
         StoreBusyError: another sender has the store.
         StoreAccessError: the store cannot be used.
@@ -124,30 +124,30 @@ class ShardedWeightSender(Publisher):
         version: int | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Publication:
-        """Publish the weights of all ranks. Every rank makes this call.
+        """Publish the weights of all ranks. Call it on every rank.
 
-        Ranks may hold different tensors: the tensors of all ranks are published. A tensor that
-        several ranks hold must have the same shape and dtype on each. Each rank writes the shards
-        of DTensors that it holds. A plain tensor must be equal on all ranks that hold it, and one
-        of them writes it. Shards that are no boxes (strided shards, partial sums, ZeRO-3) are
-        gathered tensor by tensor.
+        Ranks may hold different tensors: the tensors of all ranks are published. If several ranks
+        hold a tensor, its shape and dtype must be the same on each. Each rank writes the DTensor
+        shards that it holds. A plain tensor must be equal on all ranks that hold it, and one of
+        these ranks writes it. Tensors whose shards are not rectangular parts (strided shards,
+        partial sums, ZeRO-3) are gathered one by one.
 
         Args:
             weights: a module, a state dict, a TensorDict, a list of ``(name, tensor)`` pairs, the
                 path of a HuggingFace checkpoint or a weight source of vLLM's; no iterator. Pass a
                 ZeRO-3 model as the module. A rank that holds no weights passes ``{}``.
-            draft: weights of a draft for speculative decoding, on all ranks or on none.
-            version: number of the version, equal on all ranks and above all earlier ones. Default:
-                the last number plus one.
-            metadata: anything JSON can hold. Rank 0's is published.
+            draft: weights of a draft model for speculative decoding, on all ranks or on none.
+            version: number of the version, equal on all ranks and above all earlier numbers.
+                Default: the last number plus one.
+            metadata: a mapping that JSON can hold. Only rank 0's metadata is published.
 
         Returns:
-            The same on all ranks.
+            The publication, equal on all ranks.
 
         Raises:
             RankFailedError: a rank was lost, or raised an error that is not one of dbuffer's.
-            DBufferError: as :meth:`WeightSender.send`, on all ranks. It is an `InvalidWeightsError`
-                if the ranks' weights do not fit together.
+            DBufferError: any error of :meth:`WeightSender.send`, on all ranks; an
+                `InvalidWeightsError` if the ranks' weights do not fit together.
         """
         with self._world.losing_interrupted(), self._publishing(), self._world.call():
             started = time.monotonic()
@@ -164,7 +164,7 @@ class ShardedWeightSender(Publisher):
     ) -> tuple[Source, int, dict[str, Any]]:
         """Return the weights of all ranks and, on rank 0, the version's number and metadata.
 
-        Collective. Boxes are assigned to ranks again if the tensors changed.
+        Collective. If the tensors changed, assign their parts to ranks again.
         """
         ranks, number, checked = self._world, 0, dict[str, Any]()
         with ranks.step("describe its weights") as step:
@@ -206,10 +206,10 @@ class ShardedWeightSender(Publisher):
 
 
 def _step_timeout_s(rank_timeout_s: Any, options: SenderKeywords) -> float:
-    """Return how long ranks wait for a rank in a step.
+    """Return how long, in seconds, ranks wait for another rank in a collective step.
 
-    If an option is no time, this uses the default, and the first step refuses the option on all
-    ranks.
+    If an option is not a valid time, use its default: the first collective step then refuses the
+    option on all ranks.
     """
     reader_timeout_s = options.get("reader_timeout_s", SenderOptions.reader_timeout_s)
     try:

@@ -1,4 +1,4 @@
-"""`HeldParts`: the parts of sharded tensors that this rank holds; `gathered`: a gathered tensor."""
+"""`HeldParts`: the parts of sharded tensors that one rank holds; `gathered` gathers a tensor."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:  # importing it takes half as long as importing torch
 
 
 class HeldParts:
-    """Parts of tensors that this rank holds. Views of a sharded tensor share its box."""
+    """Parts of tensors that this rank holds. Views of a sharded tensor share the tensor's part."""
 
     def __init__(self) -> None:
         self._boxes: dict[int, tuple[Box | None, bool]] = {}
-        """Box of each sharded tensor by its ``id()``, and whether its shards are strided."""
+        """Held part ("box") of each sharded tensor, and whether its shards are strided, keyed by
+        the tensor's ``id()``."""
         self._local: dict[int, torch.Tensor] = {}
 
     def box(self, index: int, tensor: torch.Tensor | LazyTensor) -> Box | None:
@@ -69,7 +70,10 @@ class HeldParts:
 
 
 def _overlap(box: Box, view: View) -> tuple[Box, View]:
-    """Return the part of a view that a box of the same tensor covers, and its place in the box."""
+    """Intersect a held part ("box") of a tensor with a view of the tensor.
+
+    Return the intersection as a part of the view, and its place in the box.
+    """
     index: list[int | slice] = []
     starts, shape = [], []
     for start, extent, place in zip(box.start, box.shape, view.index, strict=True):
@@ -120,7 +124,7 @@ def gathered(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor]:
 
 
 def sharded_in(tensor: torch.Tensor | LazyTensor) -> Any:
-    """Return the sharded tensor that a lazy tensor or its view reads, or None if there is none."""
+    """Return the sharded tensor that a lazy tensor or its view reads, or None for other tensors."""
     return tensor.sharded if isinstance(tensor, LazyTensor) else None
 
 

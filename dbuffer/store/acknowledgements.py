@@ -1,4 +1,4 @@
-"""Receivers' acknowledgements: `wait_applied` waits for them, `receiver_lags` measures lags."""
+"""Functions on receivers' acknowledgements: wait for them, and measure the receivers' lag."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def wait_applied(
     writer: WriterRecord,
     written_before: Mapping[tuple[str, str], float] = MappingProxyType({}),
 ) -> None:
-    """Wait until receivers have applied ``version`` or a later one.
+    """Wait until receivers have applied ``version`` or a later version.
 
-    ``docs/design.md`` ("Acknowledging") says which records count, and when the wait fails.
-    ``written_before`` has the time of each record, by id and token, when the writer began. A record
-    that has not changed since says nothing about its receiver.
+    ``docs/design.md`` ("Acknowledging") says which receivers' records count, and when the wait
+    fails. ``written_before`` has the time of each record when the writer began, keyed by receiver
+    id and token. A record that has not changed since the writer began is ignored.
     """
     options.whole_number("version", version, at_least=0)
     deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
@@ -57,7 +57,10 @@ def wait_applied(
 
 
 def receiver_lags(store: DoubleBuffer) -> dict[str, Lag]:
-    """Return the lag of each living receiver by its id; the longest if several have one id."""
+    """Return the lag of each living receiver, keyed by its id.
+
+    If several receivers have one id, the longest lag counts.
+    """
     pointer = store.newest_pointer() if store.exists() else None
     if pointer is None:
         return {}
@@ -84,10 +87,11 @@ class _Wait:
     counted: dict[str, list[ReceiverRecord]] = field(default_factory=dict)
     ranks: Mapping[tuple[str, str], Sequence[ReceiverRecord]] = field(default_factory=dict)
     noted_at: dict[tuple[str, str, str], float] = field(default_factory=dict)
-    """Time at which a receiver was first seen in a state, by its id, token and the state."""
+    """Time at which a receiver was first seen in a state, keyed by its id, its token and the
+    state."""
 
     def look(self, writer: WriterRecord) -> int:
-        """Read all records; return how many of the receivers have applied the version."""
+        """Read all receivers' records; return how many receivers have applied the version."""
         records = self.store.receivers()
         # Read after the records: versions that receivers have applied lead to this one.
         pointer = self.store.newest_pointer()
@@ -144,7 +148,7 @@ class _Wait:
         return [record, *self.ranks.get((record.receiver, record.token), ())]
 
     def require_able(self) -> None:
-        """Raise if a canary refused the version, or if a receiver given by id cannot apply it."""
+        """Raise if a canary engine refused the version, or a given receiver cannot apply it."""
         version = None if self.newest is None else self.newest.at(self.version)
         if version is not None and (refusal := self.store.refusal(version)) is not None:
             raise ReceiverFailedError(f"version {version.number} of {self.store.root} {refusal}")
@@ -181,7 +185,6 @@ class _Wait:
             raise ReceiverFailedError(f"{_process_of(record)} has ended, {_at(record, 'version ')}")
 
     def _is_skipped_by(self, record: ReceiverRecord) -> bool:
-        """Whether a receiver skips the version on purpose, as far as the store still shows it."""
         if record.every == 1 and not record.when:
             return False
         version = None if self.newest is None else self.newest.at(self.version)
@@ -205,13 +208,16 @@ def _at(record: ReceiverRecord, noun: str = "") -> str:
 
 
 def _multiples_of(record: ReceiverRecord) -> str:
-    """Describe the versions that an engine takes, as `100 in "step"`."""
+    """Describe which versions an engine takes, as in `100 in "step"` for multiples of 100."""
     by_number = [f"{record.every} as number"] if record.every > 1 else []
     return ", ".join([*by_number, *(f"{n} in {key!r:.100}" for key, n in record.when.items())])
 
 
 def _is_certain_of_end(record: ReceiverRecord) -> bool:
-    """Whether a receiver without a sign of life has ended, and not only its mirror."""
+    """Whether a receiver that shows no sign of life has certainly ended.
+
+    If a mirror relays the receiver's record, perhaps only the mirror has ended.
+    """
     return not record.is_relayed or record.has_ended or Process.of(record).can_be_seen
 
 

@@ -1,4 +1,4 @@
-"""`DoubleBuffer`: the two buffers, the version pointer and the records, as readers see them."""
+"""`DoubleBuffer`: read access to a store: its two buffers, version pointer and records."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from dbuffer.store.medium import Medium, medium_of
 logger = logging.getLogger(__name__)
 
 _MTIME_GRANULARITY_S = 1.0
-"""Longest step of a filesystem's clock for file times: some servers count whole seconds."""
+"""Longest tick of a clock for file times, in seconds: some file servers count whole seconds."""
 
 _FileState = tuple[int, ...]
 
 
 class DoubleBuffer:
-    """A store's directory, read-only: its pointer, its manifests, its writer and receivers."""
+    """Read access to a store: its version pointer, manifests, and records of its processes."""
 
     def __init__(self, root: str | os.PathLike[str], *, allow_shared_store: bool = False) -> None:
         self.root = options.directory("store", root)
@@ -80,7 +80,7 @@ class DoubleBuffer:
 
     @property
     def medium(self) -> Medium:
-        """Medium of the store's directory; looked up again after something was mounted there."""
+        """Medium of the store's directory; determined again after a mount at its path."""
         device = None
         with contextlib.suppress(OSError):
             device = self.root.stat().st_dev
@@ -89,7 +89,7 @@ class DoubleBuffer:
         return self._medium
 
     def exists(self) -> bool:
-        """Whether the store's directory exists. A store may have no version yet."""
+        """Whether the store's directory exists. The store may have no version yet."""
         with os_errors("look for a store", self.root):
             # Unlike is_dir(), this raises for a loop of links, or a file in the way.
             with contextlib.suppress(FileNotFoundError):
@@ -104,7 +104,11 @@ class DoubleBuffer:
         return self._read(Pointer, self.root / places.POINTER_FILE)
 
     def newest_pointer(self, last: Pointer | None = None) -> Pointer | None:
-        """Read ``CURRENT``; raise a `VersionRegressedError` if ``last`` does not lead to it."""
+        """Read the version pointer ``CURRENT``.
+
+        Raise a `VersionRegressedError` if ``last``, the pointer read before, names a version that
+        does not lead to the newest version.
+        """
         pointer = self.pointer()
         if pointer is None and self.medium.reaches_other_hosts:
             pointer = self._pointer_by_manifests(last)
@@ -119,10 +123,11 @@ class DoubleBuffer:
         return "" if contents is None else f", which holds {contents}, and no store"
 
     def _pointer_by_manifests(self, last: Pointer | None) -> Pointer | None:
-        """Derive the pointer from the manifests, while ``CURRENT`` is missing over NFSv3.
+        """Derive the version pointer from the manifests, while ``CURRENT`` is missing over NFSv3.
 
-        If both buffers are complete, the earlier version was certainly published, and the later one
-        too if a reader has seen it. If one buffer is being written, the other has the newest.
+        If both buffers are complete, the earlier version was certainly published. The later version
+        was published too if a reader has seen it. If one buffer is being written, the other buffer
+        has the newest version.
         """
         manifests = self._manifests_of_one_moment()
         if None in manifests.values():
@@ -148,7 +153,10 @@ class DoubleBuffer:
         return manifests
 
     def weights_path(self, buffer: str, manifest: Manifest) -> Path:
-        """Path of the weights file that a manifest names; a kept version has a link of its own."""
+        """Path of the weights file that a manifest names.
+
+        A kept version has its own hard link to the file.
+        """
         if manifest.anchor_buffer is not None and not places.is_kept(buffer):
             buffer = manifest.anchor_buffer
         return self.root / buffer / manifest.file
@@ -163,7 +171,7 @@ class DoubleBuffer:
         return self._read(Manifest, self.root / buffer / places.MANIFEST_FILE)
 
     def manifest_of(self, version: VersionId) -> Manifest | None:
-        """Read the manifest of a version; return None if it is damaged, or not in A or B."""
+        """Read the manifest of a version; None if damaged, or if neither buffer has the version."""
         for buffer in places.BUFFERS:
             manifest = None
             with contextlib.suppress(*UNDECODABLE):
@@ -173,7 +181,7 @@ class DoubleBuffer:
         return None
 
     def kept(self) -> dict[str, Manifest]:
-        """Read the manifests of kept versions in ascending order, by ``kept/RUN-NUMBER``."""
+        """Read the manifests of kept versions, in ascending order, keyed by ``kept/RUN-NUMBER``."""
         kept = {}
         for buffer, directory in self.kept_directories().items():
             with contextlib.suppress(errors.StoreNotFoundError):  # a sender is dropping it
@@ -185,12 +193,15 @@ class DoubleBuffer:
         return dict(sorted(kept.items(), key=lambda item: item[1].version))
 
     def kept_directories(self) -> dict[str, Path]:
-        """List the directories of kept versions, by ``kept/RUN-NUMBER``; also of dropped ones."""
+        """List directories of kept and of dropped versions, keyed by ``kept/RUN-NUMBER``."""
         directories = filesystem.list_matching(self.root / places.KEPT_DIRECTORY, "*")
         return {places.kept_buffer(directory.name): directory for directory in directories}
 
     def delta_bytes(self, versions: Iterable[VersionId]) -> int:
-        """Return the total size of the deltas that lead to these versions; missing ones are 0."""
+        """Return the total size of the delta files that lead to these versions.
+
+        A missing file counts as 0.
+        """
         num_bytes = 0
         for version in versions:
             with contextlib.suppress(FileNotFoundError):
@@ -198,7 +209,7 @@ class DoubleBuffer:
         return num_bytes
 
     def refusal(self, version: VersionId) -> str | None:
-        """Return a text that says which canary refused a version, and why, or None."""
+        """Return which canary engine refused a version and why, or None if none refused it."""
         path = self.root / places.REFUSED_DIRECTORY / str(version)
         try:
             with os_errors("read", path):
@@ -208,7 +219,7 @@ class DoubleBuffer:
         return data.decode(errors="replace")
 
     def refuse(self, version: VersionId, refusal: str) -> None:
-        """Mark a version as refused, for all receivers of the store, unless it is marked."""
+        """Mark a version as refused for all receivers, unless it has such a mark already."""
         if self.refusal(version) is None:
             directory = self.root / places.REFUSED_DIRECTORY
             filesystem.make_directory(directory, durable=self.medium.reaches_other_hosts)
@@ -256,7 +267,7 @@ class DoubleBuffer:
         return records[-1] if records else None
 
     def records_of(self, receiver_id: str) -> list[ReceiverRecord]:
-        """Read the records of all receivers of this id, in the order of the files' last changes."""
+        """Read the records of all receivers with this id, in order of their files' last changes."""
         entries = self._record_entries()
         paths = [Path(e.path) for e in entries if places.receiver_of(e.name) == receiver_id]
         # Files' times come from one clock; times in records come from many hosts' clocks.
@@ -264,9 +275,9 @@ class DoubleBuffer:
         return [record for path in paths if (record := self._read_usable(path)) is not None]
 
     def receivers(self) -> list[ReceiverRecord]:
-        """Return the records of all receivers. Files that have not changed are not read again.
+        """Return the records of all receivers. An unchanged file is not read again.
 
-        A file that is damaged, or that another user could have written, is ignored and logged once.
+        A file is ignored, and logged once, if it is damaged or another user could have written it.
         """
         records: dict[Path, tuple[_FileState | None, ReceiverRecord | None]] = {}
         now_s = self.medium.now_s()
@@ -300,11 +311,12 @@ class DoubleBuffer:
             return None
 
     def may_live(self, record: ReceiverRecord | WriterRecord) -> bool:
-        """Whether the process that wrote a record may be alive.
+        """Whether the process that wrote a record may still be alive.
 
-        If this host can see the process, the process decides, and otherwise the record's lock or
-        time. A receiver whose record a mirror relays lives until the record says that it has ended:
-        the last acknowledgement may still be on its way when the process is gone.
+        If this host can see the process, the process decides. Otherwise the record's lock or time
+        decides. If a mirror relays the record, the receiver counts as alive until its record says
+        that it has ended: its last acknowledgement may still be on its way when its process has
+        ended.
         """
         process = Process.of(record)
         if isinstance(record, WriterRecord):
@@ -333,7 +345,6 @@ class DoubleBuffer:
 
 
 def _file_state(status: os.stat_result, now_s: float) -> _FileState | None:
-    """Return a file's state, or None if a later change might not change the state."""
     # Two changes within one tick of the clock have one time, and maybe one inode.
     if now_s - max(status.st_mtime, status.st_ctime) < _MTIME_GRANULARITY_S:
         return None
@@ -341,7 +352,7 @@ def _file_state(status: os.stat_result, now_s: float) -> _FileState | None:
 
 
 def _unless_damaged(read: Callable[[], RecordT | None]) -> RecordT | None:
-    """Read a record; return None if it is damaged. An unknown format raises its error."""
+    """Read a record; return None if it is damaged. Raise if the record has an unknown format."""
     try:
         return read()
     except errors.StoreCorruptError as error:
@@ -394,7 +405,7 @@ _PARTS = {
 _MAX_REFUSAL_BYTES = 4096
 
 _OF_FILESYSTEM = "lost+found"
-"""Name at the root of an ext4 filesystem, which may be mounted as a store."""
+"""Name of a directory at the root of an ext4 filesystem. The root may be used as a store."""
 
 _MARKS = (
     places.POINTER_FILE,
@@ -402,13 +413,14 @@ _MARKS = (
     places.WRITER_LOCK_FILE,
     *(f"{buffer}/{places.MANIFEST_FILE}" for buffer in places.BUFFERS),
 )
-"""Files that make a directory a store, whatever other files it has."""
+"""Names of files whose presence makes a directory a store, whatever else it contains."""
 
 
 def other_contents(root: Path) -> str | None:
-    """Name the contents of a directory, or return None if it is a store, empty or does not exist.
+    """Name the foreign contents of a directory.
 
-    Hidden names are ignored: network mounts and backups put such files into any directory.
+    Return None if the directory is a store, is empty or does not exist. Hidden names are ignored:
+    network mounts and backups put hidden files into any directory.
     """
     with os_errors("list", root):
         if any((root / mark).exists() for mark in _MARKS) or not root.is_dir():

@@ -1,7 +1,7 @@
-"""`Contents`: a store's pointer and manifests as its next writer finds them.
+"""`Contents`: a store's version pointer and manifests, as a new writer finds them.
 
-The last writer may have died at any instruction, and records may be damaged. A damaged record is
-ignored, but its file shows that the store is not new.
+The previous writer may have been killed at any instruction, and records may be damaged. A damaged
+record is ignored, but its file shows that the store is not new.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def require_version(version: object) -> None:
 
 
 class Contents:
-    """Pointer and manifests of a store. Each is read when it is first used."""
+    """Version pointer and manifests of a store, each read at its first use."""
 
     def __init__(self, store: DoubleBuffer) -> None:
         self._store = store
@@ -38,9 +38,9 @@ class Contents:
 
     @cached_property
     def newest_buffer(self) -> str | None:
-        """Buffer that the pointer names, or None if nothing was ever published.
+        """Buffer that the version pointer names, or None if nothing was ever published.
 
-        If the pointer is missing or damaged: the buffer that may hold the newest version.
+        If the pointer is missing or damaged, this is the buffer that may hold the newest version.
         """
         if self.pointer is not None:
             return self.pointer.buffer
@@ -59,9 +59,9 @@ class Contents:
 
     @cached_property
     def newest(self) -> Lineage | None:
-        """The newest published version, or None if none is undamaged.
+        """Newest published version, or None if no published version is undamaged.
 
-        If the pointer is missing or damaged, it may be a version whose commit failed.
+        If the version pointer is missing or damaged, this may be a version whose commit failed.
         """
         if self.pointer is not None:
             return self.pointer.lineage
@@ -74,16 +74,16 @@ class Contents:
         return places.BUFFERS[1] if self.newest_buffer is None else other_buffer(self.newest_buffer)
 
     def has_published(self, manifest: Manifest) -> bool:
-        """Whether a manifest describes a version that was published, and not lost since."""
+        """Whether a manifest describes a version that was published and was not lost since."""
         # A failed commit may leave a complete manifest.
         newest = self.newest
         return manifest.state == "complete" and newest is not None and newest.reaches(manifest.id)
 
     def published(self, *, lost: bool = False) -> Iterator[tuple[str, Manifest]]:
-        """Yield the buffer and manifest of each version that leads to the newest; kept ones last.
+        """Yield the buffer and manifest of the newest version and of versions that lead to it.
 
-        With ``lost``, also yield kept versions that do not lead to the newest. A version is kept
-        before its buffer is reused, so no version is missed.
+        Kept versions come last. With ``lost``, also yield kept versions that do not lead to the
+        newest version. A version is kept before its buffer is reused, so no version is missed.
         """
         for buffer, manifest in self.manifests.items():
             if manifest is not None and self.has_published(manifest):
@@ -93,7 +93,7 @@ class Contents:
                 yield buffer, manifest
 
     def id_of(self, version: int | VersionId) -> VersionId | None:
-        """Return the id of the version of this number that leads to the newest, or None."""
+        """Return a version's id, or None if no version of this number leads to the newest."""
         if isinstance(version, VersionId):
             return version
         return None if self.newest is None else self.newest.at(version)
@@ -104,11 +104,12 @@ class Contents:
         return max((record.generation for record in records if record is not None), default=0)
 
     def next_version(self, version: int | None, *, above: int = 0) -> int:
-        """Return the number to publish: ``version``, or by default the last number plus one.
+        """Return the next version's number: ``version``, or by default the last number plus one.
 
         Raises:
-            VersionError: ``version`` is no version's number. Or it is not above the newest version
-                of the store and the sender's last version, ``above``, which may be lost.
+            VersionError: ``version`` is not a valid version number. Or ``version`` is not above the
+                store's newest version, or not above ``above``: the sender's last version, which the
+                store may have lost.
         """
         require_version(version)
         root, in_store = self._store.root, 0 if self.newest is None else self.newest.id.number

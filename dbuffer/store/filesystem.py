@@ -1,4 +1,4 @@
-"""Files and directories: the only module that flushes, renames, locks and allocates."""
+"""Operations on files: the only module that flushes, renames, locks and allocates files."""
 
 from __future__ import annotations
 
@@ -35,31 +35,34 @@ from dbuffer.runtime.trouble import TranslatedErrors, log_once
 logger = logging.getLogger(__name__)
 
 MOUNT_VARIABLE = "DBUFFER_MOUNT"
-"""Environment variable that overrules the detected type of a mount: ``network`` is for a local disk
-that other hosts see over a network, ``local`` for a FUSE mount of this host alone."""
+"""Environment variable that overrides the detected type of a mount.
+
+``network`` is for a local disk that other hosts see over a network, ``local`` for a FUSE mount that
+only this host uses.
+"""
 
 TICK_S = 0.02
-"""Pause before a directory is changed again: longer than a tick of a server's clock (10 ms)."""
+"""Pause in seconds before a directory is changed again: longer than a tick of a file server's clock
+(10 ms)."""
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 _MFD_CLOEXEC = 1
 
 _STALE_RETRIES = 4
-"""Retries after a stale handle, of a file that was replaced between lookup and read. The next
-lookup finds the new file."""
+"""Retries after a stale NFS file handle. A file was replaced between its lookup and its read, so
+the next lookup finds the new file."""
 
 _FORK_RETRIES = 100
-"""Retries while another thread forks. A fork ends after a few retries, unless it waits for a lock
-that the opening thread holds."""
+"""Retries to open a file while another thread forks. A fork ends after a few retries, unless the
+fork waits for a lock that the opening thread holds."""
 
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.[0-9a-f]{16}\.tmp")
-"""Pattern of the names of temporary files and directories: their final name, and a random
-number."""
+"""Pattern of the names of temporary files and directories: the final name and a random number."""
 _STALE_TEMPORARY_S = 60.0
 LOCK_PAUSES_S = (0.0005, 0.02)
-"""First and longest pause between attempts to lock a file, or to open a version that is being
-written."""
+"""First and longest pause, in seconds, between attempts to lock a file or to open a version that is
+being written."""
 
 
 def real_path(path: Path) -> Path:
@@ -72,7 +75,10 @@ def real_path(path: Path) -> Path:
 
 
 def os_errors(action: str, path: Path | str, num_bytes: int = 0) -> TranslatedErrors:
-    """Translate an OSError into dbuffer's error. The action needs room for ``num_bytes``."""
+    """Translate an OSError of an action into dbuffer's error.
+
+    The action needs ``num_bytes`` of free space.
+    """
 
     def translate(error: BaseException) -> None:
         if isinstance(error, DBufferError) or not isinstance(error, OSError):
@@ -102,13 +108,13 @@ def _room(path: Path, num_bytes: int) -> str:
 
 
 def list_matching(directory: Path, pattern: str) -> list[Path]:
-    """List the paths in a directory that match a pattern; [] if there is no directory."""
+    """List the paths in a directory that match a pattern; return [] without a directory."""
     with os_errors("list", directory):
         return list(directory.glob(pattern))
 
 
 def make_directory(path: Path, *, parents: bool = False, durable: bool = False) -> None:
-    """Make a directory that only its owner can enter, unless it exists.
+    """Make a directory that only its owner can enter, unless the directory exists.
 
     ``durable``: flush each directory that got a new entry.
     """
@@ -150,8 +156,8 @@ def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> Descript
 
     Raises:
         FileNotFoundError: the file does not exist.
-        StoreCorruptError: it is a link, a directory or a pipe.
-        StoreAccessError: ``owner_only``, and another user could have written the file.
+        StoreCorruptError: the path is a link, a directory or a pipe.
+        StoreAccessError: ``owner_only`` is set, and another user could have written the file.
     """
     try:
         # O_NONBLOCK: if a pipe has the file's name, opening it must not hang.
@@ -176,7 +182,7 @@ def _check_regular(status: os.stat_result, path: Path, *, owner_only: bool) -> N
 
 
 def check_file(path: Path, num_bytes: int, *, owner_only: bool) -> None:
-    """Raise if a file has another size, or as `open_regular` would, without opening it."""
+    """Raise if a file's size is not ``num_bytes``, or if `open_regular` would refuse the file."""
     with os_errors("look at", path):
         status = path.lstat()
     _check_regular(status, path, owner_only=owner_only)
@@ -189,8 +195,8 @@ def check_file(path: Path, num_bytes: int, *, owner_only: bool) -> None:
 def refresh(directory: Path) -> None:
     """Make this host's NFS client look again at a directory that another host writes to.
 
-    Otherwise, while a process keeps a replaced file open, opening its name may give the old file
-    for up to a minute (measured with NFSv3 and v4.2).
+    Without this call, while a process keeps a replaced file open, opening the file's name may give
+    the old file for up to a minute (measured with NFSv3 and v4.2).
     """
     os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
@@ -198,8 +204,8 @@ def refresh(directory: Path) -> None:
 def show_new_names(*directories: Path) -> None:
     """Change the directories' times, so that NFSv3 clients look for new names in them again.
 
-    If a directory changes twice within one tick of the server's clock, a client that has looked in
-    between misses the second change until there is a third. This call makes the third.
+    If a directory changes twice within one tick of the server's clock, a client that looked between
+    the two changes misses the second change until a third change. This call makes the third change.
     """
     time.sleep(TICK_S)
     for directory in directories:
@@ -208,7 +214,7 @@ def show_new_names(*directories: Path) -> None:
 
 
 def read_small(path: Path, max_bytes: int, *, owner_only: bool = True) -> bytes:
-    """Read a small file; retry if it was replaced meanwhile."""
+    """Read a small file. If the file is replaced during the read, read the new file."""
     for num_retries in itertools.count():
         try:
             refresh(path.parent)
@@ -224,7 +230,7 @@ def read_small(path: Path, max_bytes: int, *, owner_only: bool = True) -> bytes:
 
 
 def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
-    """Read exactly ``num_bytes`` from ``offset``; fewer only at the end of the file."""
+    """Read ``num_bytes`` from ``offset``, or fewer at the end of the file."""
     chunks = []
     while num_bytes > 0 and (chunk := os.pread(descriptor, min(num_bytes, 1 << 30), offset)):
         chunks.append(chunk)
@@ -234,7 +240,7 @@ def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
 
 
 def read_into(descriptor: int, offset: int, memory: memoryview) -> int:
-    """Fill ``memory`` from ``offset``; return the bytes read: fewer at the end of the file."""
+    """Fill ``memory`` with a file's bytes from ``offset``; return how many bytes were read."""
     done = 0
     while done < memory.nbytes and (
         num_bytes := os.preadv(descriptor, [memory[done:]], offset + done)
@@ -261,15 +267,15 @@ def replace_file(
     lock: bool = False,
     before: Descriptor | None = None,
 ) -> Descriptor:
-    """Put ``data`` at ``path`` atomically, by a temporary file in ``scratch``; return that file.
+    """Put ``data`` at ``path`` atomically: write a temporary file in ``scratch`` and rename it.
 
-    ``flush``: flush the file; ``durable``: flush the file and the directory; ``lock``: lock the
-    file exclusively before it has its name.
+    Return the open file. ``flush``: flush the file. ``durable``: flush the file and its directory.
+    ``lock``: lock the file exclusively before its rename.
 
-    ``before``: on a network mount, the file that has the name now, open for writing. Otherwise an
-    NFSv4 server could delegate the file to a host that reads it; if that host is cut off, the file
-    cannot be replaced until the server's lease ends (90 s by default). ``before`` is closed just
-    before it is replaced: an open file that is removed takes space.
+    ``before`` is the open file that ``path`` names now; pass it on a network mount. While this file
+    is open for writing, an NFSv4 server does not delegate it to a host that reads it. A delegated
+    file cannot be replaced while that host is cut off, until the server's lease ends (90 s by
+    default). ``before`` is closed just before the rename: a removed file that is open takes space.
     """
     with os_errors("write", path):
         temporary, file = _open_temporary(scratch, path)
@@ -293,7 +299,7 @@ def replace_file(
 
 
 def _rename(temporary: Path, path: Path, made: tuple[int, int]) -> None:
-    """Give a finished file, of the identity ``made``, its name."""
+    """Rename a finished file; ``made`` is the device and inode of the file."""
     try:
         os.replace(temporary, path)
     except FileNotFoundError:
@@ -324,7 +330,7 @@ def _open_temporary(scratch: Path, path: Path) -> tuple[Path, Descriptor]:
 
 
 def rename_directory(directory: Path, path: Path) -> None:
-    """Give a directory its name atomically. A directory that has the name already stays."""
+    """Rename a directory to ``path`` atomically. If ``path`` exists already, it stays as it is."""
     try:
         with os_errors("rename a directory", path):
             directory.rename(path)
@@ -361,10 +367,10 @@ def make_scratch_directory(scratch: Path) -> Path:
 
 
 def remove_stale_temporaries(directory: Path, now_s: float) -> None:
-    """Remove this user's temporary files and directories that dead processes left.
+    """Remove this user's temporary files and directories that dead processes left behind.
 
-    ``now_s`` is the time by the clock of the files' times. Files of the last minute stay: a live
-    process may be about to rename them.
+    ``now_s`` is the time by the clock that sets the files' times. Files of the last minute stay: a
+    live process may be about to rename them.
     """
     oldest = now_s - _STALE_TEMPORARY_S
     for path in list_matching(directory, ".*.tmp"):
@@ -380,7 +386,7 @@ def remove_stale_temporaries(directory: Path, now_s: float) -> None:
 
 
 def make_file(path: Path, access: int) -> Descriptor:
-    """Make a file that only its owner can read or write; ``access`` as for `os.open`."""
+    """Make a file that only its owner can read or write. ``access`` is a flag of `os.open`."""
     with os_errors("make a file", path):
         return Descriptor.open(path, access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
 
@@ -395,13 +401,16 @@ def make_memory_file(name: str) -> Descriptor:
 
 
 def allocate(descriptor: int, num_bytes: int, path: Path) -> None:
-    """Allocate all blocks of a new file: writing a mapped page without a block is a SIGBUS."""
+    """Allocate all blocks of a new file: a write to a mapped page without a block raises SIGBUS."""
     with os_errors("allocate a buffer", path, num_bytes):
         os.posix_fallocate(descriptor, 0, num_bytes)
 
 
 def check_room(path: Path, num_bytes: int) -> None:
-    """Raise if a filesystem that cannot allocate space, as NFSv3, has too little free space."""
+    """Raise if the filesystem has too little free space.
+
+    This check is for filesystems that cannot allocate space in advance, such as NFSv3.
+    """
     with os_errors("look for room", path, num_bytes):
         status = os.statvfs(path.parent)
         # Filesystems that are no disks may report no size.
@@ -415,7 +424,7 @@ def sync_file(descriptor: int, path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush a directory, so that a rename in it outlives a power cut."""
+    """Flush a directory, so that a rename in the directory survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -430,7 +439,7 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_contents(directory: Path) -> None:
-    """Flush a directory's files: otherwise a power cut may leave names without bytes."""
+    """Flush all files of a directory. Otherwise a power cut may leave files without their bytes."""
     for file in directory.iterdir():
         with file.open("rb") as written:
             sync_file(written.fileno(), file)
@@ -438,7 +447,7 @@ def sync_contents(directory: Path) -> None:
 
 
 def touched_at(path: Path) -> float:
-    """Return the time of a file's last change, or 0 if there is no file."""
+    """Return the time of a file's last change, or 0 if the file does not exist."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -446,16 +455,16 @@ def touched_at(path: Path) -> float:
 
 
 def identity_of(descriptor: int) -> tuple[int, int]:
-    """Return device and inode of an open file. A file that takes over its name has others."""
+    """Return the device and inode of an open file. A file that replaces it has other numbers."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
 
 
 def take_lock(path: Path, owner: str, *, may_lack_locks: bool) -> Descriptor | None:
-    """Make and lock a lock's file, until it is closed; return None if another process has it.
+    """Make and lock a lock file until it is closed; return None if another process has the lock.
 
-    On a mount without locks, as Lustre by default, raise a StoreAccessError; or if
-    ``may_lack_locks``, return the file unlocked: the caller detects a second owner.
+    On a mount without locks, such as Lustre by default, raise a StoreAccessError. With
+    ``may_lack_locks``, return the unlocked file instead: the caller detects a second owner.
     """
     with os_errors(f"open the {owner} lock", path):
         lock = Descriptor.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
@@ -476,7 +485,8 @@ def try_lock(descriptor: int, *, exclusive: bool) -> bool:
     """Lock an open file until it is closed; return False if another descriptor has a lock on it.
 
     Raises:
-        StoreAccessError: the mount has no locks, for instance; ``errno`` tells the reason.
+        StoreAccessError: the file cannot be locked, for instance because the mount has no locks.
+            ``errno`` tells the reason.
     """
     kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     try:
@@ -502,7 +512,7 @@ def _cannot_lock(descriptor: int, error: OSError) -> StoreAccessError:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process has locked the file at ``path`` exclusively; False without a file."""
+    """Whether a process has an exclusive lock on a file; False if the file does not exist."""
     while True:
         with os_errors("look for a lock", path):
             try:
@@ -518,7 +528,7 @@ def is_locked(path: Path) -> bool:
 
 
 def was_touched_since(path: Path, since_s: float) -> bool:
-    """Whether a file was written or touched since ``since_s``, by its mount's clock."""
+    """Whether a file was written or touched since ``since_s``, by the clock of the file's mount."""
     try:
         with os_errors("look at", path):
             refresh(path.parent)
@@ -530,7 +540,7 @@ def was_touched_since(path: Path, since_s: float) -> bool:
 
 
 def time_at(scratch: Path) -> float:
-    """Return the time in seconds since the epoch, by the clock of the mount's file times."""
+    """Return seconds since the epoch, by the clock that sets file times in ``scratch``."""
     temporary, file = _open_temporary(scratch, Path("clock"))
     try:
         with file:
@@ -547,7 +557,7 @@ def is_at(file: Descriptor, path: Path) -> bool:
 
 
 def lock_within(descriptor: int, timeout_s: float) -> bool:
-    """Wait up to ``timeout_s`` for an exclusive lock; return whether it was taken."""
+    """Wait up to ``timeout_s`` to lock an open file exclusively; return whether it is locked."""
     deadline = time.monotonic() + timeout_s
     pauses_s = doubling(*LOCK_PAUSES_S)
     while not try_lock(descriptor, exclusive=True):
@@ -563,10 +573,10 @@ def unlock(descriptor: int) -> None:
 
 
 class Descriptor(Closing, ProcessBound):
-    """An open file that is closed when it is dropped, and in every forked child.
+    """Open file that is closed when it is dropped, and in every forked child.
 
-    A forked child that kept the file would share its lock: a data loader's worker that outlives a
-    killed trainer would keep the store locked.
+    A forked child that kept the file open would share the file's lock. For instance, a data
+    loader's worker that outlives a killed trainer would keep the store locked.
     """
 
     def __init__(self, number: int) -> None:
@@ -583,7 +593,7 @@ class Descriptor(Closing, ProcessBound):
 
     @classmethod
     def open(cls, path: Path | str, flags: int) -> Descriptor:
-        """Open a file, and make sure that no forked child keeps it; ``flags`` as for `os.open`."""
+        """Open a file that no forked child keeps open. ``flags`` are the flags of `os.open`."""
         for num_retries in itertools.count():
             before = _fork_moment
             file = cls(os.open(path, flags | os.O_CLOEXEC, 0o600))
@@ -620,7 +630,7 @@ _open_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
 _forking: set[int] = set()
 _fork_moment = 0
-"""Count of forks that have begun and of forks that have ended."""
+"""Number of forks that have begun, plus the number of forks that have ended."""
 
 
 def _begin_fork() -> None:

@@ -1,8 +1,9 @@
-"""Kept versions: versions that a store holds besides the two in its buffers.
+"""Kept versions: versions that a store holds besides the two versions in its buffers.
 
-Each has a buffer of its own, ``kept/RUN-NUMBER``, with the manifest that it had in A or B, and hard
-links to its weights file and parts. The directory is made elsewhere and renamed, so it is always
-complete. To drop a version, its manifest is removed first, so that no reader begins.
+Each kept version has its own buffer, ``kept/RUN-NUMBER``, with the version's manifest and with hard
+links to its weights file and its parts. The directory is made elsewhere and then renamed, so it is
+always complete. To drop a version, a sender removes its manifest first, so that no new reader opens
+the version.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from dbuffer.store.weights_files import parts_of
 
 
 def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool) -> str:
-    """Keep a buffer's version, and return the name of its new buffer.
+    """Keep the version in a buffer, and return the name of the kept version's buffer.
 
     Raises:
         StoreNotFoundError: a file of the version was removed meanwhile.
-        VersionError: remains of the version are in its place.
+        VersionError: the directory for the kept version has remains of the dropped version.
     """
     kept = places.kept_buffer(manifest.id)
     if store.undamaged_manifest(kept) is not None:
@@ -62,7 +63,7 @@ def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool)
 
 
 def open_kept(store: DoubleBuffer, version: int | VersionId, *, durable: bool) -> OpenStoreVersion:
-    """Keep a version, unless it is kept already, and open the kept version.
+    """Keep a version, unless the store keeps it already, and open the kept version.
 
     Raises:
         VersionError: the store does not have the version, or is dropping it.
@@ -78,7 +79,7 @@ def open_kept(store: DoubleBuffer, version: int | VersionId, *, durable: bool) -
 
 
 def require(store: DoubleBuffer, version: int) -> VersionId:
-    """Return the id of the version with a number, or raise a VersionError if the store lacks it."""
+    """Return the id of the version with this number; raise a VersionError if the store lacks it."""
     for _, manifest in Contents(store).published():
         if manifest.version == version:
             return manifest.id
@@ -86,7 +87,7 @@ def require(store: DoubleBuffer, version: int) -> VersionId:
 
 
 def newest_taken(store: DoubleBuffer, takes: Callable[[Manifest], bool]) -> Lineage | None:
-    """Return the newest version in A, in B or kept that ``takes`` accepts, or None."""
+    """Return the newest version in A, in B or kept whose manifest ``takes`` accepts, or None."""
     patience = Patience()
     while (pointer := store.newest_pointer() if store.exists() else None) is not None:
         newest, manifests = pointer.lineage, [m for _, m in Contents(store).published()]
@@ -126,11 +127,12 @@ def pin(store: DoubleBuffer, version: int | VersionId) -> None:
 
 
 def unpin(store: DoubleBuffer, version: int | VersionId) -> None:
-    """Let the store's sender decide again whether a pinned version is kept.
+    """Unpin a version: from now on the store's sender may drop it.
 
     Raises:
         VersionError: the version is not pinned.
-        StoreNotFoundError, StoreAccessError: the store is not there, or others can write to it.
+        StoreNotFoundError, StoreAccessError: the store does not exist, or other users can write to
+            it.
     """
     store.check()
     goal = Contents(store).id_of(version)

@@ -1,7 +1,7 @@
-"""`Process`: the process that wrote a record, and whether it has ended.
+"""`Process`: identity of the process that wrote a record, and whether the process has ended.
 
-Process ids differ between containers, and the kernel reuses them; containers may share a host name.
-So a record names the boot, the PID namespace and the start time of its process.
+Process ids differ between containers, the kernel reuses them, and containers may share a host name.
+So a record also names the boot id, the PID namespace and the start time of its process.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 from dbuffer.format.manifest import ReceiverRecord, WriterRecord
 
 _STARTED_FIELD = 19
-"""Index of the start time in ``/proc/PID/stat``, counted after the process's name."""
+"""Index of the process's start time among the fields that follow its name in ``/proc/PID/stat``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Identity of a process that other processes can recognize."""
+    """Identity of a process that lets other processes recognize it."""
 
     host: str
     boot: str
-    """Boot id of the kernel, or "" if unknown. All containers of a machine share it; each boot has
-    another."""
+    """Boot id of the kernel, or "" if unknown. All containers of a machine share it, and it changes
+    at each boot."""
     pid_namespace: int
     pid: int
     started: int
@@ -47,7 +47,7 @@ class Process:
 
     @property
     def can_be_seen(self) -> bool:
-        """Whether its process id is valid here: the boot and the PID namespace are the same."""
+        """Whether the process id is valid here: the boot and the PID namespace are the same."""
         this = Process.here()
         return (self.boot, self.pid_namespace) == (this.boot, this.pid_namespace) and (
             bool(self.boot) or self.host == this.host
@@ -55,7 +55,7 @@ class Process:
 
     @property
     def state(self) -> str:
-        """Problem of the process in words, or "" if it has none or cannot be seen from here."""
+        """Problem of the process in words, or "" if it has none or is hidden from this process."""
         if self.has_ended():
             return "has ended"
         is_stopped = self.can_be_seen and _state_of(self.pid)[0] in ("T", "t")

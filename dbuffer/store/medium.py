@@ -1,7 +1,7 @@
 """`Medium`: properties of a store's filesystem that decide how the store is written and read.
 
-No other module asks for the kind of mount. ``docs/design.md`` ("Network mounts") says how network
-mounts differ.
+No other module checks the type of a mount. ``docs/design.md`` ("Network mounts") says how network
+mounts differ from local mounts.
 """
 
 from __future__ import annotations
@@ -21,42 +21,43 @@ from dbuffer.store import filesystem
 from dbuffer.store.filesystem import MOUNT_VARIABLE, Descriptor, real_path
 
 REWRITABLE_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "ramfs", "tmpfs"})
-"""Filesystems that need no new space to write an allocated page again.
+"""Filesystems that can write an allocated page again without new space.
 
-A copy-on-write filesystem (btrfs, zfs, xfs with reflinks) needs new space for old pages, and
-writing a mapped page without space is a SIGBUS. An overlay replaces a file of a lower layer when
-the file is first opened for writing: older mappings keep showing the old file. On all these
-filesystems each version has a new file.
+A copy-on-write filesystem (btrfs, zfs, xfs with reflinks) needs new space to write an old page, and
+a write to a mapped page without space raises SIGBUS. An overlay filesystem copies a file of a lower
+layer when the file is first opened for writing, and older mappings keep showing the old file. On
+all filesystems that are not listed here, each version gets a new file.
 """
 
 LOCAL_FILESYSTEMS = REWRITABLE_FILESYSTEMS | frozenset(
     {"bcachefs", "btrfs", "ecryptfs", "exfat", "f2fs", "hugetlbfs", "jfs", "nilfs2", "ntfs3"}
     | {"overlay", "reiserfs", "rootfs", "ubifs", "vfat", "xfs", "zfs"}
 )
-"""Filesystems that only this host writes. All others count as network mounts, whose protocol also
-works on one host."""
+"""Filesystems that only this host writes to. All others count as network mounts, whose protocol
+also works on one host."""
 _CLOCK_S = 60.0
 
 
 @dataclass(eq=False)
 class Medium:
-    """Properties of the mount that a store's directory is on."""
+    """Properties of the filesystem mount that holds a store's directory."""
 
     root: Path
     filesystem: str
-    """The kernel's name of the type: ``tmpfs``, ``ext4``, ``nfs4`` ..."""
+    """Kernel's name of the filesystem type, such as ``tmpfs``, ``ext4`` or ``nfs4``."""
     source: str
-    """Device that is mounted, or ``server:/export``."""
+    """Mounted device, or ``server:/export``."""
     reaches_other_hosts: bool
-    """Whether processes of other hosts may use the store, as on a network mount."""
+    """Whether processes on other hosts may use the store, as on a network mount."""
     _ahead_s: float = field(default_factory=lambda: time.time() - time.monotonic(), init=False)
     _measured_at: float | None = field(default=None, init=False)
 
     @property
     def maps_files(self) -> bool:
-        """Whether writers and readers map weights files. If so, each file holds a whole version.
+        """Whether writers and readers map weights files into memory.
 
-        If not, they use pwrite and pread, and a version may be an anchor and deltas.
+        If they map the files, each file holds a whole version. Otherwise they use pread and pwrite,
+        and a version may consist of an earlier version's file (its anchor) and deltas.
         """
         return not self.reaches_other_hosts
 
@@ -66,11 +67,14 @@ class Medium:
 
     @property
     def can_rewrite_in_place(self) -> bool:
-        """Whether later versions rewrite a weights file; if not, each version has a new file."""
+        """Whether a later version overwrites a weights file.
+
+        If not, each version has a new file.
+        """
         return not self.reaches_other_hosts and self.filesystem in REWRITABLE_FILESYSTEMS
 
     def now_s(self) -> float:
-        """Return seconds since the epoch, by the clock that sets the times of files."""
+        """Return seconds since the epoch, by the clock that sets file times on the mount."""
         if not self.reaches_other_hosts:
             return time.time()
         since_boot_s = time.monotonic()
@@ -96,14 +100,15 @@ class Medium:
         shows_life: bool = False,
         before: Descriptor | None = None,
     ) -> Descriptor | None:
-        """Replace a small file of the store atomically, so that other processes see it.
+        """Replace a small file of the store atomically, and show the new file to other hosts.
 
-        ``shows_life``: the file is a receiver's record. On a local mount the record is locked
-        before it has its name; the kernel drops the lock when the process dies, in any container.
+        ``shows_life``: the file is a receiver's record, whose lock shows that the receiver lives.
+        On a local mount the record is locked before it gets its name. The kernel drops the lock
+        when the receiver's process dies, in any container.
 
         Returns:
-            The file, which the caller keeps open until it replaces the file (and passes it as
-            ``before``) or ends; or None if nothing must be kept open.
+            The open file, or None if the caller need not keep a file open. The caller keeps the
+            file open until the process ends, or until the next call gets the file as ``before``.
         """
         is_remote = self.reaches_other_hosts
         file = filesystem.replace_file(
@@ -124,7 +129,7 @@ class Medium:
 
 
 def medium_of(path: Path) -> Medium:
-    """Return the medium of ``path``, which need not exist yet."""
+    """Return the medium of ``path``. The path need not exist yet."""
     mounted, source = _mount_of(real_path(path))
     name = os.environ.get(MOUNT_VARIABLE, "auto")
     if name not in ("local", "network", "auto"):
@@ -136,7 +141,7 @@ def medium_of(path: Path) -> Medium:
 
 
 def _mount_of(path: Path) -> tuple[str, str]:
-    """Return filesystem and source of the mount that a path is on. The path need not exist."""
+    """Return the filesystem type and the device of the mount that a path is on."""
     places_above = {str(place) for place in (path, *path.parents)}
     mounted, longest = ("unknown", "unknown"), -1
     for point, mount in _mounts():

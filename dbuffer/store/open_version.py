@@ -1,7 +1,8 @@
-"""`OpenStoreVersion`: a version open for reading.
+"""`OpenStoreVersion`: a version of a store, open for reading.
 
 ``docs/design.md`` says why a read never mixes two versions: "Reading" for local mounts, where the
-reader locks the file, "Network mounts" where it announces the version in its record.
+reader locks the weights file; "Network mounts" for network mounts, where the reader announces the
+version in its record.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ logger = logging.getLogger(__name__)
 _LOCKED = "a writer has locked its weights file"
 
 Announce = Callable[[VersionId], None]
-"""Function that writes into the reader's record which version it is about to read."""
+"""Function that writes, into a reader's record, the version that the reader is about to read."""
 
 
 class OvertakenError(Exception):
-    """A writer replaced a version while it was read. Internal: callers retry."""
+    """Internal error: a writer replaced a version while it was read. Callers read again."""
 
 
 class OpenVersion(abc.ABC):
@@ -51,7 +52,7 @@ class OpenVersion(abc.ABC):
 
     @abc.abstractmethod
     def is_unchanged(self) -> bool:
-        """Whether no writer has begun to rewrite the version's bytes."""
+        """Whether no writer has begun to overwrite the version's bytes."""
 
     def require_unchanged(self) -> None:
         if not self.is_unchanged():
@@ -71,7 +72,7 @@ class OpenVersion(abc.ABC):
 
     @contextlib.contextmanager
     def noticing_loss(self) -> Iterator[None]:
-        """Raise an `OvertakenError` if a file was removed while it was read.
+        """Raise an `OvertakenError` if a file of the version is removed during the ``with`` block.
 
         If the manifest still names the removed file, raise a `StoreCorruptError`.
         """
@@ -126,9 +127,10 @@ class OpenStoreVersion(OpenVersion):
         )
 
     def wait_after_loss(self, error: errors.StoreNotFoundError, patience: Patience) -> NoReturn:
-        """Wait a moment, then raise an `OvertakenError`: the reader must begin again.
+        """Wait a moment after a lost file, then raise an `OvertakenError`: the caller reads again.
 
-        If the manifest names the missing file for `Timing.settle_s`, raise a `StoreCorruptError`.
+        If the manifest has named the missing file for `Timing.settle_s`, raise a
+        `StoreCorruptError`.
         """
         logger.warning(
             "version %d was removed while it was read: %s", self.manifest.version, str(error)
@@ -157,10 +159,11 @@ def open_newest(
     reread: bool = True,
     announce: Announce | None = None,
 ) -> OpenStoreVersion | None:
-    """Open the newest version; return None if there is none above ``newer_than``.
+    """Open the newest version; return None if no version is above ``newer_than``.
 
-    ``last`` is the pointer that the reader read last; without ``reread`` it is used as it is.
-    ``announce`` is called with the version before its file is opened.
+    ``last`` is the version pointer that the reader read last. If ``reread`` is False, ``last`` is
+    used without a new read. ``announce`` is called with the version's id before the version's file
+    is opened.
 
     Raises:
         StoreCorruptError: pointer, manifest and file have contradicted each other for
@@ -205,8 +208,8 @@ def open_version(
 ) -> OpenStoreVersion | None:
     """Open a version of the store, in a buffer or kept; return None if the store lacks it.
 
-    ``version``: the id of a version; or the number of a version that leads to the newest. If a
-    damaged buffer may hold the version, raise a `StoreCorruptError`.
+    ``version`` is a version's id, or the number of a version that leads to the newest version. If
+    the store may hold the version in a damaged buffer, raise a `StoreCorruptError`.
     """
     store.check()
     contents = Contents(store)
@@ -233,7 +236,7 @@ def open_version(
 def _try_open(
     store: DoubleBuffer, buffer: str, named: Pointer | Manifest, announce: Announce | None
 ) -> OpenStoreVersion | str:
-    """Open the version in a buffer, or return why it cannot be opened now."""
+    """Open the version in a buffer, or return the reason why the buffer cannot be opened now."""
     manifest = store.manifest(buffer)
     if manifest is None or not _names(named, manifest):
         return f"buffer {buffer} does not hold version {named.version}"
@@ -255,7 +258,7 @@ def _try_open(
 
 
 def _require_readable(store: DoubleBuffer, manifest: Manifest) -> None:
-    """Refuse a version that could be a mix of two versions without being detected."""
+    """Raise if a read of the version could mix two versions without being detected."""
     may_be_mixed = not manifest.is_final and manifest.checksums_xxh3 is None
     if may_be_mixed and store.medium.reaches_other_hosts:
         raise errors.StoreAccessError(
@@ -288,7 +291,7 @@ def _reason_not_to_read(
 
 
 class Patience:
-    """Tells a race with a writer, which is soon over, from damage, which stays."""
+    """Tells a race with a writer, which ends soon, from permanent damage of the store."""
 
     def __init__(self) -> None:
         self._about: object = None
@@ -296,7 +299,7 @@ class Patience:
         self._pauses_s = doubling(*filesystem.LOCK_PAUSES_S)
 
     def wait(self, about: object) -> bool:
-        """Wait a moment; return False if ``about`` has stayed equal for `Timing.settle_s`."""
+        """Wait a moment; return False if ``about`` has not changed for `Timing.settle_s`."""
         now_s = time.monotonic()
         if about != self._about:
             self._about, self._since_s = about, now_s

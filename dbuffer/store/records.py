@@ -1,4 +1,4 @@
-"""`RecordFile`: a receiver's record in the store; `OwnRecord`: a record without a file."""
+"""`OwnRecord`: a receiver's record in memory; `RecordFile`: a record with a file in the store."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ from dbuffer.store.liveness import Process, owner_fields
 logger = logging.getLogger(__name__)
 
 _of_process: weakref.WeakValueDictionary[Path, RecordFile] = weakref.WeakValueDictionary()
-"""Records of this process. A receiver whose record is not among them has ended."""
+"""Record files of this process's receivers. If a record in the store names this process but has no
+entry here, its receiver has ended."""
 
 
 class PublishedRecord:
-    """File of one record, which also shows that the receiver lives."""
+    """File of a receiver's record. Its lock or its time shows that the receiver lives."""
 
     def __init__(self, store: DoubleBuffer, receiver_id: str, token: str) -> None:
         self.path = store.record_path(receiver_id, token)
@@ -51,7 +52,7 @@ class PublishedRecord:
         self.record = record
 
     def show_life(self) -> None:
-        """Touch the file if no lock shows life, as on a network mount."""
+        """Touch the record's file, unless its lock already shows that the receiver lives."""
         if self.record is None or not self._store.medium.reaches_other_hosts:
             return
         # Another host may have removed the record of a receiver that seemed dead.
@@ -81,7 +82,7 @@ class PublishedRecord:
 
 
 class OwnRecord(ProcessBound):
-    """The record of a receiver of this process, in memory."""
+    """Record of a receiver of this process, in memory."""
 
     def __init__(self, receiver_id: str) -> None:
         super().__init__()
@@ -129,7 +130,10 @@ class OwnRecord(ProcessBound):
             self._record = _anew(self._record, stats=stats)
 
     def write(self, **changes: Any) -> None:
-        """Change fields. A `RecordFile` also writes its file; a mirror puts its record itself."""
+        """Change fields of the record.
+
+        A `RecordFile` also writes its file; a mirror stores its record itself.
+        """
         self.set(**changes)
 
     def write_problem(self, error: Exception, version: VersionId | None) -> None:
@@ -137,9 +141,10 @@ class OwnRecord(ProcessBound):
 
 
 class RecordFile(OwnRecord):
-    """The record of a receiver of this process, and its file in the store.
+    """Record of a receiver of this process, and the record's file in the store.
 
-    If the store cannot be written to, a warning is logged once, and the heartbeat tries again.
+    If the store cannot be written to, a warning is logged once, and the receiver's heartbeat tries
+    again.
     """
 
     def __init__(self, store: Path, receiver_id: str) -> None:
@@ -159,11 +164,14 @@ class RecordFile(OwnRecord):
 
     @property
     def is_open(self) -> bool:
-        """Whether the record was written, and neither closed nor removed since."""
+        """Whether the record has a file in the store, and is neither closed nor removed."""
         return self._file is not None
 
     def write(self, **changes: Any) -> None:
-        """Change fields and replace the file. Without a store, a later write makes the file."""
+        """Change fields, and replace the record's file.
+
+        If the store is missing, a later write makes the file.
+        """
         self.set(**changes)
         # Not Path.is_dir(), which raises some errors of network mounts.
         if self._file is None and not os.path.isdir(self._directory):  # noqa: PTH112
@@ -188,7 +196,10 @@ class RecordFile(OwnRecord):
                     log_once(logger, message, self._record.receiver, str(error))
 
     def close(self) -> None:
-        """Record that the receiver has ended; the record stays, and is not written again."""
+        """Record that the receiver has ended.
+
+        The file stays in the store and is not written again.
+        """
         if self._is_inherited:
             return  # the parent's heartbeat may have held the lock during the fork
         with self._file_lock:
@@ -239,7 +250,7 @@ def _anew(record: ReceiverRecord, **changes: Any) -> ReceiverRecord:
 
 
 def _remove_ended(store: DoubleBuffer, newcomer: ReceiverRecord) -> None:
-    """Remove records of ended receivers with a new receiver's id: no sender shall wait for them."""
+    """Remove ended receivers' records with a new receiver's id: no sender must wait for them."""
     for record in store.records_of(newcomer.receiver):
         if record.token == newcomer.token:
             continue
@@ -271,7 +282,10 @@ def _has_ended(store: DoubleBuffer, record: ReceiverRecord) -> bool:
 
 
 def _start_heartbeat(beat: Callable[[], None]) -> threading.Event:
-    """Call a method every `Timing.heartbeat_s` until its object is dropped; return a stop event."""
+    """Call a method every `Timing.heartbeat_s` until its object is dropped.
+
+    Return an event that stops the calls.
+    """
     stop = threading.Event()
     method = weakref.WeakMethod(beat)
 

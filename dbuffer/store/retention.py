@@ -1,9 +1,9 @@
 """`Retention`: decides which files of a store stay, and removes all others.
 
-A delta stays for a `Reason`, and so does a weights file with its parts. A manifest of A, B or a
-kept version names the file; or, on a network mount, where no lock keeps a writer waiting, a reader
-may still need it. A kept version stays while it is pinned, or while it is one of the newest
-``num_kept`` versions.
+A delta, or a weights file with its parts, stays for a `Reason`: a manifest of A, B or a kept
+version names the file, or a reader on a network mount may still need the file. (On a network mount,
+no lock makes a writer wait for readers.) A kept version stays while it is pinned, or while it is
+one of the newest ``num_kept`` versions.
 
 This table lists all files that a killed process may leave in a store, and who removes each file.
 The kernel drops the locks of the process.
@@ -71,15 +71,18 @@ Manifests = Mapping[str, Manifest | None]
 
 
 class Reason(NamedTuple):
-    """Why a delta stays, or a weights file with its parts."""
+    """Reason why a delta, or a weights file with its parts, is not removed."""
 
     versions: range | None
-    """Versions whose readers need the file; an empty range if it was never published; or None if a
-    dead writer left it, so that a reader of any version outside of A and B may need it."""
+    """Versions whose readers need the file. The range is empty if the file was never published.
+    None if a dead writer left the file: a reader of any version outside of buffers A and B may need
+    it."""
     unnamed_since: float = math.inf
-    """When the last manifest that named the file was replaced; infinite: a manifest names it."""
+    """Time at which the last manifest that named the file was replaced; infinite if a manifest
+    still names the file."""
     superseded_at: float = math.inf
-    """When a newer version was published, which new readers then opened; infinite: not yet."""
+    """Time at which a newer version was published, which new readers open instead; infinite if
+    there is no newer version."""
 
     @property
     def is_named(self) -> bool:
@@ -88,12 +91,12 @@ class Reason(NamedTuple):
 
 @dataclass(eq=False)
 class Retention:
-    """Removes the files of a store that need not stay, for the store's writer.
+    """Removes the files that a store no longer needs. The store's writer calls it.
 
-    On a network mount, a file that no manifest names any more stays for at most
-    ``reader_timeout_s`` while a record announces a version that needs it. Without such a record, it
-    goes `Timing.keep_superseded_s` after a newer version was published: some readers cannot write a
-    record. Besides the versions in A and B, ``num_kept`` versions stay.
+    On a network mount, a file that no manifest names any more is removed `Timing.keep_superseded_s`
+    after a newer version was published, since some readers cannot write a record. If a record
+    announces a version that needs the file, the file stays longer, up to ``reader_timeout_s``.
+    Besides the versions in buffers A and B, the store keeps ``num_kept`` versions.
     """
 
     store: DoubleBuffer
@@ -102,7 +105,7 @@ class Retention:
     num_kept: int
     durable: bool
     spared: str | None = None
-    """Kept version (``kept/RUN-NUMBER``) that must stay while it is published again."""
+    """Kept version (``kept/RUN-NUMBER``) that must stay, because it is being published again."""
     _reasons: dict[Path, Reason] = field(default_factory=dict)
     _flipped_at: float | None = None
     _cleared_at: float = field(default_factory=lambda: time.monotonic())
@@ -130,18 +133,18 @@ class Retention:
             self._reasons[file] = Reason(versions)
 
     def recover(self) -> None:
-        """Remove the files of dead processes, before this writer's first version."""
+        """Remove the files that dead processes left, before this writer's first version."""
         # This writer's record is written, so an earlier writer that still lives learns at its next
         # step that it is superseded. Until then it may have published.
         self.sweep(Contents(self.store).manifests)
         self.clear_up()
 
     def sweep(self, manifests: Manifests, next_one: Lineage | None = None) -> None:
-        """Remove all weights files, deltas and kept versions that need not stay.
+        """Remove all weights files, deltas and kept versions that the store no longer needs.
 
-        Call it after one of the ``manifests`` of A and B was replaced, never before. Kept versions
-        that do not lead to ``next_one``, which is about to be written, are dropped, and kept
-        versions beyond ``num_kept``.
+        Call it just after one of the ``manifests`` of buffers A and B was replaced, never before.
+        It drops kept versions that do not lead to ``next_one`` (the version about to be written),
+        and the oldest kept versions if there are more than ``num_kept``.
         """
         # List the files first: a version that is pinned after that is not removed.
         directories = self.store.kept_directories()
@@ -163,9 +166,9 @@ class Retention:
                 shutil.rmtree(directories[buffer], ignore_errors=True)
 
     def clear_up(self, *, pause_s: float = 0.0) -> None:
-        """Remove temporary files, and records of receivers, that are not needed any more.
+        """Remove temporary files and receivers' records that are no longer needed.
 
-        Do nothing if the last call is less than ``pause_s`` ago.
+        Do nothing if the last call was less than ``pause_s`` ago.
         """
         if time.monotonic() - self._cleared_at < pause_s:
             return
@@ -180,7 +183,7 @@ class Retention:
             logger.warning("cannot clear up %s: %s", self.store.root, str(error))
 
     def _remove_old_records(self, now_s: float) -> None:
-        """Remove records of receivers that ended long ago: generated ids would add up forever."""
+        """Remove records of receivers that ended long ago."""
         # By the times of the files: the times in records are of many hosts' clocks.
         aged: list[tuple[float, Path, ReceiverRecord]] = []
         for record in self.store.receivers():
@@ -200,7 +203,7 @@ class Retention:
                     log_once(logger, message, str(error))
 
     def _remove_old_refusals(self, now_s: float) -> None:
-        """Remove old marks of versions that are gone; until then, a mirror may still copy them."""
+        """Remove old marks of refused versions that are gone; a mirror may still copy new marks."""
         marks = filesystem.list_matching(self.store.root / places.REFUSED_DIRECTORY, "*")
         forget_s = TIMING.forget_receivers_after_s
         old = [path for path in marks if now_s - filesystem.touched_at(path) > forget_s]
@@ -211,7 +214,7 @@ class Retention:
                 path.unlink(missing_ok=True)
 
     def _files_in(self, directories: Iterable[str]) -> dict[Path, list[Path]]:
-        """List deltas, and weights files with their parts; ignore files that are not dbuffer's."""
+        """List deltas, and weights files with their parts, but no files of other programs."""
         files: defaultdict[Path, list[Path]] = defaultdict(list)
         for directory in directories:
             for path in filesystem.list_matching(self.store.root / directory, "*"):
@@ -221,9 +224,9 @@ class Retention:
         return files
 
     def _kept_versions(self) -> dict[str, Manifest | None]:
-        """Read the manifests of kept versions. A pinned version with a damaged manifest has None.
+        """Read the manifests of kept versions; None for a pinned version with a damaged manifest.
 
-        If a version was pinned while a writer dropped it, restore its manifest.
+        If a version was pinned while a writer was dropping it, restore the version's manifest.
         """
         pinned: dict[str, Manifest | None] = {}
         for buffer in self.store.kept_directories():
@@ -249,9 +252,9 @@ class Retention:
                 del kept_versions[buffer]
 
     def _withdraw(self, buffer: str) -> bool:
-        """Remove the manifest of a kept version, so that no further reader opens the version.
+        """Remove the manifest of a kept version, so that no new reader opens the version.
 
-        Return False if the version is pinned, and keeps its manifest.
+        Return False, and leave the manifest in place, if the version is pinned.
         """
         manifest = self.store.root / buffer / places.MANIFEST_FILE
         dropped = manifest.with_name(places.DROPPED_FILE)
@@ -282,14 +285,13 @@ class Retention:
         return reasons
 
     def _ages_s(self, files: dict[Path, list[Path]], unknown: Set[Path]) -> dict[Path, float]:
-        """Return for how many seconds, at least, no manifest has named each dead writer's file.
+        """Return how long, at least, each file of a dead writer has been without a manifest.
 
-        Ages are by the filesystem's clock. Counted from this writer's start, they would never grow
-        if all writers live for a moment, as `dbuffer publish` does.
-
-        No manifest has named the file since a manifest of A or B was replaced last. Without deltas,
-        a buffer's manifest stops naming one file before the next file is made, so the file is
-        unnamed since the next file was written.
+        No manifest has named such a file since a manifest of A or B was last replaced. Without
+        deltas, a buffer's manifest stops naming one file before the next file is made, so no
+        manifest has named the file since the next file was written. Times are by the filesystem's
+        clock. If they were counted from this writer's start, they would never grow if all writers
+        live only for a moment, as `dbuffer publish` does.
         """
         if not (unknown and self.store.medium.reaches_other_hosts):
             return {}
@@ -317,7 +319,7 @@ class Retention:
         return ages_s
 
     def _remove_unneeded(self, files: dict[Path, list[Path]], manifests: Manifests) -> None:
-        """Remove files that no manifest names and, on a network mount, that no reader needs."""
+        """Remove files that no manifest names and, on a network mount, no reader needs any more."""
         unnamed = [file for file, reason in self._reasons.items() if not reason.is_named]
         readers: dict[int, str] = {}
         is_remote = self.store.medium.reaches_other_hosts

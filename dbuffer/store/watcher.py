@@ -1,7 +1,7 @@
-"""`Watcher`: wakes a thread that waits for the pointer to move, or for an entry of a directory.
+"""`Watcher`: wakes a thread when a store's version pointer, or an entry of a directory, changes.
 
-An event is only a hint: a waiting thread also wakes after a poll interval, and always reads the
-pointer itself.
+An event is only a hint. A waiting thread also wakes after a poll interval, and always reads the
+version pointer itself.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ logger = logging.getLogger(__name__)
 
 
 def _setting(changed: threading.Event, name: str | None) -> type[InotifyEmitter]:
-    """Return an emitter that sets an event when an entry is replaced: one of this name, or any.
+    """Return an inotify emitter that sets ``changed`` when the entry ``name`` is made or replaced.
 
-    The thread that reads from inotify sets the event, not watchdog's dispatcher: in an engine's
-    process, each switch of threads may take milliseconds.
+    If ``name`` is None, any entry counts. The thread that reads from inotify sets the event, and
+    not watchdog's dispatcher thread: in an engine's process, a switch to one more thread may take
+    milliseconds.
     """
 
     class Emitter(InotifyEmitter):
@@ -51,11 +52,11 @@ def _setting(changed: threading.Event, name: str | None) -> type[InotifyEmitter]
 
 
 class Watcher(ProcessBound):
-    """Watches a directory for an entry being made or replaced.
+    """Watches a directory for an entry that is made or replaced.
 
-    On a network mount, or if inotify or a thread cannot be had, :meth:`wait` sleeps. If the
-    directory is made or replaced later, it is watched from the next :meth:`wait` on. ``name`` is
-    the entry's, or None for any entry.
+    ``name`` is the entry's name, or None for any entry. On a network mount, or if no inotify watch
+    or thread is available, :meth:`wait` sleeps. If the directory is made or replaced later,
+    :meth:`wait` begins to watch the new directory.
     """
 
     def __init__(self, directory: Path, name: str | None = None) -> None:
@@ -68,7 +69,7 @@ class Watcher(ProcessBound):
         self._watch_from = 0.0
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the entry may have been replaced since the last call; False on time-out."""
+        """Wait until the entry may have changed since the last call; return False on time-out."""
         self._follow_directory()
         return wait_and_clear(self._changed, timeout_s)
 
@@ -81,7 +82,7 @@ class Watcher(ProcessBound):
         self.wake()
 
     def _follow_directory(self) -> None:
-        """Watch the directory that has the name now: a watch ends with its directory."""
+        """Watch the directory that now has the path: a watch ends when its directory is removed."""
         try:
             status = self._directory.stat()
         except OSError:  # the caller gets the error when it reads the pointer

@@ -1,8 +1,9 @@
-"""`WeightsFiles`: the weights files that a store's writer makes, or rewrites in place.
+"""`WeightsFiles`: the weights files that a store's writer makes or overwrites.
 
-On a local mount that can rewrite in place, each buffer has one file, which is rewritten while the
-layout stays the same and no versions are kept. The writer first locks the file, so it waits for
-readers. Otherwise each version has a new file. `retention` says when an old file is removed.
+On a local mount that allows it, each buffer has one weights file, which each version overwrites.
+The writer first locks the file, so it waits for readers. A version gets a new file if the layout
+changed, if the sender keeps versions, or on any other mount. `retention` says when an old file is
+removed.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _QUIET_WAIT_S = 1.0
 
 
 class WeightsFiles:
-    """The weights files that a store's writer has open: those that it may rewrite.
+    """Weights files that a store's writer has open because it may overwrite them.
 
-    On a network mount it keeps all files open, for the reason given at `replace_file`.
+    On a network mount the writer keeps all its files open, for the reason given at `replace_file`.
     """
 
     def __init__(self, store: DoubleBuffer, reader_timeout_s: float) -> None:
@@ -38,7 +39,7 @@ class WeightsFiles:
     def reuse(
         self, buffer: str, old: Manifest, layout_xxh3: str | None, file_bytes: int
     ) -> Descriptor | None:
-        """Lock the idle buffer's file and return it, or None if it cannot be rewritten."""
+        """Lock the idle buffer's file and return it, or None if it cannot be overwritten."""
         # A file that is never rewritten stays intact for its readers, even if it is removed.
         if self._medium.reaches_other_hosts or old.is_final:
             return None
@@ -96,10 +97,10 @@ class WeightsFiles:
         self._open.clear()
 
     def _lock_against_readers(self, file: Descriptor, buffer: str, version: int) -> bool:
-        """Wait for a weights file's readers, and lock the file; return False if a reader keeps it.
+        """Wait for a weights file's readers, and lock the file; return False if a reader stays.
 
-        That reader is evicted: it keeps the bytes that it maps, and learns of its eviction when it
-        compares generations.
+        The reader that stays is evicted: it keeps the bytes that it has mapped, and learns of its
+        eviction when it next compares the manifest's generation.
         """
         patience_s, store = self._reader_timeout_s, self._store.root
         quiet_s = min(patience_s, _QUIET_WAIT_S)
@@ -141,7 +142,7 @@ class WeightsFiles:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """List the paths of a weights file and of its parts."""
+    """List the paths of a weights file and of its parts, which trainer ranks have written."""
     return [path, *filesystem.list_matching(path.parent, f"{path.stem}.r*.td")]
 
 

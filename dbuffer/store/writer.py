@@ -1,12 +1,13 @@
 """`BufferWriter`: the one writer of a store, which claims buffers and commits versions.
 
-A publish has three steps: claim the idle buffer (wait for its readers, mark its manifest
-``writing``), write the weights file, and commit (mark the manifest ``complete``, then move the
-pointer). Only :meth:`BufferWriter.commit` makes a version visible.
+A publish has three steps. The writer claims the idle buffer: it waits for the buffer's readers and
+marks the manifest ``writing``. It writes the weights file. It commits: it marks the manifest
+``complete`` and then moves the version pointer. Only :meth:`BufferWriter.commit` makes a version
+visible.
 
-If the writer is killed before that, the pointer still names the other buffer, which the writer did
-not touch. The kernel drops the writer's locks. The next writer finds the idle buffer marked
-``writing`` and fills it again. `retention` says which files a writer removes, and when.
+If the writer is killed before the pointer moves, the pointer still names the other buffer, which is
+intact. The kernel drops the writer's locks. The next writer finds the idle buffer marked
+``writing`` and overwrites it. `retention` says which files a writer removes, and when.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ _CLEAR_UP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The idle buffer while a version is written into it. On a local mount its file is locked."""
+    """Idle buffer into which a version is being written. On a local mount its file is locked."""
 
     buffer: str
     path: Path
     file: Descriptor | None
-    """The weights file, or None if the version uses the file of an earlier version (an anchor) or
-    of a kept version (`republish`)."""
+    """Weights file, or None if the version has no new file: it uses the file of an earlier version
+    (its anchor), or a kept version's file (`republish`)."""
     marked: Manifest
     earlier: VersionId | None
     deltas: dict[Path, int] = field(default_factory=dict)
@@ -78,13 +79,13 @@ class Claim:
 
 
 class BufferWriter:
-    """Holds the writer's lock of a store from construction to :meth:`close`.
+    """Writer of a store. It holds the store's writer lock from construction to :meth:`close`.
 
-    A mirror's writer continues the runs of the versions that it copies; others begin a run.
-    ``keep`` versions stay besides the two in the buffers.
+    A mirror's writer continues the runs (starts of a sender) of the versions that it copies. Any
+    other writer begins a new run. The store keeps ``keep`` versions besides the two in its buffers.
 
     Raises:
-        OptionError: the directory holds something else.
+        OptionError: the directory holds files that are not a store's.
         StoreBusyError: another writer has the store.
         StoreAccessError: the directory cannot be used.
     """
@@ -120,11 +121,11 @@ class BufferWriter:
             durable=self._sync,
         )
         self._is_shown = not self.medium.reaches_other_hosts
-        """Whether other hosts have been shown the store's directory, which may be new."""
+        """Whether the store's directory, which may be new, has been made visible to other hosts."""
         self._generation = 0
         self.written_before: dict[tuple[str, str], float] = {}
         self._last_number = 0
-        """Number of this run's last version, which the store may have lost since."""
+        """Number of the last version of this writer. The store may have lost this version since."""
         # A mount between hosts may lack locks: there the writer's record shows a second writer.
         path, may_lack_locks = self.root / places.WRITER_LOCK_FILE, self.medium.reaches_other_hosts
         lock = filesystem.take_lock(path, "writer's", may_lack_locks=may_lack_locks)
@@ -174,15 +175,17 @@ class BufferWriter:
     def claim(
         self, version: Lineage, *, layout_xxh3: str | None, file_bytes: int, with_file: bool = True
     ) -> Claim:
-        """Keep the idle buffer's version if versions are kept, lock the buffer and mark it.
+        """Claim the idle buffer: lock it and mark it as being written.
 
-        On a local mount, wait for readers of the buffer. Once the buffer is marked, remove files
-        that need not stay (`Retention.sweep`). If the buffer's file cannot be rewritten, make a new
-        file of ``file_bytes`` (0: size not known yet). A version with an anchor gets no file.
+        If versions are kept, first keep the buffer's version. On a local mount, wait for readers of
+        the buffer. Once the buffer is marked, remove files that need not stay (`Retention.sweep`).
+        If the buffer's file cannot be overwritten, make a new file of ``file_bytes`` (0 if the size
+        is not known yet). Without ``with_file``, the version consists of an earlier version's file
+        and deltas, and gets no file.
 
         Raises:
-            StoreFullError: there is no room for a new file.
-            StoreAccessError: others can now write to the store: readers would refuse it.
+            StoreFullError: the filesystem has no room for a new file.
+            StoreAccessError: other users can now write to the store, so readers would refuse it.
             WriterSupersededError: another writer took the store over.
         """
         self._check_open()
@@ -240,7 +243,7 @@ class BufferWriter:
         return marked
 
     def idle_file(self) -> tuple[int, int] | None:
-        """Device and inode of the file that the next version rewrites, or None for a new file."""
+        """Device and inode of the file that the next version overwrites, or None for a new file."""
         contents = Contents(self.store)
         buffer = contents.idle_buffer
         manifest = contents.manifests[buffer]
@@ -276,7 +279,10 @@ class BufferWriter:
         return num_bytes
 
     def problem_with(self, files: Mapping[Path, int]) -> str | None:
-        """Return why readers could not open one of these files (by size), or None if they can."""
+        """Return why readers could not open one of these files, or None if they can open all.
+
+        ``files`` has the expected size of each file.
+        """
         try:
             for directory in {path.parent for path in files}:
                 with os_errors("look into", directory):
@@ -288,9 +294,9 @@ class BufferWriter:
         return None
 
     def commit(self, claim: Claim, **described: Any) -> Manifest:
-        """Make the claimed buffer the newest version, by atomically moving the pointer.
+        """Make the claimed buffer the newest version, by moving the version pointer atomically.
 
-        ``described``: the manifest's fields that describe the file's contents. Return the manifest.
+        ``described`` are the manifest's fields that describe the weights file. Return the manifest.
 
         Raises:
             WriterSupersededError: another writer took the store over.
@@ -333,7 +339,7 @@ class BufferWriter:
         return complete
 
     def _saying_if_published(self, pointer: Pointer) -> TranslatedErrors:
-        """Add to errors of a commit that the version is published, if it is."""
+        """Add to a commit's error that the version was published, if it was published anyway."""
 
         def translate(error: BaseException) -> None:
             if not isinstance(error, OSError | StoreCorruptError):
@@ -353,9 +359,9 @@ class BufferWriter:
 
     @contextlib.contextmanager
     def open_kept(self, version: int | VersionId) -> Iterator[OpenStoreVersion]:
-        """Keep a version of the store, unless it is kept already, and open it.
+        """Keep a version of the store, unless it is kept already, and open it for a ``with`` block.
 
-        No claim drops the version while it is open: if the publish fails, it must still be there.
+        No publish drops the version during the block, so it survives if the publish fails.
         """
         self._check_open()
         with os_errors("publish", self.root):
@@ -370,7 +376,7 @@ class BufferWriter:
     def republish(
         self, opened: OpenStoreVersion, number: int, metadata: dict[str, Any]
     ) -> Manifest:
-        """Publish a kept version's weights file again as a new version, by a hard link."""
+        """Publish a kept version's weights file as a new version, by a hard link to the file."""
         claim = self.claim(self.version(number), layout_xxh3=None, file_bytes=0, with_file=False)
         try:
             for part in parts_of(opened.path):
@@ -388,7 +394,7 @@ class BufferWriter:
             raise
 
     def _read_back(self, pointer: Pointer, complete: Manifest, sizes: dict[Path, int]) -> None:
-        """Require that a version reads as it was written: no cache or other writer changed it."""
+        """Read a version back; raise if a cache or another writer changed it after the write."""
         patience = Patience()
         while True:
             try:
@@ -413,7 +419,7 @@ class BufferWriter:
                 path.unlink(missing_ok=True)
 
     def abandon(self, claim: Claim) -> None:
-        """Drop a claim that failed. Its buffer stays marked; the next claim fills it again."""
+        """Give up a claimed buffer after a failure. The next claim fills the buffer again."""
         if claim.file is not None:
             self._files.close_one(claim.file)
         # Remove an unfinished version, which only takes space. If the commit failed, the version
@@ -454,7 +460,7 @@ class BufferWriter:
         )
 
     def _make_directories(self) -> None:
-        """Make the store's missing directories; refuse a store that other users can write to."""
+        """Make the store's missing directories. Raise if other users can write to the store."""
         self.store.check()
         for name in (places.SCRATCH_DIRECTORY, *places.BUFFERS, places.RECEIVERS_DIRECTORY):
             filesystem.make_directory(self.root / name)
