@@ -19,7 +19,7 @@ class VersionSpan:
     start: int
     end: int
     run: str | None = None
-    """Run (all versions of one sender process) of the version, or None if not reported."""
+    """Id of the version's run (all versions of one sender process), or None if not reported."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Metadata of the version, or an empty mapping if the engine reports no metadata."""
 

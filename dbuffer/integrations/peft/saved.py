@@ -84,7 +84,7 @@ def save_adapter(
     Raises:
         WeightsMismatchError: the store holds a model, not an adapter.
         WaitTimeoutError: no version above ``newer_than`` was published in time.
-        SnapshotEvictedError: saving took longer than the sender waits; nothing was saved.
+        SnapshotEvictedError: the sender overwrote the version during the call; nothing was saved.
     """
     directory = options.directory("directory", directory)
     filesystem.make_directory(directory, parents=True)
@@ -129,7 +129,7 @@ def _write(snapshot: Snapshot, config: dict[str, Any], path: Path) -> None:
 
 
 def hold(path: Path) -> filesystem.Descriptor | None:
-    """Return a file descriptor that protects a saved version from removal until it is closed.
+    """Return a file descriptor that, while open, protects a saved version from removal.
 
     Return None if the version was removed.
     """

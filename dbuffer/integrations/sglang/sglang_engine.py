@@ -29,7 +29,8 @@ _PAUSES = {"keep": "retract", "abort": "abort"}
 """Names of dbuffer's pause modes in SGLang, which has no mode that waits for requests to finish."""
 
 # With this selector, SGLang neither restores weights when an update session opens, nor packs
-# weights when it closes. Each rank does both in one call, after all ranks have agreed to load.
+# weights when the session closes. Each rank restores and packs in one call, after all ranks have
+# agreed to load.
 _SESSION = "draft"
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StagedVersion:
-    """Copy of a version in this process's memory, so that a load can wait without the store."""
+    """Copy of a version in this process's memory: a load can wait without blocking the sender."""
 
     version: int
     layout: Layout
@@ -69,8 +69,7 @@ class StagedVersion:
             for name, tensor in targets.items()
             if tensor.is_meta and isinstance(model, nn.Module)
         }
-        # Extra state is assigned to itself, because the matcher refuses tensors that remain
-        # unassigned.
+        # Extra state is matched with itself, because the matcher refuses tensors without a match.
         extra = {name: self.tensors[name] for name in (EXTRA_STATE,) if name in self.tensors}
         match = matcher.match(targets | to_install | extra, self.layout)
         match.require_ties(self._tensor)

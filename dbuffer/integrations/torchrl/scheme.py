@@ -299,7 +299,7 @@ def _is_by_worker(weights: Any) -> bool:
 
 
 def model_of_factory(context: Any, model_id: str) -> Any:
-    """Make a policy with a collector's factory, or return None if there are several factories."""
+    """Make a policy with the workers' factory, or return None if the workers share no factory."""
     if model_id != DEFAULT_MODEL_ID:
         return None
     factories = getattr(context, "policy_factory", None)

@@ -51,8 +51,8 @@ from dbuffer.weights.targets import Matcher
 logger = logging.getLogger(__name__)
 
 _HOLDERS = ("llm_instance", "ray_actor", "model")
-"""Attributes with the engine in TorchRL's ``LocalLLMWrapper``, ``RayLLMWorker`` and
-``vLLMWrapper``."""
+"""Names of the attribute that holds the engine, in TorchRL's ``LocalLLMWrapper``, ``RayLLMWorker``
+and ``vLLMWrapper``."""
 
 
 class VLLMDoubleBufferSyncScheme(StoreScheme):
@@ -193,8 +193,8 @@ class VLLMDoubleBufferTransport:
         TensorDict with flat keys. ``model`` and ``strategy`` are ignored, as in TorchRL.
 
         Raises:
-            WeightsMismatchError: ``weights`` does not fit, and was not changed.
-            SnapshotEvictedError: copying took longer than the sender waits. Do not use the copy.
+            WeightsMismatchError: the version does not fit ``weights``, which was not changed.
+            SnapshotEvictedError: the sender overwrote the version meanwhile. Discard the copy.
             WaitTimeoutError: the mirror did not copy the version in time.
         """
         if self._receiver is None:

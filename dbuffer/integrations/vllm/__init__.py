@@ -1,7 +1,7 @@
 """vLLM engines that follow a store: an ``LLM``, an ``AsyncLLM`` or a server.
 
-In vLLM's workers, `plugin` and `backend` create one `RankEndpoint` for each rank, and `rank` loads
-weights. `weight_calls` detects vLLM's own writes of weights. In vLLM's engine core, `core_labels`
+In vLLM's workers, `plugin` installs `backend` and `rank`, which share one `RankEndpoint` for each
+rank. `weight_calls` detects vLLM's own writes of weights. In vLLM's engine core, `core_labels`
 labels each token with a version, and `core_pauses` pauses the engine. In the front end,
 `vllm_engine` drives an engine; `requests` and `responses` report versions to a server's clients.
 

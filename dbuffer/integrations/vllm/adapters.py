@@ -148,7 +148,7 @@ class FollowedAdapter:
 
         Raises:
             EngineUpdateError: the engine refuses the version.
-            DBufferError: see `save_adapter`.
+            DBufferError: the errors of `save_adapter`.
         """
         with contextlib.suppress(WaitTimeoutError):
             self._load(None)

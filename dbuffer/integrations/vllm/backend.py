@@ -29,7 +29,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     A worker follows its store after ``init_transfer_engine``, or from its start if the engine's
     ``additional_config["dbuffer"]`` names a store. ``update_weights`` replaces all weights in one
-    pause, so the engine may serve requests between ``start_weight_update`` and
+    call, so the engine may serve requests between ``start_weight_update`` and
     ``finish_weight_update``.
 
     If the constructor gets the arguments of vLLM 0.23 and 0.24 (``config, parallel_config,

@@ -57,7 +57,7 @@ def options_of(additional_config: Any) -> EngineOptions | None:
 
 
 def adapters_of(additional_config: Any) -> dict[str, EngineOptions]:
-    """Read the options of each adapter in ``additional_config["dbuffer"]["adapters"]``, by name.
+    """Read the options of all LoRA adapters in ``additional_config["dbuffer"]``, by adapter.
 
     Raises:
         OptionError: a store is invalid, or an option is for models only.

@@ -129,7 +129,7 @@ def tell_labels(request_state: Any) -> None:
 
     def make_named_state(state: Any, *args: Any, **kwargs: Any) -> None:
         make_state(state, *args, **kwargs)
-        # Without the version's name, which would add a new series to vLLM's metrics for each
+        # Name the adapter in vLLM's metrics: a name for each version would add a series for each
         # version.
         state.lora_name, _ = getattr(state.lora_request, ADAPTER, (state.lora_name, None))
 

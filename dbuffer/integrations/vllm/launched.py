@@ -31,7 +31,7 @@ _NEXT = "get the first rank's order"
 
 
 class LaunchedFollower(Closing):
-    """Switches an engine of several ``LLM`` ranks on demand, as :class:`Follower` does for one.
+    """Switches, on demand, an engine whose ranks are ``LLM`` objects that torchrun started.
 
     All ranks must make the same calls, with equal options. Do not use the engine after a
     ``RankFailedError``: vLLM's collectives have lost the failed rank too.

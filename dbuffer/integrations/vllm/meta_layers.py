@@ -142,7 +142,7 @@ def _expert_maps_with_data() -> Iterator[None]:
 def _unwrap_online_quantization(tensor: Any) -> None:
     """Remove vLLM's wrapper for online quantization from the loader of a tensor.
 
-    vLLM removes its wrapper itself, unless another wrapper is around it, as in `MetaModel`.
+    vLLM would not find its own wrapper inside the wrapper that `MetaModel` adds.
     """
     loader = getattr(tensor, "weight_loader", None)
     while getattr(loader, "__name__", None) == "online_process_loader":
@@ -162,11 +162,11 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
             serving=serving,
         )
         self._layers: dict[int, tuple[str, int]] = {}
-        """Layer name, and number of elements after which vLLM finishes the layer, by id of a
-        tensor."""
+        """Key: id of a tensor. Value: name of the tensor's layer, and the number of loaded elements
+        after which vLLM finishes the layer."""
         self._loaded_of_layer: dict[str, int] = {}
         self._num_shares: dict[int, int] = {}
-        """Number of ranks that share a tensor of experts, including all replicas, by id of the
+        """Key: id of a tensor of experts. Value: number of ranks in all replicas that share the
         tensor."""
         self._optional: set[int] = set()
         for prefix, module in model.named_modules():

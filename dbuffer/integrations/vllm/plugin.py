@@ -23,8 +23,8 @@ def register() -> None:
     try:
         _extend()
     except (ImportError, AttributeError, TypeError) as error:
-        # This vLLM is old, a fork, or a release that has renamed a function which dbuffer uses.
-        # vLLM must still start, but has no backend "dbuffer".
+        # This vLLM is old, a fork, or a release that has renamed a function of vLLM. vLLM must
+        # still start, but has no backend "dbuffer".
         logger.warning("dbuffer does not work with this vLLM (%s)", str(error))
         return
     import vllm
