@@ -67,7 +67,7 @@ class Draft:
         mappings: mappings of the store's files, kept from one draft to the next.
         inode: device and inode of the file that rank 0 has claimed, or None without a file.
         part: parts of tensors ("boxes") that this rank writes, or None for a stream of tensors.
-        writer, claim: the store's writer and its claim, on rank 0.
+        writer, claim: the store's writer and its claim of a buffer, on rank 0.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ class ShardedWeightSender(Publisher):
 
         Args:
             weights: a module, a state dict, a TensorDict, a list of ``(name, tensor)`` pairs, the
-                path of a HuggingFace checkpoint or a weight source of vLLM's; no iterator. Pass a
+                path of a HuggingFace checkpoint or a weight source of vLLM; no iterator. Pass a
                 ZeRO-3 model as the module. A rank that holds no weights passes ``{}``.
             draft: weights of a draft model for speculative decoding, on all ranks or on none.
             version: number of the version, equal on all ranks and above all earlier numbers.

@@ -87,7 +87,7 @@ def require(store: DoubleBuffer, version: int) -> VersionId:
 
 
 def newest_taken(store: DoubleBuffer, takes: Callable[[Manifest], bool]) -> Lineage | None:
-    """Return the newest version in A, in B or kept whose manifest ``takes`` accepts, or None."""
+    """Return the newest version, in a buffer or kept, whose manifest ``takes`` accepts, or None."""
     patience = Patience()
     while (pointer := store.newest_pointer() if store.exists() else None) is not None:
         newest, manifests = pointer.lineage, [m for _, m in Contents(store).published()]

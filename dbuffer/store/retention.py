@@ -1,44 +1,49 @@
 """`Retention`: decides which files of a store stay, and removes all others.
 
-A delta, or a weights file with its parts, stays for a `Reason`: a manifest of A, B or a kept
-version names the file, or a reader on a network mount may still need the file. (On a network mount,
-no lock makes a writer wait for readers.) A kept version stays while it is pinned, or while it is
-one of the newest ``num_kept`` versions.
+A delta, or a weights file with its parts, stays while a manifest of buffer A, of buffer B or of a
+kept version names the file. On a network mount, where no lock makes a writer wait for readers, the
+file also stays while a reader may need it (see `Reason`). A kept version stays while it is pinned,
+or while it is one of the newest ``num_kept`` kept versions.
 
 This table lists all files that a killed process may leave in a store, and who removes each file.
 The kernel drops the locks of the process.
 
-====================================== ============= ==========================================
+====================================== ============= ===========================================
 file                                   left by       removed by
-====================================== ============= ==========================================
-weights file or part, delta: in A, B,  sender, rank, `Retention.sweep` of any writer, as it
-``deltas``, named by no manifest       mirror        starts and as it begins each version. Local
-                                                     mount: at once. Network mount: once no reader
-                                                     may need it (`_may_be_read`)
-the same, named by a ``writing``       sender, rank, the same, after the next version's mark has
-manifest, or by a ``complete`` one     mirror        taken the manifest's place
-that CURRENT never named
-``kept/ID`` without a manifest: it was sender,       the same; a pinned version gets its manifest
-being dropped                          mirror        back instead
-``kept/ID``, not pinned                a killed pin  the same, beyond the versions to keep
-``kept/ID`` with a damaged manifest    the disk      the same, unless the version is pinned
-``tmp/.NAME.RANDOM.tmp``: a record, a  any process   `Retention.clear_up` of any writer, as it
-version that was being kept                          starts and with a commit, every ten seconds at
-                                                     most, if older than a minute
-``receivers/ID.TOKEN.json``            receiver,     the same, if no sender can wait for it any
-                                       mirror        more; or at once a new receiver of that id
-                                                     (`RecordFile`)
-``refused/ID``                         a canary      the same, if old and the version is gone
+====================================== ============= ===========================================
+weights file, part or delta that no    sender, rank, `Retention.sweep` of any writer, as it
+manifest names                         mirror        starts and as it begins each version. On a
+                                                     local mount: at once. On a network mount:
+                                                     once no reader may need the file
+weights file, part or delta that is    sender, rank, `Retention.sweep`, after the next version
+named only by a ``writing`` manifest,  mirror        has replaced the manifest
+or by a ``complete`` manifest that
+``CURRENT`` never named
+``kept/ID`` without a manifest: the    sender,       `Retention.sweep`. A pinned version gets
+version was being dropped              mirror        its manifest back instead
+``kept/ID``, not pinned                a killed pin  `Retention.sweep`, if there are more kept
+                                                     versions than ``num_kept``
+``kept/ID`` with a damaged manifest    the disk      `Retention.sweep`, unless the version is
+                                                     pinned
+``tmp/.NAME.RANDOM.tmp``: a record, or any process   `Retention.clear_up` of any writer, if
+a version that was being kept                        older than a minute: as the writer starts,
+                                                     and with a commit, but at most every ten
+                                                     seconds
+``receivers/ID.TOKEN.json``            receiver,     `Retention.clear_up`, once no sender can
+                                       mirror        wait for the receiver; or at once a new
+                                                     receiver with this id (`RecordFile`)
+``refused/ID``                         a canary      `Retention.clear_up`, if old and if the
+                                       engine        version is gone
 ``receivers/*``, damaged               the disk      the user: the log names the file
-CURRENT, ``A/manifest.json``,          sender,       no process: the next writer replaces them
+``CURRENT``, ``A/manifest.json``,      sender,       no process: the next writer replaces them
 ``B/manifest.json``, ``writer.json``   mirror
 ``writer.lock``, ``mirror.lock``       sender,       no process: they are locked again
                                        mirror
-====================================== ============= ==========================================
+====================================== ============= ===========================================
 
-``dbuffer export`` leaves ``.NAME.*`` beside the checkpoint, ``dbuffer doctor``
-``.dbuffer-doctor-*`` in the directory that it examines: the user removes them. `BucketTarget`
-removes a bucket's old objects.
+Outside of a store, the user removes ``.NAME.*`` beside the checkpoint of ``dbuffer export``, and
+``.dbuffer-doctor-*`` in a directory that ``dbuffer doctor`` has examined. `BucketTarget` removes a
+bucket's old objects.
 """
 
 from __future__ import annotations
