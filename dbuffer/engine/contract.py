@@ -227,7 +227,7 @@ def require_unchanged(before: Mapping[str, object], present: Mapping[str, object
 def tied_to(parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return, for each parameter, the name of the first parameter in the same memory.
 
-    A load into one of two parameters that share memory changes both.
+    If two parameters share memory, a load into one of them changes both parameters.
     """
     first: dict[tuple[torch.device, int], str] = {}
     return {
@@ -239,7 +239,7 @@ def tied_to(parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
 class EngineRank:
     """One rank of an engine, and its model. Each integration has a subclass.
 
-    Its methods are called between two steps of the engine.
+    The methods are called between two steps of the engine.
     """
 
     ranks: RankChannel

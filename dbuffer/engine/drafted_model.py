@@ -86,7 +86,7 @@ class DraftedModel(torch.nn.Module):
 
 @contextlib.contextmanager
 def _ignoring_loads(parameters: Iterable[Any]) -> Iterator[None]:
-    """Make loaders skip these parameters in the ``with`` block."""
+    """Make loaders skip the given parameters in the ``with`` block."""
     loaders = [(parameter, *set_loader(parameter, _load_nothing)) for parameter in parameters]
     try:
         yield

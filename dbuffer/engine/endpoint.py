@@ -43,12 +43,12 @@ def capture_answer(call: Callable[[], messages.RankAnswer]) -> messages.RankAnsw
 class RankEndpoint:
     """Answers a follower's requests on one rank. All ranks get the same requests in the same order.
 
-    Call its methods in the worker's main thread, between two steps of the engine.
+    Call the methods in the worker's main thread, between two steps of the engine.
     """
 
     def __init__(self) -> None:
         self.receiver: RankReceiver | None = None
-        """Receiver that follows a store, or None."""
+        """Receiver that follows a store, or None if this rank follows no store."""
         self.state = ModelState()
         self._rank: EngineRank | None = None
 
@@ -152,7 +152,9 @@ class RankEndpoint:
         *,
         takes_over: bool = True,
     ) -> None:
-        """Make all ranks follow a store, or none. If all follow it already, write their records.
+        """Make all ranks follow a store, or none.
+
+        If all ranks follow the store already, they write their records.
 
         ``takes_over``: whether to begin even if a rank follows with other options. Raise
         :class:`UnsupportedError` if a retry cannot help, else :class:`EngineUpdateError`.

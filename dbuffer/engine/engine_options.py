@@ -249,7 +249,7 @@ class UpdateRequest:
     """Run (start of a sender) of the version. Default: the run of the version with this number that
     led to the store's newest version."""
     update_kind: Literal["dense", "sparse_flat"] = "dense"
-    """Kind of the update in vLLM's terms. It has no effect."""
+    """Kind of the update in vLLM's terms. The value has no effect."""
     attempt: str | None = None
     """Id of a follower's attempt, which the engine's record then names."""
 

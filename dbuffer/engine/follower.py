@@ -189,7 +189,7 @@ class Follower(Closing):
                     view.require_version()
 
     def start(self) -> None:
-        """Make the engine's ranks follow the store. Call it again after a restart of the engine.
+        """Make the engine's ranks follow the store. After a restart of the engine, call this again.
 
         Raises:
             OptionError, UnsupportedError, StoreBusyError, VersionError: a retry cannot help.
@@ -314,7 +314,10 @@ class Follower(Closing):
         self._record = record
 
     def _has_restarted(self, view: StoreView) -> bool:
-        """Whether the engine was restarted since following began. Only a server can be."""
+        """Whether the engine was restarted since following began.
+
+        Only a server can be restarted.
+        """
         if not self._engine.is_server:
             return False
         if self.applied is not None:
@@ -713,7 +716,7 @@ class Follower(Closing):
         stop_event.wait(max(0.0, end - time.monotonic()))
 
     def wait_for_version(self, stop_event: threading.Event) -> int | None:
-        """Wait up to a poll interval for a newer version; return its number, or None."""
+        """Wait for a newer version, at most for a poll interval; return its number, or None."""
         assert self._view is not None  # noqa: S101 - there was a sync before
         try:
             return self._view.wait_for_version(

@@ -117,7 +117,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def with_data(self, name: str) -> Iterator[torch.Tensor]:
-        """Give a parameter or buffer memory, filled with zeros, during the block."""
+        """Give a parameter or buffer memory, filled with zeros, during the ``with`` block."""
         path, _, attribute = name.rpartition(".")
         tables = tables_of(dict(self.model.named_modules(remove_duplicate=False))[path])
         without = next(table[attribute] for table in tables if attribute in table)
@@ -248,7 +248,10 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._loaded[id(parameter)] = self.count_of(parameter) + count
 
     def _require_rows(self, parameter: Any, loaded: torch.Tensor) -> None:
-        """Refuse a vocabulary of another size, with both sizes. Loaders' errors name no sizes."""
+        """Refuse a vocabulary of another size, and name both sizes.
+
+        Loaders' errors name no sizes.
+        """
         num_rows = getattr(self._padded.get(id(parameter)), "org_vocab_size", None)
         if num_rows is None or not loaded.ndim or loaded.shape[0] == num_rows:
             return
@@ -318,7 +321,8 @@ class _NumbersWithData(TorchFunctionMode):
 def _tie_as_serving(model: torch.nn.Module, serving: torch.nn.Module) -> None:
     """Tie the parameters of a copy that are tied in the model that serves.
 
-    An engine may tie a head to the embedding if it has loaded equal values into both.
+    An engine may tie a head to the embedding after it has loaded equal values into head and
+    embedding.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     firsts: dict[tuple[int, int], str] = {}

@@ -47,7 +47,7 @@ class RankChannel:
         self.rank: int = group.rank_in_group
         self.size: int = group.world_size
         self.process_group: Any = group.cpu_group
-        """Group of torch.distributed that has these ranks, for tensors in main memory."""
+        """Group of torch.distributed with the ranks of this channel, for tensors in main memory."""
         self.timeout_s = RANK_TIMEOUT_S
         self._step = (0, 0)
         """Current step: the number of gathers with ``begins``, and the number of gathers since the

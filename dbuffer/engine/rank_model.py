@@ -57,7 +57,8 @@ _MAX_VERIFICATIONS = 4
 versions."""
 
 _NUM_SKIPPED = 16
-"""Number of versions to reload after planning of a layout has stopped. It is then planned again."""
+"""Number of versions of a layout to reload after planning has stopped. Planning then starts
+again."""
 
 _NEVER = float("inf")
 
@@ -65,9 +66,9 @@ _NEVER = float("inf")
 class RankModel:
     """Checks versions against the model, prepares switches to them, and loads them.
 
-    The next version of a layout without a plan makes a plan, and verifies it. A mismatch, a failure
-    or a replaced layer drops the plan. If plans keep failing, versions of the layout are reloaded,
-    either the next few versions or all.
+    If a version's layout has no plan of copies, loading the version makes and verifies a plan. A
+    mismatch, a failure or a replaced layer drops the plan. If plans keep failing, versions of the
+    layout are reloaded, either the next few versions or all.
     """
 
     def __init__(self, rank: EngineRank, options: EngineOptions, state: ModelState) -> None:
@@ -103,12 +104,13 @@ class RankModel:
         self._rewritten: Collection[str] = ()
         """Published tensors that loaders write into. Loaders get copies of these."""
         self._plan: CopyPlan | None = None
-        """Plan of copies for the current layout, or None if there is no plan now."""
+        """Plan of copies for versions of the current layout, or None if there is no plan now."""
         self._other: dict[str, Any] | None = None
-        """Plan, and its state, of the previous layout, if the two differ only by a draft, else
+        """Attributes of the previous layout's plan, if the two layouts differ only by a draft, else
         None."""
         self._derived: set[str] = set()
-        """Layers of the current layout that a reload changes further after copying."""
+        """Layers, in versions of the current layout, that a reload changes further after
+        copying."""
         self._reloaded: Mapping[str, str] = {}
         """Reasons why layers of the current layout are left to the engine's reload, by layer."""
         self._num_verifications = 0
@@ -128,7 +130,7 @@ class RankModel:
         self._copier.close()
 
     def _has_draft(self, layout: Layout) -> bool:
-        """Whether a version has a draft, and the model has one too."""
+        """Whether both a version and the model have a draft."""
         return isinstance(self._model, DraftedModel) and self._model.has_draft(layout.all_names)
 
     # In the stager's thread
@@ -205,7 +207,10 @@ class RankModel:
         return self._plan
 
     def _change_trace(self, trace: LoadTrace) -> None:
-        """Plan another layout. Set the plan aside for later if the layouts differ by a draft."""
+        """Plan another layout.
+
+        If the layouts differ only by a draft, keep the old plan for later.
+        """
         names = "_trace", "_plan", "_derived", "_reloaded", "_num_verifications", "_num_skipped"
         current = {name: getattr(self, name) for name in names}
         again, self._other = self._other, None
@@ -235,7 +240,10 @@ class RankModel:
             self._give_up(str(error))
 
     def _images_of(self, plan: CopyPlan, tensors: Tensors) -> list[Image]:
-        """Make the images of a plan. If one fails, plan again with its layer reloaded."""
+        """Make the images (processed weights) of a plan's layers.
+
+        If an image fails, plan again, and leave the image's layer to the engine's reload.
+        """
         images: list[Image] = []
         failed: dict[str, str] = {}
         with fork_streams(plan.written)():
@@ -279,7 +287,7 @@ class RankModel:
         return None if all(same_bytes(*copy) for copy in copies) else name
 
     def _add_patches(self, switch: PreparedSwitch, snapshot: Snapshot) -> None:
-        """Add patches to a switch, if the model was seen to equal the patches' base version."""
+        """Add patches to a switch, if a comparison found the patches' base version in the model."""
         if not self._may_patch or self._loaded is None:
             return
         changed = snapshot.changed_since(self._loaded)
@@ -294,7 +302,7 @@ class RankModel:
 
         Return the names of parameters and layers that differ or were replaced. Return None if the
         version has no verified copies to compare with, if the weights must not be read, or once
-        ``is_wanted`` returns False. Layers that stay with the reload are not compared.
+        ``is_wanted`` returns False. Layers that are left to the engine's reload are not compared.
         """
         switch = self._switch_of(staged)
         try:
@@ -345,7 +353,8 @@ class RankModel:
     def is_loadable(self, staged: Staged) -> bool:
         """Whether the part of a version that was staged is enough to load the version now.
 
-        Raise :class:`UnsupportedError` if a reload is needed, and cannot fill every tensor in use.
+        Raise :class:`UnsupportedError` if a reload is needed and the engine's reload cannot fill
+        every tensor in use.
         """
         switch = self._switch_of(staged)
         if switch is not None and switch.replaces_tensors:
@@ -430,7 +439,7 @@ class RankModel:
             self._plan_more(mismatch, plan)
 
     def _plan_more(self, mismatch: Mapping[str, str], plan: CopyPlan) -> None:
-        """Make the next plan use images of the mismatched layers, or leave them to the reload."""
+        """Make the next plan use images (processed weights) of mismatched layers, or a reload."""
         self._drop_plan()
         if self._packing is not None and self._trace is not None:
             derived = self._derived | mismatch.keys()
@@ -481,7 +490,7 @@ class RankModel:
     def _for_loaders(
         self, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors for loaders. A tensor that loaders write into is copied first."""
+        """Yield tensors for loaders. If loaders write into a tensor, yield a copy of the tensor."""
         # Later loads and copies use these tensors again, so they must stay as published.
         for name, tensor in tensors:
             yield name, tensor.clone() if name in self._rewritten else tensor
@@ -535,7 +544,7 @@ class RankModel:
         return next(trace for of, trace in self._traces if of is layout or of == layout)
 
     def _as_offered(self, stored: Mapping[str, T], layout: Layout) -> dict[str, T]:
-        """Return a version's tensors under the names that the check offered to the model."""
+        """Return a version's tensors, keyed by the names that the model's loaders took."""
         offered = self._trace_of(layout).offered
         names = {**{name: name for name in stored}, **layout.aliases}
         return {name: stored[stored_as] for name, stored_as in names.items() if name in offered}

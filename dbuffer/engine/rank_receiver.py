@@ -61,7 +61,8 @@ class _Offer(NamedTuple):
 class RankReceiver:
     """Follows a store for one rank of an engine.
 
-    Call its methods on all ranks, in the worker's main thread; :meth:`acknowledge` in any thread.
+    Call the methods on all ranks, in the worker's main thread. Only :meth:`acknowledge` may be
+    called in any thread.
     """
 
     def __init__(self, rank: EngineRank, options: EngineOptions, state: ModelState) -> None:
@@ -171,7 +172,7 @@ class RankReceiver:
             self._stager.leave_device()  # the engine is about to allocate its caches there
 
     def reserve(self, request: UpdateRequest) -> None:
-        """Keep the version that is ready until the update, which follows in a pause.
+        """Keep the version that is ready to load until the update, which follows in a pause.
 
         Raise :class:`EngineUpdateError` if this rank is already preparing a newer version instead.
         """
@@ -216,7 +217,10 @@ class RankReceiver:
             self._stager.release(applied=self._id)
 
     def _take_on_all_ranks(self, request: UpdateRequest | OptionError) -> Staged | None:
-        """Take the same version on all ranks, or raise on all; return None if the engine has it."""
+        """Take the same version on all ranks, or raise an error on all ranks.
+
+        Return None if the engine has the version.
+        """
         must_load = False
         for round_ in range(_MAX_ROUNDS):
             staged, error = self._take(request, must_load=must_load, is_first=round_ == 0)
@@ -329,9 +333,10 @@ class RankReceiver:
     def _gather_offers(
         self, staged: Staged | None, error: Exception | None, *, begins: bool
     ) -> list[_Offer]:
-        """Exchange offers with all ranks; return the offers, or raise if a rank has a problem.
+        """Exchange offers, the results of *prepare*, with all ranks.
 
-        vLLM's contract requires a ``ValueError`` for a request that is invalid on all ranks.
+        Return the offers, or raise an error if a rank has a problem. vLLM's contract requires a
+        ``ValueError`` for a request that is invalid on all ranks.
         """
         offer = _Offer(self._version)
         if staged is not None:
@@ -382,10 +387,11 @@ class RankReceiver:
         }
 
     def _recover(self, failure: str, staged: Staged) -> Staged:
-        """After a failed load, load the previous version again, on all ranks, and raise.
+        """After a failed load, load the previous version again, on all ranks, and raise an error.
 
-        If the engine had no version of this store, load the weights of its start instead. If this
-        fails, or the previous weights are unknown, load ``staged`` once more and return it.
+        If the engine had no version of this store, load the weights of its start instead. If
+        loading fails again, or the previous weights are unknown, load ``staged`` once more and
+        return ``staged``.
         """
         attempts = [failure, "the weights before were not of this store"]
         if not self._state.must_reload:
@@ -456,7 +462,7 @@ class RankReceiver:
 
     @property
     def _is_compared(self) -> bool:
-        """Whether this rank's weights were compared with its version."""
+        """Whether this rank's weights were compared with the version that they are of."""
         return self._id is not None and self._stager.compared == self._id
 
     def _note_unattested(self) -> None:
@@ -523,7 +529,7 @@ class RankReceiver:
         self._set_record()
 
     def acknowledge(self) -> None:
-        """Write the engine's record, which senders wait for. Any thread may call this."""
+        """Write the engine's record, which senders wait for. Any thread may call this method."""
         if self.ranks.rank == 0:
             self._record.write()
 
@@ -538,10 +544,9 @@ class RankReceiver:
         self.acknowledge()
 
     def _show_engine(self) -> None:
-        """Write the engine's record into a store that is newer than the record.
+        """Write the engine's record into a store that was created after the record.
 
-        Usually, an update writes the record. A version that does not fit the model causes no
-        update.
+        A version that does not fit the model causes no update, so no update writes the record.
         """
         if not self._record.is_open:
             self.acknowledge()

@@ -30,7 +30,7 @@ GAUGES = {
     "lag_steps": "Trainer's steps from the version applied to the newest.",
     "lag_seconds": "Age of the newest version, while it is not applied.",
 }
-"""Gauges and their descriptions, by name. A gauge whose value is unknown is removed."""
+"""Gauges and their descriptions, by name. If a gauge's value is unknown, the gauge is removed."""
 
 RUN = "run"
 """Name of a gauge with a label of the same name. The gauge is 1 for the run (start of the sender)
@@ -49,7 +49,8 @@ class Switch:
     stage_s: float
     """Seconds to get the version ready on the engine's first rank, while the engine served."""
     wait_s: float
-    """Seconds from seeing the version in the store until it was ready on all ranks."""
+    """Seconds from the time the follower saw the version in the store until all ranks had it
+    ready."""
     pause_s: float
     """Seconds from the call to pause to the end of the call to resume, including waits for
     requests."""
@@ -60,7 +61,7 @@ class Switch:
 
 
 class FollowerReport:
-    """Metrics and log of one engine's follower. Without prometheus-client, only the log."""
+    """Metrics and log of one engine's follower. If prometheus-client is missing, only the log."""
 
     def __init__(self) -> None:
         self._engine_id = ""
@@ -69,7 +70,10 @@ class FollowerReport:
         self._run: str | None = None
 
     def begin(self, engine_id: str) -> None:
-        """Begin to report, under this engine's name. Other methods called before report nothing."""
+        """Begin to report, under this engine's name.
+
+        Until this call, other methods report nothing.
+        """
         self._engine_id = engine_id
         self._families = _registered()
         for name in self._families.keys() - GAUGES.keys() - {RUN}:
@@ -79,7 +83,7 @@ class FollowerReport:
         self._set("following", 1)
 
     def failed(self, version: int | None, *, is_engine_known: bool) -> None:
-        """Report a failed attempt to switch to ``version``, or to find a version (None)."""
+        """Report a failed attempt to switch to ``version``, or (if None) to look for a version."""
         self._add("failures")
         self._set("following", 0)
         if version is None:

@@ -1,4 +1,4 @@
-"""`EngineServer`: calls to an inference server over HTTP, which raise dbuffer's errors."""
+"""`EngineServer`: calls to an inference server over HTTP. Failed calls raise dbuffer's errors."""
 
 from __future__ import annotations
 

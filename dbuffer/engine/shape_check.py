@@ -89,7 +89,8 @@ class ShapeCheck:
     def of_part(self, names: Collection[str]) -> LoadTrace:
         """Trace how the model's loaders load only these tensors of the last check.
 
-        Raise :class:`WeightsMismatchError` if they do not load these tensors without the others.
+        Raise :class:`WeightsMismatchError` if the loaders cannot load them without the other
+        tensors.
         """
         self._load([spec for spec in self._specs if spec.name in names])
         return self._meta.end()
@@ -139,7 +140,7 @@ class ShapeCheck:
         return _is_computed(spec) or self._is_spare(spec.name)
 
     def _unknown_among(self, specs: Sequence[TensorSpec]) -> set[str]:
-        """Return the names that loaders do not know: they raise before they read the tensor."""
+        """Return the names of tensors which loaders refuse before they read the tensor."""
         unknown: set[str] = set()
         self._meta.reset()
         specs = list(specs)
@@ -252,7 +253,10 @@ class UnusedTensors:
         tensor."""
 
     def check(self, trace: LoadTrace) -> None:
-        """Refuse a layout with unused tensors. A pipeline calls :meth:`check_pipeline` instead."""
+        """Refuse versions with tensors that the model has no place for.
+
+        If the ranks form a pipeline, :meth:`check_pipeline` does this instead.
+        """
         if not self._is_pipeline:
             self._refuse_or_warn(trace.unused)
 

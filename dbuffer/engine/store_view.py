@@ -77,7 +77,7 @@ class StoreView:
         return self._record(self.engine_id)
 
     def readable_record(self) -> ReceiverRecord | None:
-        """Return the engine's record, or None if there is none that is readable now."""
+        """Return the engine's record, or None if no record can be read now."""
         with contextlib.suppress(errors.DBufferError, OSError):
             return self.engine_record()
         return None
@@ -91,17 +91,14 @@ class StoreView:
     # Versions
 
     def leads_on(self, version: Lineage) -> bool:
-        """Whether a version leads to the store's newest one.
-
-        True if the store is unreadable now.
-        """
+        """Whether the store's newest version descends from a version, or cannot be read now."""
         newest = _readable_newest(self._store)
         return newest is None or relation(version, newest) is not Relation.FORKED
 
     def require_version(self) -> None:
         """Raise :class:`VersionError` if the option ``version`` names a version that is gone.
 
-        Do not raise if the engine has this version.
+        If the engine has this version, do nothing.
         """
         if self.options.version is not None:
             self.newer_than(served_by(self.engine_record()))
@@ -209,7 +206,8 @@ class StoreView:
     ) -> int | None:
         """Wait until the store has a version above ``newer_than``, or a fork; return its number.
 
-        Return None if no such version came in time, or if the engine keeps its version.
+        A fork is a newest version that does not descend from the engine's version. Return None if
+        no such version came in time, or if the engine keeps its version.
         """
         only = self.options.version
         if only is not None:
@@ -322,7 +320,7 @@ class StoreView:
         at_start: dict[str, ReceiverRecord | None],
         serves_on: str,
     ) -> None:
-        """Raise if a rank cannot get this version ready, or the store has lost the version."""
+        """Raise an error if a rank cannot get this version ready, or if the store has lost it."""
         for rank, record in records.items():
             before = at_start[rank]
             is_old = before and record and before.updated_at == record.updated_at
@@ -341,7 +339,7 @@ class StoreView:
             )
 
     def _has_lost(self, version: VersionId, newest: Lineage | None) -> bool:
-        """Whether a version leads neither to ``newest`` nor to the sender's newest version."""
+        """Whether neither ``newest`` nor the sender's newest version descends from a version."""
         if newest is None or newest.reaches(version):
             return False
         if self._origin is self._store:
@@ -351,12 +349,12 @@ class StoreView:
 
 
 def engine_id_of(facts: EngineFacts, options: EngineOptions) -> str:
-    """Return the name of an engine, or of a replica of it, among the store's receivers."""
+    """Return the name of an engine, or of one of its replicas, among the store's receivers."""
     return f"{options.engine_id}{facts.replica}"
 
 
 def _readable_newest(store: DoubleBuffer) -> Lineage | None:
-    """Return a store's newest version, or None if there is none or it is not readable now."""
+    """Return a store's newest version, or None if no version can be read now."""
     with contextlib.suppress(errors.DBufferError, OSError):
         pointer = store.newest_pointer()
         return None if pointer is None else pointer.lineage

@@ -104,7 +104,7 @@ class Agreement(World):
     def call(self) -> TranslatedErrors:
         """Return a ``with`` block for the steps of one call, on all ranks.
 
-        If an error leaves the block on this rank alone, the connections are dropped.
+        If an error leaves the block on this rank alone, this rank drops its connections.
         """
         self._number += 1
         self._fails_together = False
@@ -240,10 +240,11 @@ class Agreement(World):
 
 
 def connect(group: distributed.ProcessGroup | None, rank: int, size: int, timeout_s: float) -> Any:
-    """Make a process group of the same ranks. Its connections close when it is dropped.
+    """Make a process group of the same ranks. Dropping the new group closes its connections.
 
-    It uses gloo, whatever the trainer's backend. `torch.distributed.new_group` cannot make it: a
-    second group of the same ranks finds the addresses of the first in the store, and hangs.
+    The new group uses gloo, whatever the trainer's backend. `torch.distributed.new_group` cannot
+    make such a group: a second group of the same ranks finds the addresses of the first group in
+    torch's store, and hangs.
     """
     timeout_s = min(timeout_s, _MAX_TIMEOUT_S)
     store = store_of_meeting(group, rank, size, timeout_s, purpose="trainer")
@@ -281,11 +282,13 @@ and never deletes the second one."""
 
 
 def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
-    """Wait until all ranks have called this function. Ranks can meet only once in a store.
+    """Wait until all ranks have called this function.
+
+    Ranks can meet only once in a store of torch.distributed.
 
     Raises:
         RankTimeoutError: some ranks did not come in time. The message names them.
-        RankFailedError: the store does not answer. Its process has probably ended.
+        RankFailedError: torch's store does not answer. The process of the store has probably ended.
     """
     where, timeout = place_of(store), datetime.timedelta(seconds=timeout_s)
     try:

@@ -15,13 +15,15 @@ class Step(AbstractContextManager["Step"]):
         self._world = world
         self.action = action
         self.result: Any = None
-        """Result of this rank, set in the block. It is sent as JSON: a tuple arrives as a list."""
+        """Result of this rank, set in the ``with`` block. The result is sent as JSON, so a tuple
+        arrives as a list."""
         self.message = b""
-        """Bytes to send to rank 0. Ranks other than 0 can set them in the block."""
+        """Bytes to send to rank 0. Ranks other than 0 can set the bytes in the ``with`` block."""
         self.results: list[Any] = []
-        """Results of all ranks, ordered by rank; set after the block."""
+        """Results of all ranks, ordered by rank. Set after the ``with`` block."""
         self.messages: list[memoryview] = []
-        """Messages of other ranks to rank 0, ordered by rank; set on rank 0 after the block."""
+        """Messages of other ranks to rank 0, ordered by rank. Set on rank 0 after the ``with``
+        block."""
 
     def __enter__(self) -> Self:
         self._world.begin_step()
@@ -58,10 +60,11 @@ class World:
             step.results = [step.result]
 
     def losing_interrupted(self) -> AbstractContextManager[None]:
-        """Return a ``with`` block that drops the connections to other ranks, if interrupted.
+        """Return a ``with`` block that drops the connections to other ranks if it is interrupted.
 
-        It also drops the connections if a foreign error leaves the block. Without this, the rank's
-        next call would exchange messages with the other ranks' current call.
+        The block also drops the connections if an error that is not dbuffer's leaves it. With open
+        connections, this rank's next call would exchange messages with the other ranks' current
+        call.
         """
         return contextlib.nullcontext()
 

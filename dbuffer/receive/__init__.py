@@ -1,1 +1,1 @@
-"""Receivers: a snapshot of the newest version, loaded now or staged ahead."""
+"""Receivers: a snapshot of the newest version, loaded now or made ready in advance."""

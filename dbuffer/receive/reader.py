@@ -35,10 +35,10 @@ class VersionVerifier:
         self._verified: dict[VersionId, list[int]] = {}
 
     def verify(self, opened: OpenVersion, layout: Layout, checksums: list[int] | None) -> None:
-        """Compare ``checksums``, unless they are None, with the published ones.
+        """Compare ``checksums`` with the published checksums, or do nothing if None.
 
-        Raise `OvertakenError` if they differ because a writer has overwritten the version, else
-        :class:`StoreCorruptError`.
+        If the checksums differ because a writer has overwritten the version, raise
+        `OvertakenError`, else :class:`StoreCorruptError`.
         """
         if checksums is None:
             return

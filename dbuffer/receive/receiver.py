@@ -121,7 +121,8 @@ class WeightReceiver(Closing, ProcessBound):
         self.reader = VersionReader(self._store, self.record, self._copier, verify)
         self._pointer: Pointer | None = None
         self.left: Lineage | None = None
-        """Version that this receiver had seen before it last followed a fork, or None."""
+        """Version that this receiver had seen before it last followed a fork: a newest version that
+        does not descend from the version seen. None before the first fork."""
         self._read_last: tuple[VersionId, dict[str, Any]] | None = None
         self._loaded: int | None = None
         self._has_looked = False
@@ -418,7 +419,7 @@ class WeightReceiver(Closing, ProcessBound):
         timeout_s: float | None,
         stop_event: threading.Event | None = None,
     ) -> int | None:
-        """Wait as :meth:`wait_for_version` does, but follow a fork instead of raising its error."""
+        """Wait as :meth:`wait_for_version` does, but if the store has forked, follow the fork."""
         try:
             return self.wait_for_version(newer_than, timeout_s, stop_event)
         except errors.VersionRegressedError as error:
@@ -446,7 +447,7 @@ class WeightReceiver(Closing, ProcessBound):
         self.record.write(held=None)
 
     def follow_fork(self) -> None:
-        """Accept the store's newest version, whichever run published it.
+        """Accept the store's newest version, whichever run (start of a sender) published it.
 
         :meth:`load_into` with ``partial`` still requires all tensors that were loaded before.
         """

@@ -91,7 +91,7 @@ class Snapshot(ProcessBound):
 
     @property
     def id(self) -> VersionId:
-        """Unique id of the version: its run and its number."""
+        """Unique id of the version: its run (start of the sender) and its number."""
         return self._opened.manifest.id
 
     @property
@@ -157,9 +157,9 @@ class Snapshot(ProcessBound):
     def changed_since(self, version: VersionId) -> dict[str, Integers] | None:
         """Return the positions of the elements that changed since an earlier version.
 
-        They are ascending positions in each flattened tensor, by tensor name; unchanged tensors
-        have no entry. Return None if no deltas lead from the earlier version to this one, or if the
-        deltas cannot be read.
+        The positions are ascending, in the flattened tensor, and keyed by the tensor's name.
+        Unchanged tensors have no entry. Return None if no deltas lead from the earlier version to
+        this one, or if the deltas cannot be read.
         """
         if version not in self._opened.manifest.chain:
             return None

@@ -50,7 +50,7 @@ class Prepared(Protocol):
 
     @property
     def replaces_tensors(self) -> bool:
-        """Whether the engine needs only this part, and none of the version's tensors."""
+        """Whether the engine loads only this converted part, and not the version's tensors."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -71,7 +71,8 @@ class Prepared(Protocol):
     ) -> Prepared:
         """Copy this part into device memory and main memory; return the copy.
 
-        ``copy`` copies its second argument, views of the snapshot's tensors, into its first.
+        ``copy`` copies its second argument, views of the snapshot's tensors, into its first
+        argument.
         """
 
 
@@ -84,9 +85,11 @@ class Staged:
     metadata: Mapping[str, Any]
     layout: Layout
     tensors: Mapping[str, torch.Tensor] | None
-    """Tensors in main memory, valid until release, or None if only ``prepared`` was staged."""
+    """Tensors in main memory, valid until the version is released. None if only ``prepared`` was
+    copied."""
     prepared: Prepared | None
-    """Result of the :class:`Stager`'s ``prepare``, or None."""
+    """The version's weights in the form that the engine loads, or None. The :class:`Stager`'s
+    argument ``prepare`` makes them."""
     num_bytes: int
     duration_s: float
     """Time spent on staging the version."""
@@ -112,7 +115,7 @@ class Selection(Protocol):
 
 
 class State(enum.Enum):
-    """State of a stager. Only the stager's thread stages versions, and only in `EMPTY`."""
+    """State of a stager. Only the stager's thread gets versions ready, and only in `EMPTY`."""
 
     EMPTY = enum.auto()
     """No version is staged."""
@@ -151,7 +154,7 @@ class _Request:
     """Whether only the requested version meets the request, and no later version."""
     needs_tensors: bool
     error: Exception | None = None
-    """Error of the attempt to stage a version for this request."""
+    """Error of the attempt to get a version ready for this request."""
 
     def is_met_by(self, staged: Staged) -> bool:
         if (self.needs_tensors and staged.tensors is None) or not self.concerns(staged.version):
@@ -307,7 +310,7 @@ class Stager(ProcessBound):
         self._reserved: tuple[_Request, float] | None = None
         """Reservation of a ready version, and its end. Until then, no newer version replaces it."""
         self._applied = applied
-        """Only versions after this one are staged."""
+        """Version that the engine has. Only versions after this version are staged."""
         self._skipped: VersionId | None = None
         """Newest version seen, if there is no version to stage until a newer one is published."""
         receiver.record.count(staged=0, staged_bytes=0, stage_s=0.0, evictions=0, failures=0)
@@ -320,7 +323,7 @@ class Stager(ProcessBound):
         return self._receiver.newest()
 
     def goal(self) -> VersionId | None:
-        """Return the version to stage unless a call requests another one, or None."""
+        """Return the version to stage, if no call requests another version, or None."""
         pointer = self.newest()
         if pointer is None or self._selection is None or not self._selection.may_skip(pointer.id):
             return None if pointer is None else pointer.id
@@ -386,7 +389,10 @@ class Stager(ProcessBound):
                 self._wake()
 
     def release(self, *, applied: VersionId | None = None) -> None:
-        """Release the taken version. With ``applied``, stage only versions after that one."""
+        """Release the taken version.
+
+        If ``applied`` is given, stage only versions after ``applied``.
+        """
         with self._condition:
             if self._state is State.TAKEN:
                 self._enter(State.READY)
@@ -512,7 +518,7 @@ class Stager(ProcessBound):
         return max(0.0, until_s - time.monotonic()) if request.is_met_by(self._staged) else 0.0
 
     def _drop_unless_taken(self) -> bool:
-        """Drop the staged version unless it is taken; return whether there was one to drop."""
+        """Drop the staged version, unless it is taken; return whether a version was dropped."""
         if self._state not in (State.READY, State.APPLIED):
             return False
         if self._state is State.APPLIED and self._staged is not None:

@@ -44,7 +44,10 @@ def _has_version(store: DoubleBuffer, buffer: str) -> bool:
 
 
 def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> dict[str, Any]:
-    """Check the version in a buffer. ``newest``: its number, if it is the newest version."""
+    """Check the version in a buffer.
+
+    ``newest``: number of this version if it is the newest, or None.
+    """
     check: dict[str, Any] = {
         "buffer": buffer,
         "version": newest,
@@ -75,7 +78,10 @@ def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> dict
 
 
 def _find_damage(opened: OpenStoreVersion) -> list[str]:
-    """Return a version's damaged tensors. Without checksums, only the layout is checked."""
+    """Return a version's damaged tensors.
+
+    Without checksums, check only the layout (the table of tensors).
+    """
     copier = Copier()
     try:
         layout = opened.read_layout()

@@ -130,7 +130,7 @@ def _mirror_between(url: SplitResult) -> str:
 
 
 def server_url(name: str, value: Any) -> str:
-    """Return a server's address, without a slash at its end. It must have a scheme."""
+    """Return a server's address, without a slash at its end. The address must have a scheme."""
     rule = "an address with its scheme, as http://localhost:8000"
     try:
         parts = urlsplit(value) if isinstance(value, str) else urlsplit("")

@@ -21,8 +21,9 @@ class Timing:
     """Interval at which a wait checks its stop event, or a source that is slower to read."""
 
     retry_min_s: float = 0.5
-    """Backoff after the first failure. It doubles with each further failure. A mirror that waits
-    for another mirror to end, or a follower for another follower, tries again at this interval."""
+    """Backoff after the first failure. The backoff doubles with each further failure. A mirror that
+    waits for another mirror to end, or a follower for another follower, tries again at this
+    interval."""
     retry_max_s: float = 30.0
     """Upper bound of the backoff."""
 
@@ -38,8 +39,8 @@ class Timing:
     """Time to wait for the last acknowledgement of a receiver whose process has ended. Within this
     time, a receiver's next look can also end its problem with the store."""
     forget_receivers_after_s: float = 7 * 24 * 3600.0
-    """Age, since its last change, at which the record of an ended receiver is removed. This holds
-    if the user chose the receiver's id, and if the id has no later record."""
+    """Age, since its last change, at which the record of an ended receiver is removed. This age
+    holds for ids that users chose, if no later record has the id."""
     forget_ephemeral_after_s: float = 60.0
     """Age at which the record of an ended receiver is removed if its id was generated, or has a
     later record. Until then, a waiting sender counts a receiver that applied the version and
@@ -48,8 +49,8 @@ class Timing:
     """Time after which inotify is tried again if its limits were reached."""
 
     request_retry_s: float = 0.2
-    """Longest pause before a failed request to an object storage is repeated. It doubles with each
-    further failure."""
+    """Longest pause before a failed request to an object storage is repeated. The pause doubles
+    with each further failure."""
     bucket_records_s: float = 1.0
     """Least time between two puts of the object with a mirror's records."""
     bucket_heartbeat_s: float = 60.0

@@ -20,7 +20,7 @@ from dbuffer.runtime.timing import TIMING
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 _LOG_MIN_S = 60.0
-"""Time after which a failure that continues is logged again. It doubles with each message."""
+"""Time after which a failure that continues is logged again. The time doubles with each message."""
 _LOG_MAX_S = 3600.0
 
 
@@ -148,7 +148,7 @@ def message_of(error: Exception) -> str:
 
 
 def without_frames(error: ErrorT) -> ErrorT:
-    """Drop the frames of an error that is kept, and return it.
+    """Drop the frames of an error that is kept, and return the error.
 
     Frames refer to weights and mapped files, and would keep that memory until Python collects
     garbage. If users cannot expect the error, the text of its traceback is added as a note.

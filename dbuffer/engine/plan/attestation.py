@@ -1,8 +1,8 @@
 """Attestation: whether a model that serves has the weights of its last switch.
 
 After a switch, `RankModel.attest` compares the parameters with the staged version, byte by byte, in
-a background thread. It also computes a digest of the parameters, for later checks without the
-version.
+a background thread. `RankModel.attest` also computes a digest of the parameters, for later checks
+without the version.
 
 Attestation does not detect writes after the comparison, unless the next switch patches. It does not
 check layers that the engine's reload fills, buffers that are not published, or a kernel's own
@@ -19,7 +19,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by their size in bytes. Most are signed: torch supports few unsigned ones."""
 
 _BLOCK_BYTES = 64 << 20
-"""Number of bytes compared at a time. It is small, because a device may have little free memory."""
+"""Number of bytes compared at a time. The number is small, as a device may have little free
+memory."""
 
 _CHUNK_BYTES = 32 << 20
 """Number of bytes digested at a time. Digesting takes three times this memory. An H200 reads such a

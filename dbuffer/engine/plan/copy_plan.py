@@ -1,10 +1,10 @@
 """`CopyPlan`: how a switch fills each layer of a model, for versions of one layout.
 
 A layout is the names, dtypes and shapes of a version's tensors. Most layers are filled by copies. A
-layer whose weights the engine packs or quantizes is filled from an image: such weights, made while
-the engine serves. A layer is left to the engine's reload if its loader computes values, or if other
-values depend on the layer. If such a layer shares published tensors with other layers, there is no
-plan.
+layer whose weights the engine packs or quantizes is filled from an image: the layer's packed
+weights, made while the engine serves. A layer is left to the engine's reload if its loader computes
+values, or if other values depend on the layer. If such a layer shares published tensors with other
+layers, there is no plan.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from dbuffer.runtime.messages import listed
 Tensors = Mapping[str, torch.Tensor]
 
 MIN_COPIED = 0.5
-"""Smallest share of all elements that copies must load. Even a reload of a part walks the whole
-model, so a plan with a smaller share saves little."""
+"""Smallest share of all elements that copies must load. A reload walks the whole model even if it
+loads only a part, so a plan with a smaller share of copies saves little time."""
 
 
 class _Place(NamedTuple):
@@ -66,7 +66,10 @@ class _Place(NamedTuple):
 
 @dataclass(eq=False)
 class CopyPlan:
-    """Copies that switch a model to any version of one layout. :func:`plan_copies` makes it."""
+    """Copies that switch a model to any version of one layout (names, dtypes and shapes).
+
+    :func:`plan_copies` makes a plan.
+    """
 
     traced: Mapping[str, TracedTensor]
     """Traces of the parameters and buffers that copies fill, in the live model or in images
@@ -185,7 +188,7 @@ def _sources_to_reload(
 
 
 def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan) -> None:
-    """Refuse a plan that leaves out a parameter, which a reload would fill."""
+    """Refuse a plan that leaves out a parameter which the engine's reload would fill."""
     # A buffer may be a view of a parameter.
     tensors = [*model.named_parameters(), *model.named_buffers()]
     loaded = {address_of(tensor) for tensor in plan.written} | {

@@ -52,8 +52,8 @@ _COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
 replaces."""
 
 _GROUPS = ("sglang.srt.distributed.", "vllm.distributed.")
-"""Python modules of communication between ranks. Their buffers change with each message, not in a
-reload."""
+"""Python modules of communication between ranks. Messages change their buffers, and a reload does
+not."""
 
 _CACHING = type(functools.lru_cache(len))
 

@@ -40,7 +40,7 @@ class NotAloneError(Exception):
 class Packing(Protocol):
     """An engine's way of packing layers: reordering or quantizing the weights that were loaded.
 
-    It covers layers whose packing changes nothing but the layer itself.
+    Layers are packed in this way only if packing changes nothing but the layer itself.
     """
 
     def packs(self, layer: torch.nn.Module, *, is_as_loaded: bool) -> bool:
@@ -103,8 +103,7 @@ class Image:
                 parameters[name] = torch.nn.Parameter(filled, requires_grad=False)
         changed = [(layer, shadow), *packed.packing.pack(shadow, layer)]
         self._tensors: list[_Changed] = []
-        """Tensors to copy into the layer's tensors, because CUDA graphs read these at fixed
-        addresses."""
+        """Values to copy into the layer's tensors, which CUDA graphs read at fixed addresses."""
         self._attributes: list[_Changed] = []
         for change in _changed_by(changed):
             is_of_layer = (
@@ -214,7 +213,7 @@ def packed_layers(
 ) -> dict[str, PackedLayer]:
     """Return the layers that the engine processes after loading, and that copies can load.
 
-    ``derived``: names of layers that a reload changes further after copying.
+    ``derived``: names of layers that the engine's reload changes further after copying.
     """
     names = {
         id(parameter): unwrapped(name)

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 Copy = tuple[torch.Tensor, torch.Tensor]
-"""Target and source of a copy. They have the same shape."""
+"""Target and source of a copy, two tensors of the same shape."""
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, stride and dtype of a tensor."""

@@ -100,7 +100,7 @@ class PreparedSwitch:
 
     @property
     def replaces_tensors(self) -> bool:
-        """Whether the switch is verified to give the same result as a reload, on this model."""
+        """Whether the switch was verified to give the same result as the engine's reload."""
         verified_for = self.plan.verified_for
         return (
             verified_for is not None

@@ -37,7 +37,7 @@ _MODULES = re.compile(r"(?:\._modules\['[^']*'\])*")
 
 
 class UnverifiableError(Exception):
-    """A reload cannot be compared with copies now. It may be possible later."""
+    """Error: the engine's reload cannot be compared with copies now, but perhaps later."""
 
     def __init__(self, reason: str, error: Exception) -> None:
         super().__init__(f"{reason}: {described(error)}")
@@ -45,7 +45,7 @@ class UnverifiableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """Compares a model after a reload with the result of a switch."""
+    """Compares a model after the engine's reload with the result of a switch by copies."""
 
     model: torch.nn.Module
     reload: Callable[[Iterable[tuple[str, torch.Tensor]]], None]
@@ -113,7 +113,8 @@ class Verifier:
     def _mismatch(self, switch: PreparedSwitch, before: ModelFingerprint) -> Mismatch:
         """Compare a model that was just reloaded with the result of a switch.
 
-        ``before``: fingerprint of the model with stand-ins, after the reload of the switch's part.
+        ``before``: fingerprint of the model with stand-ins (other values than the version's), taken
+        after the layers that the switch does not copy were reloaded.
         """
         mismatch: dict[str, str] = {}
         for place in before.changes_to(self._fingerprint(switch)):
@@ -124,7 +125,10 @@ class Verifier:
         return mismatch
 
     def _mismatch_of_part(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
-        """Reload the layers that the switch does not copy; return a mismatch if others change."""
+        """Reload the layers that the switch does not copy.
+
+        If other layers change, return a mismatch.
+        """
         try:
             self.reload_part(switch)
             changed = switch.mismatches(self.copier)
