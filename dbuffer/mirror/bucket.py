@@ -55,7 +55,7 @@ Tag: TypeAlias = dict[str, str]
 """ETag of an object, and the object's version if the service keeps versions of objects."""
 
 NUM_REQUESTS = 8
-"""Maximum number of parallel requests. A single request does not saturate a network."""
+"""Maximum number of parallel requests. A single request does not use all of the bandwidth."""
 
 PART_BYTES = 16 << 20
 """Minimum size of each part of an upload, except for a file's last part."""
@@ -64,7 +64,7 @@ _PIECE_BYTES = 1 << 18
 
 _ATTEMPTS = 6
 _RANGE_ATTEMPTS = 80
-"""Maximum number of attempts to download a range of a file; they take about ten minutes."""
+"""Maximum number of attempts to download a range of a file, which take about ten minutes."""
 _MAX_PAUSE_S = 10.0
 """Longest pause between two attempts of a request."""
 
@@ -74,7 +74,8 @@ REQUEST_S = 30.0
 TRANSFER_S = 120.0
 """Time without a response after which the upload of a part fails.
 
-The service responds after the part's last byte. A link of 0.15 MB/s is fast enough for one part.
+The service responds after a part's last byte, so the time includes the upload of the part. A link
+of 0.15 MB/s is fast enough.
 """
 UPLOAD_RETRIES_S = 180.0
 """Time after the first attempt to upload a part when obstore stops retrying that part."""
@@ -106,7 +107,7 @@ class Listed(NamedTuple):
     e_tag: str | None
     num_bytes: int
     put_at: float
-    """Time of the object's last put, by the service's clock."""
+    """Time on the storage service's clock when the object was last put."""
 
 
 class Bucket(Closing):
@@ -130,7 +131,7 @@ class Bucket(Closing):
         self._stop = threading.Event()
         self._has_credentials = False
         self._width = NUM_REQUESTS
-        """Number of parallel requests for a file. It is halved after a failure."""
+        """Number of parallel requests for a file, which is halved after a failure."""
         self.requests: collections.Counter[str] = collections.Counter()
         """Number of requests made, by kind: get, put, list, delete."""
         try:
@@ -164,7 +165,7 @@ class Bucket(Closing):
         self._stop.set()
 
     def upload(self, version: VersionId, kind: Kind, data: memoryview) -> FileObject:
-        """Upload a file of a version, in parallel parts."""
+        """Upload a version's weights file or delta, in parallel parts."""
 
         def hash_range(start: int) -> int:
             return xxhash.xxh3_64_intdigest(data[start : start + RANGE_BYTES])
@@ -246,7 +247,7 @@ class Bucket(Closing):
     def read(
         self, kind: type[RecordT], name: str, tag: Tag | None = None
     ) -> tuple[RecordT, Tag] | None:
-        """Return the record in an object and the object's tag, or None if that tag is ``tag``."""
+        """Return an object's record and tag, or None if the object still has the tag ``tag``."""
         options: Any = None if tag is None else {"if_none_match": tag["e_tag"]}
 
         def request() -> tuple[bytes, Tag] | None:
@@ -268,7 +269,7 @@ class Bucket(Closing):
             raise type(error)(f"{self.name_of(name)}: {error}") from None
 
     def put(self, name: str, data: bytes | memoryview) -> Tag:
-        """Put an object, and replace an object of the same name."""
+        """Put an object. An object with the same name is replaced."""
         return self._request("put", name, lambda: self._put(name, data, "overwrite"))
 
     def put_if(self, name: str, data: bytes, tag: Tag | None) -> Tag | None:
@@ -313,7 +314,7 @@ class Bucket(Closing):
             return [future.result() for future in futures]
 
     def list(self, prefix: str) -> dict[str, Listed]:
-        """Return the objects whose names begin with ``prefix``, by name."""
+        """Return all objects whose names begin with ``prefix``, keyed by name."""
 
         def request() -> dict[str, Listed]:
             listed: dict[str, Listed] = {}

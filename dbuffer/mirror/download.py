@@ -32,7 +32,7 @@ from dbuffer.store.watcher import wait_and_clear
 
 
 class OpenBucketVersion(OpenVersion):
-    """Version in a bucket. Each file of the version is downloaded when it is first read.
+    """Version in a bucket. Each file of the version is downloaded at the first read of the file.
 
     ``deltas`` has the downloaded deltas, keyed by the version that a delta leads to.
     :meth:`release` removes the deltas that the next version does not need.
@@ -181,7 +181,10 @@ class BucketSource:
 
     @contextlib.contextmanager
     def open_seen(self, newer_than: int | None = None) -> Iterator[OpenBucketVersion | None]:
-        """Open the version that `wait_for_version` saw last, if it is newer than ``newer_than``."""
+        """Open the version that `wait_for_version` saw last.
+
+        Yield None if no version was seen, or if its number is not above ``newer_than``.
+        """
         version = self._seen
         if version is None or (newer_than is not None and version.id.number <= newer_than):
             yield None
@@ -203,7 +206,7 @@ class BucketSource:
         self._seen = self._tag = None
 
     def _look(self) -> int | None:
-        """Return the newest version's number. An unchanged record is not downloaded again."""
+        """Return the number of the bucket's newest version. Download only a changed record."""
         try:
             read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
         except StoreNotFoundError:

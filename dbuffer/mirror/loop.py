@@ -75,9 +75,9 @@ class MirrorLoop:
         self.is_fit = threading.Event()
         """Set once the target holds no version of an earlier run of the sender."""
         self.problem: Exception | None = None
-        """Error of the last attempt to be elected, or None if the attempt raised none."""
+        """Error of the last attempt to be elected, or None if the attempt raised no error."""
         self.published: int | None = None
-        """Number of the newest version of the source that does not need another copy."""
+        """Number of the newest version of the source that the mirror need not copy again."""
 
     def run(self, stop: threading.Event) -> None:
         try:
@@ -119,7 +119,6 @@ class MirrorLoop:
         return None
 
     def _mirror(self, receiver: UpstreamReceiver, stop: threading.Event) -> None:
-        """Copy each newer version until ``stop`` is set or the target was removed."""
         retry = FollowLoop(receiver, "mirroring", logger, forked="follow", final=FINAL, stop=stop)
         while not stop.is_set():
             copied = None
@@ -145,7 +144,7 @@ class MirrorLoop:
                 return
 
     def _copy_newest(self, receiver: UpstreamReceiver) -> Publication | None:
-        """Copy the newest version, or return None if the target has it or a sender overwrote it."""
+        """Copy the newest version, or return None if it is already copied or was overwritten."""
         if self._relay is None:
             self._target.open(self._source)
             writer = self._source.records(receiver.record)

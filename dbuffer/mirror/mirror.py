@@ -40,7 +40,7 @@ from dbuffer.store.buffer import DoubleBuffer
 logger = logging.getLogger(__name__)
 
 _FIT_S = 10.0
-"""Time that an error must persist before :meth:`Mirror.start` raises it."""
+"""Time after which :meth:`Mirror.start` raises an error that occurs at every retry."""
 
 
 class Mirror(Closing, ProcessBound):
@@ -123,12 +123,12 @@ class Mirror(Closing, ProcessBound):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counts: ``copied`` (versions), ``copied_bytes``, ``copy_s`` (seconds), ``failures``."""
+        """Counts of versions (``copied``), ``copied_bytes``, seconds (``copy_s``), ``failures``."""
         return {**NO_STATS, **self._loop.record.current.stats}
 
     @property
     def requests(self) -> dict[str, int]:
-        """Number of requests to the bucket, by kind, without retries of a part's upload."""
+        """Number of requests to the bucket by kind, such as ``get``, without retries of uploads."""
         return {} if self._bucket is None else dict(self._bucket.requests)
 
     def start(self) -> Self:
@@ -153,7 +153,7 @@ class Mirror(Closing, ProcessBound):
         return self
 
     def run(self, stop_event: threading.Event | None = None) -> None:
-        """Mirror until :meth:`close` is called or ``stop_event`` is set.
+        """Mirror in this thread until :meth:`close` is called or ``stop_event`` is set.
 
         :meth:`close` sets ``stop_event``, too. Transient errors (a broken network, a full disk, a
         damaged version, an emptied store) are logged, reported in the remote store, and retried.

@@ -84,7 +84,7 @@ class StoreRecords:
 
 
 class BucketRecords:
-    """Writer of one object in a bucket: the mirror's record and the records that it relays."""
+    """Writer of a mirror's object in a bucket: the mirror's record and the relayed records."""
 
     def __init__(self, bucket: Bucket, record: OwnRecord) -> None:
         self.name = bucket.url
@@ -96,7 +96,7 @@ class BucketRecords:
         self._put_at = -TIMING.bucket_heartbeat_s
 
     def write(self, records: Collection[ReceiverRecord]) -> None:
-        """Put the records into the bucket, unless the last put was too recent."""
+        """Put receivers' records into the bucket, unless the last put was too recent."""
         self._current = [replace(self._mirror.current, is_relayed=True), *records]
         # If only the mirror's progress has changed, don't put the records yet. Another put must
         # wait, and the receivers are about to acknowledge the copied version.
@@ -106,7 +106,7 @@ class BucketRecords:
             self._put_object()
 
     def close(self) -> None:
-        """Put the records a last time. The mirror's record now says that the mirror has ended."""
+        """Put the records a last time, with the mirror's record marked as ended."""
         self._current = [replace(self._mirror.current, is_relayed=True), *self._current[1:]]
         if self._current != self._put:
             self._put_object()
@@ -135,7 +135,7 @@ class MirrorObject(NamedTuple):
 
 
 class ReceiversOfBucket:
-    """Reader of all receivers' records in a bucket."""
+    """Reader of the records of all receivers in a bucket."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -202,7 +202,7 @@ class AcknowledgementRelay:
         self._thread.start()
 
     def close(self) -> None:
-        """Relay all records a last time, and stop."""
+        """Relay all receivers' records a last time, and stop."""
         self._stop.set()
         self._thread.join()
 

@@ -49,7 +49,7 @@ SWAPPED = "did you swap source and target? If not, name another target"
 
 
 class StoreSource:
-    """Store that a mirror follows."""
+    """Store as a mirror's source."""
 
     def __init__(
         self, root: Path, poll_interval_s: float, num_threads: int, *, allow_shared_store: bool
@@ -146,13 +146,13 @@ class StoreTarget:
         self._reader_timeout_s = reader_timeout_s
         self._allow_shared_store = allow_shared_store
         self._lock: Descriptor | None = None
-        """Lock for mirrors of the store, or None if this mirror is not elected."""
+        """File lock that the elected mirror holds, or None if this mirror is not elected."""
         self._writer: BufferWriter | None = None
         self._mappings = KeptMappings()
         self._layout: Layout | None = None
         """Layout in the source of the version that was copied last."""
         self._chain: dict[VersionId, int] = {}
-        """Versions that lead to the version copied last, with the sizes of their deltas."""
+        """Delta size of each version in the chain of deltas to the version that was copied last."""
 
     @property
     def is_elected(self) -> bool:
@@ -280,10 +280,10 @@ class StoreTarget:
     def _fill(
         self, draft: Draft, opened: OpenUpstream, receiver: UpstreamReceiver, remote: Layout
     ) -> list[int] | None:
-        """Fill a draft with an open version; return the tensors' checksums, or None if it has none.
+        """Fill a draft with an open version; return the tensors' checksums if the version has any.
 
-        If the version has checksums, and deltas lead to it from a version in the target, only these
-        deltas are read.
+        Only deltas are read if the version has checksums and if deltas lead from a version in the
+        target to the open version.
         """
         if draft.is_mapped and opened.manifest.checksums_xxh3 is not None:
             since = self._put_earlier(draft, opened)
@@ -306,10 +306,11 @@ class StoreTarget:
         return draft.finish_parts(World())
 
     def _put_earlier(self, draft: Draft, opened: OpenUpstream) -> VersionId | None:
-        """Return the version in a draft's file, which deltas can change, or None for an empty file.
+        """Return the version in a draft's file, or None if the file has no version.
 
-        If no deltas lead from the version in the file, first copy the target's newest version into
-        the file: that reads local memory, which is faster than the network.
+        Deltas are applied to the returned version. If no deltas lead from the version in the file,
+        first copy the target's newest version into the file. Reading the target's memory is faster
+        than reading the source over a network.
         """
         since, chain = draft.claim.earlier, opened.manifest.chain
         if since in chain or not chain:
@@ -329,8 +330,6 @@ class StoreTarget:
     def _copy_deltas(
         self, opened: OpenUpstream, draft: Draft, writer: BufferWriter
     ) -> dict[VersionId, int]:
-        """Copy the deltas since the version copied last; return the delta sizes by version."""
-
         def copy(version: VersionId, path: Path | str, file: Descriptor) -> int:
             return writer.add_delta(draft.claim, version, chunks_of(file, path))
 
@@ -357,7 +356,7 @@ class StoreTarget:
     def _require_source(self, source: Upstream) -> None:
         """Refuse a target that has versions if the source has no version.
 
-        If a receiver reads the target, accept the target: the source may only be unreachable.
+        A target with a live receiver is accepted, because the source may only be unreachable.
         """
         store = self._store
         if self.newest() is None or source.newest() is not None:
@@ -400,7 +399,7 @@ class StoreTarget:
 
 
 def state_of_senders(local: DoubleBuffer) -> str | None:
-    """Return why a store belongs to a sender, or None if it is new or a mirror's target."""
+    """Return why a store belongs to a sender, or None for a new store or a mirror's target."""
     pointer = local.undamaged_pointer()
     manifest = None if pointer is None else local.undamaged_manifest(pointer.buffer)
     if manifest is not None and not manifest.is_copy:

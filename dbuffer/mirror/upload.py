@@ -71,7 +71,7 @@ class BucketTarget:
         self._copier = copier
         self._writer = secrets.token_hex(8)
         self._epoch = 0
-        """Number of this mirror as a writer of the bucket, or 0 until it has become the writer."""
+        """Number of this mirror among the bucket's writers, or 0 until the mirror is the writer."""
         self._record: BucketVersion | None = None
         """Record of a version that this mirror has read or put last, or None."""
         self._tag: Tag | None = None
@@ -98,7 +98,7 @@ class BucketTarget:
         return None if self._last is None else self._last.manifest
 
     def open(self, source: Upstream) -> None:
-        """Become the bucket's writer."""
+        """Become the bucket's writer, and supersede the previous writer."""
         # If the source is itself a copy of this bucket, this mirror would supersede the mirror that
         # fills the bucket, and no new version would arrive.
         if source.copied_from() == self.name:
@@ -214,14 +214,13 @@ class BucketTarget:
         )
 
     def _put_record(self, version: BucketVersion) -> bool:
-        """Put a version's record, or return False if another mirror has put a record meanwhile."""
         tag = self._bucket.put_if(POINTER_OBJECT, encode(version), self._tag)
         if tag is not None:
             self._record, self._tag = version, tag
         return tag is not None
 
     def _read_record(self) -> BucketVersion | None:
-        """Return the record of the newest version, or None. Delete a damaged record."""
+        """Return the newest version's record, or None if none exists. Delete a damaged record."""
         try:
             read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
         except StoreNotFoundError:
@@ -253,7 +252,7 @@ class BucketTarget:
     def _read_weights(
         self, opened: OpenUpstream, receiver: UpstreamReceiver, layout: Layout
     ) -> tuple[memoryview, dict[str, Any]]:
-        """Return a version as a weights file in memory, and the manifest's fields for the file."""
+        """Return a version as a weights file in memory, and the fields of its manifest."""
         assert isinstance(opened, OpenStoreVersion)  # noqa: S101 - the source is a store
         memory = new_memory(layout.file_bytes)
         data = memory[: layout.checksums_offset]

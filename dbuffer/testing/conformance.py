@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatc
 
 Weights = Mapping[str, torch.Tensor]
 State = tuple[dict[str, str], list[list[int]]]
-"""Digest of each parameter of an engine, and the tokens that it generates."""
+"""Digest of each parameter of an engine, and the tokens that the engine generates."""
 
 PROMPTS = [list(range(1, 6)), list(range(40, 70)), list(range(100, 140))]
 
@@ -115,7 +115,7 @@ class Bench:
 
 @dataclass(repr=False)
 class Trainer:
-    """Trainer with the backend under test, and the engine that it updates."""
+    """Trainer with the backend under test, and the engine that the trainer updates."""
 
     bench: Bench
     engine: Any

@@ -26,7 +26,7 @@ from dbuffer.testing.patterns import SMALL, Pattern
 
 
 class FakeRank(EngineRank):
-    """Fake rank whose model is a dictionary of a `Pattern`'s tensors. Tests can make loads fail."""
+    """Fake engine rank whose model is a dictionary of tensors. Tests can make its loads fail."""
 
     device = torch.device("cpu")
     module = torch.nn.Module()
@@ -46,7 +46,7 @@ class FakeRank(EngineRank):
         self.tensors = pattern.weights(0)
         self.num_loads = 0
         self.failing_loads = 0
-        """Number of next loads that fail after their first tensor."""
+        """Number of coming loads that will fail after their first tensor."""
         self.on_load: Callable[[], None] = lambda: None
         """Function that is called at the end of each load."""
         self.refuses: str | None = None
@@ -92,7 +92,7 @@ class FakeRank(EngineRank):
 
 
 class FakeEngine(Engine):
-    """Fake engine in this process. Tests can make calls to it fail, or lose an answer."""
+    """Fake engine in this process. Tests can make its calls fail, or make it lose an answer."""
 
     def __init__(
         self, pattern: Pattern = SMALL, *, is_server: bool = False, instance_id: str = "one"
@@ -102,7 +102,7 @@ class FakeEngine(Engine):
         self.label = "default"
         self.paused = False
         self.error: Callable[[], Exception] | None = None
-        """Function that makes the error of every call to the engine, or None for no errors."""
+        """Function that returns the error that every call to the engine raises, or None."""
         self.lost_answer: Exception | None = None
         """Error that the next update raises after the update has succeeded, or None."""
         self.failing_resumes = 0

@@ -29,22 +29,22 @@ CHANGING_CALLS = frozenset(
 """Names of system calls that change a store's files or locks."""
 
 MOMENTS = CHANGING_CALLS | {"setprofile", "xxh3_64_intdigest"}
-"""`CHANGING_CALLS`, and calls between system calls: hashing of a copied tensor, and
-``sys.setprofile(None)``, which `at_call` makes last."""
+"""Names of `CHANGING_CALLS`, and of calls between system calls: hashing of a copied tensor, and
+``sys.setprofile(None)``, which ends the counting of `at_call`."""
 
 COPIES = MOMENTS | {"_foreach_copy_", "allgather", "copy_", "preadv"}
-"""`MOMENTS`, and calls that copy tensors or exchange data between ranks."""
+"""`MOMENTS`, and names of calls that copy tensors or exchange data between ranks."""
 
 LOOKS = frozenset(
     {"close", "flock", "fstat", "link", "open", "pread", "preadv", "read", "replace", "unlink"}
 )
-"""Calls of a reader that reads a store, or writes a record of the version being read."""
+"""Names of calls that a reader makes to read a store or to write the reader's record."""
 
 STACK_DEPTH = 5
-"""Number of innermost callers that `at_call` compares to find repeated calls."""
+"""Number of callers that `at_call` compares to recognize a repeated call."""
 
 OPENS_TO_READ = frozenset({"open_regular", "refresh"})
-"""Functions of dbuffer whose ``open`` calls do not change files."""
+"""Names of dbuffer's functions that call ``open`` only to read."""
 
 
 def at_call(

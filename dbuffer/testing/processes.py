@@ -29,7 +29,7 @@ FORK_SERVER.set_forkserver_preload([__name__])  # an import of torch takes secon
 
 
 class Child:
-    """Child process that runs ``function(connection, *args)``. It is killed when its block ends.
+    """Child process that runs ``function(connection, *args)``, and is killed after its block.
 
     The child has the environment and timings of its parent at the time of the start.
 
@@ -102,7 +102,7 @@ class Child:
         return int(self._process.exitcode)
 
     def wait_until_stopped(self) -> None:
-        """Wait until the process is stopped by a SIGSTOP that was sent."""
+        """Wait until a SIGSTOP has stopped the process."""
 
         def has_stopped() -> bool:
             assert self._process.exitcode is None, "the child ended"

@@ -1,4 +1,4 @@
-"""The command line. A command imports torch, which takes seconds, only when it runs."""
+"""Command line of dbuffer. Torch, whose import takes seconds, is imported when a command runs."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def receiver_status(
     *,
     is_alive: bool,
 ) -> dict[str, Any]:
-    """Return the status of a receiver. ``metadata`` is the newest version's metadata."""
+    """Return the status of a receiver. ``metadata`` is the metadata of the newest version."""
     copied, lineage = record.copied, None if newest is None else newest.lineage
     lag = None if lineage is None else record.lag_behind(lineage, metadata)
     if lineage is not None and copied is not None and lineage.reaches(copied):
@@ -227,7 +227,7 @@ def _state_of(
     manifest: Manifest | None,
     newest: str | None,
 ) -> str:
-    """Return a buffer's state. A kept version is lost if it does not lead to the newest."""
+    """Return a buffer's state in words, such as "newest" or "unfinished"."""
     if manifest is None:
         return "empty"
     is_published = contents.has_published(manifest)

@@ -43,8 +43,8 @@ def print_parts(parts: Sequence[RenderableType]) -> None:
 def progress(text: str, *, in_bytes: bool = False) -> Iterator[Callable[[int, int], None]]:
     """Show progress on stderr, if stderr is a terminal, until the ``with`` block ends.
 
-    Yield a function that updates the progress. Its arguments are the amount done and the total
-    amount, or 0 for an unknown total. Any thread can call it.
+    Yield a function that updates the progress. The arguments of the function are the amount
+    done and the total amount, or 0 for an unknown total. Any thread can call the function.
     """
     if not sys.stderr.isatty():
         yield lambda *_: None

@@ -1,4 +1,4 @@
-"""Reads and writes HuggingFace checkpoints (safetensors files), tensor by tensor."""
+"""Reading and writing of HuggingFace checkpoints (safetensors files), tensor by tensor."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ def read_checkpoint(path: Path) -> tuple[dict[str, LazyTensor], Callable[[], Non
     tensors: dict[str, LazyTensor] = {}
     file_of: dict[str, str] = {}
     twice: dict[tuple[str, str], list[str]] = {}
-    """Names of tensors that occur in two files, keyed by the pair of file names."""
     states = {path / INDEX: state_of(path / INDEX)}
     files = checkpoint_files(path)
     states |= {file: state_of(file) for file in files}  # before any file is opened

@@ -32,7 +32,7 @@ SAVED_AT = "saved_at"
 """Metadata key: time of the last write to a version's checkpoint, in seconds since the epoch."""
 
 Order: TypeAlias = tuple[float, int]
-"""Time of the last write to a checkpoint, and the checkpoint's step."""
+"""Sort key of checkpoints: time of the last write to a checkpoint, and the checkpoint's step."""
 
 _STEP = re.compile(r"(?:checkpoint|(?:global_)?step)[-_](\d{1,18})")
 _PART = re.compile(r"-of-\d+\.safetensors")
@@ -44,7 +44,7 @@ class Checkpoint:
 
     path: Path
     step: int | None
-    """Training step from the name of the checkpoint's directory, or None for other names."""
+    """Training step in the name of the checkpoint's directory, or None if the name has no step."""
     files: Mapping[Path, FileState]
     """State of each weights file, and of the index file if it exists."""
 
@@ -59,7 +59,7 @@ class Checkpoint:
 
     @property
     def has_changed(self) -> bool:
-        """Whether any file of the checkpoint was written or removed since the scan."""
+        """Whether a file of the checkpoint was written or removed since the directory was read."""
         return any(state_of(file) != state for file, state in self.files.items())
 
     def require_one_save(self, last: Order) -> None:

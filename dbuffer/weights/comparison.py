@@ -1,4 +1,4 @@
-"""Compares a store's tensors with a model's tensors before a load, and advises on mismatches."""
+"""Comparison of a store's tensors with a model's before a load, and advice on mismatches."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Comparison:
     """Differences between a published version and a model, under the model's names."""
 
     missing: list[TensorSpec]
-    """Tensors that only the model has."""
+    """Tensors that are in the model, but not in the version."""
     left_over: list[TensorSpec]
-    """Tensors that only the version has."""
+    """Tensors that are in the version, but not in the model."""
     differing: list[tuple[TensorSpec, TensorSpec]]
     """Spec in the version and spec in the model of each tensor whose shapes differ."""
     recast: list[tuple[TensorSpec, TensorSpec]]
@@ -29,7 +29,7 @@ class Comparison:
 
     @property
     def fits(self) -> bool:
-        """Whether all names and shapes match. Dtypes can differ."""
+        """Whether all names and shapes of the version and the model match. Dtypes can differ."""
         return not (self.missing or self.left_over or self.differing)
 
 
@@ -114,7 +114,7 @@ def advice(unknown: Sequence[str], missing: Iterable[str], fits: Callable[[NameM
 
 
 def _changed_prefix(unknown: Iterable[str], missing: Iterable[str]) -> tuple[str, str] | None:
-    """Return the prefixes of the unknown and the missing name with the longest common end."""
+    """Return the prefixes of an unknown and a missing name that otherwise are the same."""
     name_with = {
         end: name for name in sorted(missing, key=len, reverse=True) for end in _ends(name)
     }

@@ -33,7 +33,7 @@ def shapes_of(tensors: Mapping[str, Any]) -> Shapes:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Description of a tensor that a conversion makes."""
+    """How a conversion makes a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Output:
     """Place of the output in the tensor that it is a view of, or None for a computed output."""
     stride: tuple[int, ...]
     offset: int
-    """Storage offset of the view, if its source is contiguous and begins at offset 0."""
+    """Storage offset of the view in a contiguous source that begins at storage offset 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class Conversion:
 
     shapes: Shapes
     outputs: dict[str, Output]
-    """Descriptions of the outputs by name, in the order of the tensors that they are made from."""
+    """Outputs of the conversion by name, in the order of the tensors that they are made from."""
 
     @classmethod
     def trace(cls, convert: Convert, shapes: Shapes) -> Self:
-        """Run ``convert`` on tensors without data; record the tensors that make each output."""
+        """Run ``convert`` on tensors without data, and record how each output is made."""
         wholes = {
             name: torch.empty(shape, dtype=dtype, device="meta")
             for name, (dtype, shape) in shapes.items()
@@ -122,7 +122,7 @@ def _views_of(
 
 
 class _SharedFetch:
-    """Lazy tensor that is fetched once per publish for all views of it, and then dropped."""
+    """Lazy tensor that is fetched once per publish for all its views, and then dropped."""
 
     def __init__(self, tensor: LazyTensor) -> None:
         self._tensor = tensor

@@ -1,4 +1,4 @@
-"""`LazyTensor`: tensor that is made when it is published. `HeldRows`: rows of it on a rank."""
+"""`LazyTensor`: tensor that is made when it is published. `HeldRows`: a rank's rows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ class View:
     """Place of a view in a larger tensor: a rectangular part ("box") with reordered dimensions."""
 
     index: tuple[int | slice, ...]
-    """Index of the box in the larger tensor: a slice or, for an omitted dimension, a number."""
+    """Index of the view in the larger tensor: a slice for each dimension of the view, and a number
+    for each other dimension."""
     order: tuple[int, ...]
-    """Permutation of the box's dimensions into the order of the view's dimensions."""
+    """Permutation of dimensions that turns the indexed part into the view."""
     shape: tuple[int, ...]
     """Shape of the view, which can have additional dimensions of size 1."""
     is_whole: bool = False
@@ -54,7 +55,7 @@ class View:
         return cls(tuple(index), tuple(map(ascending.index, dimensions)), shape)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the view of ``tensor`` at this place, without a copy."""
+        """Return the view of a larger tensor at this place, without a copy."""
         part = tensor[self.index]
         if self.order != tuple(range(part.ndim)):
             part = part.permute(self.order)
@@ -65,8 +66,8 @@ class View:
 class LazyTensor:
     """Tensor that is made when it is published, and dropped after the publish.
 
-    A mapping, or a list of pairs, that you publish can contain lazy tensors. Then not all weights
-    must be in memory at the same time.
+    You can publish a mapping or a list of pairs with lazy tensors, so that not all weights are in
+    memory at the same time.
     """
 
     dtype: torch.dtype
@@ -75,7 +76,7 @@ class LazyTensor:
     """Function that returns the tensor, with exactly `dtype` and `shape`. It is called once per
     publish, possibly in another thread."""
     identity: int = 0
-    """Negative number that all names of a tied tensor share, or 0 if the tensor is not tied."""
+    """Negative number that the names of a tied tensor share, or 0 if the tensor is not tied."""
     sharded: Any = None
     """Sharded tensor that `fetch` gathers, or this rank's rows of a sharded tensor (`HeldRows`).
     None if the tensor is not sharded."""
@@ -85,7 +86,7 @@ class LazyTensor:
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """Rows of a sharded tensor on this rank, if a DTensor cannot describe which rank has which."""
+    """This rank's rows of a sharded tensor that no DTensor can represent."""
 
     local: torch.Tensor
     first: int

@@ -1,4 +1,4 @@
-"""Tensors of modules, state dicts and TensorDicts, by names without wrappers' parts."""
+"""Tensors of modules, state dicts and TensorDicts, by names without the parts of wrappers."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def clean_names(names: Iterable[str]) -> list[str]:
 
 
 def is_module(weights: object) -> TypeGuard[nn.Module]:
-    """Whether weights are a module. A TensorDictParams counts as a TensorDict instead."""
+    """Whether weights are a module. The result is False for TensorDictParams, a TensorDict."""
     return isinstance(weights, nn.Module) and not is_tensordict(weights)
 
 
 def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:
-    """Whether a value is a TensorDict. If tensordict was not imported, no value is one."""
+    """Whether a value is a TensorDict. The result is False if tensordict was never imported."""
     if "tensordict" not in sys.modules:
         return False
     from tensordict import TensorDictBase
@@ -73,7 +73,7 @@ def may_have_model(module: object) -> bool:
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state dict under clean names. Values of extra state may be no tensors."""
+    """Return a module's state dict under names without wrappers' parts, with any extra state."""
     state = module.state_dict(keep_vars=True)
     # A module without extra state returns None.
     kept = {n: v for n, v in state.items() if not (v is None and is_extra_state(n))}
@@ -81,12 +81,12 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a state dict's entry of this name is a module's extra state."""
+    """Whether ``name`` is the name of a module's extra state in a state dict."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and persistent buffers by clean name. Tied names all stay."""
+    """Return a module's parameters and persistent buffers, by names without wrappers' parts."""
     return only_tensors(module_state(module))
 
 
@@ -138,7 +138,7 @@ def _refuse_lazy_stack(value: Any, where: str) -> None:
 
 
 def by_name(names: Collection[str], tensors: Iterable[_Value]) -> dict[str, _Value]:
-    """Return tensors by name, after `check_names`."""
+    """Return tensors by name. Invalid names are refused, as in `check_names`."""
     check_names(names)
     return dict(zip(names, tensors, strict=True))
 
@@ -238,7 +238,7 @@ class WeightsSpec:
         )
 
     def addresses_of(self, named: Mapping[str, torch.Tensor]) -> list[int] | None:
-        """Return the tensors' addresses, or None if they are not plain or have another spec."""
+        """Return the tensors' addresses, or None if a tensor is not plain or has another spec."""
         tensors = named.values()
         with contextlib.suppress(RuntimeError):  # raised by tensors without shape or address
             # Shapes are compared one by one: a list of 18,000 shapes would start the garbage

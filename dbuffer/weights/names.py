@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 _Step: TypeAlias = tuple[Rule, Change | None]
-"""Rule with the function that applies it to a name, or with None if it changes tensors."""
+"""Rule, and the function that applies the rule to a name, or None if it changes tensors."""
 
 
 class NameMap:
@@ -149,7 +149,7 @@ class NameMap:
 
     @classmethod
     def parse(cls, content: Any, source: str) -> Self:
-        """Make a map from the content of the mapping file ``source``, which errors name."""
+        """Make a map from the content of a mapping file, which errors call ``source``."""
         match content:
             case {"rules": list(rules), **rest} if not rest:
                 return cls(rule for fields in rules for rule in parse_rule(fields, source))

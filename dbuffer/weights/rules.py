@@ -30,9 +30,9 @@ class Rule:
     kind: Kind
     """Name of the `NameMap` method that adds the rule, or ``"name"`` for `NameMap.exact`."""
     text: Names
-    """Name, prefix, part or pattern to match. For a stack, the names of the parts."""
+    """Name, prefix, part or pattern to match. For a stack, the names of the tensors to join."""
     to: Names = ""
-    """New name or text. For a split, the names of the parts."""
+    """Replacement: new name, prefix or part. For a split, the names of the parts."""
     dims: tuple[int, ...] = ()
     """Dimension of a split or stack, or the two dimensions of a transpose."""
 
@@ -82,8 +82,8 @@ PRESETS: dict[str, tuple[Rule, ...]] = {
     "base_model.model.": (Rule("prefix", "base_model.model.", ""), Rule("part", "base_layer")),
     "model.language_model.": (Rule("prefix", "model.language_model.", "model."),),
 }
-"""Presets: rules that remove a part of trainers' names, keyed by the part. The parts come from, in
-this order: torch.compile, FSDP1, DDP, a module with an actor and a critic, peft, and a
+"""Presets: rules that remove a part of trainers' names, keyed by the part. The parts come from (in
+this order) torch.compile, FSDP1, DDP, a module with an actor and a critic, peft, and a
 vision-language model whose language model is served alone."""
 
 
@@ -95,7 +95,7 @@ def preset_rules(name: str, source: str = "preset") -> tuple[Rule, ...]:
 
 
 def parse_rule(fields: Any, source: str) -> tuple[Rule, ...]:
-    """Return the rules of a mapping file's entry. An error message begins with ``source``."""
+    """Return the rules of an entry in a mapping file. An error message begins with ``source``."""
     problem = "unknown fields"
     try:
         match fields:
@@ -127,7 +127,7 @@ Change: TypeAlias = Callable[[str], str | None]
 
 
 def change_of(rule: Rule) -> Change:
-    """Return the function that applies a rule to a name."""
+    """Return the function that applies ``rule``, which only changes names, to a name."""
     text, to = str(rule.text), str(rule.to)
     if rule.kind == "prefix":
         return lambda name: to + name[len(text) :] if name.startswith(text) else None

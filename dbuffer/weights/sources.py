@@ -57,7 +57,7 @@ def _check_nothing() -> None: ...
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Weights to publish, described for a sender."""
+    """Weights to publish: tensors, their specs, and how to read the tensors."""
 
     specs: tuple[TensorSpec, ...]
     tensors: list[torch.Tensor] | list[torch.Tensor | LazyTensor]
@@ -66,17 +66,17 @@ class Source:
     is_lazy: bool = False
     """Whether `tensors` contains lazy tensors."""
     stream: Iterator[tuple[TensorSpec, torch.Tensor]] | None = None
-    """Iterator over tensors with their original names, or None. If set, `tensors` is empty."""
+    """Iterator over tensors with original names, or None. With an iterator, `tensors` is empty."""
     new_names: Callable[[list[str]], list[str]] = list
     """Function from the original names of all tensors in `stream` to the names to publish."""
     reader: SourceReader | None = None
-    """Reader of a vLLM weight source that the lazy tensors come from, or None."""
+    """Reader of the vLLM weight source that the lazy tensors come from, or None."""
     check: Callable[[], None] = _check_nothing
-    """Function that is called before the commit, and raises an error to prevent the commit."""
+    """Function that is called before the version is committed. An error of it stops the commit."""
     is_cast: bool = False
-    """Whether tensors may have other dtypes than their specs, so that they are cast."""
+    """Whether tensors are cast to their specs' dtypes when they are published."""
     must_be_finite: bool = False
-    """Whether a NaN or an infinity prevents the commit."""
+    """Whether to refuse tensors with a NaN or an infinity."""
 
     def refuse_values(self, specs: Iterable[TensorSpec], tensors: Collection[torch.Tensor]) -> None:
         """Refuse tensors that overflow in their cast or, if `must_be_finite`, are not finite."""
@@ -88,7 +88,7 @@ class Source:
                 refuse_not_finite(specs, tensors)
 
     def finish(self) -> None:
-        """Finish the pass of `reader`, even if some lazy tensors were not fetched; call `check`."""
+        """Finish reading the weight source of `reader`, because other ranks wait; call `check`."""
         if self.reader is not None:
             self.reader.finish()
         self.check()
@@ -118,7 +118,7 @@ class Describer:
     _conversion: Conversion | None = field(default=None, init=False)
     """Traced conversion of the weights described last, if ``rename`` changes tensors."""
     _last: tuple[WeightsSpec, tuple[TensorSpec, ...]] | None = field(default=None, init=False)
-    """Original and published specs of the weights that were described last."""
+    """Specs of the weights that were described last, under original and published names."""
 
     @property
     def _changes_tensors(self) -> bool:
@@ -204,7 +204,6 @@ class Describer:
         )
 
     def _like_before(self, named: Mapping[str, Any]) -> Source | None:
-        """Return a source with the last specs if they fit the tensors, or None."""
         if self._last is None or not (addresses := self._last[0].addresses_of(named)):
             return None
         if 0 in addresses or len(set(addresses)) < len(named):  # some tensors are empty or tied
@@ -234,7 +233,6 @@ class Describer:
         return by_name(names, tensors)
 
     def _published(self, tensors: Tensors) -> Tensors:
-        """Return tensors as ``rename`` changes their names and values, for publishing."""
         if not self._changes_tensors:
             return dict(zip(self._new_names(list(tensors)), tensors.values(), strict=True))
         from dbuffer.weights.conversion import Conversion, shapes_of  # rarely needed

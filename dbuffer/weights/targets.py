@@ -34,7 +34,7 @@ from dbuffer.weights.named_tensors import (
 )
 
 ADAPTER_KEY = "adapter_config"
-"""Metadata key of an adapter's configuration in peft's form. Versions of models don't have it."""
+"""Metadata key of an adapter's peft configuration. Only versions of adapters have the key."""
 
 
 NamedIndex: TypeAlias = tuple[str, int]
@@ -49,12 +49,12 @@ class Match:
     """Tensors of the target whose names are second names of tied tensors in the layout, each with
     the index of the published tensor to load."""
     ties: list[tuple[NamedIndex, NamedIndex]] = field(default_factory=list)
-    """Pairs of published tensors (name and index in the layout) that the target has tied."""
+    """Pairs of published tensors (name, index in the layout) that the target has as one tensor."""
 
     def require_ties(self, published: Callable[[int], torch.Tensor]) -> None:
         """Refuse two published tensors that have different values but are tied in the target.
 
-        ``published`` is a function that returns the published tensor with an index in the layout.
+        ``published`` is a function that returns a published tensor, given its index in the layout.
         """
         problems = [
             f"{name!r} and {tied!r} are one tensor in the target, but two in the store, with "
@@ -207,7 +207,7 @@ def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator
 def _overlaps(
     tensors: Mapping[str, torch.Tensor], comparison: Comparison
 ) -> tuple[list[tuple[NamedIndex, NamedIndex]], list[str]]:
-    """Return pairs of tensors with the same memory, and messages about partial overlaps."""
+    """Return pairs of tensors with the same memory, and error messages about partial overlaps."""
     ties: list[tuple[NamedIndex, NamedIndex]] = []
     problems: list[str] = []
     for first, *group in _overlap_groups(tensors):
@@ -269,7 +269,7 @@ def _describe_problems(problems: list[str]) -> str:
 def _as_published(
     target: nn.Module, named: dict[str, torch.Tensor], layout: Layout
 ) -> dict[str, torch.Tensor]:
-    """Return a module's tensors, or its checkpoint's if these have more published names."""
+    """Return a module's tensors, or its checkpoint's tensors if these fit the layout better."""
     from dbuffer.weights.transformers_modules import as_checkpoint, has_model
 
     if layout.all_names <= named.keys() or not has_model(target):

@@ -62,7 +62,7 @@ def _trace(module: nn.Module, models: Mapping[str, Any], shapes: Shapes) -> Conv
 
 
 def _saved(models: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors as transformers saves them. ``models`` has models by their names' prefix."""
+    """Return tensors as transformers saves them. ``models`` has each model by its name prefix."""
     from transformers.core_model_loading import revert_weight_conversion
 
     saved: dict[str, torch.Tensor] = {}
@@ -95,7 +95,7 @@ def _models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _prefix_in(names: Mapping[str, Any], path: str) -> str:
-    """Return the prefix, among clean names, of the tensors of the model at ``path``."""
+    """Return the prefix that the names of the tensors of the model at ``path`` have."""
     prefix = without_wrappers(f"{path}.") if path else ""
     while not any(name.startswith(prefix) for name in names):
         if not prefix.startswith(WRAPPER_PREFIX):

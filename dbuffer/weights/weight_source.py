@@ -38,7 +38,7 @@ class WeightSource(Protocol):
 
 
 def is_weight_source(weights: object) -> TypeGuard[WeightSource]:
-    """Whether weights follow vLLM's protocol."""
+    """Whether weights are a weight source in vLLM's protocol."""
     if hasattr(type(weights), "iter_full"):
         return True
     return hasattr(weights, "__iter__") and callable(getattr(weights, "metadata", None))
@@ -112,7 +112,7 @@ class SourceReader:
             )
 
     def finish(self) -> None:
-        """Finish the collective pass over the source. If no pass was begun, make one."""
+        """Read the rest of the source, because all ranks must read a source to its end."""
         unfinished, self._pass = self._pass, None
         surplus = []
         for pair in pass_over(self._source) if unfinished is None else unfinished:
@@ -124,7 +124,7 @@ class SourceReader:
             )
 
     def _read(self, name: str) -> torch.Tensor:
-        """Return the tensor ``name``. Skip the tensors before it, which other ranks publish."""
+        """Return the source's tensor ``name``. Skip earlier tensors, which other ranks publish."""
         if self._pass is None:
             self._pass = pass_over(self._source)
         for pair in self._pass:
@@ -141,7 +141,7 @@ class SourceReader:
 
 
 def metadata_of(source: Any) -> Iterator[Any]:
-    """Return the metadata of a source, an attribute since vLLM 0.33 and a method before."""
+    """Return a source's ``metadata``, which is an attribute since vLLM 0.33 and a method before."""
     metadata: Any = source.metadata
     return iter(metadata() if callable(metadata) else metadata)
 

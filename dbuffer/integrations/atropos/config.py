@@ -63,7 +63,7 @@ class BridgeConfig:
 
     @property
     def directory(self) -> str | None:
-        """Directory of the mapping file and of several nodes' store: `log_dir` or ``LOGDIR``."""
+        """Directory with the mapping file and the default store of several nodes, or None."""
         return self.log_dir or os.environ.get("LOGDIR") or None
 
     @classmethod

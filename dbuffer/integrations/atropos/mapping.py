@@ -49,7 +49,7 @@ def mapping_path(directory: str | None) -> Path:
 
 
 def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the trainer's names of parameters, keyed by the servers' name.
+    """Return the trainer's names of each parameter, keyed by the servers' name.
 
     ``param_mappings`` is the field of this name in a mapping file. A parameter without
     ``vllm_name`` has the same name on the servers.
@@ -113,8 +113,9 @@ class ParameterMapping:
 def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
     """Wait for the mapping file and return its content, or an empty mapping if no file is needed.
 
-    The file is needed if ``VLLM_BRIDGE_CONFIG_PATH`` or ``config.directory`` is set. With
-    ``config.directory``, a stock ``server`` in local mode needs no file, because it writes none.
+    The file is needed if ``VLLM_BRIDGE_CONFIG_PATH`` or ``config.directory`` is set. A stock vLLM
+    ``server`` in local mode never writes the file, so with ``config.directory`` the file is not
+    needed.
     """
     path, timeout_s = mapping_path(config.directory), config.timeout_seconds
     is_named = bool(os.environ.get(PATH_VARIABLE))

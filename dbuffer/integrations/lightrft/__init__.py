@@ -1,4 +1,4 @@
-"""LightRFT: a :class:`BroadcastManager` that replaces LightRFT's and sends through a store."""
+"""LightRFT: a :class:`BroadcastManager` that sends weights through a store."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def engine_of_rank(inference_engine: Any) -> Any:
 
 
 def start_follower(engine_type: str, engine: Any, options: EngineOptions) -> EngineFollower:
-    """Start a follower, whose engine changes versions only in the follower's ``sync``."""
+    """Start a follower that changes its engine's version only when ``sync`` is called."""
     if isinstance(engine, str):
         raise UnsupportedError(
             f"{engine!r} is not an engine in this process: a server follows the store by itself, "

@@ -20,7 +20,7 @@ from dbuffer.io.tensors import flat_view
 from dbuffer.weights.lazy_tensor import HeldRows, LazyTensor
 
 OWNERS_PER_RANK = 1 << 16
-"""Maximum number of parameters and buffers of a rank, as numbered in tracing an export."""
+"""Maximum number of parameters and buffers of a rank."""
 
 
 Strided: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -76,7 +76,7 @@ class Cut(NamedTuple):
 
 
 def strides_of(positions: torch.Tensor, num_elements: int) -> Strided | None:
-    """Return the strided view whose elements are at ``positions``, in this order, or None."""
+    """Return the strided view with the elements at ``positions``, or None if no view has them."""
     sizes: list[int] = []
     strides: list[int] = []
     starts = positions = positions.flatten()

@@ -100,7 +100,7 @@ class Tracer:
                     self._error = error
 
     def _find_cuts(self) -> dict[int, Cut]:
-        """Return the cut of each exported tensor that this rank has a part of, by index."""
+        """Return the cut of each exported tensor that this rank has a part of, keyed by index."""
         owner_of = {id(self._tensors[name]): owner for owner, name in self._names.items()}
         end, cuts = self._first + len(self._names), dict[int, Cut]()
 

@@ -1,1 +1,1 @@
-"""The commands of ``dbuffer``."""
+"""Commands of ``dbuffer``, such as ``dbuffer publish``."""

@@ -1,4 +1,4 @@
-"""``dbuffer doctor``."""
+"""Command ``dbuffer doctor``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``dbuffer follow``."""
+"""Command ``dbuffer follow``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``dbuffer pin``, ``unpin``, ``rollback`` and ``export``."""
+"""Commands ``dbuffer pin``, ``unpin``, ``rollback`` and ``export``."""
 
 from __future__ import annotations
 

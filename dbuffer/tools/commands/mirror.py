@@ -1,4 +1,4 @@
-"""``dbuffer mirror``."""
+"""Command ``dbuffer mirror``."""
 
 from __future__ import annotations
 

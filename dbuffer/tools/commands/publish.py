@@ -1,4 +1,4 @@
-"""``dbuffer publish``."""
+"""Command ``dbuffer publish``."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ EXIT_USAGE = 2
 EXIT_TIMEOUT = 3
 EXIT_SUPERSEDED = 4
 EXIT_SIGNAL = 128
-"""Exit code of a command that a signal stopped, less the signal's number (as in shells)."""
+"""Number that is added to a signal's number for the exit code of a command that it stopped."""
 
 
 def _parser(parse_url: Callable[[str, str], Any] = options.path) -> Callable[[str], Any]:
@@ -69,7 +69,7 @@ CountOption = Annotated[
 
 
 def _parse_version(text: str) -> int | VersionId:
-    """Parse a version's number or id. The error for a path suggests that arguments are swapped."""
+    """Parse a version's number or id. For a path, the error asks whether arguments are swapped."""
     if text.isdecimal():
         return int(text)
     with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""``dbuffer status``, ``verify`` and ``ls``."""
+"""Commands ``dbuffer status``, ``verify`` and ``ls``."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`dbuffer doctor`: probes a mount, measures between two hosts, and tries rights on a bucket."""
+"""`dbuffer doctor`: probes of a mount, of the access to a bucket, and between two hosts."""

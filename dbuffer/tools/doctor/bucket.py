@@ -1,4 +1,4 @@
-"""Probes of the rights on a bucket. The probes put objects that mirrors ignore."""
+"""Probes of the access rights to a bucket, with objects that mirrors ignore."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = ".dbuffer-doctor"
 
 
 def examine_bucket(url: str) -> list[Finding]:
-    """Try the rights on a bucket that the trainer's mirror and a node's mirror need."""
+    """Test whether a mirror can use a bucket: at the trainer to write, and on a node to read."""
     record, version = f"{RECEIVERS_PREFIX}/{NAME}", f"{VERSIONS_PREFIX}/{NAME}"
 
     def get() -> Outcome:

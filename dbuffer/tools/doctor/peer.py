@@ -81,7 +81,7 @@ def _receive(receiver: WeightReceiver) -> int:
 
 
 def _wait_until_removed(place: Path) -> None:
-    """Wait until the first host has seen the peer's last record and removed the directory."""
+    """Wait until the first host, which has seen the peer's last record, removes the directory."""
     deadline = time.monotonic() + TIMING.peer_answer_s
     while os.path.lexists(place) and time.monotonic() < deadline:
         time.sleep(TIMING.look_s)
@@ -89,7 +89,7 @@ def _wait_until_removed(place: Path) -> None:
 
 
 def measure_with_peers(path: Path) -> list[Finding]:
-    """Measure with all waiting peers of this user, as the first host. Ignore symbolic links."""
+    """Measure between this host and all waiting peers of this user. Ignore symbolic links."""
     base, findings = existing(path), list[Finding]()
     filesystem.refresh(base)
     for place in sorted(base.glob(f"{PREFIX}peer-*")):
