@@ -6,9 +6,9 @@ import contextlib
 import logging
 import mmap
 import os
+import secrets
 import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -99,9 +99,11 @@ def existing(path: Path) -> Path:
 @contextlib.contextmanager
 def scratch(directory: Path, kind: str = "probe") -> Iterator[Path]:
     """Make a private temporary directory, and remove it when the ``with`` block ends."""
-    with os_errors("make a directory", directory):
-        place = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-", dir=directory))
+    # The name comes first: a Ctrl-C can come right after the directory is made.
+    place = directory / f"{PREFIX}{kind}-{secrets.token_hex(4)}"
     try:
+        with os_errors("make a directory", directory):
+            place.mkdir(mode=0o700)
         yield place
     finally:
         remove_tree(place)

@@ -26,7 +26,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.moments import die
 from dbuffer.testing.waiting import TIMEOUT_S, until
 from dbuffer.tools.doctor import peer, probes
-from dbuffer.tools.doctor.probes import PREFIX, Finding, examine
+from dbuffer.tools.doctor.probes import PREFIX, Finding, examine, scratch
 from tests.support.children import Child, Command, call
 from tests.support.patterns import SMALL, newest
 from tests.support.stores import contents, fill, small_disk, without_flock
@@ -179,12 +179,10 @@ def mapping_of(kind: int) -> type[mmap.mmap]:
     return Mapping
 
 
-def make_for_nobody(*, prefix: str, **place: Path) -> str:
+def make_for_nobody(path: Path, mode: int, make: Callable[..., None] = os.mkdir) -> None:
     """As an export with squashed users does."""
-    path = place["dir"] / f"{prefix}0"
-    path.mkdir(mode=0o700)
+    make(path, mode)
     os.chown(path, NOBODY, -1)
-    return str(path)
 
 
 FILESYSTEM, PROBES = "dbuffer.store.filesystem", "dbuffer.tools.doctor.probes"
@@ -194,7 +192,7 @@ FILESYSTEM, PROBES = "dbuffer.store.filesystem", "dbuffer.tools.doctor.probes"
     ("name", "behaviour", "probe"),
     [
         (f"{FILESYSTEM}.sync_file", fail(errno.EIO), "room"),
-        pytest.param(f"{PROBES}.tempfile.mkdtemp", make_for_nobody, "trust", marks=needs_root),
+        pytest.param(f"{PROBES}.os.mkdir", make_for_nobody, "trust", marks=needs_root),
         (f"{FILESYSTEM}.try_lock", fail(errno.ENOLCK), "locks"),
         (f"{FILESYSTEM}.allocate", fail(errno.EOPNOTSUPP), "mapping"),
         (f"{PROBES}.mmap.mmap", mapping_of(mmap.MAP_PRIVATE), "mapping"),
@@ -410,6 +408,19 @@ def test_commands_on_two_hosts(any_place, tmp_path):
     assert clocks["verdict"] == "good"
     assert report == {"num_seen": 1 + 20}  # the first is not counted
     assert list(any_place.iterdir()) == []
+
+
+def test_an_interrupt_at_once_leaves_no_directory(place, monkeypatch):
+    make = os.mkdir
+
+    def make_and_be_interrupted(*arguments, **options):
+        make(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "mkdir", make_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt), scratch(place):
+        pass
+    assert list(place.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
