@@ -73,7 +73,7 @@ class MirrorLoop:
         self.record = OwnRecord("mirror")
         """Status record of this mirror. Other processes see it once the mirror is elected."""
         self.is_fit = threading.Event()
-        """Set once the target holds no version of an earlier run of the sender."""
+        """Event that is set once the target has no version of an earlier start of the sender."""
         self.problem: Exception | None = None
         """Error of the last attempt to be elected, or None if the attempt raised no error."""
         self.published: int | None = None

@@ -1,4 +1,4 @@
-"""Comparison of a store's tensors with a model's before a load, and advice on mismatches."""
+"""Comparison of published tensors with a model before a load, and advice on mismatches."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def clean_names(names: Iterable[str]) -> list[str]:
 
 
 def is_module(weights: object) -> TypeGuard[nn.Module]:
-    """Whether weights are a module. The result is False for TensorDictParams, a TensorDict."""
+    """Whether weights are a module. The result is False for a TensorDictParams."""
     return isinstance(weights, nn.Module) and not is_tensordict(weights)
 
 

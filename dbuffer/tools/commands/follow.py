@@ -53,7 +53,7 @@ def follow(
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Print each new version. The command acknowledges none, so no sender waits for it."""
+    """Print each new version. The command acknowledges no version, so no sender waits for it."""
     if timeout_s is not None:
         options.seconds("timeout_s", timeout_s)
     options.whole_number("every", every)

@@ -42,7 +42,7 @@ def unpin(
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Unpin a version. The next publish drops it, unless the sender's `keep=` includes it."""
+    """Unpin a version, which the next publish drops unless the sender's `keep=` includes it."""
     kept.unpin(shared.view_of(store, allow_shared_store=allow_shared_store), version)
     text = f"version {version} of {store} is not pinned any more"
     shared.show({"version": _as_json(version), "is_pinned": False}, text, as_json=as_json)
@@ -56,9 +56,10 @@ def rollback(
 ) -> None:
     """Publish an earlier version's weights again, as the newest version.
 
-    The new version has the metadata of the earlier one, and its number as `republished_version`. On
-    a local disk nothing is flushed, so a power cut may undo the rollback. If a trainer has the
-    store open, call `sender.republish(VERSION)` in the trainer instead.
+    The new version has the earlier version's metadata, with the earlier version's number as
+    `republished_version`. On a local disk nothing is flushed, so a power cut may undo the
+    rollback. If a trainer has the store open, call `sender.republish(VERSION)` in the trainer
+    instead.
     """
     view = shared.view_of(store, allow_shared_store=allow_shared_store)
     # Before a sender takes the store over, refuse a version that cannot be read.
@@ -103,9 +104,9 @@ def export(
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Save the newest version, or another one, as a HuggingFace checkpoint.
+    """Save the newest version, or another version, as a HuggingFace checkpoint.
 
-    `vllm serve` and transformers load it. DIR appears once all files are written.
+    `vllm serve` and transformers load the checkpoint. DIR appears once all files are written.
     """
     receiver = dbuffer.WeightReceiver(store, allow_shared_store=allow_shared_store)
     with receiver, progress(f"saving {store}", in_bytes=True) as on_bytes:

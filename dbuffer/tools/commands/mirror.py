@@ -42,11 +42,12 @@ def mirror(
 ) -> None:
     """Copy each new version into a local store, for all workers of this node.
 
-    Between clusters, use a bucket (s3://BUCKET/PREFIX): one mirror copies versions into it, and a
-    mirror on each node copies them out of it.
+    Between clusters, use a bucket (s3://BUCKET/PREFIX): one mirror copies versions into the
+    bucket, and a mirror on each node copies the versions out of the bucket.
 
-    Start one mirror on each node. If there are several, one copies and the others stand by. You can
-    stop and start a mirror at any time, and a mirror can copy from another mirror's target.
+    Start one mirror on each node. If a node has several mirrors, one mirror copies and the
+    others stand by. You can stop and start a mirror at any time, and a mirror can copy from another
+    mirror's target.
     """
     remote, local = shared.parse_place(source), shared.parse_place(target)
     num_copied = 0
