@@ -223,11 +223,11 @@ def watch(
     around: Callable[..., AbstractContextManager[None]],
     function: Callable[..., Any] | None = None,
 ) -> bool:
-    """Wrap an engine's function, so that each call runs in a context manager.
+    """Wrap the function ``name`` of ``owner``, so that each call runs in a context manager.
 
     ``around`` makes the context manager from the call's arguments. If ``function`` is given, the
     wrapper calls it instead of the owner's function. Wrapping a function twice has no further
-    effect. Return whether the owner has the function.
+    effect. Return whether the owner has a function of this name.
     """
     current = getattr(owner, name, None)
     called = function or current

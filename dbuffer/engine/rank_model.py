@@ -379,7 +379,8 @@ class RankModel:
     def load_again(self, staged: Staged) -> None:
         """Load a version after a failed load, even if the load failed only on another rank.
 
-        If only the failed version had a draft, load the draft that the engine was started with.
+        If the failed version had a draft and this version has none, load the draft that the engine
+        was started with.
         """
         may_have_mix = self._tried_draft
         self.load(staged)
@@ -439,7 +440,7 @@ class RankModel:
             self._plan_more(mismatch, plan)
 
     def _plan_more(self, mismatch: Mapping[str, str], plan: CopyPlan) -> None:
-        """Make the next plan use images (processed weights) of mismatched layers, or a reload."""
+        """Let the next plan make images (processed layers) of mismatched layers, or reload them."""
         self._drop_plan()
         if self._packing is not None and self._trace is not None:
             derived = self._derived | mismatch.keys()

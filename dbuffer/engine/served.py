@@ -19,8 +19,8 @@ def ask_server(store: DoubleBuffer, url: str, version: int | VersionId | None) -
     """Describe the weights of a server's replicas, as `dbuffer verify --engine --json` prints it.
 
     The server must answer `GET /ready` as :class:`~dbuffer.integrations.vllm.FollowStore` does. By
-    default, ``version`` is the store's newest version, either at the time of the request or at the
-    time of the answer.
+    default, ``version`` is the store's newest version. If a newer version is published while the
+    server answers, both versions are right.
     """
     before = _newest(store)
     answers = _ask(options.server_url("--engine", url))

@@ -140,7 +140,7 @@ _read_mappings: weakref.WeakValueDictionary[int, MappedTensors] = weakref.WeakVa
 
 
 def file_under(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return device and inode of the file that a tensor maps for a reader, or None."""
+    """Return device and inode of the file that a reader's tensor is mapped from, or None."""
     if not _read_mappings or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return None
     if tensor.device.type != "cpu":

@@ -209,7 +209,8 @@ def _decode_boxes(encoded: list[Any], index_of: Sequence[int]) -> Boxes:
 def _check_parts(spec: TensorSpec, describing: dict[Ranks, list[int]]) -> None:
     """Raise if the parts of a tensor overlap or leave a gap.
 
-    ``describing`` has the ranks that list the tensor, keyed by the ranks that hold its parts.
+    ``describing`` maps each set of ranks that hold one part of the tensor to the ranks whose
+    inventories list that part.
     """
     unsharded = describing.get((), [])
     for holding, ranks in describing.items():

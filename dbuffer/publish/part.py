@@ -1,4 +1,4 @@
-"""`Part`: the rectangular parts ("boxes") of tensors that one rank writes of each version."""
+"""`Part`: the rectangular parts ("boxes") of tensors that one rank writes into each version."""
 
 from __future__ import annotations
 

@@ -279,9 +279,9 @@ class Publisher(Closing, ProcessBound):
     ) -> Publication:
         """Publish weights, or a patch of the last version. Collective.
 
-        Only rank 0's number and checked metadata are used. ``layout`` is None for a stream, whose
-        layout is not known yet. If this method raises, nothing was published on any rank, unless
-        the message says so.
+        The version gets rank 0's ``number`` and ``metadata``. ``layout`` is None if an iterator
+        yields the weights: their layout is not known yet. If this method raises, nothing was
+        published on any rank, unless the message says so.
         """
         world, deltas, draft = self._world, self._deltas, None
         part = self._part_of(layout)

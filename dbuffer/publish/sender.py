@@ -73,7 +73,7 @@ class WeightSender(Publisher):
         self._pending: list[PendingPublication] = []
         """Publications whose ``wait()`` was not called. Each stays until its error is raised."""
         self._is_behind = False
-        """Whether the weights of the last ``send`` were not published: no patch can follow."""
+        """Whether the last ``send`` failed to publish its weights. If so, patches are refused."""
 
     @overload
     def send(

@@ -41,7 +41,7 @@ _FRAME_BYTES = 1024
 _LENGTH_BYTES = 8
 
 _MESSAGE_BYTES = 1 << 30
-"""Most bytes that are sent to rank 0 at once. A longer message is sent in parts."""
+"""Maximum number of bytes that are sent to rank 0 at once. A longer message is sent in parts."""
 
 _MAX_TIMEOUT_S = 1e9
 """Longest time-out: gloo adds it to its clock, as nanoseconds in 64 bits."""

@@ -1,1 +1,1 @@
-"""Receivers: a snapshot of the newest version, loaded now or made ready in advance."""
+"""Receivers, which read versions from a store, on demand or in advance."""

@@ -91,7 +91,7 @@ class Snapshot(ProcessBound):
 
     @property
     def id(self) -> VersionId:
-        """Unique id of the version: its run (start of the sender) and its number."""
+        """Unique id of the version: its number, and the id of its run (one start of a sender)."""
         return self._opened.manifest.id
 
     @property

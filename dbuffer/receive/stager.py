@@ -144,7 +144,7 @@ TRANSITIONS = {
 
 @dataclass(slots=True)
 class _Request:
-    """Waiting call of :meth:`Stager.take`, or a reservation for one."""
+    """Version that a waiting call of :meth:`Stager.take` needs, or that a later call will need."""
 
     number: int
     id: VersionId | None

@@ -81,7 +81,7 @@ class _Wait:
     store: DoubleBuffer
     version: int
     names: set[str] | None
-    """Ids of the receivers to wait for, or None for any."""
+    """Ids of the receivers to wait for, or None to count all receivers."""
     written_before: Mapping[tuple[str, str], float]
     newest: Lineage | None = None
     counted: dict[str, list[ReceiverRecord]] = field(default_factory=dict)

@@ -59,7 +59,7 @@ class Contents:
 
     @cached_property
     def newest(self) -> Lineage | None:
-        """Newest published version, or None if no published version is undamaged.
+        """Newest undamaged version that was published, or None.
 
         If the version pointer is missing or damaged, this may be a version whose commit failed.
         """

@@ -291,7 +291,7 @@ def _reason_not_to_read(
 
 
 class Patience:
-    """Tells a race with a writer, which ends soon, from permanent damage of the store."""
+    """Decides whether a read failed because of a race with a writer, or of permanent damage."""
 
     def __init__(self) -> None:
         self._about: object = None

@@ -33,7 +33,7 @@ PROMPTS = [list(range(1, 6)), list(range(40, 70)), list(range(100, 140))]
 
 
 class Client:
-    """Client of an ``LLM`` in this process, with the methods of vLLM's protocol for a trainer."""
+    """Client of an ``LLM`` in this process, with the methods that vLLM's trainer classes call."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -53,7 +53,7 @@ class Client:
 
 
 class Source(WeightSource):  # type: ignore[misc]
-    """vLLM source of a trainer's weights. A check can replace the weights or let iteration fail."""
+    """Trainer's weights as vLLM's `WeightSource`. A check can replace them, or let reads fail."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights

@@ -1,4 +1,4 @@
-"""Fake engines for tests with real followers. An engine's model is a dictionary of tensors."""
+"""Fake engines, to test real `Follower` objects. An engine's model is a dictionary of tensors."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class FakeEngine(Engine):
         return BackgroundFollower(Follower(self, EngineOptions(store=str(store), **options)))
 
     def restart(self) -> None:
-        """Restart the engine with its checkpoint, atomically: a follower can call at any time."""
+        """Restart the engine with its checkpoint. The restart is atomic for other threads."""
         again = FakeEngine(self.rank.pattern, is_server=self.is_server, instance_id="another")
         before = self.endpoint
         self.__dict__.update(again.__dict__)

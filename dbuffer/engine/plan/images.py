@@ -154,7 +154,7 @@ class Image:
 
 
 class _Changed(NamedTuple):
-    """Tensor or attribute of a live object that differs in the object's processed copy."""
+    """Tensor or attribute of a layer that differs in the layer's image (its processed copy)."""
 
     owner: Any
     name: str

@@ -123,7 +123,7 @@ class LoadTrace:
 
     @property
     def refused(self) -> dict[str, str]:
-        """Reasons why copies cannot fill some parameters and buffers, keyed by their names."""
+        """Reasons why copies alone cannot load some parameters and buffers, by their names."""
         return {name: t.refused for name, t in self.tensors.items() if t.refused}
 
     def is_copied(self, name: str) -> bool:

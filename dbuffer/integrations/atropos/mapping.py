@@ -113,9 +113,9 @@ class ParameterMapping:
 def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
     """Wait for the mapping file and return its content, or an empty mapping if no file is needed.
 
-    The file is needed if ``VLLM_BRIDGE_CONFIG_PATH`` or ``config.directory`` is set. A stock vLLM
-    ``server`` in local mode never writes the file, so with ``config.directory`` the file is not
-    needed.
+    The file is needed if ``VLLM_BRIDGE_CONFIG_PATH`` is set. It is also needed if
+    ``config.directory`` is set, unless ``server`` is a stock vLLM server in local mode, which never
+    writes the file.
     """
     path, timeout_s = mapping_path(config.directory), config.timeout_seconds
     is_named = bool(os.environ.get(PATH_VARIABLE))

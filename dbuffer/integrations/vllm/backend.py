@@ -82,7 +82,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Switch to a version; see :meth:`RankReceiver.update`.
 
-        A rank whose request is invalid joins the update with its error, because the other ranks
+        A rank with an invalid request takes part and reports its error, because the other ranks
         wait for all ranks.
         """
         request: UpdateRequest | OptionError
