@@ -7,15 +7,13 @@ import contextlib
 import logging
 import math
 import threading
-import time
 from typing import Any, Self
 
 from dbuffer.engine.follower import Follower
 from dbuffer.engine.reporting import Switch
 from dbuffer.errors import EngineEndedError, WaitTimeoutError
 from dbuffer.runtime import options as checks
-from dbuffer.runtime.closing import Closing
-from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.closing import Closing, join
 from dbuffer.runtime.trouble import RetryLoop
 
 logger = logging.getLogger(__name__)
@@ -177,10 +175,7 @@ class BackgroundFollower(Closing):
 
 
 def _end(follower: Follower, thread: threading.Thread) -> None:
-    end = time.monotonic() + (_SERVER_CLOSE_S if follower.drives_server else math.inf)
-    # Wait in short steps: Python handles a signal that arrives just before a wait only after it.
-    while thread.is_alive() and time.monotonic() < end:
-        thread.join(TIMING.stop_check_s)
+    join(thread, _SERVER_CLOSE_S if follower.drives_server else math.inf)
     if thread.is_alive():
         logger.error(
             "%s has not answered for %g s: a switch is in progress, and it may be left paused",

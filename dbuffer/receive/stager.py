@@ -31,7 +31,7 @@ from dbuffer.io.tensors import new_memory
 from dbuffer.receive.follow_loop import FollowLoop, Forked
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
-from dbuffer.runtime.closing import ProcessBound
+from dbuffer.runtime.closing import ProcessBound, join
 from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.messages import first_line
 from dbuffer.runtime.trouble import log_once
@@ -438,7 +438,7 @@ class Stager(ProcessBound):
             if self._state is not State.CLOSED:
                 self._enter(State.CLOSED)
             self._wake()
-        self._thread.join()
+        join(self._thread)
         self._staged = None
         self._let_go(self._snapshot)
         self._receiver.record.remove()

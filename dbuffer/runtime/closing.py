@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from typing import Any, NoReturn, Self
 
 from dbuffer.errors import ClosedError
@@ -39,8 +41,9 @@ class ProcessBound:
         )
 
 
-def join(thread: threading.Thread) -> None:
-    """Wait until a thread ends, and handle signals meanwhile."""
-    # Python handles a signal that comes just before a wait only after the wait.
-    while thread.is_alive():
+def join(thread: threading.Thread, timeout_s: float = math.inf) -> None:
+    """Wait until a thread ends or ``timeout_s`` is over, and handle signals meanwhile."""
+    end = time.monotonic() + timeout_s
+    # Wait in short steps: Python handles a signal that comes just before a wait only after it.
+    while thread.is_alive() and time.monotonic() < end:
         thread.join(TIMING.stop_check_s)

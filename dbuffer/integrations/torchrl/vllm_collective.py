@@ -25,6 +25,7 @@ from dbuffer.integrations.torchrl.vllm_double_buffer import (
 )
 from dbuffer.io.tensors import DTYPE_NAMES
 from dbuffer.runtime import options as checks
+from dbuffer.runtime.closing import join
 from dbuffer.runtime.trouble import RetryLoop
 
 logger = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
     def shutdown(self) -> None:
         self._closed.set()
         if self._thread is not None:
-            self._thread.join()
+            join(self._thread)
         super().shutdown()
 
     def _follow(self) -> None:

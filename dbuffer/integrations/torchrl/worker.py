@@ -24,6 +24,7 @@ from dbuffer.integrations.torchrl.model_stores import read_metadata, receiver_id
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.runtime.closing import join
 from dbuffer.weights.targets import Matcher
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ class WorkerReceiver:
             feed.receiver.wake()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join()
+                join(thread)
         for feed in self._feeds:
             feed.receiver.close()
             if feed.mirror is not None:

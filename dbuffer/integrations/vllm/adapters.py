@@ -26,6 +26,7 @@ from dbuffer.integrations.vllm.core_labels import ADAPTER
 from dbuffer.integrations.vllm.vllm_engine import AsyncVllm
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.runtime.closing import join
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +169,7 @@ class FollowedAdapter:
         self._stop.set()
         self._receiver.wake()
         if self._thread.ident is not None:
-            self._thread.join()
+            join(self._thread)
         self._receiver.close()
 
     def _follow(self, options: EngineOptions) -> None:
