@@ -59,8 +59,11 @@ class Checkpoint:
 
     @property
     def has_changed(self) -> bool:
-        """Whether a file of the checkpoint was written or removed since the directory was read."""
-        return any(state_of(file) != state for file, state in self.files.items())
+        """Whether a file was added, written or removed since the directory was scanned."""
+        try:
+            return _files_in(self.path) != self.files
+        except OSError:  # the checkpoint was just removed
+            return True
 
     def require_one_save(self, last: Order) -> None:
         """Refuse a checkpoint that is not finished or that mixes the files of two saves.
@@ -123,6 +126,8 @@ def send_saved(
                     checkpoint.require_one_save(last)
                     send(checkpoint.path, checkpoint.metadata)
                 except InvalidWeightsError as error:
+                    if checkpoint.has_changed:
+                        continue  # the files were read in the middle of a save
                     if problems.get(checkpoint.path) != str(error):
                         logger.warning("%s is not published: %s", checkpoint.path, str(error))
                     problems[checkpoint.path] = str(error)
@@ -176,7 +181,11 @@ def _checkpoints_in(directory: Path) -> Iterator[Checkpoint]:
                 steps[path] = int(match[1])
     for path, step in steps.items():
         with contextlib.suppress(OSError):  # the checkpoint was just removed
-            weights = list(path.glob("*.safetensors"))
-            states = {file: state_of(file) for file in (*weights, path / INDEX)}
-            if files := {file: state for file, state in states.items() if state is not None}:
+            if files := _files_in(path):
                 yield Checkpoint(path, step, files)
+
+
+def _files_in(path: Path) -> dict[Path, FileState]:
+    """Return the state of each weights file in a directory, and of the index file if it exists."""
+    states = {file: state_of(file) for file in (*path.glob("*.safetensors"), path / INDEX)}
+    return {file: state for file, state in states.items() if state is not None}
