@@ -16,8 +16,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -63,6 +64,32 @@ again."""
 _NEVER = float("inf")
 
 
+@dataclass
+class _Planning:
+    """Plan for versions of one layout, and results of earlier plans."""
+
+    trace: LoadTrace | None = None
+    plan: CopyPlan | None = None
+    """Plan of copies, or None if there is no plan now."""
+    derived: set[str] = field(default_factory=set)
+    """Layers that a reload changes further after copying."""
+    reloaded: Mapping[str, str] = field(default_factory=dict)
+    """Reasons why layers are left to the engine's reload, by layer."""
+    num_verifications: int = 0
+    """Number of verifications of plans since planning last stopped."""
+    num_skipped: float = 0
+    """Number of versions still to reload before planning starts again."""
+
+    def drop_plan(self) -> None:
+        """Drop the plan; the next version makes a new one.
+
+        Switches of the old plan need a reload.
+        """
+        if self.plan is not None:
+            self.plan.verified_for = None
+        self.plan = None
+
+
 class RankModel:
     """Checks versions against the model, prepares switches to them, and loads them.
 
@@ -100,23 +127,12 @@ class RankModel:
             rank.not_weights,
             self._random,
         )
-        self._trace: LoadTrace | None = None
         self._rewritten: Collection[str] = ()
         """Published tensors that loaders write into. Loaders get copies of these."""
-        self._plan: CopyPlan | None = None
-        """Plan of copies for versions of the current layout, or None if there is no plan now."""
-        self._other: dict[str, Any] | None = None
-        """Attributes of the previous layout's plan, if the two layouts differ only by a draft, else
-        None."""
-        self._derived: set[str] = set()
-        """Layers, in versions of the current layout, that a reload changes further after
-        copying."""
-        self._reloaded: Mapping[str, str] = {}
-        """Reasons why layers of the current layout are left to the engine's reload, by layer."""
-        self._num_verifications = 0
-        """Number of verifications of the current layout's plans, since planning last stopped."""
-        self._num_skipped: float = 0
-        """Number of versions still to reload before the current layout is planned again."""
+        self._planning = _Planning()
+        """Planning of the current layout."""
+        self._planning_before: _Planning | None = None
+        """Planning of the previous layout, if the two layouts differ only by a draft, else None."""
         self._loaded: VersionId | None = None
         """Version that the model has, or None if a reload or other code wrote the weights since."""
         self._digest: int | None = None
@@ -182,7 +198,7 @@ class RankModel:
             self._give_up(changed, logging.WARNING)
             return None
         images = self._images_of(plan, tensors)
-        if (plan := self._plan) is None:
+        if (plan := self._planning.plan) is None:
             return None
         return PreparedSwitch(
             plan,
@@ -197,44 +213,40 @@ class RankModel:
     def _plan_of(self, trace: LoadTrace) -> CopyPlan | None:
         if not self._plans:
             return None
-        if trace is not self._trace:
+        if trace is not self._planning.trace:
             self._change_trace(trace)
         self._drop_plan_of_replaced()
-        if self._plan is None and self._num_skipped:
-            self._num_skipped -= 1
-        if self._plan is None and not self._num_skipped:
+        if self._planning.plan is None and self._planning.num_skipped:
+            self._planning.num_skipped -= 1
+        if self._planning.plan is None and not self._planning.num_skipped:
             self._make_plan()
-        return self._plan
+        return self._planning.plan
 
     def _change_trace(self, trace: LoadTrace) -> None:
         """Plan another layout.
 
         If the layouts differ only by a draft, keep the old plan for later.
         """
-        names = "_trace", "_plan", "_derived", "_reloaded", "_num_verifications", "_num_skipped"
-        current = {name: getattr(self, name) for name in names}
-        again, self._other = self._other, None
-        is_drafted = isinstance(self._model, DraftedModel) and self._trace is not None
-        if is_drafted and _without_draft(trace) == _without_draft(current["_trace"]):
-            self._other = current
+        last, earlier = self._planning, self._planning_before
+        self._planning, self._planning_before = _Planning(trace), None
+        has_draft = isinstance(self._model, DraftedModel)
+        if has_draft and last.trace and _without_draft(trace) == _without_draft(last.trace):
+            self._planning_before = last
+            if earlier is not None and earlier.trace is trace:
+                self._planning = earlier
         else:
-            self._drop_plan()
-        if self._other and again and again["_trace"] is trace:
-            vars(self).update(again)
-            return
-        self._plan, self._trace, self._derived, self._reloaded = None, trace, set(), {}
-        self._num_verifications, self._num_skipped = 0, 0
+            last.drop_plan()
 
     def _make_plan(self) -> None:
-        assert self._trace is not None  # noqa: S101 - it was prepared
+        assert self._planning.trace is not None  # noqa: S101 - it was prepared
         try:
-            self._plan = plan_copies(
+            self._planning.plan = plan_copies(
                 self._model,
-                self._trace,
+                self._planning.trace,
                 self._check,
                 packing=self._packing,
-                derived=self._derived,
-                reloaded=self._reloaded,
+                derived=self._planning.derived,
+                reloaded=self._planning.reloaded,
             )
         except UnsupportedError as error:
             self._give_up(str(error))
@@ -260,8 +272,8 @@ class RankModel:
                 except Exception as error:  # noqa: BLE001
                     failed[packed.name] = f"no image of it can be made: {described(error)}"
         if failed:
-            self._drop_plan()
-            self._reloaded = {**failed, **plan.reloaded}
+            self._planning.drop_plan()
+            self._planning.reloaded = {**failed, **plan.reloaded}
             self._make_plan()
         return images
 
@@ -322,7 +334,7 @@ class RankModel:
 
         def may_read() -> bool:
             is_ours = not (self._state.is_asleep or self._state.must_reload)
-            is_last = plan is self._plan and self._loaded == switch.version
+            is_last = plan is self._planning.plan and self._loaded == switch.version
             return is_ours and is_last and is_wanted()
 
         def digest() -> int | None:
@@ -400,7 +412,7 @@ class RankModel:
             # Repair by a reload, which verifies the plan again: a switch by copies may have been
             # the cause.
             switch.plan.verified_for = None
-            self._drop_plan()
+            self._planning.drop_plan()
             raise
         self._loaded = switch.version
 
@@ -414,10 +426,10 @@ class RankModel:
         """
         self._forget()
         self._rewritten = trace.rewritten
-        if switch is None or switch.plan is not self._plan:
+        if switch is None or switch.plan is not self._planning.plan:
             self._load(tensors.items(), partial=False)
             return
-        if self._num_verifications == _MAX_VERIFICATIONS:
+        if self._planning.num_verifications == _MAX_VERIFICATIONS:
             self._set_aside(
                 f"copies were verified {_MAX_VERIFICATIONS} times, and not for long: integers "
                 "change, parameters move, or reloads do more than copy"
@@ -425,7 +437,7 @@ class RankModel:
             self._load(tensors.items(), partial=False)
             return
         plan, started = switch.plan, time.monotonic()
-        self._num_verifications += 1
+        self._planning.num_verifications += 1
         try:
             mismatch = self._verifier.verify(switch, tensors)
         except UnverifiableError as error:
@@ -441,14 +453,14 @@ class RankModel:
 
     def _plan_more(self, mismatch: Mapping[str, str], plan: CopyPlan) -> None:
         """Let the next plan make images (processed layers) of mismatched layers, or reload them."""
-        self._drop_plan()
-        if self._packing is not None and self._trace is not None:
-            derived = self._derived | mismatch.keys()
-            packed = packed_layers(self._model, self._packing, self._trace, derived)
+        self._planning.drop_plan()
+        if self._packing is not None and self._planning.trace is not None:
+            derived = self._planning.derived | mismatch.keys()
+            packed = packed_layers(self._model, self._packing, self._planning.trace, derived)
             if not packed.keys() - plan.reloaded.keys() <= plan.packed.keys():
-                self._derived = derived
+                self._planning.derived = derived
                 return
-        self._reloaded = {**mismatch, **plan.reloaded}
+        self._planning.reloaded = {**mismatch, **plan.reloaded}
 
     def load_checkpoint(self) -> None:
         self._forget()
@@ -473,9 +485,9 @@ class RankModel:
         self._drop_plan_of_replaced()
         # Values that derive from tensors in ``verified_for`` may have changed, so verify the plan
         # again.
-        for plan in (self._plan, self._other["_plan"] if self._other else None):
-            if plan is not None and plan.verified_for:
-                plan.verified_for = None
+        for planning in (self._planning, self._planning_before):
+            if planning is not None and planning.plan is not None and planning.plan.verified_for:
+                planning.plan.verified_for = None
 
     def _reload_part(self, switch: PreparedSwitch) -> None:
         if reloaded := switch.reloaded:
@@ -496,35 +508,26 @@ class RankModel:
         for name, tensor in tensors:
             yield name, tensor.clone() if name in self._rewritten else tensor
 
-    def _drop_plan(self) -> None:
-        """Drop the plan; the next version makes a new one.
-
-        Switches of the old plan need a reload.
-        """
-        if self._plan is not None:
-            self._plan.verified_for = None
-        self._plan = None
-
     def _drop_plan_of_replaced(self) -> None:
         """Plan again, after a reload, if modules or tensors of the plan were replaced or moved."""
-        if self._plan is not None and (name := self._plan.replaced()):
+        if self._planning.plan is not None and (name := self._planning.plan.replaced()):
             logger.warning(
                 "%s was replaced, or has moved in memory, since switches were planned: the next "
                 "switch is a reload, and switches are planned again",
                 name,
             )
-            self._derived, self._reloaded = set(), {}
-            self._drop_plan()
+            self._planning.derived, self._planning.reloaded = set(), {}
+            self._planning.drop_plan()
 
     def _give_up(self, reason: str, level: int = logging.INFO) -> None:
-        self._drop_plan()
-        self._num_skipped = _NEVER
+        self._planning.drop_plan()
+        self._planning.num_skipped = _NEVER
         logger.log(level, "no fast path: switches go through the engine's reload: %s", reason)
 
     def _set_aside(self, reason: str) -> None:
         """Stop planning for some versions, and reload them: memory may be short for a moment."""
-        self._drop_plan()
-        self._num_verifications, self._num_skipped = 0, _NUM_SKIPPED
+        self._planning.drop_plan()
+        self._planning.num_verifications, self._planning.num_skipped = 0, _NUM_SKIPPED
         logger.warning(
             "no fast path for %d versions: switches go through the engine's reload: %s",
             _NUM_SKIPPED,
