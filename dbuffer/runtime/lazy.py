@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
-import inspect
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,22 +31,15 @@ else:
             return value
 
 
-def lazily(package: str) -> tuple[Callable[[str], Any], list[str]]:
+def lazily(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
     """Return the ``__getattr__`` and ``__all__`` of a package that imports its names when used.
 
-    The package lists its names as imports under ``if TYPE_CHECKING``, for type checkers.
+    ``places``: the module of each name, as ``".module"`` or with its full name.
     """
-    places: dict[str, tuple[str, str]] = {}
-    for block in ast.parse(inspect.getsource(sys.modules[package])).body:
-        for statement in block.body if isinstance(block, ast.If) else ():
-            if isinstance(statement, ast.ImportFrom) and statement.module is not None:
-                for alias in statement.names:
-                    places[alias.asname or alias.name] = statement.module, alias.name
 
     def get(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, name_there = places[name]
-        return getattr(importlib.import_module(module), name_there)
+        return getattr(importlib.import_module(places[name], package), name)
 
     return get, list(places)

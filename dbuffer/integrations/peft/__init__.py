@@ -18,4 +18,12 @@ if TYPE_CHECKING:
         save_adapter as save_adapter,
     )
 else:
-    __getattr__, __all__ = lazily(__name__)
+    __getattr__, __all__ = lazily(
+        __name__,
+        {
+            "SavedAdapter": ".saved",
+            "merged_weights": ".merged",
+            "save_adapter": ".saved",
+            "send_adapter": ".adapter",
+        },
+    )

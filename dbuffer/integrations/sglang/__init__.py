@@ -25,4 +25,18 @@ if TYPE_CHECKING:
     from dbuffer.integrations.version_spans import VersionSpan as VersionSpan
     from dbuffer.integrations.version_spans import versions_of as versions_of
 else:
-    __getattr__, __all__ = lazily(__name__)
+    __getattr__, __all__ = lazily(
+        __name__,
+        {
+            "BackgroundFollower": "dbuffer.engine.background",
+            "EngineOptions": "dbuffer.engine.engine_options",
+            "Follower": "dbuffer.engine.follower",
+            "LOADER": ".sglang_engine",
+            "OfflineEngine": ".sglang_engine",
+            "ServerEngine": ".sglang_engine",
+            "VersionSpan": "dbuffer.integrations.version_spans",
+            "follow": ".follow_sglang",
+            "load_from_store": ".loader",
+            "versions_of": "dbuffer.integrations.version_spans",
+        },
+    )

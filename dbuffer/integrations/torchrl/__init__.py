@@ -26,4 +26,17 @@ if TYPE_CHECKING:
         VLLMDoubleBufferWeightSender as VLLMDoubleBufferWeightSender,
     )
 else:
-    __getattr__, __all__ = lazily(__name__)
+    __getattr__, __all__ = lazily(
+        __name__,
+        {
+            "DoubleBufferSyncScheme": ".scheme",
+            "VLLMDoubleBufferSyncScheme": ".vllm_double_buffer",
+            "VLLMDoubleBufferTransport": ".vllm_double_buffer",
+            "VLLMDoubleBufferWeightReceiver": ".vllm_double_buffer",
+            "VLLMDoubleBufferWeightSender": ".vllm_double_buffer",
+            "VLLMWeightReceiver": ".vllm_collective",
+            "VLLMWeightSender": ".vllm_collective",
+            "VLLMWeightSyncScheme": ".vllm_collective",
+            "get_model_metadata": ".extraction",
+        },
+    )

@@ -12,4 +12,10 @@ if TYPE_CHECKING:
         StoreCheckpointEngine as StoreCheckpointEngine,
     )
 else:
-    __getattr__, __all__ = lazily(__name__)
+    __getattr__, __all__ = lazily(
+        __name__,
+        {
+            "CheckpointManager": ".checkpoint_engine",
+            "StoreCheckpointEngine": ".checkpoint_engine",
+        },
+    )

@@ -27,4 +27,18 @@ if TYPE_CHECKING:
     from dbuffer.integrations.version_spans import VersionSpan as VersionSpan
     from dbuffer.integrations.version_spans import versions_of as versions_of
 else:
-    __getattr__, __all__ = lazily(__name__)
+    __getattr__, __all__ = lazily(
+        __name__,
+        {
+            "BackgroundFollower": "dbuffer.engine.background",
+            "DBufferTrainerInitInfo": ".trainer",
+            "EngineOptions": "dbuffer.engine.engine_options",
+            "FollowStore": ".middleware",
+            "Follower": "dbuffer.engine.follower",
+            "VersionSpan": "dbuffer.integrations.version_spans",
+            "WorkerExtension": ".rank",
+            "adapter_request": ".adapters",
+            "follow": ".follow_vllm",
+            "versions_of": "dbuffer.integrations.version_spans",
+        },
+    )
