@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from dbuffer.engine.background import BackgroundFollower
 from dbuffer.engine.contract import PauseMode
@@ -26,9 +26,21 @@ if TYPE_CHECKING:
     from dbuffer.integrations.vllm.launched import LaunchedFollower
 
 
+class _Offline(Protocol):
+    """``vllm.LLM``, for type checkers."""
+
+    llm_engine: Any
+
+
+class _Asynchronous(Protocol):
+    """``AsyncLLM``, for type checkers."""
+
+    engine_core: Any
+
+
 @overload
 def follow(
-    engine: str,
+    engine: str | _Asynchronous,
     store: str | os.PathLike[str] | None = None,
     *,
     pause: PauseMode = "keep",
@@ -40,14 +52,14 @@ def follow(
 
 @overload
 def follow(
-    engine: Any,
+    engine: _Offline,
     store: str | os.PathLike[str] | None = None,
     *,
     pause: PauseMode = "keep",
     api_key: str | None = None,
     canary: Callable[[Any], str | None] | None = None,
     **options: Any,
-) -> Any: ...
+) -> Follower | LaunchedFollower: ...
 
 
 def follow(
