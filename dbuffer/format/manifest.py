@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeGuard, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -405,9 +405,7 @@ def step_in(metadata: Mapping[str, Any]) -> int | float | None:
     An integer too large for a float also gives None, because steps are converted to floats.
     """
     step = metadata.get("step")
-    if not isinstance(step, int | float) or isinstance(step, bool):
-        return None
-    return step if abs(step) <= sys.float_info.max else None
+    return step if _is_number(step) and abs(step) <= sys.float_info.max else None
 
 
 def is_multiple(
@@ -418,11 +416,16 @@ def is_multiple(
     The version's number must be a multiple of ``every``. For each key of ``when``, the version's
     metadata must have a multiple of the key's value in ``when``.
     """
-    values = {key: metadata.get(key) for key in when}
-    return number % every == 0 and all(
-        isinstance(value, int | float) and not isinstance(value, bool) and value % when[key] == 0
-        for key, value in values.items()
-    )
+
+    def matches(key: str) -> bool:
+        value = metadata.get(key)
+        return _is_number(value) and value % when[key] == 0
+
+    return number % every == 0 and all(map(matches, when))
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def steps_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | float | None:
