@@ -362,18 +362,27 @@ def test_client_that_leaves_no_longer_waits(path):
     assert messages_of(answer, None, path, leave, **asked) == []
 
 
-def test_body_that_comes_while_its_request_waits_is_passed_on():
-    parts = [{"type": "http.request", "body": part, "more_body": True} for part in (b"a", b"b")]
-    parts.append({"type": "http.request", "body": b"c", "more_body": False})
-    left = list(parts)
+def body_in(*parts: bytes) -> tuple[Any, Any]:
+    """Return a client that sends these parts of a body, and an application that requires them."""
+    last = len(parts) - 1
+    messages = [
+        {"type": "http.request", "body": part, "more_body": number < last}
+        for number, part in enumerate(parts)
+    ]
+    left = list(messages)
 
     async def receive() -> Any:
         return left.pop(0) if left else await stay()
 
     async def app(_: Any, receive: Any, send: Any) -> None:
-        assert [await receive() for _ in parts] == parts
+        assert [await receive() for _ in messages] == messages
         await answer(_, receive, send)
 
+    return receive, app
+
+
+def test_body_that_comes_while_its_request_waits_is_passed_on():
+    receive, app = body_in(b"a", b"b", b"c")
     core = Core(*[WeightLabel("6")] * 5, SERVED)
     asked = {"X_Weight_Min_Version": "7", "X_Weight_Wait_S": "60"}
     start, _ = messages_of(app, core, "/v1/completions", receive, **asked)
@@ -392,19 +401,7 @@ def test_body_that_comes_while_its_request_waits_is_passed_on():
 )
 def test_least_version_is_that_of_the_adapter_which_the_json_names(body, status):
     """The application gets the whole body again."""
-    parts = [
-        {"type": "http.request", "body": body[:4], "more_body": True},
-        {"type": "http.request", "body": body[4:], "more_body": False},
-    ]
-    left = list(parts)
-
-    async def receive() -> Any:
-        return left.pop(0) if left else await stay()
-
-    async def app(_: Any, receive: Any, send: Any) -> None:
-        assert [await receive() for _ in parts] == parts
-        await answer(_, receive, send)
-
+    receive, app = body_in(body[:4], body[4:])
     outlook = outlook_on(Core(SERVED))
     adapter: Any = SimpleNamespace(label=WeightLabel("3", RUN))
     outlook.adapters["adapter"] = AdapterOutlook(outlook._engine, adapter)
