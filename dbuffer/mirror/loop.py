@@ -1,6 +1,6 @@
-"""`MirrorLoop`: a mirror's steps, each of which is retried with backoff.
+"""`MirrorLoop`: a mirror's steps. Each step is retried with backoff.
 
-A mirror waits until it is elected. Then it copies each newer version. If the target was removed,
+A mirror waits until it is elected, and then copies each newer version. If the target was removed,
 the mirror waits to be elected again. An `AcknowledgementRelay` copies acknowledgements from the
 target to the source in a separate thread. Copying a version can take minutes, and meanwhile the
 sender must not presume that the target's receivers are dead.

@@ -18,7 +18,7 @@ class StoreWeightTransfer:
     """TRL's ``WeightTransferProtocol`` over a store: ``AsyncGRPOTrainer(weight_transfer=...)``.
 
     After each publish, TRL waits up to ``timeout_s`` until ``receivers`` engines, which follow the
-    store, have applied the version. Then TRL attributes rollouts to the version. The argument
+    store, have applied the version, and then attributes rollouts to the version. The argument
     ``receivers`` is the number of engines or their ids (``engine_id``). With ids, an engine that
     cannot apply the version causes an error at once. With 0 engines, TRL does not wait, so rollouts
     attributed to a version can come from the previous version. ``sender`` has fields of
