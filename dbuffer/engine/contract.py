@@ -28,7 +28,7 @@ from dbuffer.runtime import options as checks
 from dbuffer.runtime.messages import listed
 
 if TYPE_CHECKING:
-    from dbuffer.engine.plan.images import Packing
+    from dbuffer.engine.plan.copy_plan import Packing
     from dbuffer.engine.rank_channel import RankChannel
     from dbuffer.engine.shape_check import ShapeCheck
 

@@ -25,13 +25,23 @@ import torch
 from torch.autograd.graph import increment_version
 
 from dbuffer.engine.contract import EngineRank, ModelState
-from dbuffer.engine.drafted_model import DraftedModel
 from dbuffer.engine.engine_options import EngineOptions
-from dbuffer.engine.plan.attestation import digest_of_all, same_bytes
-from dbuffer.engine.plan.copy_plan import CopyPlan, Tensors, plan_copies
-from dbuffer.engine.plan.images import Image, NotAloneError, packed_layers
-from dbuffer.engine.plan.load_trace import LoadTrace, TracedTensor
-from dbuffer.engine.plan.prepared_switch import PreparedSwitch, digest_of, log_copied_whole
+from dbuffer.engine.meta_model import DraftedModel
+from dbuffer.engine.plan.copy_plan import (
+    CopyPlan,
+    Image,
+    NotAloneError,
+    Tensors,
+    packed_layers,
+    plan_copies,
+)
+from dbuffer.engine.plan.load_trace import LoadTrace, TracedTensor, same_bytes
+from dbuffer.engine.plan.prepared_switch import (
+    PreparedSwitch,
+    digest_of,
+    digest_of_all,
+    log_copied_whole,
+)
 from dbuffer.engine.plan.verification import UnverifiableError, Verifier
 from dbuffer.engine.shape_check import UnusedTensors
 from dbuffer.errors import UnsupportedError

@@ -15,10 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from dbuffer.engine.drafted_model import DraftedModel
-from dbuffer.engine.meta_model import MetaModel
-from dbuffer.engine.plan.attestation import same_bytes
-from dbuffer.engine.plan.load_trace import LoadTrace
+from dbuffer.engine.meta_model import DraftedModel, MetaModel
+from dbuffer.engine.plan.load_trace import LoadTrace, same_bytes
 from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import Layout, TensorSpec, is_of_draft
 from dbuffer.format.lineage import VersionId

@@ -25,11 +25,10 @@ from torch import nn
 from dbuffer.engine.contract import ModelState
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.meta_model import MetaModel
-from dbuffer.engine.plan import attestation, prepared_switch
-from dbuffer.engine.plan.attestation import digest_of_all
-from dbuffer.engine.plan.images import NotAloneError, Packing
+from dbuffer.engine.plan import prepared_switch
+from dbuffer.engine.plan.copy_plan import NotAloneError, Packing
 from dbuffer.engine.plan.load_trace import CopyOp, LoadTrace, View
-from dbuffer.engine.plan.prepared_switch import Changed, PreparedSwitch
+from dbuffer.engine.plan.prepared_switch import Changed, PreparedSwitch, digest_of_all
 from dbuffer.engine.rank_model import RankModel
 from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.errors import WeightsMismatchError
@@ -1552,7 +1551,7 @@ def test_what_was_put_back_after_a_version_was_prepared_is_noticed_in_the_pause(
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 7, 8, 9, 24, 64, 200])
 def test_a_digest_tells_every_change_of_a_bit_and_of_an_order(num_bytes, monkeypatch):
-    monkeypatch.setattr(attestation, "_CHUNK_BYTES", 24)
+    monkeypatch.setattr(prepared_switch, "_CHUNK_BYTES", 24)
     content = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
     parts = list(content.split([num_bytes // 3, num_bytes - num_bytes // 3]))
     whole = digest_of_all([content.clone()])

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from dbuffer.engine.drafted_model import DraftedModel
-from dbuffer.engine.meta_model import MetaModel, built_without_data
+from dbuffer.engine.meta_model import DraftedModel, MetaModel, built_without_data
 from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.errors import UnsupportedError, WeightsMismatchError

@@ -23,6 +23,14 @@ Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, stride and dtype of a tensor."""
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtypes by their size in bytes. Most are signed: torch supports few unsigned ones."""
+
+_BLOCK_BYTES = 64 << 20
+"""Number of bytes compared at a time. The number is small, as a device may have little free
+memory."""
+
+
 class View(NamedTuple):
     """Strided part of a tensor."""
 
@@ -330,3 +338,31 @@ def unwrapped(name: str) -> str:
 def tables_of(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a module's dictionaries of parameters and of buffers, to replace tensors in them."""
     return layer.__dict__["_parameters"], layer.__dict__["_buffers"]
+
+
+def as_integers(values: torch.Tensor) -> torch.Tensor:
+    """View the elements' bits as integers of the same size."""
+    return values.view(_INTEGERS[values.itemsize])
+
+
+def same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether copying the source into the target would leave the target's bytes unchanged."""
+    target, source = (tensor.reshape(tensor.shape or (1,)) for tensor in (target, source))
+    rows = max(1, len(target) * _BLOCK_BYTES // max(1, target.nbytes))
+    blocks = zip(torch.split(target, rows), torch.split(source, rows), strict=True)
+    return all(
+        _same_bits(block, copied.to(device=block.device, dtype=block.dtype))
+        for block, copied in blocks
+    )
+
+
+def _same_bits(*blocks: torch.Tensor) -> bool:
+    pair = [as_integers(block) for block in blocks]
+    # torch compares element by element, so elements of eight bytes take half the time of elements
+    # of two bytes.
+    if all(
+        bits.is_contiguous() and not (bits.nbytes % 8 or bits.storage_offset() * bits.itemsize % 8)
+        for bits in pair
+    ):
+        pair = [bits.view(-1).view(torch.int64) for bits in pair]
+    return torch.equal(*pair)

@@ -17,8 +17,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from dbuffer.engine.drafted_model import DraftedModel
-from dbuffer.engine.meta_model import MetaModel, built_without_data
+from dbuffer.engine.meta_model import DraftedModel, MetaModel, built_without_data
 from dbuffer.engine.plan.load_trace import storage_of, tables_of
 from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.errors import UnsupportedError, WeightsMismatchError

@@ -3,7 +3,7 @@
 After vLLM has loaded a layer, it calls ``process_weights_after_loading`` of the layer's
 quantization method, which packs or quantizes the weights. This module calls that method for a
 shadow, a copy of the layer that serves no requests. The results are images, which a switch copies
-into the serving layer (`engine/plan/images.py`).
+into the serving layer (`engine/plan/copy_plan.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-from dbuffer.engine.plan.images import NotAloneError
+from dbuffer.engine.plan.copy_plan import NotAloneError
 from dbuffer.engine.plan.load_trace import tables_of
 from dbuffer.errors import UnsupportedError
 

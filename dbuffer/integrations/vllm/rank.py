@@ -24,10 +24,10 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.engine.contract import ENDPOINT_ATTR, EngineRank, require_unchanged, tied_to
-from dbuffer.engine.drafted_model import DraftedModel
 from dbuffer.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.messages import RankAnswer, RankRequest, encode_answer
+from dbuffer.engine.meta_model import DraftedModel
 from dbuffer.engine.plan.load_trace import form_of
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.shape_check import ShapeCheck
