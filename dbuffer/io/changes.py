@@ -2,6 +2,7 @@
 
 The comparison is of bits, not of numbers: -0.0 differs from 0.0, and a NaN equals a NaN with the
 same bits. The copier's threads compare with numpy, which is faster than torch for short words.
+Versions in a GPU's memory are compared there, with torch, and only changed words are copied out.
 """
 
 from __future__ import annotations
@@ -89,7 +90,10 @@ def find_changes(
     scratch = _Scratch()
 
     def find(start: int, end: int, width: int) -> tuple[Integers, Words]:
-        old, new = (words_in(side[start:end], width) for side in (before, after))
+        sides = before[start:end], after[start:end]
+        if not after.is_cpu:
+            return _compare_on_device(*sides, width)
+        old, new = (words_in(side, width) for side in sides)
         return _compare(old, new, scratch)
 
     return _encode(find, ranges[first:last], layout, copier, file_starts, max_bytes)
@@ -185,6 +189,15 @@ def _compare(old: Words, new: Words, scratch: _Scratch) -> tuple[Integers, Words
     differences = eights.take(positions).view(new.dtype)
     (hits,) = (differences != 0).nonzero()
     return _positions_in(positions, hits, 8 // new.itemsize), differences.take(hits)
+
+
+def _compare_on_device(old: torch.Tensor, new: torch.Tensor, width: int) -> tuple[Integers, Words]:
+    """Return the same arrays as `_compare`, for versions in a device's memory."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
+    differences = new.view(words) - old.view(words)
+    (positions,) = differences.nonzero(as_tuple=True)
+    changed = differences[positions].cpu().numpy()
+    return positions.cpu().numpy(), changed.view(WORDS[width])
 
 
 def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:

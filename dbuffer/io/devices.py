@@ -49,6 +49,14 @@ def any_on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
     return is_used and any(tensor.is_cuda for tensor in tensors)
 
 
+def gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """Return the GPU that all tensors are on, or None if there is no such GPU."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    devices = {tensor.device for tensor in tensors}
+    return devices.pop() if len(devices) == 1 and all(d.type == "cuda" for d in devices) else None
+
+
 def fork_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], contextlib.ExitStack]:
     """Return a function that makes a ``with`` block with new CUDA streams, for another thread.
 

@@ -44,14 +44,17 @@ class FileTensors:
     def __init__(self, data: torch.Tensor, layout: Layout) -> None:
         self.layout = layout
         self._bytes = data
-        self.raw = as_bytes(data)
         self.address = data.data_ptr()
         self._tensor_slices: dict[int, list[tuple[int, int]]] = {}
         self._block_slices: dict[int, list[tuple[int, int]]] = {}
 
     @classmethod
-    def in_memory(cls, layout: Layout) -> FileTensors:
-        return cls(new_memory(layout.checksums_offset), layout)
+    def in_memory(cls, layout: Layout, device: torch.device | None = None) -> FileTensors:
+        return cls(new_memory(layout.checksums_offset, device), layout)
+
+    @cached_property
+    def raw(self) -> memoryview:
+        return as_bytes(self._bytes)
 
     def tensor(self, index: int) -> torch.Tensor:
         return view_tensor(self._bytes, self.layout, index)
@@ -194,10 +197,13 @@ class KeptMappings:
         self._mapped.clear()
 
 
-def new_memory(num_bytes: int) -> torch.Tensor:
-    """Allocate main memory as a flat tensor of undefined bytes, or raise a StoreAccessError."""
+def new_memory(num_bytes: int, device: torch.device | None = None) -> torch.Tensor:
+    """Allocate memory as a flat tensor of undefined bytes, or raise a StoreAccessError.
+
+    The memory is main memory, or a device's.
+    """
     try:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except (MemoryError, RuntimeError) as error:
         raise StoreAccessError(
             f"cannot allocate {num_bytes} bytes of memory for a version; is there a limit on this "

@@ -1,7 +1,8 @@
 """`Deltas`: the last version of a sender, and the delta from it to the next version.
 
 On a local mount, each version has a weights file. The sender compares this file with the last
-version's file, and writes the delta into a second file.
+version's file, and writes the delta into a second file. If the weights are on a GPU with enough
+free memory (`_GPU_SHARE`), the sender compares them there, with a `KeptCopy` of the last version.
 
 On a network mount, the sender compares the weights with a `KeptCopy` of the last version. Most
 versions with a delta have no weights file. Such a version
@@ -33,6 +34,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import torch
 
 from dbuffer.errors import (
     StoreAccessError,
@@ -49,6 +51,7 @@ from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.changes import Changes, Patch, apply_patch, find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import encode_delta
+from dbuffer.io.devices import free_on, gpu_of
 from dbuffer.io.tensors import MappedTensors
 from dbuffer.publish.draft import Draft, Progress, fill, join_digests_of_parts
 from dbuffer.publish.kept_copy import MAX_CHANGED_SHARE, KeptCopy
@@ -64,6 +67,9 @@ from dbuffer.weights.sources import Source
 logger = logging.getLogger(__name__)
 
 _UNREADABLE = (*UNDECODABLE, StoreAccessError, StoreNotFoundError)
+
+_GPU_SHARE = 0.25
+"""Largest fraction of a GPU's free memory that a copy of the last version may take."""
 
 _FAILED = "the last publish failed"
 
@@ -151,7 +157,7 @@ class Deltas:
         patch: Patch | None,
         progress: Progress | None,
     ) -> None:
-        """Begin a version. On a network mount, copy its weights into the kept copy. Collective.
+        """Begin a version: copy its weights into the kept copy, if there is one. Collective.
 
         ``version`` is the version's number on rank 0. If there is a ``patch``, the last version
         with this patch is published instead of ``source``.
@@ -165,15 +171,33 @@ class Deltas:
         # If this publish fails in any way, `keep` is not called, and there is no last version.
         self._has_last, self._why_none, self._changes = False, _FAILED, None
         self._part = part
-        if self._maps_files:
+        gpu = self._gpu_for_copy(part, source) if self._maps_files else None
+        if self._maps_files and gpu is None:
+            self._copy = None
             return
+        is_new = self._copy is None
         if self._copy is None:
-            self._copy = KeptCopy(part, self._copier)
+            self._copy = KeptCopy(part, self._copier, gpu)
         if patch is not None:
             self._changes = self._copy.patch(patch)
+            return
+        fill(self._copy, "copy" if is_new else "compare", source, world, progress)
+        if is_new:
+            self._copy.take_changes()
         else:
-            fill(self._copy, "copy" if is_first else "compare", source, world, progress)
             self._join(self._copy.take_changes)
+
+    def _gpu_for_copy(self, part: Part, source: Source) -> torch.device | None:
+        """Return the GPU to compare versions on, or None to compare their files."""
+        gpu = gpu_of(source.eager) if part.has_all else None
+        if gpu is None or (self._copy is not None and self._copy.device == gpu):
+            return gpu
+        num_bytes, free_bytes = part.layout.checksums_offset, free_on(gpu)
+        if num_bytes <= _GPU_SHARE * free_bytes:
+            return gpu
+        message = "%s: %s has %d bytes free, too few for a copy of %d bytes: comparing files"
+        log_once(logger, message, self._store.root, gpu, free_bytes, num_bytes)
+        return None
 
     def _join(self, find: Callable[[], Changes]) -> None:
         """Find this rank's changes, and collect the changes of all ranks on rank 0. Collective."""
@@ -235,7 +259,7 @@ class Deltas:
         else:
             fill(draft, "write", source, world, progress)
         checksums = draft.finish_parts(world)
-        if self._file is not None:
+        if self._file is not None and self._changes is None:
             find = partial(
                 find_changes,
                 self._file.data,
@@ -310,7 +334,7 @@ class Deltas:
 
     def keep(self, draft: Draft) -> None:
         """Keep the published version's mapped file or copy, for the delta to the next version."""
-        if self._copy is None:
+        if self._maps_files:
             self._file = draft.mapped
         self._has_last = True
 

@@ -1,4 +1,7 @@
-"""`KeptCopy`: one rank's part of the last version, in memory, to compare the next version with."""
+"""`KeptCopy`: one rank's part of the last version, in main memory or on a GPU.
+
+The next version is compared with it.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,14 @@ _BATCH_BYTES = 32 << 20
 
 
 class KeptCopy:
-    """Copy of this rank's part of the last version. Its layout has one tensor per part ("box")."""
+    """Copy of this rank's part of the last version. Its layout has one tensor per part ("box").
 
-    def __init__(self, part: Part, copier: Copier) -> None:
+    The copy is in the memory of ``device``, or in main memory if that is None.
+    """
+
+    def __init__(self, part: Part, copier: Copier, device: torch.device | None = None) -> None:
         self.part = part
+        self.device = device
         self._copier = copier
         self._max_bytes = MAX_CHANGED_SHARE * part.whole.num_bytes
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -37,7 +44,7 @@ class KeptCopy:
     @cached_property
     def contents(self) -> FileTensors:
         """Tensors of the copy, whose memory is allocated at the first use."""
-        return FileTensors.in_memory(self.part.layout)
+        return FileTensors.in_memory(self.part.layout, self.device)
 
     def take_changes(self) -> Changes:
         """Return the changes that `write` has made. If too much changed, some are left out."""
@@ -111,5 +118,5 @@ class KeptCopy:
 
     def _scratch_of(self, num_bytes: int) -> torch.Tensor:
         if len(self._scratch) < num_bytes:
-            self._scratch = new_memory(num_bytes)
+            self._scratch = new_memory(num_bytes, self.device)
         return self._scratch[:num_bytes]

@@ -54,7 +54,8 @@ class SenderOptions:
     """Publish only the elements that changed since the previous version, if that saves enough.
     Requires the extra ``delta``; iterators are refused. On a network mount the sender keeps a copy
     of the weights in memory. Each rank of a sharded trainer keeps a copy of the part that it
-    writes."""
+    writes. On a local mount, a `WeightSender` of weights on a GPU keeps a copy on this GPU, if the
+    copy takes at most a quarter of the free memory."""
     dtype: torch.dtype | None = None
     """Publish floating-point tensors in this dtype, cast while they are copied. Weights with a
     value that the dtype cannot hold are refused."""

@@ -28,6 +28,9 @@ from dbuffer.format import chain
 from dbuffer.format.layout import ITEM_BYTES
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Manifest
+from dbuffer.format.ranges import Integers
+from dbuffer.io import changes
+from dbuffer.io.changes import Words
 from dbuffer.publish import deltas
 from dbuffer.publish.draft import Draft
 from dbuffer.receive import reader as reader_module
@@ -46,6 +49,23 @@ from tests.support.stores import fill, named_files, small_disk, version_files
 Tensors = dict[str, torch.Tensor]
 
 READER_TIMEOUT_S = 0.2
+
+
+@pytest.fixture(params=["local", "network", "GPU"])
+def mount(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Type of all mounts. "GPU": a local mount, with weights on a GPU, for which the CPU stands."""
+    kind = "local" if request.param == "GPU" else str(request.param)
+    monkeypatch.setenv("DBUFFER_MOUNT", kind)
+    if request.param == "GPU":
+        cpu = torch.device("cpu")
+        monkeypatch.setattr(deltas, "gpu_of", lambda tensors: cpu if tensors else None)
+        monkeypatch.setattr(changes, "_compare", compare_as_on_a_gpu)
+    return kind
+
+
+def compare_as_on_a_gpu(old: Words, new: Words, _: object) -> tuple[Integers, Words]:
+    sides = (torch.from_numpy(side.view(f"i{side.itemsize}")) for side in (old, new))
+    return changes._compare_on_device(*sides, new.itemsize)
 
 
 @pytest.fixture
@@ -744,6 +764,30 @@ def test_patches_of_views_and_of_values_of_another_width(store, mount, sender, r
         for tensor in weights.values():
             tensor[indices] = values.to(tensor.dtype)
         assert_all_read(store, reader, weights)
+
+
+@pytest.mark.parametrize(("has_room", "num_files_compared"), [(True, 1), (False, 3)])
+@pytest.mark.parametrize("mount", ["GPU"], indirect=True)
+def test_versions_on_a_gpu_are_compared_there_if_it_has_room(
+    store, mount, sender, reader, monkeypatch, caplog, has_room, num_files_compared
+):
+    """A patch is written into a file alone, so the next version is compared with this file."""
+    caplog.set_level(logging.INFO, "dbuffer")
+    weights = {"a": torch.arange(400.0), "b": torch.arange(400).to(torch.bfloat16)}
+    num_bytes = 400 * (4 + 2)
+    monkeypatch.setattr(deltas, "free_on", lambda _: num_bytes * (5 if has_room else 3))
+    with mock.patch.object(deltas, "find_changes", wraps=deltas.find_changes) as compare_files:
+        for version, is_patch in enumerate([False, False, True, False, False], 1):
+            weights["a"][version] = value = torch.tensor(-1.0)
+            if is_patch:
+                patch = SparsePatch("a", torch.tensor([version]), value.view(1))
+                publication = sender.send_patches([patch])
+            else:
+                publication = sender.send(weights)
+            assert (publication.delta_bytes is None) == (version == 1)
+            assert_all_read(store, reader, weights)
+    assert compare_files.call_count == num_files_compared
+    assert ("comparing files" in caplog.text) == (not has_room)
 
 
 REFUSED: dict[str, dict[str, Any]] = {
