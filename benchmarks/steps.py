@@ -136,7 +136,7 @@ def watch_steps(llm: Any) -> Stopwatch:
     from dbuffer.engine.rank_channel import RankChannel
     from dbuffer.engine.rank_model import RankModel
     from dbuffer.engine.rank_receiver import RankReceiver
-    from dbuffer.integrations.vllm.reload_fixes import repack_tied
+    from dbuffer.integrations.vllm.rank import repack_tied
     from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 
     stopwatch = Stopwatch()

@@ -9,6 +9,6 @@ In the process that drives the engine, `follower` switches the engine at each ca
 until closed. `store_view` reads the store, `reporting` has metrics and log, and `server` calls an
 inference server over HTTP.
 
-Both sides use `contract` (the methods of an engine and its ranks), `messages` (requests and
-answers) and `engine_options`. The docstring of `follower` lists the steps of a switch.
+Both sides use `contract` (the methods of an engine and its ranks, requests and answers) and
+`engine_options`. The docstring of `follower` lists the steps of a switch.
 """

@@ -18,8 +18,14 @@ from typing import Any
 import torch
 
 from dbuffer import errors
-from dbuffer.engine import messages
-from dbuffer.engine.contract import ENDPOINT_ATTR, EngineRank, ModelState
+from dbuffer.engine.contract import (
+    ENDPOINT_ATTR,
+    EngineRank,
+    ModelState,
+    RankAnswer,
+    RankRequest,
+    as_answer,
+)
 from dbuffer.engine.engine_options import NO_STORE_YET, EngineOptions
 from dbuffer.engine.rank_receiver import RankReceiver, by_rank
 from dbuffer.engine.shape_check import no_places
@@ -30,14 +36,14 @@ logger = logging.getLogger(__name__)
 _IS_WATCHED = "is_watched_by_dbuffer"
 
 
-def capture_answer(call: Callable[[], messages.RankAnswer]) -> messages.RankAnswer:
+def capture_answer(call: Callable[[], RankAnswer]) -> RankAnswer:
     """Call a function; return its answer, or its error as an answer. Never raise an error."""
     try:
         return call()
     except Exception as error:  # every rank must answer
         if not isinstance(error, errors.DBufferError):
             logger.warning("a request of the follower failed", exc_info=True)
-        return messages.as_answer(error)
+        return as_answer(error)
 
 
 class RankEndpoint:
@@ -103,9 +109,7 @@ class RankEndpoint:
 
     # Requests
 
-    def do(
-        self, request: messages.RankRequest, make_rank: Callable[[], EngineRank]
-    ) -> messages.RankAnswer:
+    def do(self, request: RankRequest, make_rank: Callable[[], EngineRank]) -> RankAnswer:
         """Serve a request; return the answer or raise an error.
 
         A request that needs an :class:`EngineRank` calls ``make_rank``.

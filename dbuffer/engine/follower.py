@@ -32,12 +32,14 @@ from dbuffer.engine.contract import (
     Engine,
     EngineFacts,
     PauseMode,
+    RankRequest,
     WeightLabel,
     describe_weights,
     served_by,
+    specs_of,
+    worst_of,
 )
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.engine.messages import RankRequest, specs_of, worst_of
 from dbuffer.engine.reporting import FollowerReport, Switch
 from dbuffer.engine.store_view import StoreView, engine_id_of
 from dbuffer.format.lineage import Lineage, VersionId, number_of

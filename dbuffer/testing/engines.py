@@ -12,11 +12,19 @@ from typing import Any
 import torch
 
 from dbuffer.engine.background import BackgroundFollower
-from dbuffer.engine.contract import Engine, EngineFacts, EngineRank, WeightLabel
+from dbuffer.engine.contract import (
+    Engine,
+    EngineFacts,
+    EngineRank,
+    RankAnswer,
+    RankRequest,
+    WeightLabel,
+    decode_answer,
+    encode_answer,
+)
 from dbuffer.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.follower import Follower
-from dbuffer.engine.messages import RankAnswer, RankRequest, decode_answer, encode_answer
 from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.rank_receiver import RankReceiver

@@ -29,11 +29,16 @@ import torch
 import dbuffer
 from dbuffer.engine import background
 from dbuffer.engine.background import BackgroundFollower
-from dbuffer.engine.contract import UNKNOWN_VERSION, EngineFacts, WeightLabel
+from dbuffer.engine.contract import (
+    UNKNOWN_VERSION,
+    EngineFacts,
+    RankAnswer,
+    RankRequest,
+    WeightLabel,
+)
 from dbuffer.engine.endpoint import RankEndpoint
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.engine.follower import Follower
-from dbuffer.engine.messages import RankAnswer, RankRequest
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.mirror.loop import MirrorLoop
 from dbuffer.store import filesystem

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 import dbuffer
-from dbuffer.engine.endpoint import RankEndpoint, capture_answer
-from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.engine.messages import (
+from dbuffer.engine.contract import (
     RankAnswer,
     RankRequest,
     as_answer,
@@ -23,6 +21,8 @@ from dbuffer.engine.messages import (
     raise_worst,
     worst_of,
 )
+from dbuffer.engine.endpoint import RankEndpoint, capture_answer
+from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.rank_receiver import RankReceiver
 from dbuffer.format.layout import TensorSpec

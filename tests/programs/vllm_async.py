@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import dbuffer
+from dbuffer.engine.contract import RankRequest, decode_answer
 from dbuffer.engine.engine_options import EngineOptions
-from dbuffer.engine.messages import RankRequest, decode_answer
 from dbuffer.integrations.vllm import follow
 from dbuffer.integrations.vllm.config import CALL
-from dbuffer.integrations.vllm.core_pauses import HOLD
+from dbuffer.integrations.vllm.core import HOLD
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.engines import tiny_models
 from tests.support.engines.async_engines import STEP_TIMEOUT_S, Asking, answer_afresh, until

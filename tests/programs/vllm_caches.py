@@ -13,7 +13,7 @@ import pytest
 import dbuffer
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.integrations.vllm import follow
-from dbuffer.integrations.vllm.caches import require_droppable
+from dbuffer.integrations.vllm.config import require_droppable
 from tests.support.engines.tiny_models import make_model, save_model
 from tests.support.engines.vllm_engines import greedy, judge, start_llm
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 import dbuffer
-from dbuffer.engine.contract import WeightLabel
+from dbuffer.engine.contract import RankRequest, WeightLabel
 from dbuffer.engine.engine_options import UpdateRequest
-from dbuffer.engine.messages import RankRequest
 from dbuffer.integrations.vllm import follow
 from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 from dbuffer.testing.waiting import until

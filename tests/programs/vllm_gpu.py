@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import dbuffer
+from dbuffer.engine.contract import RankRequest
 from dbuffer.engine.engine_options import UpdateRequest
-from dbuffer.engine.messages import RankRequest
 from dbuffer.integrations.vllm import follow
 from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 from tests.programs.vllm_dead_core import label_of, tokens

@@ -14,7 +14,7 @@ import torch
 import dbuffer
 from dbuffer.engine.contract import UNKNOWN_VERSION
 from dbuffer.integrations.vllm import follow, versions_of
-from dbuffer.integrations.vllm.launched import LaunchedFollower
+from dbuffer.integrations.vllm.follow_vllm import LaunchedFollower
 from dbuffer.testing.conformance import Client
 from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.engines.broken_backends import require_conformance

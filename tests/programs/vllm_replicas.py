@@ -11,7 +11,7 @@ from typing import Any
 
 import dbuffer
 from dbuffer.integrations.vllm import follow
-from dbuffer.integrations.vllm.core_pauses import HOLD
+from dbuffer.integrations.vllm.core import HOLD
 from dbuffer.testing.waiting import until
 from tests.support.engines.async_engines import STEP_TIMEOUT_S, Asking, answer_afresh
 from tests.support.engines.async_engines import until as until_async

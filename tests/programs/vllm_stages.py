@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import dbuffer
+from dbuffer.engine.contract import RankRequest
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.engine.messages import RankRequest
 from tests.support.engines.misfits import BIAS, K_PROJ, NORM, Q_PROJ
 from tests.support.engines.tiny_models import save_model, weights_in
 from tests.support.engines.vllm_engines import engine_arguments, judge, set_packing

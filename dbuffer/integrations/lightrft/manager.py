@@ -26,7 +26,7 @@ from dbuffer.runtime.closing import Closing
 from dbuffer.weights.sources import Weights
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.vllm.launched import LaunchedFollower
+    from dbuffer.integrations.vllm.follow_vllm import LaunchedFollower
 
 EngineFollower: TypeAlias = "Follower | LaunchedFollower"
 
@@ -172,10 +172,10 @@ def start_follower(engine_type: str, engine: Any, options: EngineOptions) -> Eng
 
         follower = Follower(sglang_engine_of(engine), options)
     else:
-        from dbuffer.integrations.vllm import launched, vllm_engine
+        from dbuffer.integrations.vllm import follow_vllm, vllm_engine
 
         if vllm_engine.is_one_of_several(engine):
-            follower = launched.LaunchedFollower(engine, options)
+            follower = follow_vllm.LaunchedFollower(engine, options)
         else:
             follower = Follower(vllm_engine.vllm_engine_of(engine), options)
     follower.start()

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from sglang.srt.runtime_context import get_parallel
 
+from dbuffer.engine.contract import RankAnswer
 from dbuffer.engine.endpoint import RankEndpoint, capture_answer
-from dbuffer.engine.messages import RankAnswer
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.sglang.rank import SchedulerRank

@@ -15,9 +15,15 @@ from typing import Any
 
 import torch
 
-from dbuffer.engine.contract import Engine, EngineFacts, PauseMode, WeightLabel
+from dbuffer.engine.contract import (
+    Engine,
+    EngineFacts,
+    PauseMode,
+    RankAnswer,
+    RankRequest,
+    WeightLabel,
+)
 from dbuffer.engine.engine_options import EngineOptions
-from dbuffer.engine.messages import RankAnswer, RankRequest
 from dbuffer.engine.server import EngineServer
 from dbuffer.errors import EngineBusyError, EngineUpdateError, OptionError, UnsupportedError
 from dbuffer.format.manifest import host_in_id

@@ -20,9 +20,9 @@ from typing import Any, cast
 
 from tensordict import TensorDict
 
+from dbuffer.engine.contract import raise_worst
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.follower import Follower
-from dbuffer.engine.messages import raise_worst
 from dbuffer.errors import (
     ClosedError,
     DBufferError,

@@ -1,9 +1,9 @@
 """vLLM engines that follow a store: an ``LLM``, an ``AsyncLLM`` or a server.
 
 In vLLM's workers, `plugin` installs `backend` and `rank`, which share one `RankEndpoint` for each
-rank. `weight_calls` detects vLLM's own writes of weights. In vLLM's engine core, `core_labels`
-labels each token with a version, and `core_pauses` pauses the engine. In the front end,
-`vllm_engine` drives an engine; `requests` and `responses` report versions to a server's clients.
+rank. `workers` detects vLLM's own writes of weights. In vLLM's engine core, `core` labels each
+token with a version, and pauses the engine. In the front end, `vllm_engine` drives an engine;
+`requests` and `responses` report versions to a server's clients.
 
 vLLM imports this package before it has finished importing itself. So a name of this package, and
 vLLM with it, is imported when the name is first used.

@@ -22,7 +22,7 @@ from dbuffer.errors import EngineEndedError, OptionError, UnsupportedError, Wait
 from dbuffer.format.manifest import metadata_for_record
 from dbuffer.integrations.peft.saved import SavedAdapter, hold, save_adapter
 from dbuffer.integrations.vllm.config import default_engine_id, replicas_of
-from dbuffer.integrations.vllm.core_labels import ADAPTER
+from dbuffer.integrations.vllm.core import ADAPTER
 from dbuffer.integrations.vllm.vllm_engine import AsyncVllm
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.receive.receiver import WeightReceiver

@@ -21,8 +21,8 @@ from dbuffer.engine.meta_model import DraftedModel, MetaModel, built_without_dat
 from dbuffer.engine.plan.load_trace import storage_of, tables_of
 from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
-from dbuffer.integrations.vllm.drafts import Draft
-from dbuffer.integrations.vllm.reload_fixes import has_optional_scales
+from dbuffer.integrations.vllm.packing import has_optional_scales
+from dbuffer.integrations.vllm.workers import Draft
 
 
 def vllm_shape_check(

@@ -20,7 +20,7 @@ from dbuffer.engine.background import BackgroundFollower
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import DBufferError, OptionError, UnsupportedError, WaitTimeoutError
 from dbuffer.integrations.vllm.config import adapters_of, engine_settings, options_of
-from dbuffer.integrations.vllm.core_labels import READY
+from dbuffer.integrations.vllm.core import READY
 from dbuffer.integrations.vllm.follow_vllm import follow
 from dbuffer.integrations.vllm.plugin import log_as_vllm
 from dbuffer.integrations.vllm.requests import AdapterOutlook, Outlook

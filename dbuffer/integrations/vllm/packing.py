@@ -93,6 +93,11 @@ def has_cpu_experts(layer: Any) -> bool:
     )
 
 
+def has_optional_scales(module: torch.nn.Module) -> bool:
+    """Whether a layer has scales of a KV cache, which are optional in a checkpoint."""
+    return isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
+
+
 @contextlib.contextmanager
 def onednn_kernels_keep_scales(dtype: torch.dtype) -> Iterator[None]:
     """Make vLLM create int8 CPU kernels that keep their scales alive and compute in ``dtype``.

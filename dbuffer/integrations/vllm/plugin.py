@@ -44,9 +44,8 @@ def _extend() -> None:
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    from dbuffer.integrations.vllm.core_labels import label_cores, tell_labels
-    from dbuffer.integrations.vllm.core_pauses import add_pauses
-    from dbuffer.integrations.vllm.weight_calls import watch_workers
+    from dbuffer.integrations.vllm.core import add_pauses, label_cores, tell_labels
+    from dbuffer.integrations.vllm.workers import watch_workers
 
     watch_workers(WorkerWrapperBase)
     label_cores(EngineCore)

@@ -1,16 +1,17 @@
 """`WorkerRank`: one rank of a vLLM engine, in its worker, with the methods that followers call.
 
 A rank loads weights through vLLM's layerwise reload, which handles packed, quantized and plain
-layers. `reload_fixes` repairs faults of vLLM's reload.
+layers. Functions at the end of this module repair faults of vLLM's reload.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -21,25 +22,42 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from dbuffer.engine.contract import ENDPOINT_ATTR, EngineRank, require_unchanged, tied_to
+from dbuffer.engine.contract import (
+    ENDPOINT_ATTR,
+    EngineRank,
+    RankAnswer,
+    RankRequest,
+    encode_answer,
+    require_unchanged,
+    tied_to,
+)
 from dbuffer.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.engine.engine_options import EngineOptions
-from dbuffer.engine.messages import RankAnswer, RankRequest, encode_answer
 from dbuffer.engine.meta_model import DraftedModel
-from dbuffer.engine.plan.load_trace import form_of
+from dbuffer.engine.plan.load_trace import form_of, tables_of
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.errors import DBufferError, EngineBrokenError, UnsupportedError
 from dbuffer.format.layout import DRAFT_PREFIX
 from dbuffer.integrations.vllm import packing
-from dbuffer.integrations.vllm import reload_fixes as fixes
-from dbuffer.integrations.vllm.caches import require_droppable
-from dbuffer.integrations.vllm.config import default_engine_id, is_launched, replica_name
-from dbuffer.integrations.vllm.drafts import Draft, draft_of
+from dbuffer.integrations.vllm.config import (
+    default_engine_id,
+    is_launched,
+    replica_name,
+    require_droppable,
+)
 from dbuffer.integrations.vllm.meta_layers import vllm_shape_check
-from dbuffer.integrations.vllm.packing import onednn_kernels_keep_scales
+from dbuffer.integrations.vllm.packing import (
+    has_cpu_experts,
+    has_cpu_kernel,
+    has_optional_scales,
+    onednn_kernels_keep_scales,
+)
+from dbuffer.integrations.vllm.workers import Draft, draft_of
 from dbuffer.runtime.cores import use_cores_of_parent
 
 logger = logging.getLogger(__name__)
@@ -92,13 +110,13 @@ class WorkerRank(EngineRank):
                 self._targets = self._reload_targets()
         return vllm_shape_check(self._vllm_config, self.module)
 
-    def load(self, tensors: fixes.Weights, *, partial: bool = False) -> None:
+    def load(self, tensors: Weights, *, partial: bool = False) -> None:
         """Load the weights of one version into the model; see :meth:`EngineRank.load`.
 
         If the version lacks scales of KV caches, the scales get vLLM's defaults, as at an engine's
         start.
         """
-        before = fixes.tensors_of_layers(self.module)
+        before = tensors_of_layers(self.module)
         places = self._addresses()
         config = self._vllm_config
         dtype = config.model_config.dtype
@@ -111,11 +129,11 @@ class WorkerRank(EngineRank):
             try:
                 loaded = self._reload(tensors, before, partial=partial)
             except BaseException:
-                fixes.restore_tensors(before)
+                restore_tensors(before)
                 raise
-            fixes.restore_absent_names(before)
-            fixes.repack_tied(self.module, loaded)
-            fixes.repack_cpu_experts(loaded)
+            restore_absent_names(before)
+            repack_tied(self.module, loaded)
+            repack_cpu_experts(loaded)
         # Wait for the copies: the engine's next step reads them, and staging may overwrite their
         # sources.
         if self.on_device:
@@ -124,7 +142,7 @@ class WorkerRank(EngineRank):
             raise EngineBrokenError("vLLM's reload has moved parameters to other addresses")
 
     def _reload(
-        self, weights: fixes.Weights, before: list[fixes.LayerTensors], *, partial: bool
+        self, weights: Weights, before: list[LayerTensors], *, partial: bool
     ) -> list[torch.nn.Module]:
         parts = [(self._target, self._vllm_config.model_config)]
         if self._draft is not None:
@@ -132,12 +150,12 @@ class WorkerRank(EngineRank):
         for part, _ in parts:
             initialize_layerwise_reload(part)
         # vLLM collects the tensors of each layer as views, so tensors in any order cost no memory.
-        with fixes.parameters_stay_in_place(before, weights) as settled:
+        with parameters_stay_in_place(before, weights) as settled:
             self.module.load_weights(settled)
-        loaded = [module for module in self.module.modules() if fixes.has_loaded(module)]
+        loaded = [module for module in self.module.modules() if has_loaded(module)]
         if not partial:
-            fixes.finish_caches_without_scales(self._target)
-        with fixes.without_warnings():
+            finish_caches_without_scales(self._target)
+        with without_warnings():
             for part, model_config in parts:
                 finalize_layerwise_reload(part, model_config)
         return loaded
@@ -205,13 +223,13 @@ class WorkerRank(EngineRank):
             self._target.__dict__.pop("compute_logits", None)
 
 
-def _read_again(load_config: Any, model_config: Any, model: Any) -> fixes.Weights:
+def _read_again(load_config: Any, model_config: Any, model: Any) -> Weights:
     loader = get_model_loader(load_config)
     if not hasattr(loader, "get_all_weights"):
         raise UnsupportedError(
             f"vLLM cannot read weights of load format {load_config.load_format!r} again"
         )
-    weights: fixes.Weights = loader.get_all_weights(model_config, model)
+    weights: Weights = loader.get_all_weights(model_config, model)
     return weights
 
 
@@ -258,7 +276,7 @@ class WorkerExtension:
     """
 
     def dbuffer_call(self: Any, request: dict[str, Any]) -> dict[str, Any]:
-        """Execute a request of a follower; see :mod:`dbuffer.engine.messages`.
+        """Execute a request of a follower; see :class:`.RankRequest`.
 
         This method raises no errors. After an error, vLLM would leave the other ranks' answers
         unread, and take them for answers to its next call.
@@ -277,3 +295,144 @@ def _do(worker: Any, request: RankRequest) -> RankAnswer:
     if request.call == "update":
         worker.model_runner.reset_lora_state()
     return answer
+
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+LayerTensors = tuple[torch.nn.Module, list[dict[str, Any]]]
+
+
+def tensors_of_layers(model: torch.nn.Module) -> list[LayerTensors]:
+    """Return each layer of a model with its current parameters and buffers."""
+    return [(module, [dict(table) for table in tables_of(module)]) for module in model.modules()]
+
+
+def restore_tensors(before: list[LayerTensors]) -> None:
+    """Put the tensors from before a failed load back into their layers.
+
+    The tensors then have values of two versions. But the layers can be loaded again: without this
+    function, some layers would stay on the meta device, or be half loaded at the start of the next
+    load.
+    """
+    for module, tensors in before:
+        get_layerwise_info(module).reset()
+        for table, table_before in zip(tables_of(module), tensors, strict=True):
+            table.clear()
+            table.update(table_before)
+
+
+@contextlib.contextmanager
+def parameters_stay_in_place(before: list[LayerTensors], weights: Weights) -> Iterator[Weights]:
+    """Yield the weights to load, and keep each parameter at its address.
+
+    The ``load_weights`` method of some models replaces biases by new parameters, but kernels read
+    the old addresses. After such a replacement, the new values are copied into the old parameter,
+    and the old parameter is put back. A new parameter on the meta device has no values. In this
+    case the published tensor is copied.
+    """
+    made: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
+
+    def register(module: torch.nn.Module, parameters: Any, name: str, parameter: Any) -> None:
+        torch.nn.Module.register_parameter(module, name, parameter)
+        old = parameters.get(name) if name in SKIP_TENSORS else None
+        if old is not None and parameter is not None and parameter is not old:
+            made.append((module, name, old))
+
+    def settling() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            yield name, tensor
+            for module, parameter_name, old in made:
+                table, _ = tables_of(module)
+                new = table[parameter_name]
+                old.data.copy_(tensor.view(old.shape) if new.is_meta else new.data)
+                table[parameter_name] = old
+            made.clear()
+
+    for module, (parameters, _) in before:
+        if parameters.keys() & SKIP_TENSORS:
+            module.__dict__["register_parameter"] = functools.partial(register, module, parameters)
+    try:
+        yield settling()
+    finally:
+        for module, _tensors in before:
+            module.__dict__.pop("register_parameter", None)
+
+
+def has_loaded(module: torch.nn.Module) -> bool:
+    """Whether vLLM's running reload has loaded a tensor into a layer."""
+    info = get_layerwise_info(module)
+    return not info.can_load() or info.load_numel > 0  # the layer is finished, or has begun
+
+
+def finish_caches_without_scales(model: torch.nn.Module) -> None:
+    """Make vLLM's reload set missing scales of KV caches to their defaults, as at the start."""
+    for module in model.modules():
+        if has_optional_scales(module) and not has_loaded(module):
+            # vLLM's reload sets the defaults when it finishes a layer, which needs a loaded
+            # element.
+            get_layerwise_info(module).load_numel = 1
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Suppress vLLM's warnings about layers that got no weights during a reload.
+
+    Rotary embeddings and tied heads need no weights, and a partial load omits layers. dbuffer has
+    checked before that the version has all required weights.
+    """
+
+    def is_logged(record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in record.getMessage()
+
+    logger = logging.getLogger(finalize_layerwise_reload.__module__)
+    logger.addFilter(is_logged)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_logged)
+
+
+def restore_absent_names(before: list[LayerTensors]) -> None:
+    """Restore parameters that are None, which vLLM's reload removes from their layers.
+
+    A parameter is None if a kernel holds its weights.
+    """
+    for module, tensors in before:
+        for table, table_before in zip(tables_of(module), tensors, strict=True):
+            for name, tensor in table_before.items():
+                if tensor is None:
+                    table.setdefault(name, None)
+
+
+def repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
+    """Pack layers that share the weight of another layer, such as a head tied to the embedding.
+
+    vLLM's reload skips such layers, so a tied head would compute with its old packed copy. If vLLM
+    has packed the embedding too, the head uses the embedding's packed copy.
+    """
+    owners = {id(weight): module for module in loaded for weight in module.parameters(False)}
+    module: Any
+    for module in model.modules():
+        # Not ``module.weight``, because a LoRA wrapper returns the weight of its inner layer.
+        owner = owners.get(id(tables_of(module)[0].get("weight")))
+        if owner is None or owner is module or not has_cpu_kernel(module):
+            continue
+        if hasattr(owner, "cpu_linear") and getattr(module, "bias", None) is None:
+            module.cpu_linear = owner.cpu_linear
+        else:
+            module.quant_method.process_weights_after_loading(module)
+
+
+def repack_cpu_experts(loaded: list[torch.nn.Module]) -> None:
+    """Pack newly loaded experts on a CPU, which vLLM's reload (0.28 to 0.33) does not do.
+
+    vLLM packs experts only when it makes their kernel, at the engine's start.
+    """
+    module: Any
+    for module in loaded:
+        if has_cpu_experts(module):
+            places = {name: getattr(module, name) for name in ("w13_weight", "w2_weight")}
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+            for name, place in places.items():
+                place.data.copy_(getattr(module, name))
+                module.register_parameter(name, place)

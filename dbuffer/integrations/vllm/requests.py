@@ -21,7 +21,7 @@ from dbuffer.engine.contract import WeightLabel
 from dbuffer.errors import EngineEndedError, OptionError
 from dbuffer.format.lineage import Positive
 from dbuffer.integrations.vllm.config import replicas_of
-from dbuffer.integrations.vllm.core_labels import LABEL
+from dbuffer.integrations.vllm.core import LABEL
 from dbuffer.integrations.vllm.vllm_engine import ask_core
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.timing import TIMING

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dbuffer.engine.contract import WeightLabel
 from dbuffer.errors import OptionError
-from dbuffer.integrations.vllm.core_labels import ADMITTED
+from dbuffer.integrations.vllm.core import ADMITTED
 from dbuffer.integrations.vllm.requests import (
     HEADERS,
     MIN_VERSION,

@@ -23,15 +23,15 @@ from dbuffer.errors import (
     EngineUpdateError,
     UnsupportedError,
 )
-from dbuffer.integrations.vllm.caches import shared_caches
 from dbuffer.integrations.vllm.config import (
     CALL,
     LOAD_ADAPTER,
     facts_here,
     facts_of_server,
     is_launched,
+    shared_caches,
 )
-from dbuffer.integrations.vllm.core_pauses import HOLD, NOT_RESET, RELEASE, refusal_in
+from dbuffer.integrations.vllm.core import HOLD, NOT_RESET, RELEASE, refusal_in
 from dbuffer.runtime.timing import TIMING
 
 ResultT = TypeVar("ResultT")

@@ -8,14 +8,25 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Never
+from typing import Annotated, Any, Never
 
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 
-from dbuffer.errors import OptionError, WaitTimeoutError
+from dbuffer.errors import (
+    EngineUnreachableError,
+    OptionError,
+    UnsupportedError,
+    WaitTimeoutError,
+)
+from dbuffer.format.lineage import Lineage, VersionId
+from dbuffer.runtime import options
+from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.timing import TIMING
+from dbuffer.store import kept
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.contents import Contents
 from dbuffer.store.open_version import open_newest
 from dbuffer.tools import tables
 from dbuffer.tools.commands import shared
@@ -23,6 +34,7 @@ from dbuffer.tools.status import read_status
 from dbuffer.tools.terminal import print_parts, progress
 
 _REFRESH_S = 0.5
+_ANSWER_S = 30.0
 
 
 def status(
@@ -107,9 +119,7 @@ def verify(
     """
     view = shared.view_of(store, allow_shared_store=allow_shared_store)
     if engine is not None:
-        from dbuffer.engine.served import ask_server
-
-        answer = ask_server(view, engine, version)
+        answer = _ask_server(view, engine, version)
         shared.show(answer, tables.server_parts(answer), as_json=as_json)
         if not answer["is_verified"]:
             are_of_store = all(replica["is_of_store"] for replica in answer["replicas"])
@@ -141,3 +151,72 @@ def ls(
     tensors = [{**spec._asdict(), "num_bytes": spec.num_bytes} for spec in layout.specs]
     result = {"version": version, "tensors": tensors, "aliases": layout.aliases}
     shared.show(result, tables.layout_parts(result), as_json=as_json)
+
+
+def _ask_server(store: DoubleBuffer, url: str, version: int | VersionId | None) -> dict[str, Any]:
+    """Describe the weights of a server's replicas, as `dbuffer verify --engine --json` prints it.
+
+    The server must answer `GET /ready` as :class:`~dbuffer.integrations.vllm.FollowStore` does. By
+    default, ``version`` is the store's newest version. If a newer version is published while the
+    server answers, both versions are right.
+    """
+    before = _newest(store)
+    answers = _ask(options.server_url("--engine", url))
+    newest = _newest(store)
+    expected = [newest.id, before.id]
+    if version is not None:
+        if (version_id := Contents(store).id_of(version)) is None:
+            raise kept.missing(store, version)
+        expected = [version_id]
+    replicas = [_compare(answer, expected, newest) for answer in answers]
+    is_verified = all(replica["problem"] is None for replica in replicas)
+    return {"id": expected[0], "engine": url, "is_verified": is_verified, "replicas": replicas}
+
+
+def _newest(store: DoubleBuffer) -> Lineage:
+    store.check()
+    if (newest := Contents(store).newest) is None:
+        raise WaitTimeoutError(f"nothing was published in {store.root} yet")
+    return newest
+
+
+def _ask(url: str) -> list[dict[str, Any]]:
+    with needed_for("--engine"):
+        import httpx
+    try:
+        response = httpx.get(f"{url}/ready", timeout=_ANSWER_S)
+        answer = response.json()
+        replicas, reason = list(map(dict, answer["replicas"])), answer["reason"]
+    except httpx.HTTPError as error:
+        raise EngineUnreachableError(
+            f"{url} does not answer: {type(error).__name__} {error}"
+        ) from error
+    except (LookupError, TypeError, ValueError):
+        raise UnsupportedError(
+            f"{url} does not tell its weights (GET /ready: {response.status_code}): give the "
+            "address, without /v1, of a vLLM server with FollowStore"
+        ) from None
+    if not replicas:
+        raise EngineUnreachableError(f"{url} has no weights: {reason}")
+    return replicas
+
+
+def _compare(answer: dict[str, Any], expected: list[VersionId], newest: Lineage) -> dict[str, Any]:
+    number, run = str(answer.get("version")), answer.get("run")
+    served = VersionId(str(run), int(number)) if number.isdecimal() else None
+    is_of_store = served is not None and newest.reaches(served)
+    is_attested = answer.get("attested") is True
+    problem = None
+    if not is_of_store:
+        problem = "its weights are not a version that leads to the store's newest"
+    elif served not in expected:
+        problem = f"it does not serve version {expected[0].number}"
+    elif not is_attested:
+        problem = "it has not compared its weights with the version (its option `attest`)"
+    return {
+        "version": number,
+        "run": run,
+        "is_of_store": is_of_store,
+        "is_attested": is_attested,
+        "problem": problem,
+    }

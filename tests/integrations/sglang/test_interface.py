@@ -18,9 +18,8 @@ import httpx
 import pytest
 
 import dbuffer
-from dbuffer.engine.contract import WeightLabel
+from dbuffer.engine.contract import RankRequest, WeightLabel
 from dbuffer.engine.engine_options import UpdateRequest
-from dbuffer.engine.messages import RankRequest
 from dbuffer.integrations.sglang import LOADER, EngineOptions, ServerEngine, follow
 from dbuffer.integrations.sglang.sglang_engine import from_tensors
 

@@ -25,7 +25,7 @@ from dbuffer import (
     UnsupportedError,
 )
 from dbuffer.engine.contract import Engine
-from dbuffer.integrations.vllm import core_pauses
+from dbuffer.integrations.vllm import core as vllm_core
 from dbuffer.integrations.vllm.vllm_engine import (
     AsyncVllm,
     OfflineVllm,
@@ -179,17 +179,17 @@ class HeldCore(Core):
 
 def test_a_core_drops_every_cache_once_it_is_paused():
     core = HeldCore(None)
-    assert core_pauses._hold(core, "keep", True) is None
+    assert vllm_core._hold(core, "keep", True) is None
     assert core.calls == ["pause keep", PREFIX, ENCODER]
     paused: Future[None] = Future()
     core = HeldCore(paused)
-    dropped = core_pauses._hold(core, "wait", True)
+    dropped = vllm_core._hold(core, "wait", True)
     assert core.calls == ["pause wait"], "a cache filled after a reset would stay"
     paused.set_result(None)
     assert dropped.result(0) is None
     assert core.calls == ["pause wait", PREFIX, ENCODER]
     core = HeldCore(None)
-    assert core_pauses._hold(core, "keep", False) is None
+    assert vllm_core._hold(core, "keep", False) is None
     assert core.calls == ["pause keep"]
 
 
@@ -198,7 +198,7 @@ def test_a_cache_that_a_core_cannot_drop_fails_the_pause(is_at_once):
     paused: Future[None] = Future()
     core = HeldCore(None if is_at_once else paused, resets=False)
     with pytest.raises(EngineUpdateError, match="could not reset"):
-        dropped = core_pauses._hold(core, "keep", True)
+        dropped = vllm_core._hold(core, "keep", True)
         paused.set_result(None)
         dropped.result(0)
     assert ENCODER not in core.calls
@@ -209,9 +209,9 @@ def test_pauses_called_in_a_switch_are_answered_although_one_caller_gave_up(end)
     class Holding(Core):
         is_scheduler_paused, sleep = None, Core.pause_scheduler
 
-    core_pauses.add_pauses(Holding, type("InStep", (Core,), {}))
+    vllm_core.add_pauses(Holding, type("InStep", (Core,), {}))
     core: Any = Holding()
-    core.dbuffer_current_hold = core_pauses._Hold(other_pause=None)
+    core.dbuffer_current_hold = vllm_core._Hold(other_pause=None)
     results = [core.pause_scheduler() for _ in range(3)]
     results[0].cancel()
     getattr(core, end)()
@@ -224,7 +224,7 @@ def test_a_pause_in_place_drops_none(make, loop):
     engine = make(calls, loop)
     engine.require_pause("in_place")
     engine.pause("in_place")
-    assert calls == [core_pauses.HOLD]
+    assert calls == [vllm_core.HOLD]
     engine.close()
 
 

@@ -17,7 +17,7 @@ import dbuffer
 from dbuffer.engine.contract import UNKNOWN_VERSION, WeightLabel
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.integrations.vllm import requests, responses
-from dbuffer.integrations.vllm.core_labels import ADMITTED, label_cores
+from dbuffer.integrations.vllm.core import ADMITTED, label_cores
 from dbuffer.integrations.vllm.requests import (
     HEADERS,
     AdapterOutlook,

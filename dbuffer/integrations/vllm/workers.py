@@ -1,20 +1,26 @@
-"""Draft model of a vLLM engine with speculative decoding: EAGLE, Medusa, MTP, or a small model.
+"""vLLM's workers: their draft models, and calls that write or discard weights without dbuffer.
 
-vLLM makes a weight transfer backend without the worker, which has the draft model. So dbuffer
-records the worker that is loading its models, and the backend gets the draft from this worker.
+A draft model of speculative decoding is EAGLE, Medusa, MTP, or a small model. vLLM makes a weight
+transfer backend without the worker, which has the draft model. So dbuffer records the worker that
+is loading its models, and the backend gets the draft from this worker.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from dbuffer.engine.endpoint import falling_asleep, loading, waking_up, watch
 from dbuffer.engine.shape_check import is_multi_token_prediction
+from dbuffer.integrations.vllm.config import has_backend
+from dbuffer.integrations.vllm.core import KEEPS_WEIGHTS, RELOADS, TRANSFERS
 
 _loading: ContextVar[Any] = ContextVar("worker that loads its models", default=None)
 
@@ -80,3 +86,54 @@ def draft_of(worker: Any = None) -> Draft | None:
         "draft_model" if speculative.method == "draft_model" else "",
         config.model_config.hf_text_config if "mtp" in str(speculative.method) else None,
     )
+
+
+_WEIGHTS = "weights"
+
+_Context = AbstractContextManager[None]
+
+
+def watch_workers(wrapper: type) -> None:
+    """Watch the methods of ``wrapper`` that load, write or discard weights.
+
+    ``wrapper`` is vLLM's ``WorkerWrapperBase``, the class around a worker.
+    """
+    around: dict[str, Callable[..., _Context]] = {
+        "load_model": loading_models,
+        "sleep": _sleeping,
+        "wake_up": _waking_up,
+        "discard": _discarding,
+        **{name: functools.partial(_noting_load, name) for name in (*RELOADS, *TRANSFERS)},
+    }
+    for name, context in around.items():
+        watch(wrapper, name, context, _method_of_worker(name))
+
+
+def _method_of_worker(name: str) -> Callable[..., Any]:
+    def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(wrapper.worker, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+def _sleeping(wrapper: Any, level: int = 1, **_: Any) -> _Context:
+    return falling_asleep(wrapper.worker.get_model(), is_lost=level > KEEPS_WEIGHTS)
+
+
+def _discarding(wrapper: Any, tags: Iterable[str]) -> _Context:
+    if _WEIGHTS not in tags:
+        return nullcontext()
+    return falling_asleep(wrapper.worker.get_model(), is_lost=True)
+
+
+def _waking_up(wrapper: Any, tags: list[str] | None = None) -> _Context:
+    if tags is not None and _WEIGHTS not in tags:
+        return nullcontext()
+    return waking_up(wrapper.worker.get_model)
+
+
+def _noting_load(name: str, wrapper: Any, *_: Any, **__: Any) -> _Context:
+    worker = wrapper.worker
+    is_ours = name in TRANSFERS and has_backend(worker.vllm_config)
+    return nullcontext() if is_ours else loading(worker.get_model, name)
