@@ -411,9 +411,15 @@ def _has_sender(local: DoubleBuffer) -> bool:
     """Whether a sender, not a mirror, has the writer's lock.
 
     A mirror takes the mirror's lock before the writer's lock, and releases the writer's lock before
-    the mirror's lock.
+    the mirror's lock. So while this process shares the mirror's lock, no mirror has the writer's.
     """
     writers = local.root / places.WRITER_LOCK_FILE
     mirrors = local.root / places.MIRROR_LOCK_FILE
-    # Check the writer's lock twice, because a mirror can end between the first two checks.
-    return is_locked(writers) and not is_locked(mirrors) and is_locked(writers)
+    try:
+        lock = filesystem.share_lock(mirrors)
+    except StoreNotFoundError:  # look again if a mirror makes its lock's file now
+        return is_locked(writers) and (not mirrors.exists() or _has_sender(local))
+    if lock is None:
+        return False
+    with lock:
+        return is_locked(writers)

@@ -513,18 +513,32 @@ def _cannot_lock(descriptor: int, error: OSError) -> StoreAccessError:
 
 def is_locked(path: Path) -> bool:
     """Whether a process has an exclusive lock on a file; False if the file does not exist."""
+    try:
+        lock = share_lock(path)
+    except StoreNotFoundError:
+        return False
+    if lock is None:
+        return True
+    lock.close()
+    return False
+
+
+def share_lock(path: Path) -> Descriptor | None:
+    """Share the lock on a file until it is closed; return None if a process has locked the file.
+
+    Raises:
+        StoreNotFoundError: the file does not exist.
+    """
     while True:
         with os_errors("look for a lock", path):
-            try:
-                file = open_regular(path, os.O_RDONLY, owner_only=False)
-            except FileNotFoundError:
-                return False
-            with file:
-                if not try_lock(file.number, exclusive=False):
-                    return True
-                # It may have been replaced and unlocked since it was opened.
-                if is_at(file, path):
-                    return False
+            file = open_regular(path, os.O_RDONLY, owner_only=False)
+            if not try_lock(file.number, exclusive=False):
+                file.close()
+                return None
+            # It may have been replaced and unlocked since it was opened.
+            if is_at(file, path):
+                return file
+            file.close()
 
 
 def was_touched_since(path: Path, since_s: float) -> bool:

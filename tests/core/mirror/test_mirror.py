@@ -26,7 +26,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import dbuffer
-from dbuffer.format import layout
+from dbuffer.format import layout, places
 from dbuffer.format.lineage import Relation, VersionId, relation
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import metrics
@@ -35,7 +35,7 @@ from dbuffer.mirror import mirror as mirrors
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.loop import FINAL, mirror_id
 from dbuffer.mirror.mirror import Mirror, start_mirror
-from dbuffer.mirror.stores import StoreTarget
+from dbuffer.mirror.stores import StoreTarget, state_of_senders
 from dbuffer.publish.publisher import Publication
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.store import filesystem, kept
@@ -1055,6 +1055,33 @@ def test_a_trainers_store_as_the_target_is_a_swap(remote, local, state, source_i
         assert not (remote / "mirror.lock").exists()
         if state != "published":
             sender.send(SMALL.weights(3))
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["later", "first"])
+def test_mirrors_that_end_and_begin_are_no_sender(local, monkeypatch, is_known):
+    """A mirror ends or begins, in turn, before each look at a lock."""
+    local.mkdir(mode=0o700)
+    (local / places.WRITER_LOCK_FILE).touch()
+    if is_known:
+        (local / places.MIRROR_LOCK_FILE).touch()
+    held: list[Any] = []
+    try_lock = filesystem.try_lock
+    take = partial(filesystem.take_lock, owner="test's", may_lack_locks=False)
+
+    def end_or_begin() -> None:
+        if held:
+            while held:
+                held.pop().close()
+        elif (lock := take(local / places.MIRROR_LOCK_FILE)) is not None:
+            held.extend((lock, take(local / places.WRITER_LOCK_FILE)))
+
+    def look(descriptor: int, *, exclusive: bool) -> bool:
+        if not exclusive:
+            end_or_begin()
+        return try_lock(descriptor, exclusive=exclusive)
+
+    monkeypatch.setattr(filesystem, "try_lock", look)
+    assert state_of_senders(DoubleBuffer(local)) is None
 
 
 def test_one_directory_is_nothing_to_mirror(remote, shm_path):
