@@ -15,7 +15,7 @@ import logging
 import random
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -130,8 +130,8 @@ class Bucket(Closing):
         self._errors = self._obstore.exceptions
         self._stop = threading.Event()
         self._has_credentials = False
-        self._width = NUM_REQUESTS
-        """Number of parallel requests for a file, which is halved after a failure."""
+        self._num_parts = NUM_REQUESTS
+        """Number of parts to upload in parallel, which is halved after an upload has failed."""
         self.requests: collections.Counter[str] = collections.Counter()
         """Number of requests made, by kind: get, put, list, delete."""
         try:
@@ -173,14 +173,18 @@ class Bucket(Closing):
         digests = self.in_parallel(hash_range, range(0, len(data), RANGE_BYTES))
         file = file_object(version, kind, _content(len(data), digests))
         self.requests["put"] += num_puts(len(data)) - 1  # `_request` counts one put
-        with self._transfer() as width:
-            put = functools.partial(
-                self._obstore.put,
-                *(self._uploads, file.name, data),
-                chunk_size=_part_bytes(len(data)),
-                max_concurrency=width,
-            )
+        put = functools.partial(
+            self._obstore.put,
+            *(self._uploads, file.name, data),
+            chunk_size=_part_bytes(len(data)),
+            max_concurrency=self._num_parts,
+        )
+        try:
             self._request("put", file.name, put, attempts=1)
+        except StoreAccessError:
+            self._num_parts = max(1, self._num_parts // 2)
+            raise
+        self._num_parts = min(NUM_REQUESTS, self._num_parts + 1)
         return file
 
     def download(self, file: FileObject, place: Callable[[int, memoryview], None]) -> None:
@@ -197,8 +201,7 @@ class Bucket(Closing):
             return self._download_range(file, start, min(start + RANGE_BYTES, size), place)
 
         for _ in range(2):  # a second time in case the network damaged the content
-            with self._transfer() as width:
-                digests = self.in_parallel(get_range, range(0, size, RANGE_BYTES), width)
+            digests = self.in_parallel(get_range, range(0, size, RANGE_BYTES))
             if _content(size, digests) == file.content:
                 return
         raise StoreCorruptError(f"{self.name_of(file.name)} differs from the published file")
@@ -226,16 +229,6 @@ class Bucket(Closing):
 
         self._request("get", file.name, request, attempts=_RANGE_ATTEMPTS)
         return hasher.intdigest()
-
-    @contextlib.contextmanager
-    def _transfer(self) -> Iterator[int]:
-        """Yield the number of parallel requests for a file; halve the number if the block fails."""
-        try:
-            yield self._width
-        except StoreAccessError:
-            self._width = max(1, self._width // 2)
-            raise
-        self._width = min(NUM_REQUESTS, self._width + 1)
 
     def get_range(self, name: str, start: int, end: int) -> memoryview:
         get = functools.partial(self._obstore.get_range, self._objects, name, start=start, end=end)
@@ -296,11 +289,9 @@ class Bucket(Closing):
 
         self.in_parallel(delete, names)
 
-    def in_parallel(
-        self, action: Callable[[ItemT], T], items: Iterable[ItemT], width: int = NUM_REQUESTS
-    ) -> list[T]:
+    def in_parallel(self, action: Callable[[ItemT], T], items: Iterable[ItemT]) -> list[T]:
         """Call ``action`` for each item, in several threads, and return the results in order."""
-        with ThreadPoolExecutor(width, "dbuffer-bucket", leave_core) as pool:
+        with ThreadPoolExecutor(NUM_REQUESTS, "dbuffer-bucket", leave_core) as pool:
             futures = [pool.submit(action, item) for item in items]
             try:
                 for future in futures:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shlex
@@ -56,9 +57,13 @@ class StoreSource:
     ) -> None:
         self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
         self.name = str(root)
-        self._poll_interval_s = poll_interval_s
-        self._num_threads = num_threads
-        self._allow_shared_store = allow_shared_store
+        self._new_receiver = functools.partial(
+            WeightReceiver,
+            root,
+            poll_interval_s=poll_interval_s,
+            num_threads=num_threads,
+            allow_shared_store=allow_shared_store,
+        )
 
     def newest(self) -> Pointer | None:
         return self.store.newest_pointer() if self.store.exists() else None
@@ -75,13 +80,7 @@ class StoreSource:
             return None
 
     def open_receiver(self, name: str) -> WeightReceiver:
-        return WeightReceiver(
-            self.store.root,
-            receiver_id=name,
-            poll_interval_s=self._poll_interval_s,
-            num_threads=self._num_threads,
-            allow_shared_store=self._allow_shared_store,
-        )
+        return self._new_receiver(receiver_id=name)
 
     def records(self, record: OwnRecord) -> StoreRecords:  # noqa: ARG002 - `WeightReceiver` writes it
         return StoreRecords(self.store)
@@ -133,18 +132,18 @@ class StoreTarget:
     """
 
     def __init__(
-        self,
-        root: Path,
-        copier: Copier,
-        *,
-        reader_timeout_s: float,
-        allow_shared_store: bool,
+        self, root: Path, copier: Copier, *, reader_timeout_s: float, allow_shared_store: bool
     ) -> None:
         self.receivers = self._store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
         self.name = str(root)
         self._copier = copier
-        self._reader_timeout_s = reader_timeout_s
-        self._allow_shared_store = allow_shared_store
+        self._new_writer = functools.partial(
+            BufferWriter,
+            root,
+            durable=False,
+            reader_timeout_s=reader_timeout_s,
+            allow_shared_store=allow_shared_store,
+        )
         self._lock: Descriptor | None = None
         """File lock that the elected mirror holds, or None if this mirror is not elected."""
         self._writer: BufferWriter | None = None
@@ -187,7 +186,7 @@ class StoreTarget:
             if self._has_forked(source):
                 # Withdraw the versions, so that no reader loads a version of the sender's last run.
                 logger.warning("%s: withdrawing versions that forked from %s", root, source.name)
-                with contextlib.closing(self._open_writer()) as writer:
+                with contextlib.closing(self._new_writer()) as writer:
                     writer.withdraw()
         except BaseException:
             lock.close()
@@ -229,7 +228,7 @@ class StoreTarget:
     def open(self, source: Upstream) -> None:
         self._require_other_role(source)
         if self._writer is None:
-            self._writer = self._open_writer()
+            self._writer = self._new_writer()
 
     def close(self) -> None:
         self._mappings.clear()
@@ -338,14 +337,6 @@ class StoreTarget:
         if not copied:
             return {opened.manifest.id: 0}
         return trimmed({**self._chain, **copied}, draft.layout.num_bytes, None)
-
-    def _open_writer(self) -> BufferWriter:
-        return BufferWriter(
-            self._store.root,
-            durable=False,
-            reader_timeout_s=self._reader_timeout_s,
-            allow_shared_store=self._allow_shared_store,
-        )
 
     def _has_forked(self, source: Upstream) -> bool:
         pointer, newest = self.newest(), source.newest()

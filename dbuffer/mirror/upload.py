@@ -275,18 +275,12 @@ class BucketTarget:
         weights: tuple[memoryview, dict[str, Any]] | None,
         layout: Layout,
     ) -> BucketVersion:
-        last, in_chain = self._last, dict[VersionId, Content]()
-        chain = {manifest.id: 0}
+        last, contents, first = self._last, dict[VersionId, Content](), manifest.id
         if last is not None and deltas:
-            in_chain = {version: file.content for version, file in last.delta_files.items()}
-            in_chain |= {
-                version: self._bucket.upload(version, "delta", memoryview(delta)).content
-                for version, delta in deltas.items()
-            }
             first = (last.manifest.chain or [last.id])[0]
-            chain = {first: 0} | {
-                version: content.num_bytes for version, content in in_chain.items()
-            }
+            contents = {version: file.content for version, file in last.delta_files.items()}
+            for version, delta in deltas.items():
+                contents[version] = self._bucket.upload(version, "delta", memoryview(delta)).content
         if weights is not None:
             data, of_file = weights
             of_file["file"] = f"weights-{manifest.id}.td"
@@ -296,7 +290,8 @@ class BucketTarget:
             assert last is not None  # noqa: S101 - the deltas lead from this version
             of_file = last.manifest.of_file | {"file": last.manifest.file}
             xxh3, anchor = last.weights, last.manifest.file_version
-        versions = chain_of(trimmed(chain, layout.num_bytes, anchor))
+        sizes = {first: 0} | {version: it.num_bytes for version, it in contents.items()}
+        versions = chain_of(trimmed(sizes, layout.num_bytes, anchor))
         described = replace(
             manifest, **of_file, is_final=True, anchor=anchor, anchor_buffer=None, chain=versions
         )
@@ -305,7 +300,7 @@ class BucketTarget:
             epoch=self._epoch,
             manifest=described,
             weights=xxh3,
-            deltas=[in_chain[version] for version in versions[1:]],
+            deltas=[contents[version] for version in versions[1:]],
         )
 
 

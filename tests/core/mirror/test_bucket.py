@@ -521,7 +521,7 @@ def test_uploads_that_fail_lessen_the_requests_side_by_side(proxy, bucket_url, m
                 break
         [file] = bucket.list("").values()
         assert file.num_bytes == len(data)
-        assert bucket._width < NUM_REQUESTS
+        assert bucket._num_parts < NUM_REQUESTS
 
 
 # Retention
