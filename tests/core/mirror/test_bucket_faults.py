@@ -161,22 +161,6 @@ def test_each_request_of_a_download_fails(route, fault, first, times):
         assert route.local_version() == version
 
 
-@IN_SOAKS_ALONE
-def test_each_request_of_an_upload_is_done_after_the_mirror_gave_it_up(route, monkeypatch):
-    """Some come after the pointer was put: readers find the newest version still."""
-    monkeypatch.setattr(bucket, "REQUEST_S", 0.4)
-    for version, nth in route.requests_to_spoil():
-        hold = Hold()
-        before = len(route.proxy.requests)
-        route.proxy.inject(hold, nth=nth)
-        copy_at_last(route.store, route.bucket)
-        assert route.bucket_version() == version
-        hold.release()
-        held = [request for request in route.proxy.requests[before:] if request.is_faulty]
-        until("it is done", lambda held=held: all(each.status for each in held))
-        assert route.bucket_version() == version
-
-
 def mirror_until_killed(connection: Connection, remote: object, local: object) -> None:
     bucket.RANGE_BYTES = RANGE_BYTES
     copy_newest(remote, local)

@@ -171,13 +171,6 @@ def mirror_record(remote: Path) -> ReceiverRecord:
     return record
 
 
-def read_whole(store: Path) -> dbuffer.Snapshot:
-    with dbuffer.WeightReceiver(store, receiver_id="reads", verify=True) as receiver:
-        with receiver.open(timeout_s=5, acknowledge=False) as snapshot:
-            assert SMALL.version_of(dict(snapshot.tensors)) == snapshot.version
-            return snapshot
-
-
 def refused(source: Path, target: Path, *, error: type[Exception] = dbuffer.OptionError) -> str:
     """Return the message with which a mirror is refused; it leaves the target as it was.
 
@@ -219,38 +212,6 @@ def test_a_copy_that_gets_a_sender_has_forked(capsys, remote, local):
     assert len(here.runs) == 3
     assert there.at(2) == here.at(2)
     assert relation(here, there) is Relation.FORKED
-
-
-@pytest.mark.parametrize("checksum", [True, False], ids=["checksums", "no checksums"])
-def test_a_version_is_the_same_in_the_mirror(remote, local, checksum):
-    with dbuffer.WeightSender(remote, checksum=checksum) as sender, quick(remote, local).start():
-        for version in (1, 2, 3, 7):
-            sender.send(SMALL.weights(version), version=version, metadata={"step": 10 * version})
-            until("it is copied", lambda at=version: newest(local) == at)
-    stores = (DoubleBuffer(remote), DoubleBuffer(local))
-    pointers = [store.pointer() for store in stores]
-    there, here = [
-        store.manifest(pointer.buffer) for store, pointer in zip(stores, pointers, strict=True)
-    ]
-    for field in (
-        "id",
-        "runs",
-        "metadata",
-        "num_tensors",
-        "num_bytes",
-        "published_at",
-        "file_bytes",
-    ):
-        assert getattr(there, field) == getattr(here, field)
-    assert here.is_copy
-    assert (here.checksums_xxh3 is not None) is checksum
-    files = [
-        s.root / p.buffer / m.file for s, p, m in zip(stores, pointers, (there, here), strict=True)
-    ]
-    assert files[0].read_bytes() == files[1].read_bytes()
-    if checksum:
-        ours, theirs = read_whole(local), read_whole(remote)
-        assert (ours.id, ours.metadata) == (theirs.id, theirs.metadata)
 
 
 def is_current(remote: Path, local: Path) -> bool:
@@ -307,18 +268,6 @@ def test_what_on_copied_raises_reaches_who_waits(remote, local, kind):
     with quick(remote, local, on_copied=on_copied).start() as one:
         with pytest.raises(kind):
             one.wait_until_current(TIMEOUT_S)
-
-
-def test_a_store_that_comes_later(remote, local):
-    with quick(remote, local).start() as one:
-        assert one.is_elected
-        assert one.version is None
-        one.wait_until_current(TIMEOUT_S)  # there is nothing to wait for
-        time.sleep(2 * POLL_S)
-        publish(remote, 1)
-        arrives(one, local, 1)
-        assert one.version == 1
-        assert is_current(remote, local)
 
 
 def test_stats_and_metrics(remote, local):
@@ -548,17 +497,6 @@ def test_a_damaged_version_is_not_published(remote, local, caplog, monkeypatch):
         assert one.stats["failures"] == 4
         until("it is forgotten", lambda: mirror_record(remote).problem is None)
     assert_tidy(local)
-
-
-def test_a_damaged_layout_is_not_published(remote, local):
-    publish(remote, 1)
-    manifest = DoubleBuffer(remote).manifest(DoubleBuffer(remote).pointer().buffer)
-    flip_bit(newest_file(remote), 8 * manifest.layout_offset + 100)
-    with quick(remote, local).start() as one:
-        until("it is noted", lambda: one.stats["failures"] and mirror_record(remote).problem)
-        assert "layout was damaged" in mirror_record(remote).problem
-        publish(remote, 2)
-        arrives(one, local, 2)
 
 
 @pytest.fixture
@@ -1150,15 +1088,6 @@ def test_the_command_copies_and_ends(remote, local, command):
         assert (code, out.count("\n"), err) == (-signal.SIGTERM, 3, "")
     assert newest(local, verify=True) == 3
     assert_tidy(local)
-
-
-def test_the_command_counts_and_says_what_was_wrong(remote, local, command):
-    publish(remote, 1)
-    with command(remote, local, "--count", 1) as counts, command(remote, remote) as same:
-        code, out, err = counts.communicate()
-        assert (code, out[:22]) == (0, "version 1: 8 tensors, "), err
-        wrong = f"dbuffer: {remote} and {remote} are one directory: there is nothing to mirror\n"
-        assert same.communicate() == (2, "", wrong)
 
 
 def test_a_version_is_not_published_again_where_its_commit_failed_too_late(

@@ -220,21 +220,6 @@ def test_waiting_for_a_store_is_said(tmp_path, checkpoint, command):
     assert json.loads(out)["version"] == 1
 
 
-def test_a_wait_in_a_directory_of_something_else_is_said(tmp_path, store):
-    with Command(tmp_path, "follow", store.parent) as waiting:
-        said = waiting.line_of_errors(0)
-    assert f"{store.parent}, which holds a store, checkpoint" in said
-    assert said.endswith("and no store")
-
-
-def test_a_command_that_waits_ends_by_the_signal(tmp_path):
-    """A shell shows 143, as for every other program."""
-    with Command(tmp_path, "follow", tmp_path / "store") as waiting:
-        assert "waiting for a first version" in waiting.line_of_errors(0)
-        waiting.signal(signal.SIGTERM)
-        assert waiting.wait() == -signal.SIGTERM
-
-
 def test_a_signal_may_come_while_the_event_that_it_sets_is_looked_at():
     with pytest.raises(SystemExit) as caught, stopped_by_signals() as stop:
         with stop._cond:  # as for a moment in `stop.wait`

@@ -215,10 +215,11 @@ def test_a_file_that_grows_is_waited_for(watch, out):
     assert watch.command.errors().count("not published") == 0
 
 
-def test_a_file_that_is_saved_during_a_look_is_no_problem(caplog, monkeypatch, out, store):
+def test_a_save_that_is_slower_than_files_settle_is_told_once(caplog, monkeypatch, out, store):
+    """A file that is saved during a look at the others is no problem."""
     looks = []
     require_one_save = Checkpoint.require_one_save
-    first, second, *_ = shards(1)
+    first, second = shards(1)
     (out / "checkpoint-1").mkdir(parents=True)
     save_file(first, out / "checkpoint-1" / FILES[0])
 
@@ -233,28 +234,8 @@ def test_a_file_that_is_saved_during_a_look_is_no_problem(caplog, monkeypatch, o
     with ThreadPoolExecutor(1) as pool:
         watching = pool.submit(send_saved, out, DoubleBuffer(store), print, stop)
         until("it has settled again", lambda: len(looks) == 2)
-        stop.set()
-        watching.result()
-    assert not [record for record in caplog.records if "do not exist" in record.message]
-
-
-def test_a_problem_that_stays_is_told_once(caplog, monkeypatch, out, store):
-    """As of a save that takes longer for each file than files need to settle."""
-    looks = []
-    require_one_save = Checkpoint.require_one_save
-
-    def look(checkpoint: Checkpoint, last: Order) -> None:
-        looks.append(checkpoint)
-        require_one_save(checkpoint, last)
-
-    monkeypatch.setattr(Checkpoint, "require_one_save", look)
-    stop = threading.Event()
-    (out / "checkpoint-1").mkdir(parents=True)
-    with ThreadPoolExecutor(1) as pool:
-        watching = pool.submit(send_saved, out, DoubleBuffer(store), print, stop)
-        for number, part in enumerate(shards(1), 1):
-            save_file(part, out / "checkpoint-1" / FILES[number - 1])
-            until("it has settled", lambda number=number: len(looks) >= number)
+        save_file(second, out / "checkpoint-1" / FILES[1])
+        until("it has settled once more", lambda: len(looks) == 3)
         stop.set()
         watching.result()
     [told] = [record.message for record in caplog.records if record.levelname == "WARNING"]
