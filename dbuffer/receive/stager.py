@@ -576,11 +576,8 @@ class Stager(ProcessBound):
         """Wait until the thread may stage a version; return False once the stager is closed."""
         while True:
             with self._condition:
-                is_free = self._condition.wait_for(
-                    lambda: self._state in (State.APPLIED, State.CLOSED) or self._may_stage(),
-                    self._reserved_s or None,
-                )
-                if not is_free:
+                if self._state not in (State.APPLIED, State.CLOSED) and not self._may_stage():
+                    self._condition.wait(self._reserved_s or None)
                     continue
                 if self._state is not State.APPLIED:
                     self._interrupt.clear()
