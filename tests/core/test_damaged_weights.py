@@ -30,7 +30,7 @@ from tests.support.damage import (
     read,
     weights_file,
 )
-from tests.support.patterns import SMALL, SPARSE, load, newest, publish
+from tests.support.patterns import SMALL, SPARSE
 from tests.support.stores import open_below
 
 pytestmark = pytest.mark.timing(settle_s=0.01)
@@ -50,6 +50,8 @@ def test_flipped_bit_in_a_tensor_is_refused_and_the_tensor_named(template, place
             with pytest.raises(dbuffer.StoreCorruptError, match=name), receiver.open():
                 pass
         assert not any(tensor.any() for tensor in target.values()), "the target was touched"
+        with dbuffer.WeightReceiver(store) as receiver:  # on a local disk checksums are left out
+            assert receiver.load_into(target) == 3
 
 
 @fuzzed
@@ -218,30 +220,6 @@ def test_truncated_weights_files_are_refused_and_never_a_bus_error(template, sto
     with Child(use_truncated_files, template, store) as child:
         assert len([child.receive() for _ in range(20)]) == 20
         assert child.wait() == 0
-
-
-def put_copies_in_the_place_of_files(store: Path) -> None:
-    """What restoring a backup does: the same names, sizes and bytes, and other files."""
-    for buffer in ("A", "B"):
-        path, _ = weights_file(store, buffer)
-        shutil.copyfile(path, path.with_name("copy"))
-        path.with_name("copy").rename(path)
-
-
-@pytest.mark.parametrize("is_new", [False, True], ids=["the same sender", "another sender"])
-def test_a_file_that_was_replaced_is_neither_written_nor_read(store, is_new):
-    with contextlib.ExitStack() as stack:
-        sender = stack.enter_context(dbuffer.WeightSender(store))
-        receiver = stack.enter_context(dbuffer.WeightReceiver(store))
-        for version in range(1, 8):
-            if version == 5:
-                if is_new:
-                    sender.close()
-                put_copies_in_the_place_of_files(store)
-                if is_new:
-                    sender = stack.enter_context(dbuffer.WeightSender(store))
-            publish(sender, version)
-            assert load(receiver) == newest(store) == version
 
 
 def test_damage_leaks_no_descriptors(template):

@@ -169,24 +169,6 @@ def test_room_for_two_versions_is_enough_for_a_new_layout(store):
         assert_tidy(store)
 
 
-def test_a_version_that_failed_takes_no_room(store):
-    """Its file is unlinked, and a mapping of it would keep the room."""
-    error = [RuntimeError("not yet")]
-
-    def make() -> torch.Tensor:
-        if error:
-            raise error.pop()
-        return torch.ones(4)
-
-    lazy = {"lazy": dbuffer.LazyTensor(torch.float32, (4,), make)}
-    with dbuffer.WeightSender(store) as sender:
-        publish_and_read(sender, BIG, 1)
-        with contextlib.suppress(RuntimeError):
-            sender.send(BIG.weights(2) | lazy)
-        assert not error
-        sender.send(BIG.weights(2) | lazy)
-
-
 @pytest.mark.parametrize("form", [dict, lambda weights: iter(weights.items())])
 def test_full_at_a_new_layout(store, form):
     """A stream's size shows only as it comes."""

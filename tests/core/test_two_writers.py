@@ -21,27 +21,13 @@ import dbuffer
 from dbuffer.format import places
 from dbuffer.store import filesystem
 from dbuffer.testing.moments import stop
-from dbuffer.testing.processes import SenderProcess
-from tests.support.children import Child, start_server
+from tests.support.children import Child
 from tests.support.forks import in_a_fork
 from tests.support.patterns import OTHER, SMALL, load, newest, publish
 from tests.support.steps import Step, at_step
 from tests.support.stores import contents
 
 SOON_S = 30.0
-
-
-def test_second_sender_is_refused_and_told_who_holds_the_store(store):
-    start_server()
-    with SenderProcess(store) as first:
-        first.publish(SMALL.weights(1))
-        with pytest.raises(dbuffer.StoreBusyError, match=rf"\b{first.pid}\b.*{store}"):
-            dbuffer.WeightSender(store)
-        first.publish(SMALL.weights(2))  # the attempt does not disturb it
-        assert newest(store) == 2
-    with dbuffer.WeightSender(store) as second:
-        assert second.send(SMALL.weights(3)).version == 3
-    assert newest(store) == 3
 
 
 @pytest.mark.parametrize("lost", ["writer.lock", "."])
@@ -194,23 +180,6 @@ def test_a_child_forked_while_a_file_is_opened_keeps_no_lock(store):
     with Child(fork_at_each_opening, store) as parent:
         assert parent.receive() >= 2
         assert parent.receive() is False
-
-
-def fork_with_a_snapshot(connection: Connection, store: Path) -> None:
-    with dbuffer.WeightReceiver(store, num_threads=1) as receiver, receiver.open():
-        fork_and_use(connection, lambda: receiver.load_into(SMALL.empty()))
-        stop()
-
-
-def test_forked_child_of_a_receiver_keeps_no_lock(store):
-    with dbuffer.WeightSender(store, reader_timeout_s=60) as sender:
-        sender.send(SMALL.weights(1))
-        with Child(fork_with_a_snapshot, store) as parent:
-            assert "fork" in parent.receive()
-            parent.wait_until_stopped()
-            parent.kill()
-            for version in (2, 3):
-                assert sender.send(SMALL.weights(version)).duration_s < SOON_S
 
 
 def test_forked_child_that_ends_takes_no_lock_along(store):

@@ -6,8 +6,6 @@ a whole one. The trainer's tensors are compared bit by bit, in each reader's han
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
 import math
 import os
@@ -44,7 +42,7 @@ from tests.support.children import Child
 from tests.support.damage import flip_bit
 from tests.support.patterns import OTHER, SPARSE, assert_same, newest, received
 from tests.support.soak import in_turn
-from tests.support.stores import fill, named_files, small_disk, version_files
+from tests.support.stores import named_files, version_files
 
 Tensors = dict[str, torch.Tensor]
 
@@ -167,18 +165,6 @@ def test_a_chain_may_have_more_deltas_than_descriptors(store, network, monkeypat
         assert child.receive() == 40
 
 
-@pytest.mark.usefixtures("network")
-@pytest.mark.parametrize("checksum", [False, True])
-def test_a_delta_with_the_name_of_another_is_refused(store, checksum):
-    with make_sender(store, checksum=checksum) as sender:
-        publish(sender, 1, 2, 3)
-        _, *versions = manifest_of(store).chain
-        paths = [DoubleBuffer(store).delta_path(version) for version in versions]
-        shutil.copyfile(paths[1], paths[0])
-        with reader_of(store) as late, pytest.raises(dbuffer.StoreCorruptError, match="leads from"):
-            opened(late)
-
-
 @pytest.mark.usefixtures("network", "short_chains")
 @pytest.mark.timing(keep_superseded_s=0.0)
 def test_a_reader_that_follows_reads_no_file_again(store, sender, monkeypatch):
@@ -248,13 +234,6 @@ def test_a_new_sender_begins_with_a_whole_version(store, mount, delta, caplog):
                 assert (publish(second, version) != [None]) == (delta and version > 4)
                 assert opened(reader) == version == newest(store, verify=True)
     assert caplog.text.count("no delta: this sender has published no version yet") == 1 + delta
-
-
-def test_a_refused_argument_spoils_no_patches(sender):
-    publish(sender, 1)
-    with pytest.raises(dbuffer.OptionError, match="wait"):
-        sender.send(SPARSE.weights(2), wait="x")
-    assert sender.send_patches([]).version == 2
 
 
 def test_a_third_of_a_model_of_two_dtypes_is_published_as_a_delta(store, mount, reader, sender):
@@ -490,25 +469,6 @@ def test_a_chain_of_large_deltas_is_short(store, mount, sender):
             assert publication.delta_bytes == sizes[-1] < publication.num_bytes / 4
 
 
-@pytest.mark.usefixtures("network")
-def test_a_version_that_is_a_delta_alone_is_not_published_without_it(tmp_path):
-    """There is room for its records alone, which would name an earlier version's file."""
-    weights = {"a": torch.zeros(1 << 20, dtype=torch.uint8)}
-    with small_disk(tmp_path / "disk", 8 << 20) as disk, make_sender(disk / "store") as sender:
-        for _ in range(2):
-            weights["a"][torch.randperm(1 << 20)[:50_000]] += 1
-            published = sender.send(weights)
-        before = weights["a"].clone()
-        weights["a"][torch.randperm(1 << 20)[:50_000]] += 1
-        filler = fill(disk, leave_bytes=published.delta_bytes // 2)
-        with pytest.raises(dbuffer.StoreFullError):
-            sender.send(weights)
-        assert torch.equal(received(sender.store)["a"], before)
-        filler.unlink()
-        assert sender.send(weights).version == published.version + 1
-        assert torch.equal(received(sender.store)["a"], weights["a"])
-
-
 @pytest.mark.timing(settle_s=0.01)
 def test_a_store_is_verified(store, mount, sender):
     publish(sender, 1, 2, 3, 4)
@@ -528,34 +488,6 @@ def test_a_store_is_verified(store, mount, sender):
 
 
 # Memory that is used again
-
-
-@pytest.mark.usefixtures("network")
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_open_snapshots_keep_their_memory_in_whichever_order_they_are_left(order, sender, reader):
-    """However many the same receiver opens and loads meanwhile, one in another."""
-    snapshots: dict[dbuffer.WeightSnapshot, contextlib.ExitStack] = {}
-
-    def assert_kept() -> None:
-        for snapshot in snapshots:
-            assert SPARSE.version_of(dict(snapshot.tensors)) == snapshot.version
-
-    publish(sender, 1)
-    assert opened(reader) == 1  # whose memory is there to go on from
-    for version in (2, 4, 6):
-        publish(sender, version)
-        leave = contextlib.ExitStack()
-        snapshots[leave.enter_context(reader.open(acknowledge=False))] = leave
-        publish(sender, version + 1)
-        target = SPARSE.empty()
-        assert reader.load_into(target) == version + 1 == SPARSE.version_of(target)
-        assert_kept()
-    opened_in_turn = list(snapshots)
-    for version, index in enumerate(order, 8):
-        snapshots.pop(opened_in_turn[index]).close()
-        publish(sender, version)
-        assert opened(reader) == version
-        assert_kept()
 
 
 @pytest.mark.usefixtures("network")
@@ -635,28 +567,6 @@ def test_tensors_of_all_kinds(store, mount, with_patches):
             else:  # at last from here as from a send
                 assert sender.send(weights).delta_bytes is not None
             assert_all_read(store, follower, weights)
-
-
-def test_lazy_tensors_that_share_their_memory(store, mount):
-    """Each is copied before the next is made; and the progress is told."""
-    values, memory, told = [1.0, 2.0, 3.0], torch.empty(5000), []
-
-    def make(index: int) -> torch.Tensor:
-        memory.copy_(torch.arange(5000.0)).view(-1)[index] = values[index]
-        return memory
-
-    weights = {
-        str(index): dbuffer.LazyTensor(torch.float32, (5000,), lambda index=index: make(index))
-        for index in range(3)
-    }
-    with make_sender(store) as sender, reader_of(store, verify=True) as follower:
-        for number in range(3):
-            values[number] = -7.0
-            published = sender.send(weights, progress=lambda *bytes_: told.append(bytes_))
-            assert (published.delta_bytes is None) == (number == 0)
-            wanted = {name: make(int(name)).clone() for name in weights}
-            assert_all_read(store, follower, wanted)
-            assert told[-1] == (60_000, 60_000)
 
 
 def send_shuffled(sender: dbuffer.WeightSender, patches: list[SparsePatch], step: int) -> None:
@@ -812,6 +722,8 @@ def test_patches_need_a_published_version_and_a_sender_with_deltas(store, mount,
         sender.send_patches([], version=2)
     with pytest.raises(dbuffer.InvalidWeightsError, match="metadata"):
         sender.send_patches([], metadata={"a": object()})
+    with pytest.raises(dbuffer.OptionError, match="wait"):
+        sender.send(SPARSE.weights(3), wait="x")  # which spoils no patches
     assert sender.send_patches([], version=7).version == 7
     for version, message in zip((7, 9, 11, 13), REFUSED, strict=True):
         patches = patches_between(SPARSE.weights(version + 1), SPARSE.weights(version + 2))

@@ -165,15 +165,6 @@ def test_tensordict_opens_the_weights_file(store, form, checksum):
     assert_same(dict(opened.items()), held)
 
 
-def test_tensordict_opens_any_name(sender, store):
-    names = ["shape", "device", "_type", "", "a.b", "a/b", "..", "\ud800", "重み", "x" * 5_000]
-    weights = {name: torch.full((3,), float(n)) for n, name in enumerate(names)}
-    sender.send(weights | {"<NJT>x": torch.ones(3)})  # what TensorDict takes for a nested tensor
-    opened = TensorDict.from_consolidated(newest(store)[0])
-    assert set(opened.keys()) == set(names)
-    assert all(torch.equal(opened[name], tensor) for name, tensor in weights.items())
-
-
 def test_two_files_are_rewritten_in_place_and_another_layout_gets_another(sender, store):
     for _ in range(2):
         sender.send(WEIGHTS)

@@ -206,34 +206,6 @@ def test_other_tensors_or_boxes_begin_with_a_whole_version(world, store, mount):
         assert has_delta == [False, True] * 3
 
 
-@pytest.mark.parametrize("mount", MOUNTS)
-def test_cast(world, store, mount):
-    """What changes and is the same when it is cast is no change."""
-    options = {"dtype": torch.bfloat16, "rename": {"0.weight": "first"}}
-    [found, *_] = world.run(send_casting, store, mount, options)
-    assert found[1] is not None
-    assert found[1] < found[2]
-
-
-def send_casting(rank: int, store: Path, mount: str, options: dict[str, Any]) -> list[int | None]:
-    torch.manual_seed(0)
-    weights, _ = two_dimensions(distributed.get_world_size())
-    with mounted(mount), ShardedWeightSender(store, delta=True, **options) as sender:
-        found = [sender.send(weights).delta_bytes]
-        nudge(weights, 4, 1)
-        found.append(sender.send(weights).delta_bytes)
-        for tensor in tensors_of(weights).values():
-            tensor.to_local()[..., :1] += 1.0
-        found.append(sender.send(weights).delta_bytes)
-        full = gathered(weights)
-        if rank == 0:
-            with WeightReceiver(store) as receiver, receiver.open() as snapshot:
-                names = {"first": "0.weight"}
-                wanted = {name: full[names.get(name, name)] for name in snapshot.tensors}
-                assert_same(snapshot.tensors, wanted)
-    return found
-
-
 def no_room(*_: Any, **__: Any) -> NoReturn:
     raise dbuffer.StoreFullError("no room")
 

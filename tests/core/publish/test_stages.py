@@ -197,7 +197,8 @@ def publish(
     """Publish a version after each step; rank 0 reads each, as one who has not seen any before."""
     trainer = case(rank)
     options: dict[str, Any] = {"delta": delta, "keep": 1}
-    went = []
+    went: list[Went] = []
+    versions: list[Weights] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(mounted(mount))
         sender = stack.enter_context(ShardedWeightSender(store, **options))
@@ -209,9 +210,13 @@ def publish(
             went.append(Went(publication.num_bytes, **seen, delta_bytes=publication.delta_bytes))
             full = wholes(trainer.weights)
             assert publication.num_bytes == sum(tensor.nbytes for tensor in full.values())
+            versions.append(full)
             if rank == 0:
                 assert_same(received(store), full)
             distributed.barrier()
+        if rank == 0:
+            with dbuffer.WeightReceiver(store) as receiver, receiver.open(version=2) as snapshot:
+                assert_same(snapshot.tensors, versions[1])  # kept
     return went
 
 

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import dbuffer
 from dbuffer.receive.follow_loop import FollowLoop
-from dbuffer.runtime.trouble import RetryLoop
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.testing.waiting import until
 from tests.support.patterns import SMALL
-from tests.support.stores import remove_store
 from tests.support.waiting import meanwhile
 
 logger = logging.getLogger(__name__)
@@ -91,14 +85,6 @@ def test_a_failure_is_recorded_and_logged_once_and_over_with_a_success(
     assert f"testing {store} recovered" in ended
 
 
-@pytest.mark.timing(retry_min_s=1000.0)
-def test_a_newer_version_is_attempted_at_once_and_the_same_one_after_a_while(store, loop):
-    fail(loop, ValueError("not this one"))
-    assert wait(loop, None, timeout_s=0.2) == 1, "the time is over: it is tried once more"
-    with meanwhile(publish, store, 2, after_s=0.2):
-        assert wait(loop, None) == 2
-
-
 @pytest.mark.timing(retry_min_s=0.01)
 def test_a_version_that_does_not_fit_is_not_attempted_again_unless_asked_for(loop):
     fail(loop, dbuffer.WeightsMismatchError("one tensor too many"))
@@ -119,43 +105,6 @@ def test_a_request_to_retry_is_not_kept_for_a_failure_that_comes_later(store, lo
     require_no_attempt(loop, 1)
 
 
-@pytest.mark.timing(retry_min_s=0.05)
-def test_a_store_that_can_be_read_again_ends_the_failure_with_nothing_new(store, loop):
-    assert wait(loop, None) == 1
-    loop.used()
-    whole = (store / "CURRENT").read_bytes()
-    (store / "CURRENT").write_bytes(b"{")
-    with loop.attempt():
-        loop.wait(1)
-    assert (loop.failed_version, type(loop.error)) == (None, dbuffer.StoreCorruptError)
-    assert problem_in(store)[0] is not None
-    (store / "CURRENT").write_bytes(whole)
-    assert wait(loop, 1, timeout_s=0.5) is None
-    assert not loop.is_failing
-    assert problem_in(store) == (None, None)
-
-
-@pytest.mark.parametrize("version", [1, 5, 9], ids=["lower", "equal", "higher"])
-def test_a_fork_is_followed_or_refused(store, receiver, version):
-    publish(store, 5)
-    follows = FollowLoop(receiver, "testing", logger, forked="follow")
-    with dbuffer.WeightReceiver(store) as another:
-        refuses = FollowLoop(another, "testing", logger, forked="refuse")
-        for loop in (follows, refuses):
-            assert wait(loop, None) == 5
-        remove_store(store)
-        publish(store, version)
-        for _ in range(2):
-            with refuses.attempt():
-                refuses.wait(5)
-            assert not refuses.has_forked
-            assert isinstance(refuses.error, dbuffer.VersionRegressedError)
-    with follows.attempt():
-        follows.wait(5)
-    assert follows.has_forked
-    assert wait(follows, None) == version
-
-
 def test_a_snapshot_that_was_evicted_is_no_failure(loop):
     fail(loop, dbuffer.SnapshotEvictedError("a writer took it"))
     assert (loop.error, loop.is_failing, loop.has_forked) == (None, False, False)
@@ -171,41 +120,3 @@ def test_final_errors_leave_the_block_and_errors_after_a_stop_do_not_count(recei
         raise dbuffer.DBufferError("it was closing")
     assert not loop.is_failing
     assert not [entry for entry in caplog.records if entry.name == __name__]
-
-
-@pytest.mark.timing(retry_min_s=1000.0)
-def test_a_stop_ends_a_wait(store, receiver):
-    publish(store, 1)
-    stop = threading.Event()
-    loop = FollowLoop(receiver, "testing", logger, stop=stop)
-
-    def follow() -> None:
-        while not stop.is_set():
-            with loop.attempt():
-                if loop.wait(None) is not None:
-                    raise ValueError("always")
-
-    with meanwhile(follow, after_s=0):
-        until("it backs off", lambda: loop.is_failing)
-        stopped_at = time.monotonic()
-        stop.set()
-    assert time.monotonic() - stopped_at < 20
-
-
-def test_an_error_that_is_kept_keeps_no_variables():
-    """They may be mapped files, whose room the next attempt needs."""
-    references: list[weakref.ref[torch.Tensor]] = []
-
-    def fail() -> None:
-        tensor = torch.ones(3)
-        references.append(weakref.ref(tensor))
-        try:
-            raise OSError(28, "no room")
-        except OSError as error:
-            raise dbuffer.StoreFullError("no room") from error
-
-    loop = RetryLoop(logger)
-    with loop.attempt():
-        fail()
-    assert isinstance(loop.error, dbuffer.StoreFullError)
-    assert references[0]() is None

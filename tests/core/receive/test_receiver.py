@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -24,7 +23,6 @@ from dbuffer.tools.status import read_status
 from tests.support.children import Child, open_files
 from tests.support.damage import flip_bit, weights_file
 from tests.support.patterns import OTHER, SMALL
-from tests.support.soak import in_turn
 from tests.support.stores import begin_watching
 from tests.support.waiting import meanwhile
 
@@ -179,36 +177,6 @@ class TestSnapshots:
             if start <= address < end:
                 return line.split(maxsplit=5)[5]
         raise AssertionError("not mapped")
-
-    def test_give_a_tensordict_of_any_name(self, sender, receiver):
-        names = ["shape", "device", "_type", "<NJT>x", "", "a.b", "a/b", "\ud800", "x" * 5_000]
-        weights = {name: torch.full((2,), float(number)) for number, name in enumerate(names)}
-        sender.send(weights)
-        with receiver.open() as snapshot:
-            tensordict = snapshot.tensordict
-            assert tensordict.batch_size == torch.Size([])
-            assert set(tensordict.keys()) == set(names)
-            assert all(torch.equal(tensordict[name], weights[name]) for name in names)
-
-    def test_are_ones_own_to_write_into(self, sender, receiver, store):
-        sender.send(weights_of(1))
-        files = {path: path.read_bytes() for path in store.rglob("*.td")}
-        with (
-            dbuffer.WeightReceiver(store) as other,
-            other.open() as others,
-            receiver.open() as mine,
-        ):
-            mine.tensors["a"].fill_(9)
-            mine.tensordict["b"].zero_()
-            assert values_in(others.tensors) == {1.0}
-            assert mine.tensors["a"][0] == 9
-            with receiver.open() as again:
-                assert values_in(again.tensors) == {1.0}
-            assert {path: path.read_bytes() for path in store.rglob("*.td")} == files
-            sender.send(weights_of(2))
-            with receiver.open() as newer:
-                assert values_in(newer.tensors) == {2.0}
-            assert values_in(others.tensors) == {1.0}
 
     def test_have_aliases_of_their_own(self, sender, receiver):
         tensor = torch.ones(3)
@@ -472,23 +440,6 @@ class TestReporting:
 
 
 class TestFollowing:
-    def test_every_version_as_it_comes(self, sender, receiver):
-        stop = threading.Event()
-
-        def publish():
-            for value in range(1, 8):
-                sender.send(weights_of(value))
-                sender.wait_applied(value, timeout_s=60)
-            stop.set()
-
-        seen = []
-        with meanwhile(publish, after_s=0):
-            for snapshot in receiver.follow(stop_event=stop):
-                assert values_in(snapshot.tensors) == {float(snapshot.version)}
-                seen.append(snapshot.version)
-        assert seen == list(range(1, 8))
-        assert list(receiver.follow(stop_event=stop)) == [], "it is set already"
-
     def test_what_was_too_fast_is_skipped(self, sender, receiver):
         sender.send(weights_of(1))
         seen = []
@@ -518,18 +469,6 @@ class TestFollowing:
 
 
 class TestVerifying:
-    @pytest.mark.parametrize("num_threads", [1, 5])
-    def test_finds_the_damaged_tensor(self, store, num_threads):
-        with dbuffer.WeightSender(store, checksum=True) as sender:
-            sender.send(weights_of(1))
-        [path] = store.glob("[AB]/*.td")
-        flip_bit(path, 8 * 4096)  # a tensor takes 4,000 bytes, and begins at a multiple of 64
-        with dbuffer.WeightReceiver(store, verify=True, num_threads=num_threads) as receiver:
-            require_refused(receiver, dbuffer.StoreCorruptError, r"version 1 .*: b;", READS)
-        for verify in (False, "auto"):  # on a local disk it is left out
-            with dbuffer.WeightReceiver(store, verify=verify) as receiver:
-                assert receiver.load_into(dict) == 1
-
     def test_refuses_what_has_no_checksums(self, sender, store):
         sender.send(weights_of(1))
         with dbuffer.WeightReceiver(store, verify=True) as receiver:
@@ -573,33 +512,6 @@ class TestKeptLayouts:
 
 
 class TestStore:
-    @in_turn(
-        ("version", "left"),
-        [pytest.param(9, id="lower"), pytest.param(10, id="equal"), pytest.param(11, id="higher")],
-        [(), ("writer.json", "receivers")],
-    )
-    def test_that_was_begun_anew_is_noticed(self, sender, receiver, store, version, left):
-        """Its numbers say nothing: a new run's version 10 is not the version 10 that was loaded."""
-        sender.send(weights_of(1), version=10)
-        receiver.load_into(weights_of(0))
-        sender.close()
-        for path in store.iterdir():
-            if path.name not in left:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        with dbuffer.WeightSender(store) as again:
-            again.send(weights_of(2), version=version)
-            target = weights_of(1)
-            message = rf"version 10 of run .* version {version} of run"
-            require_refused(receiver, dbuffer.VersionRegressedError, message)
-            assert not is_applied(again, version)
-            assert receiver.wait_or_follow_fork(20, timeout_s=0) == version
-            assert receiver.load_into(target) == version
-            assert values_in(target) == {2.0}
-            assert is_applied(again, version)
-            (store / "CURRENT").unlink()
-            with pytest.raises(dbuffer.VersionRegressedError, match="was emptied"):
-                receiver.wait_or_follow_fork(None, timeout_s=0)  # there is no other run
-
     def test_is_left_as_it_was_by_a_receiver_that_never_reads(self, sender, store):
         sender.send(weights_of(1))
         before = sorted(store.rglob("*"))

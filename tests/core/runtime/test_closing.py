@@ -22,7 +22,6 @@ from dbuffer.errors import ClosedError
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.draft import Draft
-from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support.children import Child
 from tests.support.forks import in_a_fork
@@ -198,23 +197,6 @@ def test_a_child_forked_during_a_publish_neither_publishes_nor_hangs(store, fork
     with Child(fork, store) as child:
         assert [child.receive(), child.receive()] == [0, 1]
         assert child.wait() == 0
-
-
-def fork_while_a_thread_reads_a_pointer(connection: Connection, store: Path) -> None:
-    patch = pytest.MonkeyPatch()
-    gate = hold_up(patch, DoubleBuffer, "undamaged_pointer")
-    opening = InThread(lambda: WeightSender(store).close())
-    assert gate.is_there.wait(TIMEOUT_S)
-    patch.undo()
-    connection.send(in_a_fork(lambda: WeightSender(store.with_name("another")).close()))
-    gate.may_go_on.set()
-    opening.outcome()
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_child_forked_while_a_thread_computes_an_attribute_does_not_hang(store):
-    with Child(fork_while_a_thread_reads_a_pointer, store) as child:
-        assert child.receive() == 0
 
 
 def is_woken(receiver: WeightReceiver, sender: WeightSender) -> bool:

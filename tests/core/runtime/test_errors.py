@@ -37,12 +37,3 @@ def test_each_error_is_a_standard_one_too_and_pickles_with_its_message(name):
 def test_a_fork_that_a_receiver_came_upon_pickles_too():
     again = pickle.loads(pickle.dumps(errors.VersionRegressedError("forked", is_forked=True)))
     assert (str(again), again.is_forked) == ("forked", True)
-
-
-def test_all_is_complete_and_sorted():
-    assert sorted(set(dbuffer.__all__)) == list(dbuffer.__all__)
-    public = {name: getattr(dbuffer, name) for name in dir(dbuffer) if not name.startswith("_")}
-    public = {name: value for name, value in public.items() if not inspect.ismodule(value)}
-    assert {*public, "__version__"} == set(dbuffer.__all__)
-    assert set(defined_errors()) <= set(dbuffer.__all__)
-    assert all(inspect.getdoc(value) for value in public.values() if inspect.isclass(value))

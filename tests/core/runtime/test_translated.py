@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import dbuffer
-from dbuffer.runtime.trouble import TranslatedErrors
 from dbuffer.store.filesystem import os_errors
 
 PACKAGE = Path(dbuffer.__file__).parent
@@ -18,21 +17,6 @@ PACKAGE = Path(dbuffer.__file__).parent
 
 class Weights:
     """Memory that somebody has in hand."""
-
-
-def tell(error: BaseException) -> None:
-    if isinstance(error, KeyError):
-        raise LookupError(f"no {error}") from error
-
-
-def test_another_exception_leaves_in_its_place():
-    with pytest.raises(LookupError, match="no 'a'") as caught, TranslatedErrors(tell):
-        raise KeyError("a")
-    assert type(caught.value.__cause__) is KeyError
-    with pytest.raises(ZeroDivisionError), TranslatedErrors(tell):
-        raise ZeroDivisionError
-    with TranslatedErrors(tell):
-        pass
 
 
 def read_nothing(directory: Path) -> weakref.ref[Weights]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import itertools
 import json
 import os
 import shutil
@@ -27,10 +26,8 @@ from tests.support.stores import (
     assert_tidy,
     make_temporaries_old,
     named_files,
-    small_disk,
     version_files,
 )
-from tests.support.worlds import World
 
 KEEP = 3
 
@@ -260,15 +257,6 @@ def test_a_reader_of_a_kept_version_outlives_it(store, keeper):
     assert opened(store, 1) is None
 
 
-def test_nothing_is_left_of_what_is_not_kept(store, mount):
-    with dbuffer.WeightSender(store, keep=2, delta=True) as sender:
-        publish(sender, *range(1, 9), pattern=SPARSE)
-    with dbuffer.WeightSender(store, reader_timeout_s=0) as sender:
-        publish(sender, 20, 21, 22)
-    assert not list((store / "kept").iterdir())
-    assert_tidy(store)
-
-
 def test_a_sender_that_rewrites_files_spares_a_kept_one(store):
     """Killed between keeping a version and marking its buffer, a sender leaves one file in both."""
     with dbuffer.WeightSender(store) as sender:
@@ -321,21 +309,6 @@ def test_killed_at_any_call_a_sender_loses_no_kept_version(shm_path, mount, delt
             return
 
 
-def _send_as_rank(rank: int, store: Path) -> None:
-    with dbuffer.ShardedWeightSender(store, keep=2) as sender:
-        for version in range(1, 6):
-            sender.send(SMALL.weights(version), version=version)
-
-
-def test_ranks_keep_versions_too(store, mount, tmp_path):
-    with World(tmp_path, 2) as world:
-        world.run(_send_as_rank, store)
-    assert readable(store, 5) == [2, 3, 4, 5]
-    with dbuffer.WeightSender(store, keep=2) as sender:
-        sender.republish(2)
-    assert SMALL.version_of(received(store)) == 2
-
-
 def test_a_filesystem_without_second_names_is_refused_at_once(store, monkeypatch):
     def link(*_: object, **__: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
@@ -371,23 +344,6 @@ def test_the_command_line_pins_and_goes_back(store, capsys):
         code, _, errors = call(capsys, *arguments)
         assert code == 1
         assert f"version {arguments[-1]}" in errors
-
-
-def test_a_full_disk(tmp_path):
-    """A version for which there is no room is not published, and what is kept stays."""
-    with small_disk(tmp_path / "disk", 6 << 20) as disk:
-        store, large = disk / "store", Pattern(num_tensors=4, numel=1 << 15)
-        with dbuffer.WeightSender(store, keep=9) as sender:
-            for version in itertools.count(1):
-                try:
-                    publish(sender, version, pattern=large)
-                except dbuffer.StoreFullError:
-                    break
-            assert version > 3
-            assert readable(store, version - 1, large) == list(range(1, version))
-        with dbuffer.WeightSender(store, keep=2) as sender:
-            publish(sender, version, pattern=large)
-        assert readable(store, version, large) == list(range(version - 3, version + 1))
 
 
 def test_a_version_that_is_dropped_while_kept_ones_are_listed_is_left_out(

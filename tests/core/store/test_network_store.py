@@ -26,11 +26,10 @@ from dbuffer.errors import StoreCorruptError
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.medium import medium_of
-from dbuffer.store.open_version import OpenStoreVersion, open_newest, open_version
+from dbuffer.store.open_version import open_newest
 from dbuffer.testing.moments import LOOKS, at_call
-from dbuffer.tools import cli
 from tests.support.children import Child
-from tests.support.damage import flip_bit, weights_file
+from tests.support.damage import weights_file
 from tests.support.patterns import OTHER, SMALL, Pattern, load, newest, publish
 from tests.support.soak import in_turn, is_soak
 from tests.support.steps import Step, at_step
@@ -353,44 +352,6 @@ def test_a_file_is_there_for_who_has_announced_it_before_the_second_look(shm_pat
 
 
 @hasty
-def test_who_takes_hold_of_the_older_version_at_any_moment_of_a_publish_keeps_its_file(shm_path):
-    """A reader that is late: the version it has seen in the pointer is the one to be put away."""
-    held: list[OpenStoreVersion | None] = []
-
-    def hold_older_at(number: int, store: Path) -> None:
-        """Try to hold version 1 before that call of the publish of 3, if it makes so many."""
-
-        def take_hold() -> None:
-            held.append(open_version(receiver._store, 1, receiver._announce))
-
-        with (
-            dbuffer.WeightSender(store, num_threads=1) as sender,
-            dbuffer.WeightReceiver(store, receiver_id="late", num_threads=1) as receiver,
-        ):
-            publish(sender, 1, 2)
-            at_call(number, take_hold)
-            publish(sender, 3)
-            sys.setprofile(None)
-            publish(sender, 4, 5)
-            if len(held) == number and (older := held[-1]) is not None:
-                assert older.path.exists(), "it was announced before the writer looked"
-                older.release()
-                receiver.record.write(held=None)
-                publish(sender, 6)
-                assert not older.path.exists()
-
-    for number in itertools.count(1):
-        hold_older_at(number, shm_path / f"{number}")
-        if len(held) < number:
-            break
-    # Until its buffer is marked, and not after.
-    could_hold = [older is not None for older in held]
-    assert could_hold == sorted(could_hold, reverse=True)
-    assert could_hold.count(True) > 1
-    assert could_hold.count(False) > 10
-
-
-@hasty
 @pytest.mark.parametrize("how", ["open", "load", "function"])
 @pytest.mark.parametrize(
     "step", [Step("return", "open_newest"), Step("call", "read_tensors")], ids=str
@@ -455,34 +416,6 @@ def test_a_stale_handle_is_tried_again_and_another_error_is_ours(
         assert not any(tensor.any() for tensor in target.values()), "the target was not touched"
         assert held_by_mine(store) is None
         assert load(receiver) == 2
-
-
-@pytest.mark.timing(settle_s=0.01)
-def test_damage_is_refused_before_the_target_is_touched(store, sender, receiver):
-    publish(sender, 1, pattern=LARGE)
-    path, manifest = weights_file(store)
-    target, whole = LARGE.empty(), path.read_bytes()
-
-    def assert_refused(reason: str = "") -> None:
-        with pytest.raises(dbuffer.StoreCorruptError, match=f"{path}.*{reason}"):
-            receiver.load_into(target)
-        with pytest.raises(dbuffer.StoreCorruptError):
-            receiver.open(timeout_s=1).__enter__()
-        assert held_by_mine(store) is None
-        assert not any(tensor.any() for tensor in target.values())
-
-    data_bits = 8 * manifest["checksums_offset"]
-    table_bits = data_bits + 8 * 8 * manifest["num_tensors"]
-    layout_bits = 8 * manifest["layout_offset"]
-    for bit in (0, data_bits // 2, data_bits - 1, data_bits, table_bits - 1, layout_bits + 100):
-        flip_bit(path, bit)
-        assert_refused()
-        flip_bit(path, bit)
-    for length in (0, 1, len(whole) // 2, layout_bits // 8, len(whole) - 1, len(whole) + 4):
-        path.write_bytes((whole + b"more")[:length])
-        assert_refused(rf"\b{length}\b")
-    path.write_bytes(whole)
-    assert load(receiver, LARGE) == 1
 
 
 def test_short_reads_are_no_errors(store, sender, receiver, monkeypatch):
@@ -609,21 +542,6 @@ def test_a_writer_that_was_cut_off_learns_of_its_successor_and_removes_nothing(
 
 
 # The rest of the package
-
-
-def test_the_commands(store, sender, receiver, fail, capsys):
-    publish(sender, 1, 2)
-    load(receiver)
-    # Verify announces nothing, so that a publish may come and take the file away.
-    hits = fail("preadv", errno.ESTALE, is_weights)
-    for command in ("ls", "status", "verify"):
-        assert cli.run([command, str(store)]) == 0, command
-    assert "mine" in capsys.readouterr().out
-    assert len(hits) == 1
-    path, _ = weights_file(store, "A")
-    flip_bit(path, 8 * 3000)
-    assert cli.run(["verify", str(store)]) != 0
-    assert SMALL.names[1] in capsys.readouterr().out
 
 
 @pytest.mark.timing(settle_s=0.5)

@@ -212,19 +212,6 @@ def test_what_could_not_be_written_is_written_when_it_can_be(tmp_path, mount):
         record.close()
 
 
-@pytest.mark.timing(heartbeat_s=0.02)
-def test_what_was_written_while_the_store_was_put_back_is_written_then(made, mount):
-    """A store that is removed and copied back is away for a moment."""
-    record = RecordFile(made, "one")
-    record.write(**applied(1))
-    away = made.rename(made.with_name("away"))
-    record.write(**applied(2))
-    away.rename(made)
-    assert read(made).applied_version == 1
-    until("it is written", lambda: read(made) == record.current)
-    record.close()
-
-
 def test_a_receiver_with_a_mirrors_form_of_id_is_no_mirror(store, sender):
     sender.send(SMALL.weights(1))
     with dbuffer.WeightReceiver(store, receiver_id="mirror-mine-0123456789abcdef") as receiver:

@@ -25,7 +25,7 @@ from dbuffer.testing.moments import MOMENTS, at_call, die
 from tests.support.children import Child, call
 from tests.support.patterns import SMALL, opened
 from tests.support.soak import is_soak, numbers
-from tests.support.stores import WAYS, back_up, copy_over, receiver_records, rename
+from tests.support.stores import WAYS, back_up, copy_over, receiver_records
 
 LOST = 100
 """Added to a version's number: the value of its tensors in a run that is lost; the next run adds it
@@ -44,63 +44,7 @@ def load(receiver: dbuffer.WeightReceiver) -> int | None:
     return None if receiver.load_into(target) is None else SMALL.version_of(target)
 
 
-def put_back(store: Path, last: int = 8, *, num_lost: int = 1) -> None:
-    """Publish up to version 5, and let runs that are lost go on to ``last``.
-
-    The backup is copied over the store, where kept versions of lost runs stay.
-    """
-    backup = store.with_name("backup")
-    with dbuffer.WeightSender(store, keep=3) as sender:
-        send(sender, *range(1, 6))
-    back_up(store, backup)
-    for _ in range(num_lost):
-        with dbuffer.WeightSender(store, keep=3) as sender:
-            send(sender, *range(6, last + 1), value=LOST)
-        copy_over(store, backup)
-
-
 # Ids
-
-
-def test_each_start_of_a_sender_is_a_run(store):
-    ids, writers = [], []
-    for _ in range(3):
-        with dbuffer.WeightSender(store) as sender:
-            writers.append(DoubleBuffer(store).writer())
-            for _ in range(2):
-                published = sender.send(SMALL.weights(1))
-                ids.append(published.id)
-                with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
-                    assert (snapshot.id, snapshot.version) == (published.id, published.version)
-                    assert snapshot.id.run == published.id.run
-    assert [version.number for version in ids] == [1, 2, 3, 4, 5, 6], "numbers go on"
-    runs = [version.run for version in ids]
-    assert runs[::2] == runs[1::2]
-    assert len(set(runs)) == 3
-    assert [(writer.epoch, writer.token) for writer in writers] == [*enumerate(runs[::2], start=1)]
-    assert all(str(each) == f"{each.run}-{each.number}" for each in ids)
-
-
-def test_stores_that_were_copied_publish_no_two_versions_of_one_id(store):
-    """A receiver that moves from one to the other is told, though all numbers go up."""
-    copy = store.with_name("copy")
-    with dbuffer.WeightSender(store) as sender:
-        send(sender, 1, 2)
-    back_up(store, copy)
-    for path, value in ((store, LOST), (copy, 2 * LOST)):
-        with dbuffer.WeightSender(path) as sender:
-            send(sender, 3, value=value)
-    with dbuffer.WeightReceiver(store) as receiver, dbuffer.WeightReceiver(copy) as other:
-        with receiver.open() as one, other.open() as two:
-            assert one.id != two.id
-        with dbuffer.WeightSender(copy) as sender:
-            send(sender, 4, value=2 * LOST)
-        rename(store, copy)
-        with pytest.raises(dbuffer.VersionRegressedError) as caught:
-            load(receiver)
-        assert caught.value.is_forked
-        receiver.follow_fork()
-        assert load(receiver) == 4 + 2 * LOST
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -176,48 +120,6 @@ def test_a_version_of_a_lost_run_is_opened_by_its_id(any_store, capsys):
         assert opened(store, lost) is None
 
 
-def test_a_pin_keeps_the_version_of_the_newest_ones_line(any_store):
-    store, pinned = any_store, (6, 7, 8)
-    put_back(store, last=10, num_lost=4)
-    view = DoubleBuffer(store)
-    with dbuffer.WeightSender(store, keep=9) as sender:
-        send(sender, *range(6, 11), value=2 * LOST)
-        for version in pinned:
-            kept.pin(view, version)
-        send(sender, *range(11, 25), value=2 * LOST)
-        for version in pinned:
-            assert opened(store, version) == version + 2 * LOST
-            kept.unpin(view, version)
-        send(sender, *range(25, 28), value=2 * LOST)
-        assert [opened(store, version) for version in pinned] == [None] * 3
-
-
-def test_a_pin_of_a_number_that_only_a_lost_run_has_is_refused(any_store):
-    put_back(any_store, last=12)
-    view = DoubleBuffer(any_store)
-    with pytest.raises(dbuffer.VersionError):
-        kept.pin(view, 9)
-    with dbuffer.WeightSender(any_store, keep=3) as sender:
-        sender.send(SMALL.weights(20), version=20)
-        for call_of in (sender.republish, lambda version: kept.pin(view, version)):
-            with pytest.raises(dbuffer.VersionError):
-                call_of(9)
-    assert opened(any_store, 9) is None
-
-
-def test_versions_of_a_lost_run_do_not_count_as_kept(any_store):
-    """Whatever their numbers are, the newest of this line are kept."""
-    put_back(any_store, last=30)
-    with dbuffer.WeightSender(any_store, keep=3) as sender:
-        for version in range(6, 15):
-            send(sender, version, value=2 * LOST)
-            first = max(6, version - 4)
-            kept_values = [opened(any_store, each) for each in range(first, version + 1)]
-            assert kept_values == [each + 2 * LOST for each in range(first, version + 1)]
-    # Dropped, they take no room.
-    assert len(list((any_store / "kept").iterdir())) <= 3
-
-
 def pin_and_die(connection: Connection, store: Path, number: int) -> None:
     """Publish until version 1 is dropped; pin it before a call of this, and die before the next."""
     sender = dbuffer.WeightSender(store, keep=1, num_threads=1)
@@ -258,35 +160,6 @@ def test_a_pin_that_said_yes_holds_whenever_the_sender_is_killed(shm_path):
 
 
 # Acknowledgements and lags
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_version_of_a_lost_run_acknowledges_none_of_the_next(store, way):
-    backup = store.with_name("backup")
-    with dbuffer.WeightReceiver(store, receiver_id="worker") as receiver:
-        with dbuffer.WeightSender(store) as sender:
-            send(sender, *range(1, 6))
-            back_up(store, backup)
-            send(sender, 6, 7, 8, value=LOST)
-            assert load(receiver) == 8 + LOST
-        way(store, backup)
-        with dbuffer.WeightSender(store) as sender:
-            for version in (6, 7, 8, 9):
-                send(sender, version, value=2 * LOST)
-                with pytest.raises(dbuffer.VersionRegressedError):
-                    load(receiver)
-                for asked in range(6, version + 1):
-                    with pytest.raises(dbuffer.DBufferError) as caught:
-                        sender.wait_applied(asked, receivers="worker", timeout_s=0.0)
-                    assert isinstance(
-                        caught.value, (dbuffer.WaitTimeoutError, dbuffer.ReceiverFailedError)
-                    )
-                lags = sender.receiver_lags()
-                assert "worker" not in lags or lags["worker"].versions > 0
-            receiver.follow_fork()
-            assert load(receiver) == 9 + 2 * LOST
-            sender.wait_applied(9, receivers="worker", timeout_s=10)
-            assert sender.receiver_lags()["worker"].versions == 0
 
 
 @pytest.mark.parametrize("skew_s", [-86400.0, -60.0, 0.0, 300.0])

@@ -15,15 +15,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 
-from dbuffer import WeightReceiver, WeightSender
+from dbuffer import WeightReceiver
 from dbuffer.store import filesystem, medium
 from dbuffer.store import watcher as watcher_module
 from dbuffer.store.watcher import Watcher
 from dbuffer.testing.waiting import until
 from tests.support.soak import in_turn
-from tests.support.stores import begin_watching, remove_store
+from tests.support.stores import begin_watching
 from tests.support.waiting import meanwhile
 
 LONG_S = 300.0
@@ -97,16 +96,6 @@ def test_does_not_wake_for_other_files(directory, watcher):
     (directory / "A").mkdir()
     (directory / "A" / "CURRENT").touch()
     assert 0.3 <= waited_s(watcher, 0.3) < SOON_S
-
-
-def test_closing_ends_its_threads(directory):
-    before = set(threading.enumerate())
-    watcher = Watcher(directory, "CURRENT")
-    watcher.wait(0.01)
-    assert set(threading.enumerate()) - before
-    watcher.close()
-    watcher.close()
-    assert set(threading.enumerate()) <= before
 
 
 def test_the_directory_may_come_later(directory, watch):
@@ -201,25 +190,6 @@ def test_without_access_to_the_directory_it_sleeps(directory, watch, monkeypatch
 def test_on_a_network_mount_it_sleeps(directory, watch, monkeypatch, caplog):
     monkeypatch.setattr(medium, "_mount_of", lambda path: ("nfs4", "server:/export"))
     assert_only_sleeps(watch(directory / "CURRENT"), directory, caplog, "INFO")
-
-
-WEIGHTS = {"a": torch.ones(3), "b": torch.zeros(2)}
-
-
-def test_a_receiver_sees_a_flip_long_before_it_would_look(tmp_path):
-    """Also of a store that was made anew before its first version."""
-    store = tmp_path / "store"
-    with WeightReceiver(store, poll_interval_s=LONG_S) as receiver:
-        WeightSender(store).close()
-        assert receiver.wait_for_version(timeout_s=0.1) is None
-        remove_store(store)
-        with WeightSender(store) as sender:
-            assert receiver.wait_for_version(timeout_s=0.1) is None
-            for version in range(1, 4):
-                started = time.monotonic()
-                with meanwhile(sender.send, WEIGHTS):
-                    assert receiver.wait_for_version(version - 1, timeout_s=LONG_S) == version
-                assert time.monotonic() - started < SOON_S
 
 
 def test_a_receiver_that_is_dropped_leaves_no_thread(directory):
