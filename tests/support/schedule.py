@@ -37,7 +37,6 @@ SCOPES = {
     "peft": ("tests/integrations/peft/",),
     "ranks": (
         "tests/core/publish/test_sharded.py",
-        "tests/core/publish/test_sharded_deltas.py",
         "tests/core/publish/test_stages.py",
         "tests/core/publish/test_zero3.py",
     ),

@@ -29,7 +29,7 @@ from dbuffer.format.manifest import Manifest
 from dbuffer.format.ranges import Integers
 from dbuffer.io import changes
 from dbuffer.io.changes import Words
-from dbuffer.publish import deltas
+from dbuffer.publish import deltas, kept_copy
 from dbuffer.publish.draft import Draft
 from dbuffer.receive import reader as reader_module
 from dbuffer.receive.verification import verify_store
@@ -553,7 +553,8 @@ def change(weights: Tensors, step: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("with_patches", [False, True], ids=["send", "patches"])
-def test_tensors_of_all_kinds(store, mount, with_patches):
+def test_tensors_of_all_kinds(store, mount, with_patches, monkeypatch):
+    monkeypatch.setattr(kept_copy, "_BATCH_BYTES", 10_000)  # more than most of them, together
     weights = awkward_weights()
     with make_sender(store) as sender, reader_of(store, verify=True) as follower:
         assert sender.send(weights).delta_bytes is None

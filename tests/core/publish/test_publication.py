@@ -27,7 +27,7 @@ from dbuffer.publish import sender as sender_module
 from dbuffer.publish.draft import Draft
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.waiting import until
-from tests.support.children import Child, run_program
+from tests.support.children import Child
 from tests.support.forks import in_a_fork
 from tests.support.patterns import assert_same, received
 from tests.support.stores import removed_but_mapped, without_garbage_collection
@@ -396,31 +396,6 @@ def test_what_was_sent_last_is_published_though_the_process_ends(store):
     with Child(end_without_closing, store) as child:
         assert child.wait() == 0
     assert torch.equal(received(store)["a"], torch.ones(1 << 22))
-
-
-ENDS_WITHOUT_WAITING = """
-import sys, threading, torch, dbuffer
-from dbuffer.publish.draft import Draft
-
-fill, have_changed = Draft.write, threading.Event()
-
-def filled(draft, *args):
-    fill(draft, *args)
-    have_changed.wait()
-
-Draft.write = filled
-weights = {"a": torch.ones(1 << 20)}
-sender = dbuffer.WeightSender(sys.argv[1])
-sender.send(weights, wait=False)
-weights["a"].add_(1)
-have_changed.set()
-"""
-
-
-def test_a_failure_that_nothing_raised_is_logged_when_the_process_ends(store):
-    done = run_program(ENDS_WITHOUT_WAITING, store)
-    assert done.stderr.count("changed while they were being published") == 1
-    assert newest(store) is None
 
 
 def wait_for_the_end_of(pending: dbuffer.PendingPublication) -> None:

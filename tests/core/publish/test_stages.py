@@ -196,7 +196,7 @@ def publish(
 ) -> list[Went]:
     """Publish a version after each step; rank 0 reads each, as one who has not seen any before."""
     trainer = case(rank)
-    options: dict[str, Any] = {"delta": delta, "keep": 1}
+    options: dict[str, Any] = {"delta": delta, "keep": 3}
     went: list[Went] = []
     versions: list[Weights] = []
     with contextlib.ExitStack() as stack:
@@ -211,6 +211,11 @@ def publish(
             full = wholes(trainer.weights)
             assert publication.num_bytes == sum(tensor.nbytes for tensor in full.values())
             versions.append(full)
+            if rank == 0:
+                assert_same(received(store), full)
+            distributed.barrier()
+        for has_delta in (False, delta):  # of all tensors in other boxes: whole on each rank
+            assert (sender.send(full).delta_bytes is not None) == has_delta
             if rank == 0:
                 assert_same(received(store), full)
             distributed.barrier()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dbuffer
 from dbuffer.receive.follow_loop import FollowLoop
+from dbuffer.runtime.trouble import RetryLoop
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.patterns import SMALL
 from tests.support.waiting import meanwhile
@@ -85,6 +88,14 @@ def test_a_failure_is_recorded_and_logged_once_and_over_with_a_success(
     assert f"testing {store} recovered" in ended
 
 
+@pytest.mark.timing(retry_min_s=1000.0)
+def test_a_newer_version_is_attempted_at_once_and_the_same_one_after_a_while(store, loop):
+    fail(loop, ValueError("not this one"))
+    assert wait(loop, None, timeout_s=0.2) == 1, "the time is over: it is tried once more"
+    with meanwhile(publish, store, 2, after_s=0.2):
+        assert wait(loop, None) == 2
+
+
 @pytest.mark.timing(retry_min_s=0.01)
 def test_a_version_that_does_not_fit_is_not_attempted_again_unless_asked_for(loop):
     fail(loop, dbuffer.WeightsMismatchError("one tensor too many"))
@@ -120,3 +131,22 @@ def test_final_errors_leave_the_block_and_errors_after_a_stop_do_not_count(recei
         raise dbuffer.DBufferError("it was closing")
     assert not loop.is_failing
     assert not [entry for entry in caplog.records if entry.name == __name__]
+
+
+def test_an_error_that_is_kept_keeps_no_variables():
+    """They may be mapped files, whose room the next attempt needs."""
+    references: list[weakref.ref[torch.Tensor]] = []
+
+    def fail() -> None:
+        tensor = torch.ones(3)
+        references.append(weakref.ref(tensor))
+        try:
+            raise OSError(28, "no room")
+        except OSError as error:
+            raise dbuffer.StoreFullError("no room") from error
+
+    loop = RetryLoop(logger)
+    with loop.attempt():
+        fail()
+    assert isinstance(loop.error, dbuffer.StoreFullError)
+    assert references[0]() is None

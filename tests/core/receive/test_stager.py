@@ -232,18 +232,6 @@ def gate_before_staging(version: int) -> Iterator[Gate]:
         yield gate
 
 
-def test_take_while_that_version_is_being_staged(store, sender):
-    gate = Gate()
-    publish(sender, 1)
-    with staging(store, check=stop_at(gate, SMALL)) as follower:
-        assert gate.is_there.wait(IN_TIME_S)
-        with pytest.raises(dbuffer.WaitTimeoutError, match=r"version 1 .*0\.05 s"):
-            follower.take(timeout_s=0.05)
-        with meanwhile(gate.may_go_on.set):
-            assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
-        assert stats(follower)["staged"] == 1
-
-
 @pytest.mark.parametrize(
     "version", [pytest.param(1, id="exactly"), pytest.param(None, id="at-least")]
 )
@@ -612,22 +600,6 @@ def test_a_number_is_never_met_by_a_run_that_the_store_lost(store, sender):
                 follower.take(lost.id, timeout_s=IN_TIME_S)
 
 
-def test_a_version_of_a_run_that_another_began_before_is_refused_at_once(store, sender, tmp_path):
-    publish(sender, 1)
-    shutil.copytree(store, tmp_path / "before")
-    publish(sender, 2)
-    lost = DoubleBuffer(store).pointer().id
-    sender.close()
-    remove_store(store)
-    shutil.move(tmp_path / "before", store)
-    with dbuffer.WeightSender(store) as again:
-        publish(again, 3)
-    with staging(store) as follower:
-        with pytest.raises(dbuffer.VersionRegressedError, match="does not lead"):
-            follower.take(at_least=lost, timeout_s=IN_TIME_S)
-        assert_whole(follower.take(at_least=lost._replace(number=1), timeout_s=IN_TIME_S), 3)
-
-
 @pytest.fixture
 def no_collection() -> Iterator[None]:
     """Collect no garbage: an engine does so seldom."""
@@ -919,28 +891,6 @@ def test_an_idle_stager_looks_at_the_store_once_a_poll_interval(store, sender, m
 
 
 # One version, and no other
-
-
-@both_modes
-def test_only_the_version_is_staged_and_only_once(store, copy):
-    with dbuffer.WeightSender(store, keep=2) as sender:
-        publish(sender, 1, 2, 3)
-        with staging(store, copy=copy, version=1) as stager:
-            assert_whole(stager.take(timeout_s=SOON_S), 1)
-            publish(sender, 4)
-            stager.release()
-            assert_whole(stager.take(4, timeout_s=SOON_S), 4)
-            release(stager, 4)
-            wait_until_staged(store, 1)
-            assert_whole(stager.take(at_least=1, timeout_s=SOON_S), 1)
-            release(stager, 1)
-            publish(sender, 5, 6)
-            time.sleep(NOT_IN_VAIN_S)
-            assert record_in(store).staged is None
-            assert stats(stager)["staged"] == 3
-            stager.stage_again()
-            with pytest.raises(dbuffer.VersionError, match=r"version 1 .* holds 3, 4, 5, 6$"):
-                stager.take(timeout_s=SOON_S)
 
 
 def test_memory_that_there_is_not_is_told_until_there_is_some(store, sender, monkeypatch):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from dbuffer.errors import (
     StoreAccessError,
+    StoreCorruptError,
     StoreNotFoundError,
 )
 from dbuffer.store import filesystem, medium
@@ -88,6 +89,33 @@ def test_stale_temporaries_are_removed_and_other_files_stay(tmp_path):
 
 
 # Reading
+
+
+@pytest.mark.parametrize("name", ["open", "read", "fstat"])
+def test_small_file_is_read_again_after_a_stale_handle(tmp_path, monkeypatch, name):
+    """A file that is replaced between lookup and read; the next lookup finds the new one."""
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    real, left = getattr(os, name), 0
+
+    def stale(*arguments):
+        nonlocal left
+        if left > 0:
+            left -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(*arguments)
+
+    monkeypatch.setattr(os, name, stale)
+    for times in (0, 1, 2, 4):
+        left = times
+        assert filesystem.read_small(path, 5) == b"12345"
+    with pytest.raises(StoreCorruptError, match=str(path)):
+        filesystem.read_small(path, 4)
+    left = 1000
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        filesystem.read_small(path, 5)
+    monkeypatch.undo()
+    assert not open_below(tmp_path)
 
 
 # Descriptors

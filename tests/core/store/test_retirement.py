@@ -190,25 +190,6 @@ def do_nothing(connection: Connection) -> None:
     """A process that ends."""
 
 
-def test_what_a_dead_writer_kept_goes_when_readers_were_waited_for(store, clock, caplog):
-    """The next writer knows no version of them, and someone reads one that has no name."""
-    with Child(publish_five_and_die, store) as child:
-        assert child.wait() == -signal.SIGKILL
-    left = version_files(store) - named_files(store)
-    assert left, "the killed writer had put files away"
-    with dbuffer.WeightSender(store, num_threads=1, reader_timeout_s=READER_TIMEOUT_S) as sender:
-        put_record(store, 3)
-        assert left < version_files(store), "another host may read them"
-        publish(sender, 6)
-        clock.now_s += READER_TIMEOUT_S - 10  # the files are some moments old
-        publish(sender, 7)
-        assert left < version_files(store)
-        clock.now_s += 10
-        publish(sender, 8)
-        assert not left & version_files(store)
-    assert "of an unknown version, which far has read" in caplog.text
-
-
 def begin_a_version_and_die(connection: Connection, store: Path) -> None:
     os.environ["DBUFFER_MOUNT"] = "network"
     with dbuffer.WeightSender(store, num_threads=1) as sender:

@@ -25,7 +25,7 @@ from dbuffer.testing.moments import MOMENTS, at_call, die
 from tests.support.children import Child, call
 from tests.support.patterns import SMALL, opened
 from tests.support.soak import is_soak, numbers
-from tests.support.stores import WAYS, back_up, copy_over, receiver_records
+from tests.support.stores import back_up, copy_over, receiver_records
 
 LOST = 100
 """Added to a version's number: the value of its tensors in a run that is lost; the next run adds it
@@ -45,32 +45,6 @@ def load(receiver: dbuffer.WeightReceiver) -> int | None:
 
 
 # Ids
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_receiver_is_told_whether_it_is_ahead_or_on_another_line(store, way):
-    """Ahead, it waits for what may come; forked, it never sees a version that follows its own."""
-    backup = store.with_name("backup")
-    with dbuffer.WeightReceiver(store) as receiver:
-        with dbuffer.WeightSender(store) as sender:
-            send(sender, *range(1, 6))
-            back_up(store, backup)
-            send(sender, 6, 7, 8)
-        assert load(receiver) == 8
-        way(store, backup)
-        with pytest.raises(dbuffer.VersionRegressedError) as ahead:
-            load(receiver)
-        assert not ahead.value.is_forked
-        with dbuffer.WeightSender(store) as sender:
-            for version in range(6, 11):  # below, equal to and above the version that it has
-                send(sender, version, value=LOST)
-                with pytest.raises(dbuffer.VersionRegressedError) as forked:
-                    load(receiver)
-                assert forked.value.is_forked
-            receiver.follow_fork()
-            assert load(receiver) == 10 + LOST
-            send(sender, 11, value=LOST)
-            assert load(receiver) == 11 + LOST
 
 
 # Numbers of versions
