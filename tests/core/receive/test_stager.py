@@ -600,6 +600,22 @@ def test_a_number_is_never_met_by_a_run_that_the_store_lost(store, sender):
                 follower.take(lost.id, timeout_s=IN_TIME_S)
 
 
+def test_a_version_of_a_run_that_another_began_before_is_refused_at_once(store, sender, tmp_path):
+    publish(sender, 1)
+    shutil.copytree(store, tmp_path / "before")
+    publish(sender, 2)
+    lost = DoubleBuffer(store).pointer().id
+    sender.close()
+    remove_store(store)
+    shutil.move(tmp_path / "before", store)
+    with dbuffer.WeightSender(store) as again:
+        publish(again, 3)
+    with staging(store) as follower:
+        with pytest.raises(dbuffer.VersionRegressedError, match="does not lead"):
+            follower.take(at_least=lost, timeout_s=IN_TIME_S)
+        assert_whole(follower.take(at_least=lost._replace(number=1), timeout_s=IN_TIME_S), 3)
+
+
 @pytest.fixture
 def no_collection() -> Iterator[None]:
     """Collect no garbage: an engine does so seldom."""
