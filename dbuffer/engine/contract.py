@@ -155,6 +155,8 @@ class Engine:
     """Whether the engine tells a follower's pause apart from other programs' pauses, so that
     :meth:`resume` ends only the follower's pause."""
     pauses: Collection[str] = PAUSE_MODES
+    scores_prompts: bool = False
+    """Whether the engine has :meth:`prompt_logprobs`."""
 
     def close(self) -> None:
         """Close this process's connections to the engine."""
@@ -203,6 +205,14 @@ class Engine:
 
     def resume(self) -> None:
         """End the pause of this follower, or a pause that a killed follower left."""
+
+    def prompt_logprobs(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[float]:
+        """Return the log-probability of each token of all prompts, without their first tokens.
+
+        A log-probability can be NaN. Raise :class:`EngineUnreachableError` if the engine does not
+        answer.
+        """
+        raise NotImplementedError
 
     def weight_version(self) -> str:
         raise NotImplementedError

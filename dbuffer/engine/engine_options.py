@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from math import isfinite
 from typing import Any, Literal, Self
 
 from dbuffer.errors import OptionError, VersionRegressedError
@@ -30,6 +31,13 @@ from dbuffer.store.buffer import DoubleBuffer
 NO_STORE_YET = (
     "this engine follows no store yet: name one first (vLLM's own call for that: "
     "init_weight_transfer_engine, with init_info={'store': directory})"
+)
+
+
+_CANARY_RULE = (
+    'prompts and a number, as {"prompts": ["1 + 1 = 2"], "min_mean_logprob": -2.5}, where the '
+    "prompts are all texts, or all lists of token ids; or, as an argument of `follow`, a function "
+    "that judges an engine"
 )
 
 
@@ -93,9 +101,12 @@ class EngineOptions:
     attest: bool | Literal["auto"] = "auto"
     """Compare the engine's weights with the published version after each switch. ``"auto"``: if the
     weights are on a GPU."""
-    canary: bool = False
-    """Acknowledge a version only after the user's test of the engine, its canary, accepts the
-    version. Set by ``follow``."""
+    canary: Mapping[str, Any] | Literal[True] | None = None
+    """Acknowledge a version only after a test of the engine, its canary, accepts the version.
+
+    With ``{"prompts": [...], "min_mean_logprob": -2.5}``, the canary compares the mean
+    log-probability of the prompts' tokens with this minimum. With True, the program that calls
+    ``follow`` passes the canary as a function."""
     instance_id: str | None = None
     """Id of this start of the engine, set by the follower. Default: the worker's id of the engine,
     which vLLM changes in some processes after the start."""
@@ -146,8 +157,9 @@ class EngineOptions:
         checks.flag("plan", self.plan)
         checks.flag("images", self.images)
         checks.choice("attest", self.attest, (True, False, "auto"))
-        checks.flag("canary", self.canary)
-        _require(self, "canary", is_newest or not self.canary, f"false {stays}")
+        if self.canary is not None and self.canary is not True:
+            _require(self, "canary", _is_prompt_canary(self.canary), _CANARY_RULE)
+        _require(self, "canary", is_newest or self.canary is None, f"None {stays}")
         is_text = isinstance(self.instance_id, str | None) and self.instance_id != ""
         _require(self, "instance_id", is_text, "a text, not empty")
 
@@ -284,6 +296,21 @@ class UpdateRequest:
                 f"{', '.join(options)}"
             )
         return cls(**values)
+
+
+def _is_prompt_canary(canary: Any) -> bool:
+    match canary:
+        case {"prompts": [_, *_] as prompts, "min_mean_logprob": int() | float() as minimum}:
+            is_text = all(isinstance(prompt, str) and prompt for prompt in prompts)
+            is_right = is_text or all(map(_is_token_ids, prompts))
+            return is_right and len(canary) == 2 and type(minimum) is not bool and isfinite(minimum)
+    return False
+
+
+def _is_token_ids(prompt: Any) -> bool:
+    """Whether a prompt is a list of ids, with more than the first token, whose odds are unknown."""
+    is_list = isinstance(prompt, list) and len(prompt) > 1
+    return is_list and all(type(token) is int and token >= 0 for token in prompt)
 
 
 def _require(options: Any, name: str, is_right: bool, rule: str) -> None:

@@ -19,12 +19,14 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import math
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dbuffer import errors
@@ -254,9 +256,19 @@ class Follower(Closing):
                 "additional_config={'dbuffer': {'store': directory}}"
             )
         engine_id = options.engine_id or facts.name
-        is_canary = self._canary is not None
+        canary = options.canary if self._canary is None else True
+        if canary is True and self._canary is None:
+            raise errors.OptionError(
+                "the option canary is true, and the follower of this engine has no function that "
+                "judges it: pass one as canary=, or give prompts as the option"
+            )
+        if isinstance(canary, Mapping) and not self._engine.scores_prompts:
+            raise errors.UnsupportedError(
+                "this engine cannot be a canary with prompts: only vLLM engines that generate can, "
+                "without data-parallel replicas and without torchrun"
+            )
         instance_id = facts.instance_id
-        return replace(options, engine_id=engine_id, instance_id=instance_id, canary=is_canary)
+        return replace(options, engine_id=engine_id, instance_id=instance_id, canary=canary)
 
     def _ensure_started(self) -> StoreView:
         self._engine.require_alive()
@@ -380,8 +392,8 @@ class Follower(Closing):
                 wait_s = self._wait_ready(view, goal, timeout_s, stop_event)
                 with self._translating(f"switch to version {number_of(goal)}"):
                     switch = self._switch(view, goal, wait_s)
-            if self._canary is not None:
-                self._judge(view, self._canary, timeout_s, stop_event)
+            if view.options.canary is not None:
+                self._judge(view, timeout_s, stop_event)
         except Exception as error:
             if stop_event is None or not stop_event.is_set():
                 self._note_failure(error, None if goal is None else number_of(goal))
@@ -393,7 +405,6 @@ class Follower(Closing):
     def _judge(
         self,
         view: StoreView,
-        canary: Callable[[], str | None],
         timeout_s: float | None,
         stop_event: threading.Event | None,
     ) -> None:
@@ -409,7 +420,7 @@ class Follower(Closing):
             version = self._applied.id
             refusal = None if version == self._accepted else view.options.refusal(version)
             if refusal is None and version != self._accepted:
-                refusal = self._verdict(canary)
+                refusal = self._verdict(view.options)
             if refusal is None:
                 with self._translating("accept its version"):
                     self._adopt_and_label(self._engine.do(RankRequest("accept")))
@@ -433,10 +444,16 @@ class Follower(Closing):
             )
             raise errors.EngineUpdateError(f"{reasons}; the engine has {self.weights}")
 
-    def _verdict(self, canary: Callable[[], str | None]) -> str | None:
+    def _verdict(self, options: EngineOptions) -> str | None:
         """Return the canary's reason to refuse the engine's weights, or None if it accepts them."""
+        probe = self._canary
+        if isinstance(options.canary, Mapping):
+            probe = partial(_judge_by_prompts, self._engine, **options.canary)
+        assert probe is not None  # noqa: S101 - see _options_for
         try:
-            reason = canary()
+            reason = probe()
+        except (errors.EngineUnreachableError, errors.EngineEndedError):
+            raise  # this says nothing about the version
         except Exception as error:
             logger.warning("the probe of %s failed", self.engine_id, exc_info=True)
             reason = described(error)
@@ -676,6 +693,7 @@ class Follower(Closing):
             every=1,
             when=None,
             until_done=False,
+            canary=None,
         )
         once = Follower(self._engine, options, pause=self._pause_mode)
         self._forget()
@@ -760,6 +778,20 @@ class Follower(Closing):
     def _forget(self) -> None:
         for key in [key for key, follower in _followers.items() if follower is self]:
             del _followers[key]
+
+
+def _judge_by_prompts(
+    engine: Engine, prompts: Sequence[str] | Sequence[list[int]], min_mean_logprob: float
+) -> str | None:
+    """Return the reason to refuse weights that find prompts unlikely, or None to accept them."""
+    logprobs = engine.prompt_logprobs(prompts)
+    mean = math.fsum(logprobs) / len(logprobs) if logprobs else math.nan
+    if mean >= min_mean_logprob and math.isfinite(mean):
+        return None
+    return (
+        f"the mean log-probability of its prompts' {len(logprobs)} tokens is {mean:.4g}, and must "
+        f"be at least {min_mean_logprob:g}"
+    )
 
 
 def _update_to(goal: int | VersionId, attempt: str | None = None) -> UpdateRequest:

@@ -75,7 +75,7 @@ class RankReceiver:
         self._state = state
         self._model = RankModel(rank, options, state)
         self._attempt: str | None = None
-        self._is_on_trial = options.canary
+        self._is_on_trial = options.canary is not None
         self._attests = options.attests(on_device=rank.on_device)
         # Start the mirror before any read: it removes an earlier run's versions from local_store.
         self._mirror = options.start_mirror()
@@ -376,7 +376,7 @@ class RankReceiver:
             failure = self._describe(f"load version {staged.version}", failures)
             staged = self._recover(failure, staged)
         self._state.note_loaded(staged.lineage, self.options.store, staged.metadata)
-        self._is_on_trial = self.options.canary
+        self._is_on_trial = self.options.canary is not None
         self._note_unattested()
         self._stager.use_device()
         self._model.serve_again()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -240,6 +241,99 @@ def test_a_canary_in_the_background_goes_back_by_itself(scene, sender, canary):
             sender.wait_applied(BAD, receivers="canary", timeout_s=WAIT_S)
         scene.publish(4)
         sender.wait_applied(4, receivers="canary", timeout_s=WAIT_S)
+
+
+# Prompts instead of a function.
+
+
+def scores(engine: FakeEngine) -> list[float]:
+    """Log-probabilities of prompts; :data:`BAD` finds them unlikely."""
+    return [-1.0, -9.0] if engine.version == BAD else [-1.0, -2.0]
+
+
+PROMPTS = {"prompts": ["1 + 1 = 2"], "min_mean_logprob": -1.5}
+
+
+@pytest.fixture
+def scoring() -> FakeEngine:
+    engine = FakeEngine(instance_id="canary")
+    engine.scores_prompts = True
+    engine.prompt_logprobs = lambda prompts: scores(engine)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "mean"),
+    [([-1.0, -2.1], "-1.55"), ([-1.0, math.nan], "nan"), ([math.inf], "inf"), ([], "nan")],
+)
+def test_prompts_refuse_a_version_that_finds_them_unlikely(scene, sender, scoring, logprobs, mean):
+    scene.publish(1, 2)
+    with Follower(scoring, options(scene.store, "canary", canary=PROMPTS)) as follower:
+        assert follower.sync().version == 2
+        sender.wait_applied(2, receivers="canary", timeout_s=WAIT_S)
+        scoring.prompt_logprobs = lambda _: logprobs if scoring.version == BAD else [-1.5]
+        scene.publish(BAD)
+        with pytest.raises(dbuffer.EngineUpdateError, match=rf"{len(logprobs)} tokens is {mean},"):
+            follower.sync()
+        assert scoring.serves == (2, "2")
+        with pytest.raises(dbuffer.ReceiverFailedError, match=r"3 .*refused by canary: the mean"):
+            sender.wait_applied(BAD, receivers="canary", timeout_s=WAIT_S)
+
+
+def test_an_engine_that_does_not_answer_prompts_refuses_nothing(scene, scoring, monkeypatch):
+    def fail(_: Any) -> Any:
+        raise dbuffer.EngineUnreachableError("it is paused")
+
+    scene.publish(1)
+    with Follower(scoring, options(scene.store, "canary", canary=PROMPTS)) as follower:
+        with monkeypatch.context() as paused:
+            paused.setattr(scoring, "prompt_logprobs", fail)
+            with pytest.raises(dbuffer.EngineUnreachableError):
+                follower.sync()
+        assert DoubleBuffer(scene.store).receiver("canary").state == "on_trial"
+        assert follower.sync() is None
+        assert follower.has_applied(1)
+
+
+@pytest.mark.parametrize("canary", [PROMPTS, True])
+def test_an_engine_that_starts_with_a_canary_acknowledges_nothing_before(
+    scene, sender, scoring, canary
+):
+    """As a vLLM worker with options in its configuration, which loads a version at its start."""
+    scene.publish(1)
+    scoring.endpoint.begin(lambda: scoring.rank, options(scene.store, "canary", canary=canary))
+    scoring.receiver.catch_up()
+    assert scoring.version == 1
+    with pytest.raises(dbuffer.WaitTimeoutError):
+        sender.wait_applied(1, receivers="canary", timeout_s=0.2)
+    receiver = scoring.receiver
+    probe = None if canary is PROMPTS else lambda: "it talks nonsense"
+    if probe is None:
+        scoring.prompt_logprobs = lambda _: [-7.0]
+    with Follower(scoring, options(scene.store, "canary", canary=canary), canary=probe) as follower:
+        with pytest.raises(dbuffer.EngineUpdateError, match="was refused by canary"):
+            follower.sync()
+        assert scoring.receiver is receiver
+        with pytest.raises(dbuffer.ReceiverFailedError):
+            sender.wait_applied(1, receivers="canary", timeout_s=WAIT_S)
+
+
+def test_a_canary_that_cannot_judge_is_refused_at_the_start(scene):
+    with pytest.raises(dbuffer.UnsupportedError, match="cannot be a canary with prompts"):
+        scene.background(canary=PROMPTS)
+    with pytest.raises(dbuffer.OptionError, match="has no function"):
+        scene.background(canary=True)
+
+
+def test_a_version_of_another_store_is_not_judged(scene, scoring, shm_path):
+    scene.publish(1)
+    with Follower(scoring, options(scene.store, "canary", canary=PROMPTS)) as follower:
+        follower.sync()
+        with dbuffer.WeightSender(shm_path / "other") as other:
+            other.send(SMALL.weights(BAD), version=BAD)
+        follower.apply_once(str(shm_path / "other"))
+        assert scoring.version == BAD
+        assert DoubleBuffer(shm_path / "other").receiver("canary").state == "serving"
 
 
 def test_old_marks_of_versions_that_are_gone_are_removed(shm_path):

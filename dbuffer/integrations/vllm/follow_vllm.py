@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol, overload
 
@@ -32,7 +32,6 @@ from dbuffer.integrations.vllm.vllm_engine import (
     vllm_engine_of,
 )
 from dbuffer.ranks.agreement import Agreement
-from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.messages import described
 
@@ -121,6 +120,7 @@ class _AllRanks(OfflineVllm):
     def __init__(self, agreement: Agreement, llm: Any) -> None:
         super().__init__(llm)
         self._agreement = agreement
+        self.scores_prompts = False
 
     def send(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         return list(itertools.chain.from_iterable(self._order("send", request)))
@@ -176,7 +176,7 @@ def follow(
     *,
     pause: PauseMode = "keep",
     api_key: str | None = None,
-    canary: Callable[[Any], str | None] | None = None,
+    canary: Callable[[Any], str | None] | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> BackgroundFollower: ...
 
@@ -188,7 +188,7 @@ def follow(
     *,
     pause: PauseMode = "keep",
     api_key: str | None = None,
-    canary: Callable[[Any], str | None] | None = None,
+    canary: Callable[[Any], str | None] | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Follower | LaunchedFollower: ...
 
@@ -199,7 +199,7 @@ def follow(
     *,
     pause: PauseMode = "keep",
     api_key: str | None = None,
-    canary: Callable[[Any], str | None] | None = None,
+    canary: Callable[[Any], str | None] | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Follower | BackgroundFollower | LaunchedFollower:
     """Keep a vLLM engine on a store's newest version.
@@ -218,9 +218,11 @@ def follow(
             the store in the engine's ``additional_config``.
         pause: treatment of requests in flight during a switch; see :data:`.PauseMode`.
         api_key: API key of the server.
-        canary: function that tests the engine after each switch, called with ``engine`` in the
-            thread of the switch. If the function returns a reason or raises an error, this engine
-            returns to the previous version, and other engines skip the refused version.
+        canary: test of the engine after each switch: prompts with a minimum of their mean
+            log-probability, ``{"prompts": [...], "min_mean_logprob": -2.5}``, or a function, called
+            with ``engine`` in the thread of the switch. If the mean is lower, or the function
+            returns a reason or raises an error, this engine returns to the previous version, and
+            other engines skip the refused version.
         **options: more fields of :class:`EngineOptions`.
 
     Raises:
@@ -230,15 +232,13 @@ def follow(
             this ``pause``.
     """
     chosen = None
+    probe = functools.partial(canary, engine) if callable(canary) else None
+    if canary is not None:
+        options["canary"] = canary if probe is None else True
     if store is not None:
         chosen = EngineOptions.parse({"store": store, **options})
     elif options:
         raise OptionError(f"{', '.join(options)}: these options need a store as an argument")
-    if canary is not None and not callable(canary):
-        checks.refuse("canary", canary, "a function that judges an engine")
-    if canary is not None and (chosen is None or chosen.version is not None):
-        raise OptionError("canary needs a store as an argument, and no version to stay on")
-    probe = None if canary is None else functools.partial(canary, engine)
     if is_one_of_several(engine):
         _require_no(canary, "ranks that torchrun started")
         launched = LaunchedFollower(engine, chosen)

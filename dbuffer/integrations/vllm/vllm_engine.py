@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
+import math
+import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import InvalidStateError, wait
 from typing import Any, TypeVar
 
@@ -36,6 +39,9 @@ from dbuffer.runtime.timing import TIMING
 
 ResultT = TypeVar("ResultT")
 
+_PROMPTS_S = 600.0
+"""Longest wait for the answers to a canary's prompts."""
+
 IN_ITS_EVENT_LOOP = (
     "called in the engine's event loop, which this would wait for: call it in another thread, as "
     "with await asyncio.to_thread(...)"
@@ -48,6 +54,7 @@ class OfflineVllm(Engine):
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self._engine = llm.llm_engine
+        self.scores_prompts = self._engine.vllm_config.model_config.runner_type != "pooling"
 
     def facts(self) -> EngineFacts:
         return facts_here(self._engine.vllm_config)
@@ -83,6 +90,13 @@ class OfflineVllm(Engine):
         if not self._llm.reset_prefix_cache(reset_connector=True):
             raise EngineUpdateError(NOT_RESET)
         self._engine.reset_encoder_cache()
+
+    def prompt_logprobs(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[float]:
+        parameters = _scoring()
+        outputs = self._call(
+            lambda: self._llm.generate([*map(_as_input, prompts)], parameters, use_tqdm=False)
+        )
+        return list(itertools.chain.from_iterable(map(_logprobs_in, outputs)))
 
     def weight_version(self) -> str:
         return str(self._call(self._engine.get_weight_version))
@@ -131,6 +145,7 @@ class AsyncVllm(Engine):
         self._engine = engine
         self._loop = loop
         self._replica = replica
+        self.scores_prompts = replica is None
 
     @staticmethod
     def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
@@ -193,6 +208,24 @@ class AsyncVllm(Engine):
     def resume(self) -> None:
         self._call(RELEASE)
 
+    def prompt_logprobs(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[float]:
+        async def score(prompt: str | list[int]) -> list[float]:
+            request_id = f"dbuffer-{secrets.token_hex(8)}"
+            async for output in self._engine.generate(_as_input(prompt), _scoring(), request_id):
+                last = output
+            return _logprobs_in(last)
+
+        async def score_all() -> list[list[float]]:
+            try:
+                scores = asyncio.gather(*map(score, prompts))
+                return await asyncio.wait_for(scores, _PROMPTS_S)
+            except TimeoutError as error:
+                raise EngineUnreachableError(
+                    f"the engine did not answer prompts within {_PROMPTS_S:g} s: is it paused?"
+                ) from error
+
+        return list(itertools.chain.from_iterable(self._await(score_all)))
+
     def weight_version(self) -> str:
         return str(self._call("get_weight_version"))
 
@@ -211,11 +244,14 @@ class AsyncVllm(Engine):
             raise EngineUpdateError(f"the engine refuses the adapter: {refusal}")
 
     def _call(self, method: str, *arguments: Any) -> Any:
+        return self._await(lambda: ask_core(self._engine, self._replica, method, *arguments))
+
+    def _await(self, call: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+        """Run a coroutine in the engine's event loop; return its result."""
         if asyncio._get_running_loop() is self._loop:  # noqa: SLF001 - None outside of event loops
             raise EngineBusyError(IN_ITS_EVENT_LOOP)
         self.require_alive()
-        call = ask_core(self._engine, self._replica, method, *arguments)
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        future = asyncio.run_coroutine_threadsafe(call(), self._loop)
         # If the engine dies, vLLM never answers pending calls.
         while not wait([future], TIMING.alive_check_s).done:
             if self._engine.errored or self._loop.is_closed():
@@ -245,10 +281,30 @@ async def ask_core(engine: Any, replica: int | None, method: str, *arguments: An
     )
 
 
+def _scoring() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+
+
+def _as_input(prompt: str | list[int]) -> Any:
+    return prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+
+
+def _logprobs_in(output: Any) -> list[float]:
+    return [_own(position).logprob for position in output.prompt_logprobs if position is not None]
+
+
+def _own(position: dict[Any, Any]) -> Any:
+    """Return the log-probability of a prompt's own token, which is the first in vLLM's answer."""
+    return next(iter(position.values()))
+
+
 class VllmServer(EngineServer):
     """``Engine`` of a vLLM server in development mode (``VLLM_SERVER_DEV_MODE=1``)."""
 
     IS_WHAT = "vLLM"
+    scores_prompts = True
     WITHOUT_ROUTE = (
         "start vLLM with VLLM_SERVER_DEV_MODE=1, or let it follow by itself with --middleware "
         "dbuffer.integrations.vllm.FollowStore"
@@ -290,6 +346,20 @@ class VllmServer(EngineServer):
 
     def resume(self) -> None:
         self._request_resume("/resume")
+
+    def prompt_logprobs(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[float]:
+        model = self._get("/v1/models", "data")[0]["id"]
+        body = {"model": model, "prompt": [*prompts], "max_tokens": 1, "prompt_logprobs": 0}
+        answer = self._body(self.request("POST", "/v1/completions", json=body, timeout=self._long))
+        positions = itertools.chain.from_iterable(
+            choice["prompt_logprobs"] for choice in answer["choices"]
+        )
+        # JSON has no NaN.
+        return [
+            math.nan if (logprob := _own(position)["logprob"]) is None else logprob
+            for position in positions
+            if position is not None
+        ]
 
     def weight_version(self) -> str:
         return str(self._get("/weight_info", "weight_version"))

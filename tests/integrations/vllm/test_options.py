@@ -60,7 +60,15 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "plan": [0, 1, None, "true", "", []],
     "images": [0, 1, None, "true", "", []],
     "attest": ["", "yes", "Auto", None, 0, 1, 2, [True], {}],
-    "canary": [0, 1, None, "true", []],
+    "canary": [
+        *(0, 1, False, "true", [], {}),
+        {"prompts": ["a"]},
+        {"min_mean_logprob": -1},
+        *({"prompts": p, "min_mean_logprob": -1} for p in ("a", [], [""], ["a", [1, 2]], [[1]])),
+        {"prompts": [[1, -2]], "min_mean_logprob": -1},
+        *({"prompts": ["a"], "min_mean_logprob": m} for m in (None, "-1", True, math.nan)),
+        {"prompts": ["a"], "min_mean_logprob": -1, "max_mean_logprob": 0},
+    ],
     "instance_id": ["", 1, True, ["a"], {}],
 }
 
@@ -84,7 +92,12 @@ RIGHT_OPTIONS: dict[str, list[Any]] = {
     "attest": ["auto", True, False],
     "forked": ["follow", "refuse"],
     "unused_tensors": ["refuse", "warn"],
-    "canary": [True, False],
+    "canary": [
+        None,
+        True,
+        {"prompts": ["1 + 1 = 2", "größer"], "min_mean_logprob": -2.5},
+        {"prompts": [[1, 2], [0, 5, 7]], "min_mean_logprob": -3},
+    ],
     "instance_id": [None, "1795324001626655474"],
 }
 
