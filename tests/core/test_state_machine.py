@@ -41,6 +41,7 @@ from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.testing.moments import CHANGING_CALLS, at_call, die
 from tests.support.children import Child
+from tests.support.patterns import patches_between
 from tests.support.soak import is_soak
 from tests.support.stores import SHARED_MEMORY, assert_tidy, make_temporaries_old
 
@@ -89,16 +90,6 @@ def changed(tensors: Tensors, seed: int) -> Tensors:
             at = torch.randint(0, flat.numel(), (seed % 3,), generator=generator)
             flat[at] = (flat[at] == 0).to(tensor.dtype)
     return result
-
-
-def patches_between(before: Tensors, after: Tensors) -> list[dbuffer.SparsePatch]:
-    """What leads from one to the other; of tensors that are the same, too."""
-    patches = []
-    for name, tensor in before.items():
-        old, new = tensor.reshape(-1), after[name].reshape(-1)
-        at = (old != new).nonzero().reshape(-1)
-        patches.append(dbuffer.SparsePatch(name, at.flip(0), new[at].flip(0)))
-    return patches
 
 
 Given = tuple[int, int]

@@ -46,7 +46,6 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import PublishedRecord
 from dbuffer.testing import waiting
 from dbuffer.testing.engines import FakeEngine, FakeRank
-from tests.support.children import Command
 from tests.support.later import Later
 from tests.support.light_engines import WAIT_S, Scene, nearly_idle, options
 from tests.support.patterns import SMALL
@@ -887,21 +886,6 @@ def test_server_that_refuses_is_told_from_one_that_is_away(
             until("it has tried", lambda: away.error is not None)
             raise away.error
     assert "secret" not in str(caught.value)
-
-
-# The command line
-
-
-def test_follow_command_survives_trouble_of_a_moment(scene, tmp_path):
-    with Command(tmp_path, "follow", scene.store, "--json", "--count", 2) as follower:
-        scene.publish(1)
-        assert '"version": 1' in follower.line(0)
-        with group_writable(scene.store):
-            assert follower.line_of_errors(0)
-        scene.publish(2)
-        assert '"version": 2' in follower.line(1)
-        assert follower.wait(WAIT_S) == 0
-        assert "recovered" in " ".join(follower.errors().split())
 
 
 # The middleware: what it answers a server that starts, or ends

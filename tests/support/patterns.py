@@ -74,6 +74,23 @@ def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return data.view(dtype).view(shape)
 
 
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element: not all dtypes can be indexed, or compared."""
+    return tensor.contiguous().view(-1).view(torch.uint8).view(tensor.numel(), tensor.itemsize)
+
+
+def patches_between(
+    before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> list[dbuffer.SparsePatch]:
+    """Patches that lead from one version to the other; also of tensors that are the same."""
+    patches = []
+    for name, tensor in after.items():
+        rows = rows_of(tensor)
+        at = (rows_of(before[name]) != rows).any(dim=1).nonzero().view(-1)
+        patches.append(dbuffer.SparsePatch(name, at, rows[at].view(-1).view(tensor.dtype)))
+    return patches
+
+
 def odd_tensors(numel: int) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
     """Tensors that do not lie in memory as a file holds them, and the file's dtype."""
     side = max(1, int(numel**0.5))

@@ -40,9 +40,17 @@ from dbuffer.testing.waiting import TIMEOUT_S
 from dbuffer.tools.status import read_status
 from tests.support.children import Child
 from tests.support.damage import flip_bit
-from tests.support.patterns import OTHER, SPARSE, assert_same, newest, received
+from tests.support.patterns import (
+    OTHER,
+    SPARSE,
+    assert_same,
+    newest,
+    patches_between,
+    received,
+    rows_of,
+)
 from tests.support.soak import in_turn
-from tests.support.stores import named_files, version_files
+from tests.support.stores import fill, named_files, small_disk, version_files
 
 Tensors = dict[str, torch.Tensor]
 
@@ -125,20 +133,6 @@ def assert_all_read(store: Path, follower: dbuffer.WeightReceiver, weights: Tens
             with receiver.open() as snapshot:
                 ties = {name: snapshot.tensors[tied] for name, tied in snapshot.aliases.items()}
                 assert_same({**snapshot.tensors, **ties}, weights)
-
-
-def patches_between(before: Tensors, after: Tensors) -> list[SparsePatch]:
-    patches = []
-    for name, tensor in after.items():
-        rows = rows_of(tensor)
-        at = (rows_of(before[name]) != rows).any(dim=1).nonzero().view(-1)
-        patches.append(SparsePatch(name, at, rows[at].view(-1).view(tensor.dtype)))
-    return patches
-
-
-def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element: not all dtypes can be indexed, or compared."""
-    return tensor.contiguous().view(-1).view(torch.uint8).view(tensor.numel(), tensor.itemsize)
 
 
 def flip_in(store: Path, buffer: str, tensor: int) -> None:
@@ -467,6 +461,25 @@ def test_a_chain_of_large_deltas_is_short(store, mount, sender):
         assert sum(sizes) <= 2 * (most + (publication.delta_bytes or 0))
         if version > 1 and sizes:
             assert publication.delta_bytes == sizes[-1] < publication.num_bytes / 4
+
+
+@pytest.mark.usefixtures("network")
+def test_a_version_that_is_a_delta_alone_is_not_published_without_it(tmp_path):
+    """There is room for its records alone, which would name an earlier version's file."""
+    weights = {"a": torch.zeros(1 << 20, dtype=torch.uint8)}
+    with small_disk(tmp_path / "disk", 8 << 20) as disk, make_sender(disk / "store") as sender:
+        for _ in range(2):
+            weights["a"][torch.randperm(1 << 20)[:50_000]] += 1
+            published = sender.send(weights)
+        before = weights["a"].clone()
+        weights["a"][torch.randperm(1 << 20)[:50_000]] += 1
+        filler = fill(disk, leave_bytes=published.delta_bytes // 2)
+        with pytest.raises(dbuffer.StoreFullError):
+            sender.send(weights)
+        assert torch.equal(received(sender.store)["a"], before)
+        filler.unlink()
+        assert sender.send(weights).version == published.version + 1
+        assert torch.equal(received(sender.store)["a"], weights["a"])
 
 
 @pytest.mark.timing(settle_s=0.01)

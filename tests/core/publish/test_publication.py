@@ -423,20 +423,36 @@ def test_a_failure_that_nothing_raised_is_logged_when_it_is_dropped(gate, store,
         until("it is logged", is_logged)
 
 
-def test_metrics_count_versions_and_deltas(store):
+def test_metrics_count_versions_and_deltas_and_how_far_receivers_are_behind(store):
     registry = CollectorRegistry()
     weights = {"weight": torch.zeros(1000)}
-    with dbuffer.WeightSender(store, delta=True) as sender:
+
+    def lag(receiver: str) -> list[float | None]:
+        names = [f"dbuffer_receiver_lag_{unit}" for unit in ("versions", "steps")]
+        return [registry.get_sample_value(name, {"receiver": receiver}) for name in names]
+
+    with (
+        dbuffer.WeightSender(store, delta=True) as sender,
+        dbuffer.WeightReceiver(store, receiver_id="slow") as slow,
+    ):
         collector = metrics.register(sender, registry)
         with pytest.raises(dbuffer.OptionError, match="unregister"):
             metrics.register(sender, registry)
         registry.unregister(collector)
         metrics.register(sender, registry)
-        sender.send(weights)
+        sender.send(weights, metadata={"step": 100})
+        assert lag("slow") == [None, None]
+        with slow.open():
+            assert lag("slow") == [None, None]
+        assert lag("slow") == [0, 0]
         weights["weight"][7] = 1
-        published = sender.send(weights, wait=False).wait()
+        published = sender.send(weights, metadata={"step": 120}, wait=False).wait()
         assert published.delta_bytes is not None
-        assert sender.send_patches([]).delta_bytes is not None
+        assert sender.send_patches([], metadata={"step": 150}).delta_bytes is not None
+        assert lag("slow") == [2, 50]
+        slow.close()
+        assert lag("slow") == [None, None]
+        (store / "CURRENT").write_bytes(b"{")
         names = ("versions", "deltas", "bytes", "delta_bytes", "seconds")
         versions, deltas, num_bytes, delta_bytes, seconds = (
             registry.get_sample_value(f"dbuffer_sender_{name}_total") for name in names
@@ -444,37 +460,3 @@ def test_metrics_count_versions_and_deltas(store):
         assert (versions, deltas, num_bytes) == (3, 2, 12_000)
         assert delta_bytes == sender.stats["delta_bytes"] > published.delta_bytes
         assert seconds > 0
-
-
-def test_metrics_show_how_far_each_receiver_is_behind(store):
-    registry = CollectorRegistry()
-
-    def lags() -> list[list[float | None]]:
-        names = [f"dbuffer_receiver_lag_{unit}" for unit in ("versions", "steps")]
-        return [
-            [registry.get_sample_value(name, {"receiver": receiver}) for name in names]
-            for receiver in ("fast", "slow")
-        ]
-
-    with (
-        dbuffer.WeightSender(store) as sender,
-        dbuffer.WeightReceiver(store, receiver_id="fast") as fast,
-        dbuffer.WeightReceiver(store, receiver_id="slow") as slow,
-    ):
-        metrics.register(sender, registry)
-        sender.send(WEIGHTS, metadata={"step": 100})
-        assert lags() == [[None, None], [None, None]]
-        for receiver in (fast, slow):
-            with receiver.open():
-                pass
-        assert lags() == [[0, 0], [0, 0]]
-        for step in (120, 150):
-            sender.send(WEIGHTS, metadata={"step": step})
-        with fast.open():
-            pass
-        assert lags() == [[0, 0], [2, 50]]
-        slow.close()
-        assert lags() == [[0, 0], [None, None]]
-        (store / "CURRENT").write_bytes(b"{")
-        assert lags() == [[None, None], [None, None]]
-        assert registry.get_sample_value("dbuffer_sender_versions_total") == 3

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import dbuffer
-from tests.support.patterns import OTHER, SMALL, newest, publish
+from tests.support.patterns import OTHER, SMALL, SPARSE, newest, patches_between, publish
 from tests.support.stores import assert_tidy, remove_store
 
 TIMEOUT_S = 0.1
@@ -90,6 +90,30 @@ def test_the_store_goes_in_the_block(store, sender, receiver, is_begun_anew):
     with pytest.raises(dbuffer.VersionRegressedError) as caught:
         leave.close()
     assert caught.value.is_forked == is_begun_anew
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_patches_go_on_past_readers_that_were_evicted(store, checksum):
+    """The buffer moves to a new file, of which nothing is known: it is written whole."""
+    with (
+        dbuffer.WeightSender(
+            store, delta=True, checksum=checksum, reader_timeout_s=TIMEOUT_S
+        ) as sender,
+        dbuffer.WeightReceiver(store, verify=checksum) as receiver,
+    ):
+        for version in (1, 2, 3):
+            sender.send(SPARSE.weights(version))
+        snapshot, leave = hold(receiver)
+        for version in range(4, 9):
+            patches = patches_between(SPARSE.weights(version - 1), SPARSE.weights(version))
+            assert sender.send_patches(patches).delta_bytes is not None
+            assert newest(store, verify=checksum) == version
+            assert SPARSE.version_of(dict(snapshot.tensors)) == snapshot.version == 3
+        with pytest.raises(dbuffer.SnapshotEvictedError, match="version 3"):
+            leave.close()
+        with receiver.open() as snapshot:
+            assert SPARSE.version_of(dict(snapshot.tensors)) == snapshot.version == 8
+        assert_tidy(store)
 
 
 def test_a_reader_that_lets_go_in_time_is_waited_for_and_no_longer(store):

@@ -79,17 +79,6 @@ def test_a_choice_has_a_type(value):
     assert options.flag("check", False) is False
 
 
-@pytest.mark.parametrize("value", ["", b"store", b"", None, 1, "a\0b", ["a"]], ids=repr)
-def test_no_directory(value):
-    with pytest.raises(OptionError, match="invalid store "):
-        options.directory("store", value)
-
-
-def test_a_directory_is_absolute():
-    for value in ("a/b", Path("a/b")):
-        assert options.directory("store", value) == Path.cwd() / "a/b"
-
-
 def test_a_tilde_is_a_home(tmp_path, monkeypatch, capsys):
     """Of whoever runs the process: dbuffer never makes a directory of that name."""
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
