@@ -1,10 +1,10 @@
 """Senders of all kinds, tripped up at random; another process checks what they publish, bit by bit.
 
 A run is a sequence of stores, each with several senders one after another: one process or up to
-four ranks, of which each holds a part, or a model that lives in the store; on local and network
-mounts; with and without deltas. Every attempt to publish has a number, which is in the metadata and
-decides every bit. What is published under that number is compared with that record, as another
-process reads it: after each attempt, and after a sender was made.
+four ranks, of which each holds a part; on local and network mounts; with and without deltas. Every
+attempt to publish has a number, which is in the metadata and decides every bit. What is published
+under that number is compared with that record, as another process reads it: after each attempt, and
+after a sender was made.
 
 On some attempts one rank is tripped up: it describes other weights, or an error, an interrupt or a
 kill comes before a random call. Ranks do not wait for each other between attempts, so that one that

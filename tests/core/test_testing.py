@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import dbuffer
-from dbuffer.testing.engines import FakeEngine
 from dbuffer.testing.patterns import SMALL
 from dbuffer.testing.processes import SenderProcess
 from tests.support.children import start_server
@@ -67,19 +66,3 @@ class Deadly:
 def test_a_sender_that_ends_by_itself_was_not_killed(store):
     with SenderProcess(store) as sender, pytest.raises(AssertionError, match="ended with 3"):
         sender.was_killed_at(1000, {"a": Deadly()})
-
-
-def test_an_engine_that_is_a_dictionary_follows(store):
-    engine = FakeEngine()
-    with dbuffer.WeightSender(store) as sender, engine.follow(store, engine_id="fake") as follower:
-        sender.send(SMALL.weights(1))
-        assert follower.wait_applied(1, 60) == engine.version == 1
-        engine.rank.failing_loads = 1
-        sender.send(SMALL.weights(2))
-        with pytest.raises(dbuffer.ReceiverFailedError, match="this load fails"):
-            sender.wait_applied(2, receivers="fake", timeout_s=60)
-        assert follower.wait_applied(2, 60) == engine.version == 2
-        sender.send({"another": torch.ones(1)})
-        with pytest.raises(dbuffer.WaitTimeoutError, match="not this model's tensors"):
-            follower.wait_applied(3, 1.0)
-        assert engine.serves == (2, "2")

@@ -34,17 +34,6 @@ def staged(scene: Scene) -> int:
     return int(record.stats["staged"])
 
 
-def test_versions_between_are_neither_staged_nor_served(mount, scene):
-    served = []
-    with scene.follower(every=3) as follower:
-        for version in range(1, 9):
-            scene.publish(version)
-            if follower.sync() is not None:
-                served.append(scene.engine.serves)
-    assert served == [(3, "3"), (6, "6")]
-    assert scene.engine.rank.num_loads == 2
-
-
 @pytest.mark.parametrize(
     ("when", "taken"),
     [

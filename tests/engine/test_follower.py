@@ -49,7 +49,6 @@ from dbuffer.testing.engines import FakeEngine, FakeRank
 from tests.support.later import Later
 from tests.support.light_engines import WAIT_S, Scene, nearly_idle, options
 from tests.support.patterns import SMALL
-from tests.support.stores import remove_store
 
 middleware = Later("dbuffer.integrations.vllm.middleware")  # needs starlette, which vLLM brings
 
@@ -491,21 +490,6 @@ def test_sleeping_server_is_neither_resumed_nor_paused_anew_when_following_begin
         engine.endpoint.note_awake()
         assert follower.sync() is not None
         assert engine.paused, "whoever wakes it resumes it"
-
-
-def test_store_that_is_begun_anew_while_the_engine_sleeps_is_followed(scene, sender):
-    scene.publish(1, 2, 3)
-    follower = scene.follower()
-    follower.sync()
-    sender.close()
-    scene.engine.endpoint.note_asleep(is_lost=False)
-    remove_store(scene.store)
-    with dbuffer.WeightSender(scene.store) as again, follower:
-        again.send(SMALL.weights(4))
-        scene.wait_until_staged(1)
-        scene.engine.endpoint.note_awake()
-        assert follower.sync() is not None
-        assert scene.engine.serves == (4, "1")
 
 
 # What is refused at once

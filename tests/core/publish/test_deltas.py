@@ -24,7 +24,6 @@ import dbuffer
 from dbuffer import SparsePatch
 from dbuffer.format import chain
 from dbuffer.format.layout import ITEM_BYTES
-from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Manifest
 from dbuffer.format.ranges import Integers
 from dbuffer.io import changes
@@ -428,16 +427,6 @@ def test_what_a_reader_says_that_it_reads_stays_and_then_goes(
     publish(sender, 22, 23)
     assert not needed & version_files(store)
     assert newest(store, verify=True) == 23
-
-
-def test_a_sender_removes_deltas_of_dead_ones_before_it_publishes(store, sender):
-    publish(sender, 1, 2)
-    sender.close()
-    left_over = store / "deltas" / f"{VersionId('0' * 16, 3)}.delta"
-    left_over.write_bytes(b"half a delta")
-    with make_sender(store):
-        assert not left_over.exists()
-        assert version_files(store) == named_files(store)
 
 
 def test_a_delta_that_is_too_long_is_none(store, mount, sender):

@@ -180,48 +180,6 @@ def test_two_files_are_rewritten_in_place_and_another_layout_gets_another(sender
         assert received(store)["w"].tolist() == [size] * size
 
 
-@pytest.mark.parametrize(
-    ("mount", "durable"), [("local", False), ("local", True), ("network", False)]
-)
-def test_all_is_flushed_before_the_pointer_and_the_pointer_too(store, monkeypatch, mount, durable):
-    """Other hosts see what was flushed, and nothing else; a rename, when its directory was."""
-    monkeypatch.setenv("DBUFFER_MOUNT", mount)
-    is_flushed = durable or mount == "network"
-    calls: list[str] = []
-
-    def note(name: str, nth: int) -> None:
-        real = getattr(os, name)
-
-        def noted(*arguments: Any) -> Any:
-            file = arguments[nth]
-            path = Path(f"/proc/self/fd/{file}").readlink() if isinstance(file, int) else Path(file)
-            if name == "replace" and is_flushed:
-                temporary = Path(arguments[0]).relative_to(store)
-                assert calls[-1] == f"fsync {temporary}", "a record is flushed before its rename"
-            calls.append(f"{name} {path.relative_to(store)}")
-            return real(*arguments)
-
-        patch.setattr(os, name, noted)
-
-    with dbuffer.WeightSender(store, durable=durable) as sender:
-        sender.send(WEIGHTS)
-        with monkeypatch.context() as patch:
-            for name, nth in (("fsync", 0), ("replace", 1), ("pwrite", 0)):
-                note(name, nth)
-            sender.send(WEIGHTS)
-            published = calls.copy()
-            if mount == "network":
-                apply_newest(store)
-    weights = newest(store)[0].relative_to(store)
-    marked = ["replace A/manifest.json", "fsync A"]
-    expected = [*marked, f"fsync {weights}", *marked, "replace CURRENT", "fsync ."]
-    assert [call for call in published if not call.endswith(".tmp") and "pwrite" not in call] == [
-        call for call in expected if is_flushed or "replace" in call
-    ]
-    assert not is_flushed or f"pwrite {weights}" not in calls[calls.index(f"fsync {weights}") :]
-    assert any("replace receivers/one" in call for call in calls) == (mount == "network")
-
-
 # Threads, casts, memory
 
 

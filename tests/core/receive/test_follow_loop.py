@@ -15,7 +15,6 @@ import torch
 import dbuffer
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.runtime.trouble import RetryLoop
-from dbuffer.store.buffer import DoubleBuffer
 from tests.support.patterns import SMALL
 from tests.support.waiting import meanwhile
 
@@ -62,30 +61,6 @@ def require_no_attempt(loop: FollowLoop, newer_than: int | None) -> None:
     interrupt = threading.Event()
     with meanwhile(interrupt.set, after_s=0.3):
         assert wait(loop, newer_than, interrupt=interrupt) is None
-
-
-def problem_in(store: Path) -> tuple[str | None, int | None]:
-    record = DoubleBuffer(store).receiver("follower")
-    version = record.problem_version
-    return record.problem, version and version.number
-
-
-@pytest.mark.timing(retry_min_s=0.05)
-def test_a_failure_is_recorded_and_logged_once_and_over_with_a_success(
-    store, receiver, caplog, loop
-):
-    for _ in range(2):
-        assert fail(loop, ValueError("as it was before")) == 1
-        assert (loop.is_failing, loop.failed_version) == (True, 1)
-    assert problem_in(store) == ("ValueError: as it was before", 1)
-    assert receiver.record.current.stats["failures"] == 2
-    assert wait(loop, None) == 1
-    loop.used()
-    assert (loop.error, loop.is_failing) == (None, False)
-    assert problem_in(store) == (None, None)
-    began, ended = [entry.getMessage() for entry in caplog.records if entry.name == __name__]
-    assert f"testing version 1 of {store}: ValueError: as it was before; trying again" in began
-    assert f"testing {store} recovered" in ended
 
 
 @pytest.mark.timing(retry_min_s=1000.0)

@@ -21,7 +21,7 @@ from dbuffer.store.open_version import OpenStoreVersion
 from dbuffer.testing.moments import CHANGING_CALLS, at_call, die
 from tests.support.children import Child, call
 from tests.support.patterns import SMALL, SPARSE, Pattern, newest, opened, publish, received
-from tests.support.soak import numbers
+from tests.support.soak import in_turn, numbers
 from tests.support.stores import (
     assert_tidy,
     make_temporaries_old,
@@ -276,9 +276,12 @@ def _publish_and_die(_: object, store: Path, number: int, delta: bool) -> None:
         sys.setprofile(None)
 
 
-@pytest.mark.parametrize("delta", [False, True])
-def test_killed_at_any_call_a_sender_loses_no_kept_version(shm_path, mount, delta, record_property):
+@in_turn(("delta", "medium"), [False, True], ["local", "network"])
+def test_killed_at_any_call_a_sender_loses_no_kept_version(
+    shm_path, monkeypatch, delta, medium, record_property
+):
     """All that was kept is there afterwards, but for the version that is beyond what is kept."""
+    monkeypatch.setenv("DBUFFER_MOUNT", medium)
     template, num_kills = shm_path / "template", 0
     with dbuffer.WeightSender(template, keep=KEEP, delta=delta) as sender:
         publish(sender, 1, 2, 3, 4, 5, 6, pattern=SPARSE)

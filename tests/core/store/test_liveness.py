@@ -53,13 +53,6 @@ def load_and_stay(connection: Connection, store: Path, name: str | None = NAME) 
             connection.send(None)
 
 
-def hold_and_stay(connection: Connection, store: Path) -> None:
-    with dbuffer.WeightReceiver(store, receiver_id=NAME) as receiver, receiver.open_seen() as held:
-        connection.send(held is not None)
-        with contextlib.suppress(EOFError):
-            connection.recv()
-
-
 def applied_newest(store: Path) -> dict[str, Any]:
     """Return the fields of a record that tell that the newest version is applied."""
     pointer = DoubleBuffer(store).pointer()
@@ -109,13 +102,6 @@ def test_a_receiver_in_another_container_lives_until_it_ends(store, sender, pid)
         assert not is_alive(store)
         with pytest.raises(dbuffer.ReceiverFailedError, match=rf"{NAME} .*\b1\b"):
             sender.wait_applied(2, receivers=[NAME], timeout_s=SOON_S)
-
-
-def test_a_reader_in_another_container_is_named_when_it_is_evicted(store, sender, caplog):
-    with Boxed(hold_and_stay, store) as boxed:
-        assert boxed.receive()
-        publish(sender, 2, 3)
-    assert f"evicting receiver {NAME}" in caplog.text
 
 
 def test_a_number_that_another_process_has_by_now_is_dead():
