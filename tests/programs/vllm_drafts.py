@@ -10,27 +10,37 @@ from typing import Any
 
 import torch
 
-from tests.support.engines.tiny_models import SHAPE, make_model, save_model, weights_in
+import dbuffer
+from dbuffer.integrations.vllm import follow
+from tests.support.engines.tiny_models import (
+    SHAPE,
+    make_model,
+    save_mixed,
+    save_model,
+    weights_in,
+)
 from tests.support.engines.vllm_engines import (
     counted_reloads,
-    following,
     greedy,
     judge,
-    require_different,
     set_packing,
     start_llm,
 )
+from tests.support.waiting import error_of
 
-ORDER = (1, 0) * 4
-"""Of the two targets, as they are published."""
 NUM_PROVEN = 4
-"""After so many switches all are copies."""
+"""After so many switches of each kind, with a draft and without one, all are copies."""
+NUM_VERSIONS = 20
+NOISE = 0.003
+"""How far a draft is from its policy, as after training beside the policy."""
 
 HIDDEN, INNER, VOCABULARY = (
     SHAPE[size] for size in ("hidden_size", "intermediate_size", "vocab_size")
 )
 NUM_HEADS = 2
 WIDTH = {"num_attention_heads": NUM_HEADS, **SHAPE}
+
+Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,8 +52,6 @@ class Case:
     speculates: dict[str, Any]
     draft: Callable[[Path, int], Path] | None = None
     """Saves one, where it is not in the target's checkpoint."""
-    needs: str = "vllm"
-    """The package that proposes."""
 
 
 def llama(directory: Path, seed: int) -> Path:
@@ -160,12 +168,7 @@ CASES = {
     "medusa": Case(llama, {"method": "medusa", "num_speculative_tokens": 2}, medusa),
     "draft model": Case(llama, {"method": "draft_model", "num_speculative_tokens": 2}, llama),
     "mtp": Case(mimo, {"method": "mtp", "num_speculative_tokens": 1}),
-    "suffix": Case(
-        llama, {"method": "suffix", "num_speculative_tokens": 2}, needs="arctic_inference"
-    ),
 }
-
-
 SHARES = {
     "eagle": [True, True],
     "eagle3": [True, True],
@@ -173,41 +176,6 @@ SHARES = {
     "draft model": [False, False],
 }
 """Whether a draft has the target's embedding, and its head."""
-
-
-def run(directory: Path, name: str, dtype: str) -> dict[str, int]:
-    case = CASES[name]
-    set_packing(packed=True)
-    pair = [case.target(directory, seed) for seed in (0, 1)]
-    config = case.speculates | ({"model": str(case.draft(directory, 2))} if case.draft else {})
-    fresh = [greedy(start_llm(path, dtype=dtype)) for path in pair]
-    require_different(*fresh)
-    engines = [start_llm(path, dtype=dtype, speculative_config=config) for path in pair]
-    ask, ask_other = map(asking, engines)
-    speculating = [ask(), ask_other()]
-    assert [tokens for tokens, _ in speculating] == fresh
-    proposals = []
-    with following(engines[0], directory / "store", lambda _: ask()) as switch:
-        for place, number in enumerate(ORDER):
-            with counted_reloads(engines[0]) as reloads:
-                error, (tokens, proposed) = switch(pair[number])
-            assert (error, tokens) == (None, fresh[number])
-            assert place < NUM_PROVEN or not reloads
-            proposals.append(proposed)
-    judge_proposals(name, [proposed for _, proposed in speculating], proposals)
-    if name not in ("suffix", "mtp"):
-        assert shares_of(engines[0]) == SHARES.get(name)
-    return {"switches of engines that speculate": len(ORDER)}
-
-
-def judge_proposals(name: str, fresh: list[Any], switched: list[Any]) -> None:
-    assert fresh[0] != fresh[1]
-    if name == "suffix":  # several tokens in a step: it proposes what a version before has answered
-        assert all(len(proposals) < 12 for proposals in switched[2:])
-    else:
-        assert switched == [fresh[number] for number in ORDER]
-    if name == "eagle":  # several tokens in a step: what it proposes is often right
-        assert all(len(proposals) < 12 for proposals in (*fresh, *switched))
 
 
 def runner_of(llm: Any) -> Any:
@@ -240,6 +208,200 @@ def asking(llm: Any) -> Callable[[], tuple[Any, Any]]:
         return greedy(llm), list(proposals)
 
     return ask
+
+
+def is_of_mtp(name: str) -> bool:
+    return "mtp" in name
+
+
+class Engines:
+    """Targets 0 and 1, drafts 0 and 1, and fresh engines of any two of them."""
+
+    def __init__(self, directory: Path, name: str, dtype: str) -> None:
+        case = CASES[name]
+        self.dtype = dtype
+        self.is_mtp = case.draft is None
+        self.directory = directory
+        self.targets = [case.target(directory, seed) for seed in (0, 1)]
+        self.drafts: list[Path] = []
+        if case.draft is not None:
+            self.drafts = [case.draft(directory / f"draft-{seed}", seed) for seed in (2, 3)]
+        self.speculates = case.speculates
+        self.answers: dict[tuple[int, int], Any] = {}
+
+    def start(self, target: int, draft: int, **more: Any) -> tuple[Any, Callable[[], Any]]:
+        if self.is_mtp:
+            mixed = self.directory / f"mixed-{target}-{draft}"
+            path = save_mixed(self.targets[target], self.version(target, draft)[0], mixed)
+            config = self.speculates
+        else:
+            path = self.targets[target]
+            config = self.speculates | {"model": str(self.drafts[draft])}
+        llm = start_llm(path, dtype=self.dtype, speculative_config=config, **more)
+        return llm, asking(llm)
+
+    def fresh(self, target: int, draft: int) -> Any:
+        """The tokens and proposals of a fresh engine."""
+        if (target, draft) not in self.answers:
+            self.answers[target, draft] = self.start(target, draft)[1]()
+        return self.answers[target, draft]
+
+    def version(self, target: int, draft: int | None) -> tuple[Weights, Weights | None]:
+        weights = weights_in(self.targets[target])
+        if not self.is_mtp:
+            return weights, None if draft is None else weights_in(self.drafts[draft])
+        rest = {name: tensor for name, tensor in weights.items() if not is_of_mtp(name)}
+        if draft is None:
+            return rest, None
+        others = weights_in(self.targets[draft])
+        return rest | {n: t for n, t in others.items() if is_of_mtp(n)}, None
+
+
+def follow_drafts(directory: Path, name: str, form: str) -> None:
+    dtype, layers = form.split()
+    set_packing(packed=layers == "packed")
+    engines = Engines(directory, name, dtype)
+    llm, ask = engines.start(0, 0)
+    assert ask() == engines.fresh(0, 0)
+    assert engines.fresh(0, 0)[1] != engines.fresh(0, 1)[1]
+    assert engines.is_mtp or shares_of(llm) == SHARES.get(name)
+    store = directory / "store"
+    with dbuffer.WeightSender(store, keep=9) as sender, follow(llm, store) as follower:
+
+        def send(target: int, draft: int | None) -> Any:
+            weights, of_draft = engines.version(target, draft)
+            sender.send(weights, draft=of_draft)
+            return error_of(follower.sync)
+
+        # With a draft and without one: such a version leaves the draft.
+        kept = 0
+        for place, (target, draft) in enumerate([(1, 1), (0, None), (0, 0), (1, None)] * 4):
+            with counted_reloads(llm) as reloads:
+                assert send(target, draft) is None
+            kept = kept if draft is None else draft
+            assert ask() == engines.fresh(target, kept), (place, target, draft)
+            assert place < 2 * NUM_PROVEN or not reloads, (place, reloads)
+        assert send(1, 1) is None
+        served = ask()
+        refuse_misfits(engines, sender, follower)
+        assert ask() == served == engines.fresh(1, 1)
+        assert runner_of(llm).model is not runner_of(llm).drafter.model
+        go_back(llm, lambda: send(0, 0))
+        assert ask() == engines.fresh(1, 1)
+        # Back to a version without a draft: the draft becomes the one of the start.
+        assert send(1, None) is None
+        go_back(llm, lambda: send(0, 1))
+        assert ask() == engines.fresh(1, 0)
+        assert send(1, 1) is None
+        assert ask() == engines.fresh(1, 1)
+        load_without_a_follower(engines, sender)
+    if name == "eagle":  # several tokens in a step: what it proposes is often right
+        assert all(len(proposals) < 12 for _, proposals in engines.answers.values())
+
+
+def refuse_misfits(engines: Engines, sender: Any, follower: Any) -> None:
+    """A tensor of another shape, one too few, one too many."""
+    weights, draft = engines.version(0, 0)
+    part = weights if draft is None else draft
+    names = [n for n, t in part.items() if t.dim() == 2 and (draft is not None or is_of_mtp(n))]
+    name = next(n for n in names if "embed" not in n and "lm_head" not in n)
+    prefix = "" if engines.is_mtp else "__draft__."
+    narrow = {**part, name: part[name][:, :-1].contiguous()}
+    fewer = {n: t for n, t in part.items() if n != name}
+    more = {**part, f"{name}_of_none": torch.ones(3)}
+    for changed, told in ((narrow, prefix + name), (fewer, "were published"), (more, "of_none")):
+        if changed is more and engines.is_mtp:
+            continue
+        parts = (changed, None) if draft is None else (weights, changed)
+        sender.send(parts[0], draft=parts[1])
+        error = error_of(follower.sync)
+        assert error is not None, told
+        assert told in str(error), error
+
+
+def load_without_a_follower(engines: Engines, sender: Any) -> None:
+    """At an engine's start, and in vLLM's own session for a draft."""
+    options = {"dbuffer": {"store": str(sender.store)}}
+    llm, ask = engines.start(0, 0, additional_config=options)
+    assert ask() == engines.fresh(1, 1)
+    assert llm.llm_engine.collective_rpc("supports_draft_weight_updates") == [True]
+    weights, draft = engines.version(0, 0)
+    sender.send(weights, draft=draft)
+    llm.start_draft_weight_update()
+    llm.update_weights({"update_info": {}})
+    llm.finish_weight_update()
+    llm.reset_prefix_cache()
+    assert ask() == engines.fresh(0, 0)
+
+
+def go_back(llm: Any, send: Callable[[], Any]) -> None:
+    """A load that fails after all of a version was loaded."""
+    from dbuffer.engine.endpoint import RankEndpoint
+
+    model: Any = RankEndpoint.of(runner_of(llm).model).receiver._model  # type: ignore[union-attr]
+    load, num_loads = model.load, 0
+
+    def fail_once(staged: Any) -> None:
+        nonlocal num_loads
+        num_loads += 1
+        load(staged)
+        if num_loads == 1:
+            raise RuntimeError("out of luck")
+
+    model.load = fail_once
+    try:
+        error = send()
+    finally:
+        del model.load
+    assert "all ranks went back" in str(error), error
+    assert num_loads == 2
+
+
+def measure_acceptance(directory: Path) -> dict[str, float]:
+    """Two engines begin with one policy and its draft, and follow the policy's twenty versions.
+
+    One engine's draft comes with each version. The other engine's draft stays as it is.
+    """
+    start, end = (weights_in(save_model("llama", seed, directory)) for seed in (0, 1))
+    policies = [
+        {name: torch.lerp(start[name], end[name], step / NUM_VERSIONS) for name in start}
+        for step in range(NUM_VERSIONS + 1)
+    ]
+    draft = save_mixed(directory / "llama-0", near(policies[0]), directory / "draft")
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    shares: dict[str, float] = {}
+    for follows in (False, True):
+        llm = start_llm(directory / "llama-0", disable_log_stats=False, speculative_config=config)
+        store = directory / f"store-{follows}"
+        shares["at first"] = acceptance(llm)
+        with dbuffer.WeightSender(store) as sender, follow(llm, store) as follower:
+            for policy in policies[1:]:
+                sender.send(policy, draft=near(policy) if follows else None)
+                assert follower.sync() is not None
+        shares["at last, with drafts" if follows else "at last, without"] = acceptance(llm)
+    return shares
+
+
+def near(policy: Weights) -> Weights:
+    torch.manual_seed(0)
+    return {name: tensor + NOISE * torch.randn_like(tensor) for name, tensor in policy.items()}
+
+
+def acceptance(llm: Any) -> float:
+    """Return the share of a draft's tokens that an engine accepts."""
+    before = counts(llm)
+    greedy(llm, 32)
+    proposed, accepted = (b - a for a, b in zip(before, counts(llm), strict=True))
+    return accepted / proposed
+
+
+def counts(llm: Any) -> list[float]:
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    return [values[f"vllm:spec_decode_num_{kind}_tokens"] for kind in ("draft", "accepted")]
+
+
+def run(directory: Path, *case: str) -> Any:
+    return follow_drafts(directory, *case) if case else measure_acceptance(directory)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""Engines that speculate with heads upon the target's own layers, against fresh ones.
+"""Drafts that follow with their target, against fresh engines with that target and that draft.
 
-A version is the target's. What a draft proposes shows whether it computes with layers that it
-shares with the target, and which of them it then has: proposals are compared, beside all tokens.
-Each case is a program of its own. They run in soaks; by hand,
-`DBUFFER_SOAK=1 python3 dev.py test tests/integrations/vllm/test_drafts.py -k eagle`.
+All tokens and all proposals are compared: after versions with a draft and without, after versions
+that do not fit, and after loads that fail. Most cases run in soaks alone; by hand,
+`DBUFFER_SOAK=1 python3 dev.py test tests/integrations/vllm/test_drafts.py -k mtp`.
 """
 
 from __future__ import annotations
 
-import importlib.util
+from itertools import product
 
 import pytest
 
@@ -16,13 +15,29 @@ from tests.programs.vllm_drafts import CASES
 from tests.support.engines.vllm_engines import NEEDS_VLLM, observe
 from tests.support.soak import IN_SOAKS_ALONE
 
-pytestmark = [*NEEDS_VLLM, IN_SOAKS_ALONE]
+pytestmark = NEEDS_VLLM
+
+FORMS = "float32 packed", "bfloat16 packed", "float32 live"
+"""Dtype, and whether layers are packed, as on a CPU, or live, as on a GPU."""
+ALWAYS = ("draft model", "float32 packed"), ("eagle", "float32 live")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CASES)
-def test_engines_that_speculate_answer_as_fresh_ones(tmp_path, name, dtype, record_property):
-    if importlib.util.find_spec(CASES[name].needs) is None:
-        pytest.skip(f"needs {CASES[name].needs}")
-    for figure in observe("vllm_drafts.py", tmp_path, name, dtype).items():
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        pytest.param(*case, marks=[] if case in ALWAYS else IN_SOAKS_ALONE)
+        for case in product(CASES, FORMS)
+    ],
+)
+def test_drafts_follow_with_their_target(tmp_path, kind, form):
+    observe("vllm_drafts.py", tmp_path, kind, form)
+
+
+@IN_SOAKS_ALONE
+def test_a_draft_that_follows_is_accepted_as_often_as_at_first(tmp_path, record_property):
+    shares = observe("vllm_drafts.py", tmp_path)
+    for figure in shares.items():
         record_property(*figure)
+    assert shares["at first"] > 0.5
+    assert shares["at last, with drafts"] > 0.5
+    assert shares["at last, without"] < 0.1

@@ -191,7 +191,7 @@ def transformers_greedy(
 
 def save_mixed(base: Path, part: dict[str, torch.Tensor], path: Path) -> Path:
     """A checkpoint of the base with a part of another one."""
-    shutil.copytree(base, path)
+    shutil.copytree(base, path, dirs_exist_ok=True)
     save_file(weights_in(base) | part, path / "model.safetensors", {"format": "pt"})
     return path
 
