@@ -20,8 +20,6 @@ python3 dev.py bench  [options of `python -m benchmarks`]
 python3 dev.py soak   [options of pytest]            (all tests at full length, over an hour)
 python3 dev.py docs   [options of sphinx-build]      (the site, into docs/_build)
 python3 dev.py release [--dry-run]                   (builds and checks a release, and uploads it)
-python3 dev.py measure [options of pytest]           (all tests; writes the seconds of each file,
-                                                      by which they are ordered)
 
 Needs Python 3.11 or later and a package index, and download.pytorch.org if that has no CPU build of
 torch. The first run fetches the environment (a minute at most, 2.8 GB); later ones reuse it until
@@ -75,8 +73,7 @@ UV_SETTINGS = {
     "cert": "SSL_CERT_FILE",
 }
 CHECKS = (["ruff", "check"], ["ruff", "format", "--check"])  # mypy is one of the tests
-# Any test to any process: many do far more under DBUFFER_SOAK.
-SOAK = ["--numprocesses=2", "--dist=loadgroup", "--timeout=14400"]
+SOAK = ["--numprocesses=2", "--timeout=14400"]
 FRAMEWORKS = ("atropos", "lightrft", "megatron", "sglang", "torchrl", "trl", "verl", "vllm")
 WITHOUT_FRAMEWORKS = [
     *(f"--ignore=tests/integrations/{name}" for name in FRAMEWORKS),
@@ -126,7 +123,6 @@ COMMANDS = {
     "coverage": [],  # by measure_coverage
     "release": [],  # by release
     "bench": ["python", "-m", "benchmarks"],
-    "measure": ["python", "-m", "pytest", "--measure"],
     "docs": ["sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build"],
 }
 
@@ -503,7 +499,7 @@ def main(arguments: list[str]) -> NoReturn:
     make_environment()
     if takes_cpu_pins():
         write_vllm_command()
-        if arguments[0] in ("test", "measure", "sglang"):
+        if arguments[0] in ("test", "sglang"):
             make_framework_environment("sglang")
     os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     # Installed as they are, packages are compiled when they are first imported: let that be once.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
-import math
 import os
 import shutil
 import signal
@@ -49,12 +48,8 @@ from dbuffer.testing.timings import set_timings, timings  # noqa: E402
 from tests.support import ROOT  # noqa: E402
 from tests.support.engines import preforked  # noqa: E402
 from tests.support.later import Later  # noqa: E402
-from tests.support.schedule import (  # noqa: E402
-    Measurement,
-    durations,
-    scope_of,
-)
-from tests.support.soak import ONLY_IN_SOAKS  # noqa: E402
+from tests.support.schedule import group_of, rank_of  # noqa: E402
+from tests.support.soak import ONLY_IN_SOAKS, is_soak  # noqa: E402
 from tests.support.stores import SHARED_MEMORY  # noqa: E402
 
 # They import torch, which the process that hands out the tests does not need.
@@ -121,15 +116,6 @@ def timing(request: pytest.FixtureRequest) -> Iterator[Timing]:
         yield replaceable
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--measure", action="store_true", help="write tests/durations.json")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.option.measure:
-        config.pluginmanager.register(Measurement())
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
@@ -144,38 +130,31 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let one process take all files of a scope."""
+    """Let one process run a group's files. In a soak, most tests are long: they run anywhere.
+
+    With pytest 9.2, pytest-xdist 3.8 ignores its own marks ``xdist_group``.
+    """
     if config.option.dist != "loadfile":
         return None
-    from xdist.scheduler import LoadFileScheduling
+    from xdist.scheduler import LoadScopeScheduling
 
-    class LoadScopes(LoadFileScheduling):
+    class LoadGroups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return scope_of(super()._split_scope(nodeid))
+            group = group_of(nodeid.partition("::")[0])
+            return nodeid if is_soak() and group != "lab" else group
 
-    return LoadScopes(config, log)
+    return LoadGroups(config, log)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort scopes, and the files of each, longest first.
+    """Let the slowest groups begin first: beside others, a long one must not begin last."""
 
-    Of scopes side by side, a long one must not begin last: a file that is not in the table is one.
-    """
-    table = durations()
+    def place_of(item: pytest.Item) -> tuple[int, str]:
+        group = group_of(item.path.relative_to(ROOT).as_posix())
+        return rank_of(group), group
 
-    def wall_s(path: Path) -> float:
-        return table.get(path.relative_to(ROOT).as_posix(), math.inf)
-
-    files = {item.path: wall_s(item.path) for item in items}
-    scopes = {path: scope_of(path.relative_to(ROOT).as_posix()) for path in files}
-    of_scope_s: Counter[str] = Counter()
-    for path, of_file_s in files.items():
-        of_scope_s[scopes[path]] += of_file_s
-    items.sort(
-        key=lambda item: (of_scope_s[scopes[item.path]], scopes[item.path], files[item.path]),
-        reverse=True,
-    )
+    items.sort(key=place_of)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

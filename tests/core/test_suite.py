@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 from tests.support import ROOT
 from tests.support.ports import free_port
-from tests.support.schedule import SCOPES, scope_of
+from tests.support.schedule import GROUPS, SLOW, group_of
 
 VLLM_PROGRAMS = {
     "tests.support.engines.preforked",
@@ -47,14 +47,15 @@ def test_a_free_port_is_for_one_test_and_for_no_connection(monkeypatch):
     assert seen != free_port() < first_theirs
 
 
-def test_files_that_run_vllm_are_in_scopes():
+def test_files_that_run_vllm_are_in_groups():
     for path, module in modules().items():
         name = path.relative_to(ROOT).as_posix()
         if path.name.startswith("test_") and VLLM_PROGRAMS & set(names_imported(module)):
-            assert scope_of(name) != name, f"tests/support/schedule.py does not name {name}"
-    for name, beginnings in SCOPES.items():
+            assert group_of(name) != name, f"tests/support/schedule.py does not name {name}"
+    for name, beginnings in GROUPS.items():
         assert all((ROOT / beginning).exists() for beginning in beginnings)
-        assert {scope_of(beginning) for beginning in beginnings} == {name}
+        assert {group_of(beginning) for beginning in beginnings} == {name}
+    assert all((ROOT / name).is_file() for name in SLOW)
 
 
 def test_imports_of_tests():

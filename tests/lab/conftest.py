@@ -17,7 +17,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         scenario = _scenario_of(item)
         if scenario is not None:
             item.add_marker(pytest.mark.nfs)
-            item.add_marker(pytest.mark.xdist_group("lab"))  # one process boots one guest
             if not scenario.both and _version_of(item) != VERSIONS[-1]:
                 item.add_marker(IN_SOAKS_ALONE)
             # A test waits for those before it in the guest, each of which has its own limit.

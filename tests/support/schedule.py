@@ -1,29 +1,15 @@
-"""Schedule of a run: the process that takes each test file, and the order.
-
-Scopes of a run: test files that go to one process together.
+"""Groups of test files: each group runs in one process, and the slowest groups begin first.
 
 Programs with vLLM are forks of a process that has imported it, for 9 s of processor time. Each
 process that runs such files has one; so two processes run all of them, side by side. Files whose
 tests need four ranks of a trainer share these (`tests/core/publish/conftest.py`). An import of peft
-takes 2 s.
-
-Long files begin first: `durations.json` has the wall time of each in seconds. Any run with
-`--measure` writes it (`python3 dev.py measure`).
+takes 2 s. Each other file is a group of its own.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-
-import pytest
-
-from tests.support import ROOT
-
-TABLE = ROOT / "tests" / "durations.json"
-
-
-SCOPES = {
+GROUPS = {
+    "lab": ("tests/lab/",),
     "vLLM": ("tests/integrations/vllm/",),
     "frameworks with vLLM": (
         "tests/core/test_examples.py",
@@ -34,42 +20,41 @@ SCOPES = {
         "tests/integrations/trl/",
         "tests/integrations/verl/",
     ),
-    "peft": ("tests/integrations/peft/",),
     "ranks": (
         "tests/core/publish/test_sharded.py",
         "tests/core/publish/test_stages.py",
         "tests/core/publish/test_zero3.py",
     ),
+    "peft": ("tests/integrations/peft/",),
 }
-"""Beginnings of the paths of a scope's files."""
+"""Beginnings of the paths of each group's files, the slowest group first."""
+
+SLOW = (
+    "tests/core/mirror/test_bucket_faults.py",
+    "tests/core/test_crash.py",
+    "tests/core/mirror/test_mirror.py",
+    "tests/integrations/atropos/test_bridge.py",
+    "tests/core/test_restores.py",
+    "tests/core/mirror/test_worlds.py",
+    "tests/core/mirror/test_bucket.py",
+    "tests/core/test_types.py",
+    "tests/core/tools/test_doctor.py",
+    "tests/integrations/sglang/test_sglang.py",
+    "tests/core/io/test_delta.py",
+)
+"""Files that take 20 s and more, the slowest first."""
+
+_RANKS = {name: rank for rank, name in enumerate([*GROUPS, *SLOW])}
 
 
-def scope_of(path: str) -> str:
-    """Return the name of a file's scope: its path, unless it goes with others."""
-    for name, beginnings in SCOPES.items():
+def group_of(path: str) -> str:
+    """Return the name of a file's group: its path, unless it goes with others."""
+    for name, beginnings in GROUPS.items():
         if path.startswith(beginnings):
             return name
     return path
 
 
-def durations() -> dict[str, float]:
-    """Read the table: by path below the repository's root."""
-    return json.loads(TABLE.read_text()) if TABLE.is_file() else {}
-
-
-class Measurement:
-    """Adds up the seconds of each file's tests, and puts them into the table at the end."""
-
-    def __init__(self) -> None:
-        self._seconds: Counter[str] = Counter()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid.partition("::")[0]] += report.duration
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if hasattr(session.config, "workerinput"):
-            return
-        table = {name: wall_s for name, wall_s in durations().items() if (ROOT / name).is_file()}
-        table |= {name: round(wall_s, 1) for name, wall_s in self._seconds.items()}
-        rows = dict(sorted(table.items(), key=lambda row: -row[1]))
-        TABLE.write_text(json.dumps(rows, indent=2) + "\n")
+def rank_of(group: str) -> int:
+    """Return the place of a group among those that begin first."""
+    return _RANKS.get(group, len(_RANKS))
