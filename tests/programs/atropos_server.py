@@ -1,4 +1,4 @@
-"""Training with a server that has Atropos' routes, and with a stock one, through a bridge each.
+"""Program of `test_atropos.py`: training through a bridge, with a server that has Atropos' routes.
 
 The model reveals its version: an answer's tokens say from which weights each of them came.
 
@@ -11,27 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dbuffer.integrations.atropos import BridgeConfig, VLLMWeightBridge
 from tests.support.engines import preforked
+from tests.support.engines.async_engines import start_async_llm
 from tests.support.engines.tiny_models import (
     make_model,
     revealing_weights,
     save_revealing,
     token_of,
 )
-from tests.support.engines.vllm_engines import engine_arguments, judge
-from tests.support.engines.vllm_servers import BACKEND_FLAGS, Server
+from tests.support.engines.vllm_engines import judge
 from tests.support.ports import free_port
 
 WAIT_S = 300
@@ -52,8 +48,6 @@ def serve(directory: Path, port: int) -> None:
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
     from vllm import SamplingParams
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     from dbuffer.integrations.vllm import FollowStore
 
@@ -81,14 +75,7 @@ def serve(directory: Path, port: int) -> None:
         parameters = SamplingParams(**body, ignore_eos=True, detokenize=False)
         async for output in app.state.engine_client.generate(prompt, parameters, uuid.uuid4().hex):
             last = output
-        return JSONResponse(
-            {
-                "text": [one.text for one in last.outputs],
-                "finish_reasons": [one.finish_reason for one in last.outputs],
-                "prompt_token_ids": last.prompt_token_ids,
-                "token_ids": [list(one.token_ids) for one in last.outputs],
-            }
-        )
+        return JSONResponse({"token_ids": [list(one.token_ids) for one in last.outputs]})
 
     app = Starlette(
         routes=[
@@ -101,11 +88,10 @@ def serve(directory: Path, port: int) -> None:
     app.add_middleware(FollowStore)
 
     async def main() -> None:
-        options = engine_arguments(
+        app.state.engine_client = start_async_llm(
             directory / "revealing-0",
-            additional_config={"dbuffer": {"store": str(directory / "routes")}},
+            additional_config={"dbuffer": {"store": str(directory / "store")}},
         )
-        app.state.engine_client = AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
         try:
             await uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning")).serve()
         finally:
@@ -141,70 +127,22 @@ class WithRoutes:
         self._process.wait(WAIT_S)
 
 
-# Training through a bridge
-
-
-def set_weights(model: torch.nn.Module, version: int) -> None:
-    model.load_state_dict(revealing_weights(version), strict=False)
-
-
-def answer_of(version: int) -> list[int]:
-    return [token_of(version)] * ANSWER_TOKENS
-
-
-def train_with_routes(directory: Path, server: WithRoutes) -> None:
-    """Train as Atropos' trainer does: it loads its model itself, and attaches its parameters."""
-    model = make_model("qwen3", 0)
-    config = BridgeConfig(vllm_api_url=server.url, device="cpu", timeout_seconds=WAIT_S)
-    with VLLMWeightBridge(config, store=directory / "routes") as bridge:
-        bridge.attach_to_vllm_weights(dict(model.named_parameters()))
-        for version in VERSIONS:
-            set_weights(model, version)
-            bridge.notify_update()
-            assert (server.answer(), server.update_count()) == (answer_of(version), version)
-
-
-def train_with_stock(directory: Path, server: Any) -> None:
-    config = BridgeConfig(
-        vllm_api_url=server.url,
-        device="cpu",
-        model_name=str(directory / "revealing-0"),
-        timeout_seconds=WAIT_S,
-    )
-    with VLLMWeightBridge(config, store=directory / "stock") as bridge:
-        model = bridge.get_trainable_model()
-        for version in VERSIONS:
-            set_weights(model, version)
-            if version == VERSIONS[0]:
-                bridge.broadcast_weights_to_inference()
-                bridge.barrier()
-            else:
-                bridge.notify_update()
-            assert server.answer() == answer_of(version)
-
-
-@contextlib.contextmanager
-def stock_server(directory: Path) -> Iterator[Any]:
-    settings = {"dbuffer": {"store": str(directory / "stock")}}
-    flags = (
-        *BACKEND_FLAGS,
-        *("--additional-config", json.dumps(settings)),
-        *("--middleware", "dbuffer.integrations.vllm.FollowStore"),
-    )
-    checkpoint = directory / "revealing-0"
-    server = Server(checkpoint, directory / "stock.log", *flags, port=free_port())
-    try:
-        yield server
-    finally:
-        server.kill()
-
-
 def run(directory: Path) -> None:
+    """Train as Atropos' trainer does: it loads its model itself, and attaches its parameters.
+
+    The server is not ready at first: the bridge waits for it.
+    """
     save_revealing(0, directory)
-    with contextlib.closing(WithRoutes(directory)) as routes, stock_server(directory) as stock:
-        # Neither is ready: the bridge waits for them.
-        train_with_routes(directory, routes)
-        train_with_stock(directory, stock)
+    model = make_model("qwen3", 0)
+    with contextlib.closing(WithRoutes(directory)) as server:
+        config = BridgeConfig(vllm_api_url=server.url, device="cpu", timeout_seconds=WAIT_S)
+        with VLLMWeightBridge(config, store=directory / "store") as bridge:
+            bridge.attach_to_vllm_weights(dict(model.named_parameters()))
+            for version in VERSIONS:
+                model.load_state_dict(revealing_weights(version), strict=False)
+                bridge.notify_update()
+                expected = [token_of(version)] * ANSWER_TOKENS
+                assert (server.answer(), server.update_count()) == (expected, version)
 
 
 if __name__ == "__main__":
