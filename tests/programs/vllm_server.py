@@ -17,6 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import dbuffer
 from dbuffer.integrations.vllm import follow
 from dbuffer.store.buffer import DoubleBuffer
@@ -35,6 +37,7 @@ from tests.support.engines.vllm_servers import (
     ANSWER_TOKENS,
     API_KEY,
     BACKEND_FLAGS,
+    CANARY_PROMPTS,
     RECOVERY_S,
     WAIT_S,
     PausedError,
@@ -50,6 +53,8 @@ LONG_TIMEOUT_S = 120
 EXIT_FAILED, EXIT_TIMEOUT = 1, 3
 FULL_SPEED = (150, 300) if is_soak() else (25, 50)
 """Versions that two trainers come to, one after the other."""
+BAD = 3
+"""Version that the canary's probe refuses."""
 
 
 class FollowProgram:
@@ -79,17 +84,37 @@ class FollowProgram:
         return self.process.wait(WAIT_S)
 
 
-def follow_server(store: str, url: str, options: str) -> None:
+def follow_server(directory: Path, store: str, url: str, options: str) -> None:
+    """Follow until killed. The canary's probe waits while the file ``hold`` exists."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    served, never = None, threading.Event()
+    served, never, told = None, threading.Event(), json.loads(options)
+
+    def probe(url: str) -> str | None:
+        if (directory / "hold").exists():
+            (directory / "begun").touch()
+            until("it may go on", lambda: not (directory / "hold").exists(), WAIT_S)
+        return "it talks nonsense" if answer_of(url) == tokens_of(BAD) else None
+
+    told["canary"] = {
+        "canary": probe,
+        "prompter": {"prompts": CANARY_PROMPTS, "min_mean_logprob": -13.0},
+    }.get(told.get("engine_id"))
     with (
         contextlib.suppress(SystemExit),
-        follow(url, store, api_key=API_KEY, **json.loads(options)) as follower,
+        follow(url, store, api_key=API_KEY, **told) as follower,
     ):
         while not never.wait(0.005):
             if follower.applied != served:
                 served = follower.applied
                 print(served, flush=True)
+
+
+def answer_of(url: str) -> Any:
+    import requests
+
+    key = {"Authorization": f"Bearer {API_KEY}"}
+    response = requests.post(f"{url}/v1/completions", json=question(5), headers=key)
+    return response.json()["choices"][0]["token_ids"]
 
 
 Answer = tuple[int, bytes] | None
@@ -469,6 +494,7 @@ class Outside:
         self.kill_follower_at("resume", is_lost=True)  # when they have loaded
         self.end_follower_in_a_switch()
         self.meet_bad_moments()
+        self.follow_a_canary()
         self.train()
         assert self.server.terminate() == (0, [])
         self.started.close()
@@ -478,8 +504,8 @@ class Outside:
         flags = (*flags, "--api-key", API_KEY)
         return Server(self.checkpoint, log, *flags, port=self.port, tp=tp, development=True)
 
-    def follow(self, url: str, **options: Any) -> FollowProgram:
-        follower = FollowProgram(self.store, url, self.directory, **options)
+    def follow(self, url: str, store: Path | None = None, **options: Any) -> FollowProgram:
+        follower = FollowProgram(store or self.store, url, self.directory, **options)
         self.started.callback(follower.process.kill)
         return follower
 
@@ -535,8 +561,7 @@ class Outside:
         met = threading.Event()
 
         def kill() -> Answer:
-            self.follower.process.kill()
-            self.follower.process.wait(WAIT_S)
+            self.kill(self.follower)
             met.set()
             return (503, b"") if is_lost else None
 
@@ -575,6 +600,51 @@ class Outside:
         assert self.server.client.post("/finish_weight_update", json={}).status_code == 200
         self.follower.end()
 
+    def follow_a_canary(self) -> None:
+        """Kill the canary's follower in its probe. The next one goes back from the bad version.
+
+        Then prompts judge instead of a probe.
+        """
+        store, hold = self.directory / "canary", self.directory / "hold"
+        canary = self.follow(self.server.url, store, engine_id="canary")
+        with dbuffer.WeightSender(store) as sender:
+            for version in (1, 2):
+                sender.send(revealing_weights(version))
+                sender.wait_applied(version, receivers="canary", timeout_s=WAIT_S)
+            hold.touch()
+            sender.send(revealing_weights(BAD))
+            until("the probe has begun", (self.directory / "begun").exists, WAIT_S)
+            self.kill(canary)
+            with pytest.raises(dbuffer.WaitTimeoutError):
+                sender.wait_applied(BAD, receivers="canary", timeout_s=1.0)
+            assert self.server.answer() == tokens_of(BAD)
+            hold.unlink()
+            canary = self.follow(self.server.url, store, engine_id="canary")
+            with pytest.raises(dbuffer.ReceiverFailedError, match=r"by canary: .* nonsense"):
+                sender.wait_applied(BAD, receivers="canary", timeout_s=WAIT_S)
+            self.recover(2)
+            self.kill(canary)
+            other = self.follow(self.server.url, store, engine_id="other")
+            time.sleep(2.0)
+            self.require_served(2)  # it skips the bad version, too
+            sender.send(revealing_weights(4))
+            sender.wait_applied(4, receivers="other", timeout_s=WAIT_S)
+            self.require_served(4)
+            assert other.end() == 0
+            prompter = self.follow(self.server.url, store, engine_id="prompter")
+            sender.wait_applied(4, receivers="prompter", timeout_s=WAIT_S)
+            weights = revealing_weights(5)
+            weights["lm_head.weight"].fill_(float("nan"))
+            sender.send(weights)
+            with pytest.raises(dbuffer.ReceiverFailedError, match=r"5 .* was refused by prompter"):
+                sender.wait_applied(5, receivers="prompter", timeout_s=WAIT_S)
+            self.recover(4)
+            assert prompter.end() == 0
+
+    def kill(self, follower: FollowProgram) -> None:
+        follower.process.kill()
+        follower.process.wait(WAIT_S)
+
     def train(self) -> None:
         """vLLM's trainer interface, in a process of its own; the one before was killed."""
         assert self.server.client.post("/start_weight_update").status_code == 200
@@ -607,9 +677,7 @@ def train(directory: Path, url: str) -> None:
     for version, content in enumerate((101, 102, 103), 1):
         model.load_state_dict(revealing_weights(content), strict=False)
         engine.send_weights(all_of(model) if content == 103 else None)
-        key = {"Authorization": f"Bearer {API_KEY}"}
-        answer = requests.post(f"{url}/v1/completions", json=question(5), headers=key).json()
-        assert answer["choices"][0]["token_ids"] == tokens_of(content)
+        assert answer_of(url) == tokens_of(content)
         assert requests.get(f"{url}/weight_info").json()["weight_version"] == str(version)
     engine.shutdown()
 
@@ -625,7 +693,7 @@ def run(directory: Path, role: str, *arguments: str) -> None:
         case "train":
             train(directory, *arguments)
         case "follow":
-            follow_server(*arguments)
+            follow_server(directory, *arguments)
         case "publish":
             publish(Path(arguments[0]), int(arguments[1]))
 

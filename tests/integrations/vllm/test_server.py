@@ -1,8 +1,9 @@
 """A vLLM server that follows a store: by itself, by `follow` with its URL, by vLLM's own trainer.
 
 `vllm_server.py` starts a server, kills it and starts it again, in each of two roles; in a third
-role, a server that must not come up. The model reveals its version: an answer's tokens say from
-which weights each of them came, and an answer with weights of two versions is token 0.
+role, a server that must not come up. The server that is driven from outside is a canary, too. The
+model reveals its version: an answer's tokens say from which weights each of them came, and an
+answer with weights of two versions is token 0.
 """
 
 from __future__ import annotations

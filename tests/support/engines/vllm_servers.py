@@ -30,6 +30,8 @@ ANSWER_TOKENS = 8
 BACKEND_FLAGS = ["--weight-transfer-config", '{"backend": "dbuffer"}']
 
 
+CANARY_PROMPTS = [list(range(5, 12)), list(range(40, 44))]
+"""Tokens that no version answers with, so all good versions find them equally likely."""
 FOLLOWS = ("--middleware", "dbuffer.integrations.vllm.FollowStore")
 
 
