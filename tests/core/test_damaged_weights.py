@@ -31,7 +31,7 @@ from tests.support.damage import (
     weights_file,
 )
 from tests.support.patterns import SMALL, SPARSE
-from tests.support.stores import open_below
+from tests.support.stores import open_files
 
 pytestmark = pytest.mark.timing(settle_s=0.01)
 
@@ -229,4 +229,4 @@ def test_damage_leaks_no_descriptors(template):
             flip_bit(path, 8 * manifest["layout_offset"])
             with pytest.raises(dbuffer.StoreCorruptError):
                 read(store, verify=True)
-            assert not open_below(store)
+            assert not open_files(store)

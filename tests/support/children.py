@@ -70,15 +70,6 @@ def is_running(pid: int) -> bool:
     return False
 
 
-def open_files(*parts: str) -> list[str]:
-    """Names of this process's open files that contain one of these."""
-    found = []
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found.append(str(path.readlink()))
-    return sorted(name for name in found if any(part in name for part in parts))
-
-
 class Child(processes.Child):
     """A child that is forked off a process which has imported torch and more."""
 

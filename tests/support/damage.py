@@ -12,16 +12,15 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
 import dbuffer
-from tests.support.patterns import SMALL, Pattern
+from tests.support.patterns import SMALL, Pattern, copy_newest
 from tests.support.soak import is_soak
 
 SOON_S = 60.0
@@ -74,16 +73,10 @@ def opening_only_files_in(store: Path) -> Iterator[None]:
 
 
 def read(store: Path, *, verify: bool, pattern: Pattern | None = SMALL) -> int | None:
-    """The version loaded by a new receiver; it must be what was published."""
-    loaded: dict[str, torch.Tensor] = {}
-
-    def load(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
-        loaded.update((name, tensor.clone()) for name, tensor in pairs)
-
+    """Return the version that a new receiver loads; it must be what was published."""
     with dbuffer.WeightReceiver(store, receiver_id="reader", verify=verify) as receiver:
-        version = receiver.load_into(load)
-    if version is not None and pattern is not None:
-        assert pattern.version_of(loaded) == version
+        version, tensors = copy_newest(receiver)
+    assert version is None or pattern is None or pattern.version_of(tensors) == version
     return version
 
 

@@ -132,16 +132,23 @@ def newest(store: Path, *patterns: Pattern, verify: bool = False) -> int | None:
     with dbuffer.WeightReceiver(
         store, receiver_id="newest", verify=verify, num_threads=1
     ) as receiver:
-        loaded: dict[str, torch.Tensor] = {}
-
-        def load(pairs: Any) -> None:
-            loaded.update((name, tensor.clone()) for name, tensor in pairs)
-
-        version = receiver.load_into(load)
+        version, tensors = copy_newest(receiver)
     if version is not None:
-        pattern = next(p for p in (*patterns, SMALL, OTHER, SPARSE) if p.names == list(loaded))
-        assert pattern.version_of(loaded) == version
+        pattern = next(p for p in (*patterns, SMALL, OTHER, SPARSE) if p.names == list(tensors))
+        assert pattern.version_of(tensors) == version
     return version
+
+
+def copy_newest(
+    receiver: dbuffer.WeightReceiver,
+) -> tuple[int | None, dict[str, torch.Tensor]]:
+    """Load the newest version, and return it with copies of its tensors, whichever they are."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def copy(pairs: Any) -> None:
+        tensors.update((name, tensor.clone()) for name, tensor in pairs)
+
+    return receiver.load_into(copy), tensors
 
 
 class Tied(nn.Module):

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-import dbuffer
 from dbuffer.format.lineage import Run, VersionId
 from dbuffer.format.manifest import Manifest
 from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.watcher import Watcher
 from dbuffer.testing.waiting import until
 
@@ -82,6 +82,12 @@ def fill(disk: Path, leave_bytes: int = 0) -> Path:
     return path
 
 
+def newest_version(store: Path) -> int:
+    """Return the number of the newest version, or 0 before the first."""
+    pointer = DoubleBuffer(store).pointer()
+    return 0 if pointer is None else pointer.version
+
+
 def weights_files(store: Path) -> dict[str, list[str]]:
     """The weights files in each buffer."""
     return {
@@ -97,7 +103,7 @@ def version_files(store: Path) -> set[Path]:
 
 def named_files(store: Path) -> set[Path]:
     """Those that the manifests name."""
-    double = dbuffer.store.buffer.DoubleBuffer(store)
+    double = DoubleBuffer(store)
     named = set()
     for buffer in ("A", "B"):
         if (manifest := double.undamaged_manifest(buffer)) is not None:
@@ -112,13 +118,13 @@ def _deltas_of(store: Path, manifest: Manifest) -> set[Path]:
     return {store / "deltas" / f"{version}.delta" for version in manifest.chain[1:]}
 
 
-def open_below(directory: Path) -> set[str]:
-    """List the files that this process has open there."""
-    found = set()
-    for link in Path("/proc/self/fd").iterdir():
+def open_files(*parts: str | Path) -> list[str]:
+    """List the open files of this process whose names contain one of these."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found.add(str(link.readlink()))
-    return {path for path in found if path.startswith(f"{directory}/")}
+            found.append(str(path.readlink()))
+    return sorted(name for name in found if any(str(part) in name for part in parts))
 
 
 def removed_but_mapped(store: Path) -> set[str]:

@@ -24,8 +24,8 @@ from dbuffer.io.tensors import DTYPE_NAMES, FileTensors, MappedTensors, join_dig
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.testing.waiting import TIMEOUT_S
-from tests.support.children import open_files
 from tests.support.patterns import assert_same, bits, checksum_of, odd_tensors, random_bits
+from tests.support.stores import open_files
 
 EDGES = [0, 1, 63, 64, 65, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1]
 LONG = [SPAN_BYTES - 64, SPAN_BYTES, SPAN_BYTES + 1, 2 * SPAN_BYTES + 17]

@@ -57,7 +57,7 @@ from tests.support.stores import (
     contents,
     fill,
     make_temporaries_old,
-    open_below,
+    open_files,
     remove_store,
     small_disk,
     without_flock,
@@ -299,14 +299,14 @@ def test_stats_and_metrics(remote, local):
 def test_nothing_is_left_behind(remote, local):
     publish(remote, 1, pattern=LONG)
     begin_watching(remote)
-    threads, files = set(threading.enumerate()), open_below(remote.parent)
+    threads, files = set(threading.enumerate()), open_files(remote.parent)
     with quick(remote, local).start() as one:
         one.wait_until_current(TIMEOUT_S)
         publish(remote, 2, 3)
         one.wait_until_current(TIMEOUT_S)
     one.close()  # once more is fine
     assert set(threading.enumerate()) <= threads
-    assert open_below(remote.parent) == files
+    assert open_files(remote.parent) == files
     assert_tidy(local)
     assert_tidy(remote)
     assert not one.is_elected

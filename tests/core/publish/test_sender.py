@@ -28,8 +28,9 @@ from dbuffer.store import acknowledgements
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 from dbuffer.testing.waiting import TIMEOUT_S, until
-from tests.support.children import Child, open_files
+from tests.support.children import Child
 from tests.support.patterns import assert_same, random_bits, received
+from tests.support.stores import open_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -20,10 +20,10 @@ from dbuffer.format.manifest import ReceiverRecord, decode
 from dbuffer.integrations.peft import save_adapter
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.status import read_status
-from tests.support.children import Child, open_files
+from tests.support.children import Child
 from tests.support.damage import flip_bit, weights_file
 from tests.support.patterns import OTHER, SMALL
-from tests.support.stores import begin_watching
+from tests.support.stores import begin_watching, open_files
 from tests.support.waiting import meanwhile
 
 SOON_S = 20.0

@@ -25,7 +25,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.medium import medium_of
 from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support.forks import in_a_fork
-from tests.support.stores import open_below, small_disk
+from tests.support.stores import open_files, small_disk
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_small_file_is_read_again_after_a_stale_handle(tmp_path, monkeypatch, na
     with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
         filesystem.read_small(path, 5)
     monkeypatch.undo()
-    assert not open_below(tmp_path)
+    assert not open_files(tmp_path)
 
 
 # Descriptors
@@ -130,7 +130,7 @@ def test_descriptor_is_closed_once_when_dropped_and_in_a_fork(tmp_path):
 
     def require_closed() -> None:
         assert not descriptor.is_open
-        assert not open_below(tmp_path)
+        assert not open_files(tmp_path)
 
     assert in_a_fork(require_closed) == 0
     assert descriptor.is_open
@@ -138,9 +138,9 @@ def test_descriptor_is_closed_once_when_dropped_and_in_a_fork(tmp_path):
     descriptor.close()
     require_closed()
     dropped = open_file()
-    assert open_below(tmp_path)
+    assert open_files(tmp_path)
     del dropped
-    assert not open_below(tmp_path)
+    assert not open_files(tmp_path)
 
 
 def test_an_opening_that_hangs_keeps_neither_forks_nor_other_files_waiting(tmp_path, monkeypatch):
