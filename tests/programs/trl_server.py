@@ -6,8 +6,8 @@ differ where the server had other weights.
 
 from __future__ import annotations
 
+import copy
 import inspect
-import json
 import os
 import statistics
 import subprocess
@@ -18,16 +18,24 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from peft import LoraConfig
 from torch import distributed
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
 
 import dbuffer
 from dbuffer.errors import OptionError, WaitTimeoutError
-from dbuffer.integrations.trl import StoreWeightTransfer
-from tests.support.engines.vllm_engines import TIMEOUT_S, leave
-from tests.support.engines.vllm_servers import BACKEND_FLAGS, Server
+from dbuffer.integrations.trl import StoreWeightTransfer, over_store
+from tests.support.engines.tiny_models import SHAPE, save_tokenizer
+from tests.support.engines.vllm_engines import TIMEOUT_S, greedy_answers, judge, start_llm
+from tests.support.engines.vllm_servers import BACKEND_FLAGS, Server, following, question
 from tests.support.lightrft_parts import by_rank, run_ranks
 from tests.support.ports import free_port
 from tests.support.soak import is_soak
+from tests.support.zero3 import compile_nothing
+from tests.support.zero3 import configuration as configuration_of_deepspeed
 
 NUM_STEPS = 12
 """After eight the reward had once gained 0.18, and not 0.2: one step's is a matter of luck."""
@@ -36,6 +44,73 @@ KINDS = ["full", "lora"]
 NUM_RANK_STEPS = 3
 MAX_DIFFERENCE = 1e-3
 """Of log-probabilities of one token under the same weights, in float32: computed twice."""
+VOCABULARY, ANSWER_TOKENS, GROUP_SIZE = SHAPE["vocab_size"], 16, 8
+LORA = LoraConfig(r=16, lora_alpha=64, target_modules="all-linear")
+
+_generator = torch.Generator().manual_seed(0)
+PROMPTS = [
+    torch.randint(VOCABULARY, (length,), generator=_generator).tolist()
+    for length in (4, 7, 12, 20, 31, 33, 48, 70)  # below and above vLLM's cache block
+]
+DATASET = Dataset.from_dict(
+    {"prompt": [" ".join(f"word{token}" for token in prompt) for prompt in PROMPTS]}
+)
+"""The prompts as text, of which the tokenizer makes the same tokens."""
+IS_REWARDED = torch.zeros(VOCABULARY)
+IS_REWARDED[torch.randperm(VOCABULARY, generator=_generator)[: VOCABULARY // 4]] = 1.0
+
+
+def rewards_of(answers: list[list[int]]) -> list[float]:
+    """Return the share of each answer's tokens that are in a secret set, a quarter of all."""
+    return IS_REWARDED[torch.tensor(answers)].mean(dim=1).tolist()
+
+
+def configuration(directory: Path, **options: Any) -> GRPOConfig:
+    """Return a configuration with a server, and all prompts in a batch."""
+    chosen: dict[str, Any] = {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "output_dir": str(directory / "trainer"),
+        "use_cpu": not torch.cuda.is_available(),
+        "per_device_train_batch_size": GROUP_SIZE * len(PROMPTS),
+        "num_generations": GROUP_SIZE,
+        "max_completion_length": ANSWER_TOKENS,
+        "generation_kwargs": {"ignore_eos": True},
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "bf16": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+    }
+    return GRPOConfig(**chosen | options)
+
+
+def first_model(*, lora: bool) -> Any:
+    """Return the model that is trained, or that the adapter is trained on."""
+    torch.manual_seed(0)
+    shape = SHAPE | {"initializer_range": 0.02}
+    # The smallest head that vLLM's CPU attention takes.
+    config = Qwen3Config(**shape, num_attention_heads=4, head_dim=32, tie_word_embeddings=False)
+    model: Any = Qwen3ForCausalLM(config)
+    if lora:  # TRL trains no adapter of the head, and the others reach the tokens only through it
+        with torch.no_grad():
+            model.lm_head.weight.mul_(10)
+    return model
+
+
+def save(model: Any, directory: Path) -> Path:
+    """Save a checkpoint with a tokenizer, which TRL and its engine ask for."""
+    save_tokenizer(directory)
+    model.save_pretrained(directory)
+    return directory
+
+
+def answers_afresh(model: Any, directory: Path) -> list[list[int]]:
+    """Return the answers of an engine that is started with a model."""
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    return greedy_answers(start_llm(save(model, directory), how="none"), prompts, ANSWER_TOKENS)
 
 
 def signature_of(function: Callable[..., Any]) -> list[list[str]]:
@@ -45,8 +120,6 @@ def signature_of(function: Callable[..., Any]) -> list[list[str]]:
 
 class Program:
     def __init__(self, directory: Path) -> None:
-        from tests.support.trl_parts import first_model, save
-
         self.directory = directory
         self.store = directory / "store"
         self.checkpoints = {
@@ -57,22 +130,18 @@ class Program:
         self.server = self.start()
 
     def start(self) -> Server:
-        settings = {"dbuffer": {"store": str(self.store)}}
         number = len(list(self.directory.glob("server-*.log")))
         return Server(
             self.checkpoints["full"],
             self.directory / f"server-{number}.log",
             *BACKEND_FLAGS,
-            *("--additional-config", json.dumps(settings)),
-            *("--middleware", "dbuffer.integrations.vllm.FollowStore"),
+            *following(self.store),
             *("--logprobs-mode", "processed_logprobs", "--max-num-seqs", "64"),
             port=self.port,
             development=True,
         )
 
     def run(self) -> None:
-        from trl.generation.vllm_client import VLLMClient
-
         with pytest.raises(OptionError, match="set use_vllm=True, vllm_mode"):
             self.trainer("full", use_vllm=False)
         self.server.wait_ready()
@@ -89,11 +158,6 @@ class Program:
         assert VLLMClient.init_communicator.__module__ == theirs, "TRL has its own client again"
 
     def trainer(self, kind: str, *, store: Path | None = None, **options: Any) -> Any:
-        from trl import GRPOTrainer
-
-        from dbuffer.integrations.trl import over_store
-        from tests.support.trl_parts import LORA, configuration, make_dataset
-
         self.rewards: list[float] = []
         self.on_step: Callable[[int], None] = lambda _: None
         config = configuration(
@@ -108,13 +172,11 @@ class Program:
             model=str(self.checkpoints[kind]),
             reward_funcs=self.reward,
             args=config,
-            train_dataset=make_dataset(),
+            train_dataset=DATASET,
             peft_config=LORA if kind == "lora" else None,
         )
 
     def reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
-        from tests.support.trl_parts import rewards_of
-
         rewards = rewards_of(completion_ids)
         self.rewards.append(statistics.fmean(rewards))
         self.on_step(len(self.rewards))
@@ -122,8 +184,6 @@ class Program:
 
     def train(self, kind: str, *, held_back: bool = False, kill: bool = False) -> None:
         """Train as a script of TRL's does; see by tokens and rewards which weights sampled them."""
-        from tests.support.trl_parts import ask_fresh_engine, merged, save
-
         killed: list[int] = []
 
         def kill_server(step: int) -> None:
@@ -155,8 +215,9 @@ class Program:
         trainer.weight_sync.close()
         with dbuffer.WeightReceiver(self.store) as receiver, receiver.open() as snapshot:
             assert snapshot.metadata == {"step": NUM_STEPS}
-        last = save(merged(trainer.model), self.directory / f"last-{kind}")
-        assert answers == ask_fresh_engine(last) != before
+        model = copy.deepcopy(trainer.model)
+        model = model.merge_and_unload() if kind == "lora" else model
+        assert answers == answers_afresh(model, self.directory / f"last-{kind}") != before
 
     def newest_version(self) -> int:
         with dbuffer.WeightReceiver(self.store) as receiver:
@@ -186,8 +247,6 @@ class Program:
             AsyncGRPOTrainer,
             WeightTransferProtocol,
         )
-
-        from tests.support.trl_parts import ask_fresh_engine, first_model, save
 
         calls = ("init_weight_transfer", "pause", "send_weights", "resume", "destroy")
         assert calls == tuple(
@@ -225,30 +284,19 @@ class Program:
         # First: it acknowledges in its pause, and an answer comes when that is over.
         answers = self.answers()
         assert self.server.version() == str(transfer.version)
-        assert answers == ask_fresh_engine(save(model, self.directory / "asynchronous")) != before
+        assert answers == answers_afresh(model, self.directory / "asynchronous") != before
         transfer.destroy()
 
-    def answers(self) -> Any:
-        from tests.support.trl_parts import ask_server
-
-        return ask_server(self.server.client)
+    def answers(self) -> list[list[int]]:
+        asked = question(1) | {"prompt": PROMPTS, "max_tokens": ANSWER_TOKENS}
+        response = self.server.client.post("/v1/completions", json=asked).raise_for_status()
+        return [choice["token_ids"] for choice in response.json()["choices"]]
 
 
 def train_as_rank(directory: Path) -> None:
-    from trl import GRPOTrainer
-
-    from dbuffer.integrations.trl import over_store
-    from tests.support.trl_parts import (
-        LORA,
-        configuration,
-        first_model,
-        make_dataset,
-        rewards_of,
-        save,
-    )
-
     kind, store, url = sys.argv[2:]
     torch.set_num_threads(1)
+    compile_nothing()
     has_adapter = kind.endswith("lora")
     checkpoint = directory / "first"
     if distributed.get_rank() == 0:
@@ -258,14 +306,18 @@ def train_as_rank(directory: Path) -> None:
         directory,
         per_device_train_batch_size=32,
         max_steps=NUM_RANK_STEPS,
-        deepspeed=deepspeed_configuration(kind),
+        deepspeed=configuration_of_deepspeed(
+            int(kind[5]),
+            train_micro_batch_size_per_gpu="auto",
+            gradient_accumulation_steps="auto",
+        ),
         vllm_server_base_url=url,
     )
     trainer: Any = over_store(GRPOTrainer, store, timeout_s=300)(
         model=str(checkpoint),
         reward_funcs=lambda completion_ids, **_: rewards_of(completion_ids),
         args=config,
-        train_dataset=make_dataset(),
+        train_dataset=DATASET,
         peft_config=LORA if has_adapter else None,
     )
     trainer.train()
@@ -277,23 +329,8 @@ def train_as_rank(directory: Path) -> None:
         assert isinstance(trainer.weight_sync.sender, dbuffer.ShardedWeightSender)
         assert any(parameter.numel() == 0 for parameter in trainer.model.parameters())
     assert len(set(by_rank(trainer.weight_sync.version))) == 1
-    if distributed.get_rank() == 0:
-        leave(directory, None)
+    distributed.barrier()
     os._exit(0)
-
-
-def deepspeed_configuration(kind: str) -> dict[str, Any]:
-    import deepspeed
-
-    # It would compile a way of its own to add up over shared memory, for minutes.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        # The latter so that it really partitions parameters as small as these.
-        "zero_optimization": {"stage": int(kind[5]), "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-    }
 
 
 def differences_in(trainer: Any) -> list[float]:
@@ -301,21 +338,17 @@ def differences_in(trainer: Any) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def main(directory: Path) -> None:
-    if sys.argv[2] != "server":
+def run(directory: Path, role: str, *_: str) -> None:
+    if role != "server":
         run_ranks(__file__, train_as_rank)
         return
     torch.set_num_threads(1)
     program = Program(directory)
     try:
         program.run()
-    except Exception:
-        print(f"the server's log: {program.server.log()[-10_000:]}", flush=True)
-        raise
     finally:
         program.server.kill()
-    leave(directory, None)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    judge(run)

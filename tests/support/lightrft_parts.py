@@ -18,6 +18,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.support.engines import preforked
+from tests.support.zero3 import configuration, start_deepspeed
 
 TRAINERS = ("fsdp2 bf16", "fsdp2", "zero-1", "zero-1 lora", "zero-2 bf16", "zero-3")
 
@@ -61,7 +62,7 @@ class Trainer:
             self.actor = Actor(model)
             self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         else:
-            self._engine = start_deepspeed(model, self.strategy.args)
+            self._engine = start_engine(model, self.strategy.args)
             self.actor = Actor(self._engine)
 
     @property
@@ -112,24 +113,12 @@ def _gathered(parameter: Any) -> AbstractContextManager[Any]:
     return deepspeed.zero.GatheredParameters([parameter])
 
 
-def start_deepspeed(model: Any, args: Any) -> Any:
-    """An engine of DeepSpeed's."""
-    os.environ |= {"DS_ACCELERATOR": "cpu"}
+def start_engine(model: Any, args: Any) -> Any:
+    """Return an engine of DeepSpeed's."""
+    start_deepspeed(distributed.get_rank())
     import deepspeed
 
-    # It would compile a way of its own to add up over shared memory, for minutes.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {
-            "stage": args.zero_stage,
-            # So that it really partitions parameters as small as these.
-            "stage3_param_persistence_threshold": 0,
-        },
-        "bf16": {"enabled": args.bf16},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-    }
+    config = configuration(args.zero_stage, bf16={"enabled": args.bf16})
     return deepspeed.initialize(model=model, config=config)[0]
 
 

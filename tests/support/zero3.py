@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3 over gloo, as the tests start it."""
+"""DeepSpeed over gloo, as the tests start it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,34 @@ def start_deepspeed(rank: int) -> None:
     }
     import deepspeed
 
-    # It would compile a way of its own to add up over shared memory, for minutes.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    compile_nothing()
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
 
 
-def make_engine(persisted: int, model: nn.Module) -> Any:
-    """An engine of it, that keeps parameters whole below so many elements."""
+def compile_nothing() -> None:
+    """Let DeepSpeed compile no sum over shared memory of its own, which takes minutes."""
     import deepspeed
 
-    config = {
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def configuration(
+    stage: int, *, persisted: int = 0, lr: float = 1e-2, **more: Any
+) -> dict[str, Any]:
+    """Return a configuration that keeps parameters whole below so many elements."""
+    return {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": persisted},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": persisted},
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}},
+        **more,
     }
+
+
+def make_engine(persisted: int, model: nn.Module) -> Any:
+    """Return an engine of ZeRO-3."""
+    import deepspeed
+
+    config = configuration(3, persisted=persisted, lr=1e-3)
     return deepspeed.initialize(model=model, config=config)[0]
 
 

@@ -16,7 +16,6 @@ import torch
 import dbuffer
 from dbuffer.errors import NotReadyError, OptionError, WaitTimeoutError
 from dbuffer.integrations.trl import StoreWeightTransfer
-from tests.programs import trl_server
 from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S, environment, observe
 
 
@@ -27,7 +26,7 @@ def test_rollouts_are_of_the_weights_that_are_trained(tmp_path, role):
     more = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
     # Only the server has processes of its own.
     env = environment(processes=False, **more)
-    observe(trl_server.__file__, tmp_path, role, env=env)
+    observe("trl_server.py", tmp_path, role, env=env)
 
 
 # What needs neither TRL nor an engine.
