@@ -10,7 +10,6 @@ with the requests and replies that its source has; see :func:`serve`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import time
@@ -21,17 +20,11 @@ from typing import Any
 from dbuffer.integrations.atropos import BridgeConfig, VLLMWeightBridge
 from tests.support.engines import preforked
 from tests.support.engines.async_engines import start_async_llm
-from tests.support.engines.tiny_models import (
-    make_model,
-    revealing_weights,
-    save_revealing,
-    token_of,
-)
+from tests.support.engines.tiny_models import make_model, revealing_weights, save_revealing
 from tests.support.engines.vllm_engines import judge
+from tests.support.engines.vllm_servers import ANSWER_TOKENS, WAIT_S, EngineServer, tokens_of
 from tests.support.ports import free_port
 
-WAIT_S = 300
-ANSWER_TOKENS = 8
 VERSIONS = (1, 2, 3, 4)
 NOTIFICATION = {"update_count": int, "trainer_rank": int, "timestamp": float}
 
@@ -100,31 +93,21 @@ def serve(directory: Path, port: int) -> None:
     asyncio.run(main())
 
 
-class WithRoutes:
+class WithRoutes(EngineServer):
     def __init__(self, directory: Path) -> None:
-        import httpx
-
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        program = [__file__, str(directory), str(port)]
-        log = directory / "routes.log"
-        self._process = preforked.start(program, env=dict(os.environ), output=log)
-        self._client = httpx.Client(base_url=self.url, timeout=WAIT_S)
+        port, log = free_port(), directory / "server.log"
+        command = [__file__, str(directory), str(port)]
+        super().__init__(preforked.start(command, env=dict(os.environ), output=log), log, port, {})
 
     def answer(self) -> list[int]:
         question = {"prompt": {"prompt_token_ids": [1, 2, 3]}, "max_tokens": ANSWER_TOKENS}
-        response = self._client.post("/generate", json=question | {"temperature": 0})
+        response = self.client.post("/generate", json=question | {"temperature": 0})
         assert response.status_code == 200, response.text
         (tokens,) = response.json()["token_ids"]
         return list(tokens)
 
     def update_count(self) -> int:
-        return int(self._client.get("/bridge/info").json()["update_count"])
-
-    def close(self) -> None:
-        self._client.close()
-        self._process.kill()  # the engine's processes notice, and end with the group at the latest
-        self._process.wait(WAIT_S)
+        return int(self.client.get("/bridge/info").json()["update_count"])
 
 
 def run(directory: Path) -> None:
@@ -134,15 +117,15 @@ def run(directory: Path) -> None:
     """
     save_revealing(0, directory)
     model = make_model("qwen3", 0)
-    with contextlib.closing(WithRoutes(directory)) as server:
-        config = BridgeConfig(vllm_api_url=server.url, device="cpu", timeout_seconds=WAIT_S)
-        with VLLMWeightBridge(config, store=directory / "store") as bridge:
-            bridge.attach_to_vllm_weights(dict(model.named_parameters()))
-            for version in VERSIONS:
-                model.load_state_dict(revealing_weights(version), strict=False)
-                bridge.notify_update()
-                expected = [token_of(version)] * ANSWER_TOKENS
-                assert (server.answer(), server.update_count()) == (expected, version)
+    server = WithRoutes(directory)
+    config = BridgeConfig(vllm_api_url=server.url, device="cpu", timeout_seconds=WAIT_S)
+    with VLLMWeightBridge(config, store=directory / "store") as bridge:
+        bridge.attach_to_vllm_weights(dict(model.named_parameters()))
+        for version in VERSIONS:
+            model.load_state_dict(revealing_weights(version), strict=False)
+            bridge.notify_update()
+            assert (server.answer(), server.update_count()) == (tokens_of(version), version)
+    server.kill()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch import distributed
 import dbuffer
 from dbuffer.integrations.lightrft import BroadcastManager
 from tests.support.engines import tiny_models
+from tests.support.engines.in_workers import watch_loads
 from tests.support.engines.vllm_engines import NUM_TOKENS, PROMPTS, engine_arguments, greedy
 from tests.support.lightrft_parts import TRAINERS, Trainer, by_rank, expected_dtype, run_ranks
 from tests.support.soak import is_soak
@@ -222,8 +223,6 @@ def failing_load(llm: Any, *, enabled: bool) -> Iterator[None]:
 
 
 def watch_model(llm: Any, watch: Callable[[int], None]) -> None:
-    from tests.support.engines.faulty_worker import watch_loads
-
     watch_loads(llm.llm_engine.model_executor.driver_worker.worker.get_model(), watch)
 
 

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from dbuffer.testing.waiting import TIMEOUT_S, until
-from tests.support.engines.tiny_models import make_model, save_model
+from tests.support.engines.async_engines import start_async_llm
+from tests.support.engines.tiny_models import make_model, make_tokenizer, save_model
 from tests.support.engines.vllm_engines import (
     NUM_TOKENS,
     PROMPTS,
@@ -175,9 +176,11 @@ def send_to_holders(store: Path, llm: Any, models: Models, fresh: Fresh) -> None
     from torchrl.modules.llm.backends.vllm import LocalLLMWrapper
     from torchrl.modules.llm.policies import Tokens
 
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = "word0"  # which is in no prompt: others are cut out of them
     wrapper = vLLMWrapper(
         llm,
-        tokenizer=tiny_tokenizer(),
+        tokenizer=tokenizer,
         input_mode="tokens",
         pad_output=True,
         generate_kwargs={"max_new_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True},
@@ -191,18 +194,6 @@ def send_to_holders(store: Path, llm: Any, models: Models, fresh: Fresh) -> None
     prompt = Tokens(prompt=torch.tensor([PROMPTS[0]]), batch_size=1)
     response = wrapper(TensorDict(tokens=prompt, batch_size=1))["tokens"].response
     assert response[0].tolist() == fresh[1][0]
-
-
-def tiny_tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{token}": token for token in range(3, 500)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
 
 
 def push(store: Path, llm: Any, models: Models, fresh: Fresh) -> None:
@@ -238,11 +229,7 @@ def push(store: Path, llm: Any, models: Models, fresh: Fresh) -> None:
 
 
 async def update_async_llm(directory: Path, models: Models, fresh: Fresh) -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments = engine_arguments(directory / "qwen3-0", how="none")
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    engine = start_async_llm(directory / "qwen3-0", how="none")
     has_begun = asyncio.Event()
 
     async def respond(prompt: list[int], num_tokens: int) -> Any:

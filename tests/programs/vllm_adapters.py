@@ -1,4 +1,9 @@
-"""Program of `test_adapters.py`, which says what it shows."""
+"""A vLLM server that follows two stores of adapters.
+
+Twenty streams ask it while a trainer publishes a version of each adapter a second. The trainer is
+killed, and another one goes on. All tokens equal those of an engine that loads the version as peft
+saves it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,6 @@ import contextlib
 import itertools
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +22,6 @@ import torch
 
 import dbuffer
 from dbuffer.integrations.peft import send_adapter
-from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.waiting import until
 from tests.support.engines import preforked
 from tests.support.engines.tiny_models import make_model, save_model
@@ -28,9 +31,10 @@ from tests.support.engines.vllm_engines import (
     judge,
     start_llm,
 )
-from tests.support.engines.vllm_servers import FOLLOWS, WAIT_S, Server
+from tests.support.engines.vllm_servers import FOLLOWS, WAIT_S, Clients, Server
 from tests.support.ports import free_port
 from tests.support.soak import is_soak
+from tests.support.stores import newest_version
 from tests.support.waiting import error_of
 
 ADAPTERS = ("one", "two")
@@ -74,13 +78,8 @@ def publish_in_turn(directory: Path) -> None:
             name: stack.enter_context(dbuffer.WeightSender(directory / name)) for name in ADAPTERS
         }
         for name in itertools.cycle(ADAPTERS):
-            publish(senders[name], models[name], name, newest(directory / name) + 1)
+            publish(senders[name], models[name], name, newest_version(directory / name) + 1)
             time.sleep(EVERY_S / len(ADAPTERS))
-
-
-def newest(store: Path) -> int:
-    pointer = DoubleBuffer(store).pointer()
-    return 0 if pointer is None else pointer.version
 
 
 @dataclass(frozen=True)
@@ -95,34 +94,24 @@ class Answer:
     """Version of the adapter's newest answer that had begun when this one ended."""
 
 
-class Streams:
-    """Clients that ask for one stream after the other until the block ends."""
+class Streams(Clients):
+    """Clients of which each asks for one stream after the other."""
 
     def __init__(self, server: Server) -> None:
-        self._server = server
-        self._stop = threading.Event()
+        self._servers = [server.connected_anew() for _ in range(NUM_STREAMS)]
         self._newest = dict.fromkeys(ADAPTERS, 0)
-        self._pool = ThreadPoolExecutor(NUM_STREAMS)
-        self._asking = [self._pool.submit(self._ask, number) for number in range(NUM_STREAMS)]
+        super().__init__(NUM_STREAMS, self._stream)
 
-    def _ask(self, number: int) -> list[Answer]:
-        server = self._server.connected_anew()
-        name, prompt, answers = ADAPTERS[number % 2], number // 2 % len(PROMPTS), []
-        while not self._stop.is_set():
-            least = self._newest[name]
-            response = stream(server, name, prompt, NUM_TOKENS, least)
-            version, tokens = next(response)
-            assert version >= least, "it went back"
-            self._newest[name] = max(version, self._newest[name])
-            for _, more in response:
-                tokens = tokens + more
-            answers.append(Answer(name, prompt, tokens, version, self._newest[name]))
-        return answers
-
-    def stop(self) -> list[Answer]:
-        self._stop.set()
-        with self._pool:
-            return [answer for asking in self._asking for answer in asking.result()]
+    def _stream(self, number: int) -> Answer:
+        name, prompt = ADAPTERS[number % 2], number // 2 % len(PROMPTS)
+        least = self._newest[name]
+        response = stream(self._servers[number], name, prompt, NUM_TOKENS, least)
+        version, tokens = next(response)
+        assert version >= least, "it went back"
+        self._newest[name] = max(version, self._newest[name])
+        for _, more in response:
+            tokens = tokens + more
+        return Answer(name, prompt, tokens, version, self._newest[name])
 
 
 def stream(
@@ -234,7 +223,7 @@ def stream_while_trainers_publish(server: Server, directory: Path) -> list[Answe
                 trainer.kill()
                 trainer.wait(WAIT_S)
     finally:
-        answers = streams.stop()
+        answers = [answer for of_one in streams.stop() for answer in of_one]
     for name in ADAPTERS:
         versions = {answer.version for answer in answers if answer.name == name}
         assert len(versions) >= 5, "there were few versions to take for another"
@@ -250,7 +239,7 @@ def wait_ready(server: Server, name: str, version: int) -> None:
 
 def keep_old_version_in_place_of_a_bad_one(server: Server, directory: Path) -> list[Answer]:
     """The engine refuses a version; the sender is told so, and the next version is served."""
-    last = newest(directory / "one")
+    last = newest_version(directory / "one")
     with dbuffer.WeightSender(directory / "one") as sender:
         publish(sender, model_of("one", 2 * RANK), "one", last + 1)
         error = error_of(lambda: sender.wait_applied(last + 1, receivers=["e"], timeout_s=WAIT_S))

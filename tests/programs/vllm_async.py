@@ -1,13 +1,16 @@
-"""Program of `test_async.py`, which says what it shows."""
+"""A following `AsyncLLM`, under load: whose tokens a response carries, and what it says of them.
+
+A thread publishes models whose every token reveals their version, at full speed, while requests
+run. The engine core is a process too, and with two ranks each worker is one.
+The program goes through what befalls such an engine, the last of it being its death.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import multiprocessing
-from collections.abc import AsyncIterator, Callable, Coroutine
-from multiprocessing.connection import Connection
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,19 @@ import pytest
 import torch
 
 import dbuffer
-from dbuffer.engine.contract import RankRequest, decode_answer
-from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.integrations.vllm import follow
-from dbuffer.integrations.vllm.config import CALL
 from dbuffer.integrations.vllm.core import HOLD
-from dbuffer.store.buffer import DoubleBuffer
-from tests.support.engines import tiny_models
-from tests.support.engines.async_engines import STEP_TIMEOUT_S, Asking, answer_afresh, until
+from tests.support.engines.async_engines import (
+    STEP_TIMEOUT_S,
+    Asking,
+    Load,
+    answer_afresh,
+    require_attributed,
+    start_async_llm,
+    until,
+    versions_of,
+    versions_seen,
+)
 from tests.support.engines.in_workers import (
     let_fail,
     let_wait,
@@ -34,10 +42,9 @@ from tests.support.engines.tiny_models import (
     make_model,
     revealing_weights,
     save_revealing,
-    version_of,
     wrong_tokens,
 )
-from tests.support.engines.vllm_engines import engine_arguments, greedy_parameters, judge
+from tests.support.engines.vllm_engines import judge
 from tests.support.soak import is_soak
 
 NUM_STREAMS = 6
@@ -63,77 +70,11 @@ KEPT_TOKENS = 80
 """In slow steps they take 8 s, in which a version is published and switched to."""
 CACHE_FOR_TWO_BYTES = 11 * 32 * 1024
 """Room for two of the longest requests, of the four that run together."""
-BIG_LAYER = 65536
-
-
-def versions_seen(responses: list[dict[str, Any]]) -> set[str]:
-    return {version for response in responses for version, _, _ in response["spans"]}
-
-
-def versions_of(response: dict[str, Any]) -> list[int]:
-    return [version_of(version) for version, _, _ in response["spans"]]
-
-
-def require_attributed(*responses: dict[str, Any]) -> None:
-    """Require that every token is of the version reported for it, and versions never go back.
-
-    Between responses only this is sure: what is sent after another response came, or after the
-    follower said that the engine has a version, is not answered by older weights. Two responses
-    that run side by side may reach their readers in any order.
-    """
-    for response in responses:
-        spans = response["spans"]
-        assert wrong_tokens(response) == []
-        # All tokens have a version, and those of a mix are 0, which no version's are.
-        ends = [0] + [end for _, _, end in spans]
-        assert [start for _, start, _ in spans] == ends[:-1]
-        assert ends[-1] == len(response["tokens"])
-        versions = versions_of(response)
-        assert versions == sorted(set(versions))
-        assert all(version >= response["floor"] for version in versions)
-
-
-class Trainer:
-    def __init__(self, store: Path, intermediate_size: int) -> None:
-        processes = multiprocessing.get_context("spawn")
-        self._connection, theirs = processes.Pipe()
-        self._process = processes.Process(target=train, args=(theirs, store, intermediate_size))
-        self._process.start()
-
-    async def publish(self, what: str, number: int = 1) -> int:
-        self._connection.send((what, number))
-        assert await asyncio.to_thread(self._connection.poll, STEP_TIMEOUT_S)
-        return int(self._connection.recv())
-
-    def end(self) -> None:
-        self._connection.send(None)
-        self._process.join()
-
-
-def train(connection: Connection, store: Path, intermediate_size: int) -> None:
-    tiny_models.SHAPE["intermediate_size"] = intermediate_size
-    version = 0
-    with dbuffer.WeightSender(store) as sender:
-        while (asked := connection.recv()) is not None:
-            what, number = asked
-            for _ in range(number if what == "reveal" else 1):
-                if what == "wait":
-                    sender.wait_applied(number)
-                    continue
-                weights: Any = revealing_weights(version + 1)
-                if what == "model":
-                    weights = make_model("qwen3", number)
-                if what == "misfit":
-                    weights["lm_head.weight"] = torch.zeros(500, 63)
-                version = sender.send(weights).version
-            connection.send(version)
 
 
 class Program(Asking):
-    def __init__(self, engine: Any, store: Path, trainer: Trainer) -> None:
-        super().__init__(engine)
-        self.store = store
-        self.trainer = trainer
+    def __init__(self, engine: Any, store: Path) -> None:
+        super().__init__(engine, store)
         self.pauses: list[str] = []
         self.in_next_pause: Callable[[], Coroutine[Any, Any, None]] | None = None
         """Called once the engine is paused for the next switch."""
@@ -194,39 +135,6 @@ class Program(Asking):
         require_attributed(response)
 
 
-class Load:
-    def __init__(self, program: Program, follower: Any, num_tokens: tuple[int, ...]) -> None:
-        self.responses: list[dict[str, Any]] = []
-        self._program = program
-        self._follower = follower
-        self._num_tokens = num_tokens
-        self._must_end = False
-        self._floor = 0
-
-    @property
-    def versions(self) -> set[str]:
-        return versions_seen(self.responses)
-
-    async def _stream(self, number: int) -> None:
-        while not self._must_end:
-            turn = number + len(self.responses)
-            floor = max(self._floor, self._follower.applied or 0)
-            response = await self._program.respond(
-                PROMPTS[turn % len(PROMPTS)], self._num_tokens[turn % len(self._num_tokens)], floor
-            )
-            self.responses.append(response)
-            if response["spans"]:
-                self._floor = max(self._floor, version_of(response["spans"][-1][0]))
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async with asyncio.TaskGroup() as group:
-            for number in range(NUM_STREAMS):
-                group.create_task(self._stream(number))
-            yield
-            self._must_end = True
-
-
 async def switch_under_load(
     program: Program,
     pause: str,
@@ -237,17 +145,17 @@ async def switch_under_load(
 ) -> list[dict[str, Any]]:
     """Publish at full speed while requests run, until enough versions have been seen in them."""
     async with program.following(pause) as follower:
-        load = Load(program, follower, num_tokens)
-        async with load.running():
+        load = Load(program, PROMPTS, num_tokens, [{}] * NUM_STREAMS)
+        async with load.running(lambda: follower.applied):
             for _ in range(MAX_ROUNDS):
-                last = await program.trainer.publish("reveal", publishes)
-                if len(load.versions) > min_switches:
+                last = await program.reveal(publishes)
+                if len(versions_seen(load.responses)) > min_switches:
                     break
             assert await follower.wait_applied_async(last, STEP_TIMEOUT_S) == last
-            await program.trainer.publish("wait", last)
+            await asyncio.to_thread(program.sender.wait_applied, last)
             await program.require_served(last)
         assert follower.error is None
-    assert len(load.versions) >= min_switches
+    assert len(versions_seen(load.responses)) >= min_switches
     require_attributed(*load.responses)
     return load.responses
 
@@ -280,7 +188,7 @@ async def switch_kept_requests(program: Program) -> Callable[[Path], None]:
     async with program.following() as follower:
 
         async def switch_to(seed: int) -> None:
-            version = await program.trainer.publish("model", seed)
+            version = await program.send(await asyncio.to_thread(make_model, "qwen3", seed))
             await follower.wait_applied_async(version, STEP_TIMEOUT_S)
             seeds[str(version)] = seed
 
@@ -308,7 +216,7 @@ async def switch_kept_requests(program: Program) -> Callable[[Path], None]:
 
 
 async def fail_while_answering(
-    program: Program, follower: Any, what: str, problem: str
+    program: Program, follower: Any, publish: Callable[[], Awaitable[int]], problem: str
 ) -> tuple[int, list[str]]:
     """Publish what the engine does not take, while it answers: it goes on, and says so.
 
@@ -318,7 +226,7 @@ async def fail_while_answering(
     before = await program.label()
     program.pauses.clear()
     async with program.answering([PROMPTS[2]], 100) as (request,):
-        version = await program.trainer.publish(what)
+        version = await publish()
         await until(lambda: follower.error is not None)
     pauses = program.pauses.copy()
     assert problem in str(follower.error)
@@ -331,10 +239,13 @@ async def fail_while_answering(
 
 
 async def publish_a_misfit(program: Program) -> None:
+    misfit = revealing_weights(1) | {"lm_head.weight": torch.zeros(500, 63)}
     async with program.following() as follower:
-        _, pauses = await fail_while_answering(program, follower, "misfit", "lm_head.weight")
+        _, pauses = await fail_while_answering(
+            program, follower, lambda: program.send(misfit), "lm_head.weight"
+        )
         assert pauses == []
-        version = await program.trainer.publish("reveal")
+        version = await program.reveal()
         await follower.wait_applied_async(version, STEP_TIMEOUT_S)
         await program.require_served(version)
 
@@ -343,7 +254,7 @@ async def fail_in_a_pause(program: Program, what: str) -> None:
     async with program.following() as follower:
         await program.engine.collective_rpc(let_fail, args=(what,))
         problem = f"this {what} fails"
-        version, pauses = await fail_while_answering(program, follower, "reveal", problem)
+        version, pauses = await fail_while_answering(program, follower, program.reveal, problem)
         assert set(pauses) == {"keep"}
         # Once nothing fails any more, it is switched without anyone's help.
         await program.engine.collective_rpc(let_work, args=(what,))
@@ -356,7 +267,7 @@ async def close_in_a_switch(program: Program, directory: Path) -> None:
     follower = program.follow()
     await asyncio.wait_for(follower.wait_started_async(), STEP_TIMEOUT_S)
     await program.engine.collective_rpc(let_wait, args=("load", str(directory)))
-    version = await program.trainer.publish("reveal")
+    version = await program.reveal()
     await until((directory / "entered").exists)
     closing = asyncio.create_task(follower.aclose())
     await asyncio.sleep(0)
@@ -373,7 +284,7 @@ async def pause_as_a_user(program: Program) -> None:
         async with program.answering([PROMPTS[2]], 100) as (request,):
             await program.engine.pause_generation(mode="keep")
             tokens_before = program.tokens_so_far.copy()
-            version = await program.trainer.publish("reveal")
+            version = await program.reveal()
             await follower.wait_applied_async(version, STEP_TIMEOUT_S)
             assert await program.engine.is_paused()
             assert program.tokens_so_far == tokens_before
@@ -388,7 +299,7 @@ async def pause_requests_that_are_waited_for(program: Program) -> None:
         before = await program.label()
         async with program.answering([PROMPTS[2]], 40) as (request,):
             await program.engine.pause_generation(mode="keep")
-            version = await program.trainer.publish("reveal")
+            version = await program.reveal()
             await until(lambda: follower.error is not None)
             assert isinstance(follower.error, dbuffer.EngineBusyError)
             assert "has paused 1 request in flight" in str(follower.error)
@@ -404,7 +315,7 @@ async def sleep_with_requests(program: Program) -> None:
         async with program.answering([PROMPTS[2]], 100) as (request,):
             await program.engine.sleep(level=1, mode="keep")
             waiting = asyncio.create_task(program.respond(PROMPTS[0], 4))
-            version = await program.trainer.publish("reveal")
+            version = await program.reveal()
             await until(lambda: follower.error is not None)
             assert isinstance(follower.error, dbuffer.EngineBusyError)
             assert not request.done()
@@ -435,14 +346,14 @@ async def interfere_in_a_switch(program: Program) -> None:
     async with program.following() as follower:
         for action in (resume, pause_and_resume, pause):
             program.in_next_pause = action
-            version = await program.trainer.publish("reveal")
+            version = await program.reveal()
             await follower.wait_applied_async(version, STEP_TIMEOUT_S)
             [outcome] = await asyncio.gather(tasks.pop(), return_exceptions=True)
             assert isinstance(outcome, Exception) == (action is pause_and_resume)
             assert await program.engine.is_paused() == (action is pause)
             if action is pause:
                 # A switch in their pause leaves it as it is.
-                version = await program.trainer.publish("reveal")
+                version = await program.reveal()
                 await follower.wait_applied_async(version, STEP_TIMEOUT_S)
                 assert await program.engine.is_paused()
                 await program.engine.resume_generation()
@@ -451,33 +362,14 @@ async def interfere_in_a_switch(program: Program) -> None:
 
 async def switch_after_a_session_only(program: Program, pause: str, problem: str) -> None:
     """A session with streamed input keeps its cache while it waits for more, and its context."""
-    from vllm.engine.protocol import StreamingInput
-
-    inputs: asyncio.Queue[list[int] | None] = asyncio.Queue()
-    tokens: list[int] = []
-
-    async def prompts() -> AsyncIterator[StreamingInput]:
-        while (prompt := await inputs.get()) is not None:
-            yield StreamingInput({"prompt_token_ids": prompt}, greedy_parameters(4))
-
-    async def converse() -> None:
-        async for output in program.engine.generate(prompts(), greedy_parameters(4), "session"):
-            answer = output.outputs[0]
-            assert answer.finish_reason != "abort"
-            tokens[:] = answer.token_ids
-
-    async with program.following(pause) as follower, asyncio.TaskGroup() as group:
-        session = group.create_task(converse())
-        await inputs.put(PROMPTS[1])
-        await until(lambda: len(tokens) == 4)
-        program.pauses.clear()
-        version = await program.trainer.publish("reveal")
-        await until(lambda: follower.error is not None)
-        assert isinstance(follower.error, dbuffer.EngineBusyError)
-        assert str(follower.error).startswith(f"vLLM cannot {problem} with streamed input")
-        assert program.pauses == []
-        await inputs.put(None)
-        await session
+    async with program.following(pause) as follower:
+        async with program.session(PROMPTS[1]):
+            program.pauses.clear()
+            version = await program.reveal()
+            await until(lambda: follower.error is not None)
+            assert isinstance(follower.error, dbuffer.EngineBusyError)
+            assert str(follower.error).startswith(f"vLLM cannot {problem} with streamed input")
+            assert program.pauses == []
         await follower.wait_applied_async(version, STEP_TIMEOUT_S)
         await program.require_served(version)
 
@@ -497,7 +389,7 @@ async def wait_for_the_end_of_one_step_only(program: Program) -> None:
 
     async with program.following() as follower, program.answering([PROMPTS[2]], 100):
         client._call_utility_async = noted
-        version = await program.trainer.publish("reveal")
+        version = await program.reveal()
         await follower.wait_applied_async(version, STEP_TIMEOUT_S)
         del client._call_utility_async
     assert f"{HOLD} asked" in calls
@@ -509,7 +401,7 @@ async def lose_the_weights(program: Program) -> None:
     async with program.following() as follower:
         await program.engine.sleep(level=2)
         assert await program.label() == "unknown"
-        version = await program.trainer.publish("reveal")
+        version = await program.reveal()
         await until(lambda: follower.error is not None)
         assert isinstance(follower.error, dbuffer.EngineBusyError)
         assert str(follower.error).startswith("the engine's weights are asleep")
@@ -521,12 +413,12 @@ async def lose_the_weights(program: Program) -> None:
         await require_none_mislabeled_until(program, version)
         # When a switch has loaded, and the engine is not labeled yet.
         program.before_next_label = lambda: program.engine.collective_rpc("reload_weights")
-        version = await program.trainer.publish("reveal")
+        version = await program.reveal()
         await until(lambda: program.before_next_label is None)
         await require_none_mislabeled_until(program, version)
         # What a trainer of vLLM's own weight transfer calls when it ends.
         await program.engine.shutdown_weight_transfer_engine()
-        await follower.wait_applied_async(await program.trainer.publish("reveal"), STEP_TIMEOUT_S)
+        await follower.wait_applied_async(await program.reveal(), STEP_TIMEOUT_S)
 
 
 async def require_none_mislabeled_until(program: Program, version: int) -> None:
@@ -553,71 +445,13 @@ async def lose_the_engine(program: Program) -> None:
     assert "is followed no longer: " in record.getMessage()
 
 
-def memory_of(process_id: int) -> int:
-    lines = Path(f"/proc/{process_id}/smaps_rollup").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith("Anonymous:")]
-    return int(line.split()[1]) << 10
-
-
-def process_id(_: Any) -> int:
-    import os
-
-    return os.getpid()
-
-
-async def ask(program: Program, request: RankRequest) -> None:
-    for reply in await program.engine.collective_rpc(CALL, args=(request.as_json(),)):
-        assert not isinstance(decode_answer(reply), dbuffer.DBufferError)
-
-
-async def measure_staging(program: Program) -> None:
-    """Compare the memory of each worker before and after it stages versions that nobody applies."""
-    num_bytes = sum(tensor.nbytes for tensor in revealing_weights(1).values())
-    workers = await program.engine.collective_rpc(process_id)
-
-    async def stage(name: str, **options: Any) -> list[list[float]]:
-        ranks = [f"{name}.rank-{rank}" for rank in (0, 1)]
-
-        def staged() -> list[int | None]:
-            records = [DoubleBuffer(program.store).receiver(rank) for rank in ranks]
-            return [record and record.staged and record.staged.number for record in records]
-
-        await ask(program, RankRequest("end"))
-        before = list(map(memory_of, workers))
-        how = EngineOptions(store=str(program.store), engine_id=name, **options)
-        await ask(program, RankRequest("begin", options=how))
-        growth = []
-        for _ in range(3):
-            version = await program.trainer.publish("reveal")
-            await until(lambda: staged() == [version] * 2)  # noqa: B023
-            after = list(map(memory_of, workers))
-            growth.append([(a - b) / num_bytes for a, b in zip(after, before, strict=True)])
-        return [list(of_worker) for of_worker in zip(*growth, strict=True)]
-
-    for grown in await stage("map", staging="map", images=False):
-        assert max(grown) < 0.1
-    for grown in await stage("copy", staging="copy", images=False):
-        assert all(0.9 < number < 1.1 for number in grown)
-    # Images are of the newest version alone. A version is less than a megabyte here, so that
-    # kernels show beside the weights in them.
-    for first, *later in await stage("images", staging="map"):
-        assert first < 2
-        assert all(number - first < 0.5 for number in later)
-
-
 @contextlib.asynccontextmanager
 async def started(directory: Path, **more: Any) -> AsyncIterator[Program]:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    trainer = Trainer(directory / "store", tiny_models.SHAPE["intermediate_size"])
-    arguments = AsyncEngineArgs(**engine_arguments(save_revealing(0, directory), **more))
-    engine = AsyncLLM.from_engine_args(arguments)
+    engine = start_async_llm(save_revealing(0, directory), **more)
     try:
-        yield Program(engine, directory / "store", trainer)
+        yield Program(engine, directory / "store")
     finally:
         engine.shutdown()
-        trainer.end()
 
 
 async def run_one_rank(directory: Path) -> dict[str, int]:
@@ -657,13 +491,11 @@ async def run_short_of_cache(directory: Path) -> dict[str, int]:
 
 
 async def run_two_ranks(directory: Path) -> dict[str, int]:
-    tiny_models.SHAPE["intermediate_size"] = BIG_LAYER
     async with started(directory, tp=2, how="extension") as program:
         responses = await switch_under_load(
             program, "keep", (10, 20, 30), publishes=8, min_switches=MIN_SWITCHES_OF_TWO
         )
         assert any(len(response["spans"]) > 1 for response in responses)
-        await measure_staging(program)
     num_versions = len(versions_seen(responses))
     return {"versions in answers that an engine of two ranks gave": num_versions}
 

@@ -1,24 +1,29 @@
 """Layers that vLLM loads in its own ways, in real engines, against fresh ones on those weights.
 
-int8 layers, which are kernels with scales on a CPU; scales of quantised caches, which a checkpoint
-may lack; vLLM's Transformers backend, whose layers are half transformers' own; heads with a bias.
-What vLLM's reload would not load right is refused.
+Quantized layers of each method that vLLM's CPU build runs, whose tokens and log-probabilities equal
+a fresh engine's; scales of quantized caches, which a checkpoint may lack; vLLM's Transformers
+backend, whose layers are half transformers' own; heads with a bias. The first switch verifies
+copies, and images of packed layers, against the reload; later ones reload nothing. An image with a
+wrong scale does not pass, and its layer is reloaded. What vLLM's reload would not load right is
+refused.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import dbuffer
-from dbuffer.integrations.vllm import follow
+from dbuffer.integrations.vllm import follow, packing
 from tests.support.engines.families import save_family
+from tests.support.engines.in_workers import watch_loads
 from tests.support.engines.media_models import media_prompts, save_media_model
-from tests.support.engines.quantized_models import save_int8
+from tests.support.engines.quantized_models import int4, save_float8, save_int8
 from tests.support.engines.tiny_models import (
     SHAPE,
     SPECIAL_TOKENS,
@@ -59,20 +64,28 @@ FAMILIES = BACKEND + OTHERS
 HEARS = "whisper"
 JUDGES = "qwen3 that judges"
 """A classifier whose head has a bias, which vLLM registers as it loads it."""
-INT8 = {
-    # Strategy of the weights' scales, whether inputs' scales are in the checkpoint, and the dtype.
-    "a scale a channel": ("channel", False, "float32"),
-    "a scale a tensor": ("tensor", False, "bfloat16"),
-    "static inputs": ("channel", True, "bfloat16"),
+INT8_STATIC = "int8, static inputs"
+ONLINE = "fp8, online"
+QUANTIZED: dict[str, Callable[[Path, int], Path]] = {
+    ONLINE: lambda directory, seed: save_model("qwen3", seed, directory),
+    "fp8": save_float8,
+    INT8_STATIC: lambda directory, seed: save_int8(directory, seed, static=True),
+    "int8": save_int8,
+    "int8, a scale a tensor": lambda directory, seed: save_int8(directory, seed, "tensor"),
+    "gptq": int4("gptq"),
+    "awq": int4("awq"),
+    "int4": int4("compressed-tensors"),
 }
-FUSED = ("tensor", True, "bfloat16")
-"""The parts of a fused layer bring more scales than it holds: vLLM's reload miscounts them."""
 HAS_FP8_CACHES = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 
 MLP = "model.layers.0.mlp."
 
-COPIED: tuple[list[str], list[str]] = ["of all"] * 2, []
-"""Reloads of two switches: the first verifies the copies that the second one is."""
+Reloads = tuple[list[str], ...]
+"""Reloads of each switch."""
+
+VERIFIED = ["of all"] * 2
+"""Reloads of a switch that verifies the copies that the next one is."""
+COPIED: Reloads = VERIFIED, []
 IN_PART = ["of all", "of a part"] * 2, ["of a part"]
 NOT_ALONE = ["of all", "of a part", "of all"], ["of all"]
 """Where a packed layer is loaded by computing: its kernel shows nothing to compare."""
@@ -89,17 +102,16 @@ def run(directory: Path) -> None:
     }
     sinks = save_model("gpt-oss", 0, directory)
     convolution = save_model("mamba2", 0, directory / "convolution")
-    int8 = {
-        case: [save_int8(directory / case, seed, *INT8[case][:2]) for seed in (0, 1)]
-        for case in INT8
+    quantized = {
+        case: [make(directory / case, seed) for seed in (0, 1)] for case, make in QUANTIZED.items()
     }
-    fused = save_int8(directory / "fused", 0, *FUSED[:2])
+    fused = save_int8(directory / "fused", 0, "tensor", static=True)
     scaled = save_int8(directory / "scaled", 0, caches=True)
     plain = save_int8(directory / "plain", 0, caches=True, leave_out=True)
     for case, pair in pairs.items():
         set_packing(packed=case.endswith("packed"))
         more = {"model_impl": "transformers"} if case in BACKEND else {}
-        llm = switch_pair(directory / case, pair, RELOADS.get(case, COPIED), **more)
+        llm, _ = switch_pair(directory / case, pair, RELOADS.get(case, COPIED), **more)
         if case in BACKEND:
             assert type(model_of(llm)).__name__.startswith("Transformers")
     set_packing(packed=True)
@@ -121,13 +133,12 @@ def run(directory: Path) -> None:
     if vllm_release() >= (0, 33):
         past = "mlp.experts.routed_experts.w13_weight"
     problem = f"GptOssForCausalLM writes model.layers.0.{past} without its loader"
-    refuse(directory / "sinks", sinks, problem, dtype="bfloat16")
+    refuse(directory / "sinks", sinks, problem)
     refuse_packed_convolution(directory / "convolution", convolution)
-    quantised = [switch_int8(directory / case, int8[case], INT8[case][2]) for case in INT8]
-    llm, pair = quantised[0], int8[next(iter(INT8))]
-    go_back_after_a_failed_load(directory / "failures", pair, llm)
-    problem = "finishes model.layers.0.mlp.gate_up_proj"
-    refuse(directory / "fused", fused, problem, dtype=FUSED[2])
+    for case, pair in quantized.items():
+        switch_quantized(directory / case, case, pair)
+    # The parts of a fused layer bring more scales than it holds: vLLM's reload miscounts them.
+    refuse(directory / "fused", fused, "finishes model.layers.0.mlp.gate_up_proj")
     if HAS_FP8_CACHES:
         switch_scales(directory / "scales", scaled, plain)
 
@@ -161,48 +172,82 @@ def seeing_amx() -> Iterator[None]:
 
 
 def switch_pair(
-    directory: Path,
-    pair: list[Path],
-    reloads: tuple[list[str], list[str]] = COPIED,
-    ask: Ask = greedy,
-    **more: Any,
-) -> Any:
-    """Switch an engine there and back, and return it; another one is what it is measured by."""
-    llm, other = (start_llm(checkpoint, **more) for checkpoint in pair)
-    fresh = [ask(llm), ask(other)]
+    directory: Path, pair: list[Path], reloads: Reloads = COPIED, ask: Ask = greedy, **more: Any
+) -> list[Any]:
+    """Switch an engine there and back; return it, and another one, by which it is measured."""
+    engines = [start_llm(checkpoint, **more) for checkpoint in pair]
+    fresh = [ask(llm) for llm in engines]
     require_different(*fresh)
-    switch_there_and_back(llm, directory / "store", pair, fresh, reloads, ask)
-    return llm
+    switch_there_and_back(engines[0], directory / "store", pair, fresh, reloads, ask)
+    return engines
 
 
 def switch_there_and_back(
-    llm: Any,
-    store: Path,
-    pair: list[Path],
-    fresh: list[Any],
-    reloads: tuple[list[str], list[str]],
-    ask: Ask = greedy,
+    llm: Any, store: Path, pair: list[Path], fresh: list[Any], reloads: Reloads, ask: Ask
 ) -> None:
-    """Compare its answers with those of fresh engines, and the reloads of both switches."""
+    """Compare its answers with those of fresh engines, and the reloads of each switch."""
     with following(llm, store, ask) as switch, counted_reloads(llm) as counted:
-        for number, expected in zip((1, 0), reloads, strict=True):
+        for number, expected in zip(itertools.cycle((1, 0)), reloads, strict=False):
             counted.clear()
             assert switch(pair[number]) == [None, fresh[number]]
             assert counted == expected
 
 
-def switch_int8(directory: Path, pair: list[Path], dtype: str) -> Any:
-    """Switch an engine to another checkpoint, and not to one without scales; return it."""
-    engines = [start_llm(path, dtype=dtype) for path in pair]
-    before, after = fresh = [greedy(llm) for llm in engines]
-    require_different(before, after)
-    with following(engines[0], directory / "unscaled") as switch:
-        weights = weights_in(pair[1])
+def switch_quantized(directory: Path, case: str, pair: list[Path]) -> None:
+    more = {"quantization": "fp8_per_channel"} if case == ONLINE else {}
+    reloads: Reloads = VERIFIED, [], [], []
+    engines = switch_pair(directory, pair, reloads, probabilities, dtype="bfloat16", **more)
+    if case == ONLINE:
+        reload_a_layer_whose_image_is_wrong(directory / "wrong", pair, engines)
+    if case == INT8_STATIC:
+        refuse_without_scales(directory / "unscaled", pair[1], engines[0])
+        go_back_after_a_failed_load(directory / "failures", pair, engines[0])
+
+
+def probabilities(llm: Any) -> list[list[tuple[int, dict[int, float]]]]:
+    """Return the tokens that an engine answers with, and log-probabilities beside each."""
+    import vllm
+
+    few = vllm.SamplingParams(
+        temperature=0, max_tokens=3, ignore_eos=True, detokenize=False, logprobs=5
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    completions = [each.outputs[0] for each in llm.generate(prompts, few, use_tqdm=False)]
+    return [
+        [
+            (token, {other: each.logprob for other, each in best.items()})
+            for token, best in zip(each.token_ids, each.logprobs, strict=True)
+        ]
+        for each in completions
+    ]
+
+
+def reload_a_layer_whose_image_is_wrong(store: Path, pair: list[Path], engines: list[Any]) -> None:
+    fresh, llm = [probabilities(each) for each in engines], engines[1]
+    wrong = model_of(llm).get_submodule("model.layers.1.mlp.down_proj")
+    pack = packing.pack
+
+    def pack_wrongly(shadow: Any, layer: Any) -> Any:
+        copies = pack(shadow, layer)
+        if layer is wrong:
+            shadow.weight_scale[3] *= 1.01
+        return copies
+
+    packing.pack = pack_wrongly
+    try:
+        reloads: Reloads = VERIFIED, ["of all", "of a part"] * 2, ["of a part"]
+        switch_there_and_back(llm, store, pair, fresh, reloads, probabilities)
+    finally:
+        packing.pack = pack
+
+
+def refuse_without_scales(store: Path, checkpoint: Path, llm: Any) -> None:
+    before = greedy(llm)
+    with following(llm, store) as switch:
+        weights = weights_in(checkpoint)
         error, tokens = switch({n: t for n, t in weights.items() if not is_scale_of_mlp(n)})
-        assert "elements of model.layers.0.mlp.gate_up_proj.weight_scale were published" in error
-        assert tokens == before
-    switch_there_and_back(engines[0], directory / "store", pair, fresh, COPIED)
-    return engines[0]
+    assert "elements of model.layers.0.mlp.gate_up_proj.weight_scale were published" in error
+    assert tokens == before
 
 
 def switch_judges(directory: Path, pair: list[Path]) -> None:
@@ -212,7 +257,7 @@ def switch_judges(directory: Path, pair: list[Path]) -> None:
         return [[round(float(p), 6) for p in each.outputs.probs] for each in outputs]
 
     more = {"runner": "pooling", "skip_tokenizer_init": False}
-    llm = switch_pair(directory, pair, NOT_ALONE, judge, **more)
+    llm, _ = switch_pair(directory, pair, NOT_ALONE, judge, **more)
     before = judge(llm)
     with following(llm, directory / "other", judge) as switch:
         weights = weights_in(pair[1])
@@ -223,8 +268,6 @@ def switch_judges(directory: Path, pair: list[Path]) -> None:
 
 
 def go_back_after_a_failed_load(store: Path, pair: list[Path], llm: Any) -> None:
-    from tests.support.engines.faulty_worker import watch_loads
-
     def fail(handed_over: int) -> None:
         if handed_over == 20:
             del model_of(llm).load_weights  # the first of them only
@@ -240,8 +283,8 @@ def go_back_after_a_failed_load(store: Path, pair: list[Path], llm: Any) -> None
     assert tokens == before
 
 
-def refuse(directory: Path, checkpoint: Path, problem: str, **more: Any) -> None:
-    llm = start_llm(checkpoint, **more)
+def refuse(directory: Path, checkpoint: Path, problem: str) -> None:
+    llm = start_llm(checkpoint, dtype="bfloat16")
     before = greedy(llm)
     with following(llm, directory / "store") as switch:
         error, tokens = switch(checkpoint)

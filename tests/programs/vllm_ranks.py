@@ -1,4 +1,8 @@
-"""Program of `test_ranks.py`, which says what it shows."""
+"""An engine of two ranks, of which one fails: both switch, or none does, and replies stay in order.
+
+One program does everything, with two engines. After each failure the engine answers as a fresh one
+on the weights that it had, acknowledges nothing, and takes the next update.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,20 @@ import pytest
 
 import dbuffer
 from dbuffer.integrations.vllm import follow
-from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.waiting import until
 from tests.support.children import is_running
+from tests.support.engines import in_workers
+from tests.support.engines.in_workers import (
+    damage_files,
+    echo,
+    fail_loads,
+    mend_files,
+    process_id,
+)
 from tests.support.engines.tiny_models import make_model, save_model
 from tests.support.engines.vllm_engines import engine_arguments, greedy, judge
 from tests.support.soak import is_soak
-from tests.support.stores import number_in, receiver_records, remove_store
+from tests.support.stores import newest_version, number_in, receiver_records, remove_store
 from tests.support.waiting import error_of
 
 WAIT_S = 60.0
@@ -54,7 +65,7 @@ class Engine:
         self.switch: Callable[[], None] = self.switch_by_stock_calls
         self.fresh: list[Any] = []
         self._questions = 0
-        self.pids = llm.collective_rpc("test_pid")
+        self.pids = llm.collective_rpc(process_id)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -98,7 +109,7 @@ class Engine:
         self.switch()
         self.seed = 1 - self.seed
         self.require_served()
-        self.require_applied(self.newest())
+        self.require_applied(newest_version(self.store))
 
     def publish_other(self) -> int:
         """Publish the weights that the engine does not have; the version."""
@@ -111,7 +122,7 @@ class Engine:
     def require_in_order(self) -> None:
         """Require that replies of all ranks are to the last call, and not to one before."""
         self._questions += 1
-        replies = self.llm.collective_rpc("test_echo", args=(self._questions,))
+        replies = self.llm.collective_rpc(echo, args=(self._questions,))
         assert replies == [[rank, self._questions] for rank in RANKS]
 
     def ask_until_it_is_dead(self) -> list[list[int]]:
@@ -132,10 +143,6 @@ class Engine:
             ):
                 raise EngineDeadError
         return asked.result()
-
-    def newest(self) -> int | None:
-        pointer = DoubleBuffer(self.store).pointer()
-        return None if pointer is None else pointer.version
 
     @property
     def applied(self) -> int | None:
@@ -177,14 +184,13 @@ def model(seed: int) -> Any:
 def start_engine(directory: Path, name: str, seed: int, how: str) -> Engine:
     import vllm
 
-    faults = {"worker_extension_cls": "tests.support.engines.faulty_worker.Faults"}
-    arguments = engine_arguments(save_model("qwen3", seed, directory), tp=2, how=how) | faults
+    arguments = engine_arguments(save_model("qwen3", seed, directory), tp=2, how=how)
     return Engine(vllm.LLM(**arguments), directory, name, seed)
 
 
 def run(directory: Path) -> None:
     stock = start_engine(directory, "stock", 0, "backend")
-    extended = start_engine(directory, "extended", 1, "none")
+    extended = start_engine(directory, "extended", 1, "extension")
     fresh = [answers(stock.llm), answers(extended.llm)]
     assert all(one != other for one, other in zip(*fresh, strict=True))
     stock.fresh = extended.fresh = fresh
@@ -212,10 +218,10 @@ def drive_by_stock_calls(engine: Engine) -> None:
     for rank in FAILING:
         for kind, words in FILE_FAULTS.items():
             with failing(engine) as fails:
-                engine.llm.collective_rpc("test_damage_file", args=(rank, kind))
+                engine.llm.collective_rpc(damage_files, args=(rank, kind))
                 engine.publish_other()
                 fails(engine.switch)
-                engine.llm.collective_rpc("test_mend_file")
+                engine.llm.collective_rpc(mend_files)
             fails.on_rank(rank)
             assert re.search(words, fails.error)
             assert "no rank was touched" in fails.error
@@ -267,7 +273,7 @@ class Failure:
     def __call__(self, attempt: Callable[[], object]) -> None:
         """Fail, which leaves the engine on the weights that it had, and acknowledges nothing."""
         engine, before = self._engine, self._engine.applied
-        newest = engine.newest()
+        newest = newest_version(engine.store)
         self.error = str(error_of(attempt))
         engine.require_served()
         assert engine.applied == before
@@ -297,7 +303,7 @@ def fail_in_load(engine: Engine, rank: int) -> None:
 
 def fail_next_loads(engine: Engine, rank: int, times: int = 1) -> int:
     args = (rank, times, AFTER_TENSORS, LOAD_ERROR)
-    engine.llm.collective_rpc("test_fail_load", args=args)
+    engine.llm.collective_rpc(fail_loads, args=args)
     return engine.publish_other()
 
 
@@ -320,7 +326,7 @@ def replace_the_store(engine: Engine, store: Path) -> None:
     if engine.seed == 1:  # what it has must not be right by chance
         engine.switch_to_other()
     engine.init(store=str(store))
-    engine.llm.collective_rpc("test_damage_file", args=(1, "truncated"))
+    engine.llm.collective_rpc(damage_files, args=(1, "truncated"))
     begin_anew(store, 0)
     rank = f"{engine.name}.rank-0"
     until(
@@ -329,7 +335,7 @@ def replace_the_store(engine: Engine, store: Path) -> None:
         WAIT_S,
     )
     begin_anew(store, 1)
-    engine.llm.collective_rpc("test_mend_file")
+    engine.llm.collective_rpc(mend_files)
     engine.switch()
     engine.require_served(1)
     begin_anew(store, 0)  # whatever its numbers, it is followed
@@ -392,7 +398,7 @@ def halt_load(engine: Engine, directory: Path) -> int:
     """Let rank 1 stop in its next load; the version published for it."""
     directory.mkdir()
     args = (1, AFTER_TENSORS, str(directory))
-    engine.llm.collective_rpc("test_halt_load", args=args)
+    engine.llm.collective_rpc(in_workers.halt_load, args=args)
     return engine.publish_other()
 
 

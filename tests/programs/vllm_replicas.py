@@ -1,11 +1,17 @@
-"""Program of `test_replicas.py`, which says what it shows."""
+"""Data-parallel replicas of a real vLLM: dense ones switch each by itself, others as one engine.
+
+Two roles drive an `AsyncLLM` of two replicas; a third one, a server of two replicas and
+two API servers; a fourth one, two such servers that have four replicas between them.
+The dense model reveals its version: an answer's tokens say from which weights each of them came.
+Replicas of a model with experts make each step together; their tokens are compared with those of
+fresh engines of one replica.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +19,16 @@ import dbuffer
 from dbuffer.integrations.vllm import follow
 from dbuffer.integrations.vllm.core import HOLD
 from dbuffer.testing.waiting import until
-from tests.support.engines.async_engines import STEP_TIMEOUT_S, Asking, answer_afresh
+from tests.support.engines.async_engines import (
+    STEP_TIMEOUT_S,
+    Asking,
+    Load,
+    answer_afresh,
+    require_attributed,
+    start_async_llm,
+    versions_of,
+    versions_seen,
+)
 from tests.support.engines.async_engines import until as until_async
 from tests.support.engines.in_workers import let_wait
 from tests.support.engines.tiny_models import (
@@ -21,21 +36,18 @@ from tests.support.engines.tiny_models import (
     revealing_weights,
     save_model,
     save_revealing,
-    token_of,
     wrong_tokens,
 )
 from tests.support.engines.vllm_engines import (
     PROMPTS,
-    engine_arguments,
-    greedy_parameters,
     judge,
 )
 from tests.support.engines.vllm_servers import (
-    ANSWER_TOKENS,
     BACKEND_FLAGS,
     WAIT_S,
     Server,
     following,
+    tokens_of,
 )
 from tests.support.ports import free_port
 from tests.support.waiting import error_of
@@ -51,49 +63,28 @@ MIN_VERSIONS_SEEN = 5
 LATE_S = 0.2
 
 
-def versions_of(response: dict[str, Any]) -> list[int]:
-    return [int(version) for version, _, _ in response["spans"]]
-
-
 class Program(Asking):
     def __init__(self, engine: Any, store: Path) -> None:
-        super().__init__(engine)
-        self.store = store
-        self.sender = dbuffer.WeightSender(store)
-        self.responses: list[dict[str, Any]] = []
+        super().__init__(engine, store)
+        streams = [{"data_parallel_rank": number % 2} for number in range(4)]
+        self.load = Load(self, PROMPTS, [NUM_TOKENS], streams)
 
-    async def send(self, weights: Any) -> int:
-        publication = await asyncio.to_thread(self.sender.send, weights)
-        return publication.version
-
-    async def of(self, replica: int, prompt: list[int], num_tokens: int, floor: int = 0) -> Any:
-        response = await self.respond(prompt, num_tokens, floor, data_parallel_rank=replica)
-        return response | {"replica": replica}
+    async def of(self, replica: int) -> dict[str, Any]:
+        return await self.respond(PROMPTS[0], 4, data_parallel_rank=replica)
 
     async def of_each(self) -> list[dict[str, Any]]:
-        return [await self.of(replica, PROMPTS[0], 4) for replica in REPLICAS]
+        return [await self.of(replica) for replica in REPLICAS]
+
+    def responses_of(self, replica: int) -> list[dict[str, Any]]:
+        return [one for one in self.load.responses if one["data_parallel_rank"] == replica]
+
+    async def add_one_of_each(self) -> None:
+        self.load.responses += await asyncio.wait_for(self.of_each(), STEP_TIMEOUT_S)
 
     async def require_served(self, *versions: int) -> None:
         responses = await self.of_each()
         assert [versions_of(response) for response in responses] == [[one] for one in versions]
         assert [wrong_tokens(response) for response in responses] == [[], []]
-
-    @contextlib.asynccontextmanager
-    async def load(self, follower: Any) -> AsyncIterator[None]:
-        is_over = False
-
-        async def stream(replica: int, number: int) -> None:
-            while not is_over:
-                number += 1
-                floor = follower.applied or 0
-                prompt = PROMPTS[number % len(PROMPTS)]
-                self.responses.append(await self.of(replica, prompt, NUM_TOKENS, floor))
-
-        async with asyncio.TaskGroup() as group:
-            for number in range(4):
-                group.create_task(stream(number % 2, number))
-            yield
-            is_over = True
 
     async def in_worker(self, replica: int, function: Callable[..., Any], *arguments: Any) -> Any:
         core = self.engine.engine_core
@@ -117,11 +108,11 @@ class Program(Asking):
 async def hold_one(program: Program, follower: Any, directory: Path) -> None:
     """While a load of one is held up, the other answers, from the new version already."""
     await program.in_worker(1, let_wait, "prepare", str(directory))
-    version = await program.send(revealing_weights(follower.applied + 1))
+    version = await program.reveal()
     await until_async((directory / "entered").exists)
     await until_async(lambda: follower.replicas[0].applied == version)
-    held = asyncio.create_task(program.of(1, PROMPTS[0], 4))
-    assert versions_of(await program.of(0, PROMPTS[0], 4)) == [version]
+    held = asyncio.create_task(program.of(1))
+    assert versions_of(await program.of(0)) == [version]
     assert not held.done()
     (directory / "go on").touch()
     assert versions_of(await asyncio.wait_for(held, STEP_TIMEOUT_S)) == [version]
@@ -131,12 +122,12 @@ async def run_dense(directory: Path) -> None:
     """Each switches, answers and acknowledges by itself; a version is applied when all have it."""
     checkpoint = save_revealing(0, directory / "checkpoint")
     program = Program(start_engine(checkpoint), directory / "store")
-    await program.send(revealing_weights(1))
+    await program.reveal()
     async with follow(program.engine, program.store, engine_id=ENGINE) as follower:
         await asyncio.wait_for(follower.wait_started_async(), STEP_TIMEOUT_S)
-        async with program.load(follower):
-            for version in range(2, DENSE_VERSIONS + 1):
-                last = await program.send(revealing_weights(version))
+        async with program.load.running(lambda: follower.applied):
+            for _ in range(DENSE_VERSIONS):
+                last = await program.reveal()
                 await asyncio.sleep(0.05)
             assert await follower.wait_applied_async(last, STEP_TIMEOUT_S) == last
         await asyncio.to_thread(
@@ -144,13 +135,9 @@ async def run_dense(directory: Path) -> None:
         )
         await program.require_served(last, last)
         assert program.applied_records() == dict.fromkeys(NAMES, last)
+        require_attributed(*program.load.responses)
         for replica in REPLICAS:
-            responses = [one for one in program.responses if one["replica"] == replica]
-            assert len({v for one in responses for v in versions_of(one)}) >= MIN_VERSIONS_SEEN
-            for response in responses:
-                assert wrong_tokens(response) == []
-                assert versions_of(response) == sorted(versions_of(response))
-                assert min(versions_of(response)) >= response["floor"]
+            assert len(versions_seen(program.responses_of(replica))) >= MIN_VERSIONS_SEEN
         await hold_one(program, follower, directory)
 
 
@@ -172,12 +159,9 @@ async def run_lockstep(directory: Path) -> None:
     await program.send(make_model(family, 2))
     seeds = {"default": 1, "1": 2}
 
-    class NotYet:
-        applied = None
-
-    async with program.load(NotYet):
+    async with program.load.running():
         # Begun under load: ranks that meet in a step must not wait for each other apart from it.
-        await until_async(lambda: len(program.responses) >= 4)
+        await until_async(lambda: len(program.load.responses) >= 4)
         follower = follow(program.engine, program.store, engine_id=ENGINE)
         await asyncio.wait_for(follower.wait_started_async(), STEP_TIMEOUT_S)
         for version in range(2, LOCKSTEP_VERSIONS + 1):
@@ -196,13 +180,12 @@ async def run_lockstep(directory: Path) -> None:
     await follower.aclose()
     program.engine.shutdown()
     at_first = [(prompt, 4) for prompt in PROMPTS]
-    fresh = answer_afresh(directory, family, program.responses, seeds, at_first)
+    fresh = answer_afresh(directory, family, program.load.responses, seeds, at_first)
     assert fresh["tokens"] == fresh["fresh engines"]
     assert all(one != other for one, other in zip(*fresh["fresh starts"], strict=True))
     for replica in REPLICAS:
-        responses = [one for one in program.responses if one["replica"] == replica]
-        assert len({version for one in responses for version, _, _ in one["spans"]}) >= 3
-    assert any(len(response["spans"]) > 1 for response in program.responses)
+        assert len(versions_seen(program.responses_of(replica))) >= 3
+    assert any(len(response["spans"]) > 1 for response in program.load.responses)
 
 
 async def switch_in_a_pause_that_begins(program: Program, follower: Any, weights: Any) -> None:
@@ -225,34 +208,17 @@ async def switch_in_a_pause_that_begins(program: Program, follower: Any, weights
     await asyncio.wait_for(pausing[0], STEP_TIMEOUT_S)
     assert await program.engine.is_paused()
     await asyncio.wait_for(program.engine.resume_generation(), STEP_TIMEOUT_S)
-    program.responses += await asyncio.wait_for(program.of_each(), STEP_TIMEOUT_S)
+    await program.add_one_of_each()
 
 
 async def switch_after_a_session(program: Program, follower: Any, weights: Any) -> int:
     """Publish while a session with streamed input waits on one replica, and holds up the switch."""
-    from vllm.engine.protocol import StreamingInput
-
-    may_end = asyncio.Event()
-    tokens: list[int] = []
-
-    async def prompts() -> AsyncIterator[StreamingInput]:
-        yield StreamingInput({"prompt_token_ids": PROMPTS[0]})
-        await may_end.wait()
-
-    async def converse() -> None:
-        asked = prompts(), greedy_parameters(4), "session"
-        async for output in program.engine.generate(*asked, data_parallel_rank=REPLICAS[0]):
-            tokens[:] = output.outputs[0].token_ids
-
-    async with asyncio.TaskGroup() as group:
-        group.create_task(converse())
-        await until_async(lambda: len(tokens) == 4)
+    async with program.session(PROMPTS[0], data_parallel_rank=REPLICAS[0]):
         version = await program.send(weights)
         await until_async(lambda: isinstance(follower.error, dbuffer.EngineBusyError))
-        program.responses += await asyncio.wait_for(program.of_each(), STEP_TIMEOUT_S)
-        may_end.set()
+        await program.add_one_of_each()
     await follower.wait_applied_async(version, STEP_TIMEOUT_S)
-    program.responses += await asyncio.wait_for(program.of_each(), STEP_TIMEOUT_S)
+    await program.add_one_of_each()
     return version
 
 
@@ -329,10 +295,6 @@ async def run_hybrid(directory: Path) -> None:
         assert switches_of(server) == [(name, version) for name in names for version in (2, 3)]
 
 
-def tokens_of(version: int) -> list[int]:
-    return [token_of(version)] * ANSWER_TOKENS
-
-
 def switches_of(server: Server) -> list[tuple[str, int]]:
     found = re.findall(r"(\S+) serves version (\d+): ", server.log())
     return sorted((name, int(version)) for name, version in found)
@@ -362,11 +324,7 @@ def counts_three(metrics: dict[str, float]) -> bool:
 
 
 def start_engine(checkpoint: Path, **more: Any) -> Any:
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments = engine_arguments(checkpoint, **more)
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, data_parallel_size=len(REPLICAS)))
+    return start_async_llm(checkpoint, data_parallel_size=len(REPLICAS), **more)
 
 
 if __name__ == "__main__":

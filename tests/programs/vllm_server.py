@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import pytest
 
 import dbuffer
 from dbuffer.integrations.vllm import follow
-from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.waiting import until
 from dbuffer.tools import cli
 from tests.support.engines import preforked
@@ -34,19 +32,23 @@ from tests.support.engines.tiny_models import (
 )
 from tests.support.engines.vllm_engines import EXTENSION, TOLD_CHARACTERS, judge
 from tests.support.engines.vllm_servers import (
-    ANSWER_TOKENS,
     API_KEY,
     BACKEND_FLAGS,
     CANARY_PROMPTS,
     RECOVERY_S,
     WAIT_S,
+    Clients,
     PausedError,
     Server,
     following,
     question,
+    tokens_of,
 )
+from tests.support.object_server import RunningServer
+from tests.support.object_store import Exchange, Fault, FaultyProxy, status
 from tests.support.ports import free_port
 from tests.support.soak import is_soak
+from tests.support.stores import newest_version
 
 ENGINE_TIMEOUT_S = 10
 LONG_TIMEOUT_S = 120
@@ -117,121 +119,29 @@ def answer_of(url: str) -> Any:
     return response.json()["choices"][0]["token_ids"]
 
 
-Answer = tuple[int, bytes] | None
+def passing(action: Callable[[], object]) -> Fault:
+    """Return a fault that does something before the call is passed on."""
 
+    def fault(exchange: Exchange) -> None:
+        action()
+        exchange.answer(exchange.forward())
 
-class Gate:
-    """Between a follower and its server, so that a call can be met at its very moment."""
-
-    def __init__(self, url: str) -> None:
-        import httpx
-
-        gate = self
-        self._errors = httpx.HTTPError
-        self._client = httpx.Client(base_url=url, timeout=WAIT_S)
-        self._waiting: dict[str, Callable[[], Answer]] = {}
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                self._pass_on()
-
-            def do_POST(self) -> None:
-                self._pass_on()
-
-            def _pass_on(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                answer = gate.answer(self.command, self.path, body)
-                if answer is None:
-                    self.close_connection = True  # as a server does that is not there any more
-                    return
-                with contextlib.suppress(OSError):  # who asked may be dead
-                    self.send_response(answer[0])
-                    self.send_header("Content-Length", str(len(answer[1])))
-                    self.end_headers()
-                    self.wfile.write(answer[1])
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def meet(self, call: str, action: Callable[[], Answer]) -> None:
-        """Once, do this before a call (what ranks are asked, or a path) is passed on.
-
-        What the action returns is the answer in place of the server's; None passes the call on.
-        """
-        self._waiting[call] = action
-
-    def answer(self, method: str, path: str, body: bytes) -> Answer:
-        call = path.partition("?")[0].strip("/")
-        if call == "collective_rpc":
-            arguments = json.loads(body)["kwargs"]
-            call = arguments["request"]["call"]
-        instead = self._waiting.pop(call, lambda: None)()
-        if instead is not None:
-            return instead
-        headers = {"Content-Type": "application/json"} if body else {}
-        try:
-            response = self._client.request(method, path, content=body, headers=headers)
-        except self._errors:
-            return None
-        return response.status_code, response.content
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class Clients:
-    """Threads that each ask a server one thing after the other, until the block ends."""
-
-    def __init__(self, server: Server, count: int) -> None:
-        self._server = server
-        self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(count)
-        self._asking = [self._pool.submit(self._ask, 5 + 40 * n) for n in range(count)]
-
-    def _ask(self, length: int) -> list[list[int]]:
-        answers = []
-        while not self._stop.is_set():
-            try:
-                answers.append(self._server.answer(length))
-            except PausedError:  # in a pause="wait" of vLLM's, since 0.33
-                continue
-        return answers
-
-    def stop(self) -> list[list[list[int]]]:
-        self._stop.set()
-        with self._pool:
-            return [asking.result() for asking in self._asking]
+    return fault
 
 
 def publish(store: Path, count: int) -> None:
     """A trainer: publish the next versions at full speed, then wait to be killed."""
     with dbuffer.WeightSender(store) as sender:
-        first = newest(store) + 1
+        first = newest_version(store) + 1
         for version in range(first, first + count):
             sender.send(revealing_weights(version), version=version)
         signal.pause()
-
-
-def newest(store: Path) -> int:
-    pointer = DoubleBuffer(store).pointer()
-    return 0 if pointer is None else pointer.version
 
 
 def start_program(directory: Path, *arguments: str, log: Path | None = None) -> preforked.Process:
     command = [__file__, str(directory), *arguments]
     log = log or directory / f"{arguments[0]}.log"
     return preforked.start(command, env=dict(os.environ), output=log)
-
-
-def tokens_of(version: int) -> list[int]:
-    return [token_of(version)] * ANSWER_TOKENS
 
 
 # A server that follows by itself.
@@ -478,7 +388,7 @@ class Outside:
         self.store = directory / "store"
         self.checkpoint = save_revealing(0, directory)
         self.port = free_port()
-        self.gate = Gate(f"http://127.0.0.1:{self.port}")
+        self.gate = self.started.enter_context(FaultyProxy(RunningServer(self.port)))
         self.server: Server
         self.follower: FollowProgram
 
@@ -509,9 +419,25 @@ class Outside:
         self.started.callback(follower.process.kill)
         return follower
 
+    def meet(self, call: str, fault: Fault) -> None:
+        """Let a fault befall the next call of the follower: what ranks are asked, or a path."""
+
+        def pass_others(exchange: Exchange) -> None:
+            path = exchange.request.path
+            if path == "/collective_rpc":
+                path = f"/{json.loads(exchange.body())['kwargs']['request']['call']}"
+            if path == f"/{call}":
+                fault(exchange)
+                return
+            self.meet(call, fault)
+            exchange.answer(exchange.forward())
+
+        paths = ("/collective_rpc", f"/{call}")
+        self.gate.inject(pass_others, when=lambda request: request.path in paths)
+
     def publish(self) -> int:
         with dbuffer.WeightSender(self.store) as sender:
-            version = newest(self.store) + 1
+            version = newest_version(self.store) + 1
             sender.send(revealing_weights(version), version=version)
         return version
 
@@ -533,18 +459,20 @@ class Outside:
         """Two trainers, both killed while they publish, and clients that ask all the time."""
         assert self.server.answer() == tokens_of(0)
         self.follower.wait_version(self.publish())
-        clients = Clients(self.server, 2)
+        clients = Clients(2, self.ask_unless_paused)
         try:
             for goal in FULL_SPEED:
                 trainer = start_program(self.directory, "publish", str(self.store), "240")
                 self.started.callback(trainer.kill)
-                until(f"version {goal}", lambda goal=goal: newest(self.store) >= goal, WAIT_S)
+                until(
+                    f"version {goal}", lambda goal=goal: newest_version(self.store) >= goal, WAIT_S
+                )
                 trainer.kill()
                 trainer.wait(WAIT_S)
-                self.follower.wait_version(newest(self.store))
+                self.follower.wait_version(newest_version(self.store))
         finally:
             answers_of_clients = clients.stop()
-        last = newest(self.store)
+        last = newest_version(self.store)
         self.require_served(last)
         versions = {token_of(version): version for version in range(last + 1)}
         assert len(versions) == last + 1
@@ -557,15 +485,24 @@ class Outside:
         assert served == sorted(set(served))
         assert served[-1] == last
 
+    def ask_unless_paused(self, number: int) -> list[int] | None:
+        try:
+            return self.server.answer(5 + 40 * number)
+        except PausedError:  # in a pause="wait" of vLLM's, since 0.33
+            return None
+
     def kill_follower_at(self, call: str, *, is_lost: bool = False) -> None:
         met = threading.Event()
 
-        def kill() -> Answer:
+        def kill() -> None:
             self.kill(self.follower)
             met.set()
-            return (503, b"") if is_lost else None
 
-        self.gate.meet(call, kill)
+        def kill_and_lose(exchange: Exchange) -> None:
+            kill()
+            status(503)(exchange)
+
+        self.meet(call, kill_and_lose if is_lost else passing(kill))
         version = self.publish()
         assert met.wait(WAIT_S), f"no call of {call}"
         assert self.server.is_paused()
@@ -582,17 +519,17 @@ class Outside:
         self.recover(version)
 
     def end_follower_in_a_switch(self) -> None:
-        self.gate.meet("update", self.follower.process.terminate)
+        self.meet("update", passing(self.follower.process.terminate))
         version = self.publish()
         assert self.follower.process.wait(WAIT_S) == 0
         self.require_served(version)
 
     def meet_bad_moments(self) -> None:
         self.server.client.post("/pause", params={"mode": "keep"})
-        self.gate.meet("begin", lambda: (500, b"not now"))
+        self.meet("begin", status(500))
         self.follower = self.follow(self.gate.url)
         self.recover(self.publish())
-        self.gate.meet("resume", lambda: (503, b"not now"))
+        self.meet("resume", status(503))
         self.recover(self.publish())
         # A session that a killed trainer left open.
         assert self.server.client.post("/start_weight_update").status_code == 200

@@ -3,7 +3,7 @@
 A block of `bash` has commands alone, to be pasted; their output is in a block of `text`.
 A block that is not run says why, in an HTML comment above it::
 
-    <!-- not run: needs a vLLM engine; shown by tests/integrations/vllm/test_vllm.py -->
+    <!-- not run: needs a vLLM engine; shown by tests/programs/vllm_offline.py -->
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.programs import torchrl_engines
-from tests.support.engines.tiny_models import make_model
+from tests.support.engines.tiny_models import make_model, make_tokenizer
 from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe
 from tests.support.later import Later
 from tests.support.soak import IN_SOAKS_ALONE
@@ -136,15 +136,9 @@ def scheme(store: Path) -> Iterator[VLLMDoubleBufferSyncScheme]:
 
 
 def test_what_is_in_torchrls_wrapper_is_sent_by_the_names_that_an_engine_knows(scheme):
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a")
     model = make_model("qwen3", 0)
     wrapper = Later("torchrl.modules.llm").TransformersWrapper(
-        model, tokenizer=tokenizer, input_mode="tokens", generate=False
+        model, tokenizer=make_tokenizer(), input_mode="tokens", generate=False
     )
     sender, transport = scheme.create_sender(), scheme.create_transport()
     sender.register_model(wrapper)

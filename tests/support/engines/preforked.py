@@ -42,33 +42,31 @@ def start(
     *,
     env: dict[str, str],
     output: Path | None = None,
-    errors: Path | None = None,
     new_session: bool = False,
     imports_anew: bool = False,
+    python: Path | None = None,
 ) -> Process:
     """Run a program in another process.
 
     Args:
         arguments: Python's, such as a script's path and its own, or ``-m MODULE``.
         env: the environment.
-        output: file of its standard output. Default: the standard output of this process.
-        errors: file of its standard error. Default: ``output``.
+        output: file of its standard output and error. Default: those of this process.
         new_session: whether it leads a session of its own.
         imports_anew: whether what it imports must see its environment, as prometheus_client looks
             for several processes then: it is no fork.
+        python: another interpreter, which imports anew.
     """
-    files = output, errors or output
-    for file in filter(None, files):
-        file.touch()
-    if imports_anew or not CAN_FORK:
-        with contextlib.ExitStack() as stack:
-            written = [file and stack.enter_context(file.open("ab")) for file in files]
+    if output is not None:
+        output.touch()
+    if python or imports_anew or not CAN_FORK:
+        with output.open("ab") if output else contextlib.nullcontext() as written:
             return subprocess.Popen(
-                [sys.executable, *arguments],
+                [python or sys.executable, *arguments],
                 env=env,
                 stdin=subprocess.DEVNULL,
-                stdout=written[0],
-                stderr=written[1],
+                stdout=written,
+                stderr=written,
                 start_new_session=new_session,
             )
     if not is_fork():
@@ -76,7 +74,7 @@ def start(
 
         children.preload(LEAN_VLLM)
         children.start_server()
-    return Forked(_become, list(arguments), env, str(Path.cwd()), files, new_session)
+    return Forked(_become, list(arguments), env, str(Path.cwd()), output, new_session)
 
 
 class Forked:
@@ -120,15 +118,15 @@ def _become(
     arguments: list[str],
     env: dict[str, str],
     directory: str,
-    files: tuple[Path | None, Path | None],
+    output: Path | None,
     new_session: bool,
 ) -> None:
     """Go on as an interpreter that was just started, and run a program to its end."""
     if new_session:
         os.setsid()
-    for number, file in enumerate(files, 1):
-        if file is not None:
-            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+    if output is not None:
+        for number in (1, 2):
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     multiprocessing.current_process().name = "MainProcess"
     os.environ.clear()
     os.environ.update(env)
@@ -178,6 +176,8 @@ def serve_forks() -> None:
     context._concrete_contexts["spawn"] = context._concrete_contexts["forkserver"]
     spawn.get_preparation_data = lambda name: _data(name) | {"environment": dict(os.environ)}
     spawn.prepare = _prepare_fork
+    # Before the replacement below, or the tracker would be a fork that serves.
+    resource_tracker.ensure_running()  # type: ignore[attr-defined]
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     inherited = server._inherited_fds
     server.__init__()  # another lock: a fork inherits its parent's, which is held

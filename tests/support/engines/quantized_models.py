@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,40 +10,44 @@ from typing import Any
 
 import torch
 
-from tests.support.engines.tiny_models import (
-    compressed_tensors,
-    make_model,
-    save_model,
-    weights_in,
-)
+from tests.support.engines.tiny_models import compressed_tensors, save_model, weights_in
 
 GROUP = 32
 """Inputs that share a scale."""
 
+Convert = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
+"""Returns what a checkpoint holds of a layer's weight, by the weight's name."""
+
+
+def save_quantized(
+    directory: Path, seed: int, quantization: dict[str, Any], convert: Convert, dtype: str = ""
+) -> Path:
+    """Save a checkpoint with quantized layers; with a dtype, all else is of that dtype."""
+    from safetensors.torch import save_file
+
+    path = save_model("qwen3", seed, directory)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"quantization_config": quantization} | ({"dtype": dtype} if dtype else {})
+    (path / "config.json").write_text(json.dumps(config))
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in weights_in(path).items():
+        if name.endswith("_proj.weight"):
+            weights |= convert(name, tensor)
+        else:
+            weights[name] = tensor.to(getattr(torch, dtype)) if dtype else tensor
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
 
 def int4(method: str) -> Callable[[Path, int], Path]:
-    """A checkpoint of 4-bit weights; any bits are weights of some model."""
-
-    def make(directory: Path, seed: int) -> Path:
-        from safetensors.torch import save_file
-
-        path = save_model("qwen3", seed, directory)
-        config = json.loads((path / "config.json").read_text())
-        config["quantization_config"] = {"quant_method": method, **INT4[method]}
-        config["dtype"] = "bfloat16"
-        (path / "config.json").write_text(json.dumps(config))
-        weights: dict[str, torch.Tensor] = {}
-        for name, tensor in weights_in(path).items():
-            weights |= bits_of(method, name, tensor)
-        save_file(weights, path / "model.safetensors", {"format": "pt"})
-        return path
-
-    return make
+    """Return a function that saves 4-bit weights; any bits are weights of some model."""
+    quantization = {"quant_method": method, **INT4[method]}
+    return lambda directory, seed: save_quantized(
+        directory, seed, quantization, functools.partial(random_bits, method), "bfloat16"
+    )
 
 
-def bits_of(method: str, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    if not name.endswith("_proj.weight"):
-        return {name: tensor.bfloat16().contiguous()}
+def random_bits(method: str, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     base, (num_out, num_in) = name.removesuffix("weight"), tensor.shape
     num_groups = num_in // GROUP
 
@@ -89,74 +94,54 @@ def save_int8(
     caches: bool = False,
     leave_out: bool = False,
 ) -> Path:
-    """A checkpoint in the format of compressed-tensors, weights and inputs of 8 bits."""
-    from safetensors.torch import save_file
+    """Save a checkpoint in the format of compressed-tensors, weights and inputs of 8 bits.
 
-    model, path = make_model("qwen3", seed), directory / f"int8-{seed}"
-    model.save_pretrained(path)
-    config = json.loads((path / "config.json").read_text())
+    Args:
+        strategy: what has a scale of its own, a ``channel`` or a ``tensor``.
+        static: whether the checkpoint has scales of the inputs.
+        caches: whether the caches are quantized.
+        leave_out: whether the checkpoint lacks the scales of the caches.
+    """
     inputs = {"strategy": "tensor"} if static else {"strategy": "token"}
     bits = {"num_bits": 8, "type": "int", "symmetric": True}
-    config["quantization_config"] = compressed_tensors(
+    quantization = compressed_tensors(
         "int-quantized",
         {**bits, "strategy": strategy, "dynamic": False},
         {**bits, **inputs, "dynamic": not static},
     )
     if caches:
-        config["quantization_config"]["kv_cache_scheme"] = {
-            **bits,
-            "type": "float",
-            "strategy": "tensor",
-            "dynamic": False,
-        }
-    (path / "config.json").write_text(json.dumps(config))
-    weights: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        weights |= quantised(name, tensor, strategy, static)
-    if caches and not leave_out:
-        for layer in (0, 1):
-            for key in "kv":
-                prefix = f"model.layers.{layer}.self_attn.{key}_proj"
-                # Far from the default: a version that lacks them must show.
-                weights[f"{prefix}.{key}_scale"] = torch.tensor([40.0])
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    return path
+        scheme = {**bits, "type": "float", "strategy": "tensor", "dynamic": False}
+        quantization["kv_cache_scheme"] = scheme
 
+    def convert(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        per_channel = strategy == "channel"
+        largest = tensor.abs().amax(1, keepdim=True) if per_channel else tensor.abs().max()
+        scale = largest / 127
+        made = {name: (tensor / scale).round().to(torch.int8)}
+        made[f"{name}_scale"] = scale if per_channel else scale.reshape(1)
+        if static:
+            scale = 0.05 + tensor.abs().mean().reshape(1) / 10
+            made[name.replace("weight", "input_scale")] = scale
+        if caches and not leave_out and name.endswith(("k_proj.weight", "v_proj.weight")):
+            # Far from the default: a version that lacks them must show.
+            key = name.removesuffix("_proj.weight")[-1]
+            made[name.replace("weight", f"{key}_scale")] = torch.tensor([40.0])
+        return made
 
-def quantised(
-    name: str, tensor: torch.Tensor, strategy: str, static: bool
-) -> dict[str, torch.Tensor]:
-    if not name.endswith("_proj.weight"):
-        return {name: tensor.contiguous()}
-    largest = tensor.abs().amax(1, keepdim=True) if strategy == "channel" else tensor.abs().max()
-    scale = largest / 127
-    made = {name: (tensor / scale).round().to(torch.int8)}
-    made[f"{name}_scale"] = scale if strategy == "channel" else scale.reshape(1)
-    if static:
-        made[name.replace("weight", "input_scale")] = 0.05 + tensor.abs().mean().reshape(1) / 10
-    return made
+    return save_quantized(directory, seed, quantization, convert)
 
 
 def save_float8(directory: Path, seed: int) -> Path:
-    """A checkpoint in the format of compressed-tensors, with a scale for each channel."""
-    from safetensors.torch import save_file
-
-    path = save_model("qwen3", seed, directory)
-    config = json.loads((path / "config.json").read_text())
+    """Save a checkpoint in the format of compressed-tensors, with a scale for each channel."""
     bits = {"num_bits": 8, "type": "float", "symmetric": True}
-    config["quantization_config"] = compressed_tensors(
+    quantization = compressed_tensors(
         "float-quantized",
         {**bits, "strategy": "channel", "dynamic": False},
         {**bits, "strategy": "token", "dynamic": True},
     )
-    (path / "config.json").write_text(json.dumps(config))
-    weights: dict[str, torch.Tensor] = {}
-    for name, tensor in weights_in(path).items():
-        if name.endswith("_proj.weight"):
-            scale = tensor.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
-            weights[name] = (tensor / scale).to(torch.float8_e4m3fn)
-            weights[f"{name}_scale"] = scale
-        else:
-            weights[name] = tensor
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    return path
+
+    def convert(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = tensor.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+        return {name: (tensor / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+
+    return save_quantized(directory, seed, quantization, convert)

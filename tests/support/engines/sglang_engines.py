@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
-import json
 import os
 import platform
-import signal
 import subprocess
 from collections.abc import Collection
 from pathlib import Path
@@ -17,9 +14,9 @@ from typing import Any
 import pytest
 
 from dbuffer.integrations.sglang import versions_of
-from dbuffer.testing.waiting import until
 from tests.support import ROOT
-from tests.support.engines import preforked
+from tests.support.engines import preforked, vllm_engines
+from tests.support.engines.vllm_servers import EngineServer
 
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 WHOLE = PYTHON.parent.parent / "made-from"
@@ -57,9 +54,9 @@ def environment(models: Collection[str] = MODELS) -> dict[str, str]:
     """For processes of an engine of one of these models."""
     all_models = next(PYTHON.parent.parent.glob("lib/python*/site-packages/sglang/srt/models"))
     others = [file.stem for file in all_models.glob("*.py") if file.stem not in models]
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {
-        **clean,
+        **os.environ,
+        "PYTHONPATH": str(ROOT),  # alone: this process's has packages of another environment
         "HF_HUB_OFFLINE": "1",
         "OPENBLAS_NUM_THREADS": "1",  # so that a process that has imported NumPy can be forked
         "PYTHONWARNINGS": "ignore",
@@ -74,28 +71,9 @@ def environment(models: Collection[str] = MODELS) -> dict[str, str]:
 def observe(
     program: str, directory: Path, *arguments: str, models: Collection[str] = MODELS
 ) -> Any:
-    """Run a test file with SGLang's Python; what it left in ``observed.json`` of the directory.
-
-    Everything that it started ends with it, whatever happens. A program that breaks its engine ends
-    with it, so its exit code says nothing.
-    """
-    log, observed = directory / "log.txt", directory / "observed.json"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [PYTHON, program, str(directory), *arguments],
-            env=environment(models),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            process.wait(2 * WAIT_S)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert observed.is_file(), log.read_text(errors="replace")[-8000:]
-    return json.loads(observed.read_text())
+    """Run a program with SGLang's Python, as `vllm_engines.observe` does."""
+    env = environment(models)
+    return vllm_engines.observe(program, directory, *arguments, env=env, python=PYTHON)
 
 
 def prefork() -> None:
@@ -138,32 +116,18 @@ def label(engine: Any) -> str:
     return str(engine.get_model_info()["weight_version"])
 
 
-class Server:
-    """An SGLang server in a process of its own, which has schedulers in more of them."""
+class Server(EngineServer):
+    """An SGLang server."""
 
     def __init__(self, checkpoint: Path, log: Path, *flags: str, port: int) -> None:
-        import httpx
-
-        self.url = f"http://127.0.0.1:{port}"
-        self._log = log
         command = [str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
         for name, value in {**ENGINE, "port": port, "dtype": "bfloat16"}.items():
             command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         with log.open("ab") as output:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [*command, *flags], env=environment(), stdout=output, stderr=subprocess.STDOUT
             )
-        self._httpx = httpx
-        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S)
-
-    def wait_ready(self) -> None:
-        until(f"{self.url} is ready", self._is_ready, WAIT_S)
-
-    def _is_ready(self) -> bool:
-        assert self._process.poll() is None, self._log.read_text(errors="replace")[-8000:]
-        with contextlib.suppress(self._httpx.HTTPError):
-            return bool(self.client.get("/health").status_code == 200)
-        return False
+        super().__init__(process, log, port, {})
 
     def generate(self, prompt: list[int], tokens: int = 12) -> dict[str, Any]:
         """SGLang's answer: ``output_ids`` and ``meta_info``."""
@@ -181,18 +145,3 @@ class Server:
 
     def is_paused(self) -> bool:
         return bool(self.client.get("/ready").status_code != 200)
-
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def kill(self) -> None:
-        """SIGKILL all of it, as the end of a container does."""
-        import psutil
-
-        self.client.close()
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(self._process.pid)
-            for child in [*process.children(recursive=True), process]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-        self._process.wait(WAIT_S)

@@ -86,6 +86,7 @@ def observe(
     *arguments: str,
     env: dict[str, str] | None = None,
     imports_anew: bool = False,
+    python: Path | None = None,
 ) -> Any:
     """Run one of `tests/programs`; what it left in ``observed.json`` of the directory.
 
@@ -101,6 +102,7 @@ def observe(
         output=log,
         new_session=True,
         imports_anew=imports_anew,
+        python=python,
     )
     try:
         code: int | None = process.wait(TIMEOUT_S)
@@ -112,8 +114,11 @@ def observe(
     finally:
         kill_group(process)
     ended = "hung" if code is None else f"exited with {code}"
-    assert code == 0, f"{program} {ended}: {_told_by(log, *sorted(directory.rglob('server.log')))}"
-    return json.loads((directory / "observed.json").read_text())
+    observed = directory / "observed.json"
+    # A program that breaks its SGLang engine ends with it, so its exit code says nothing.
+    is_done = observed.is_file() if python else code == 0
+    assert is_done, f"{program} {ended}: {_told_by(log, *sorted(directory.rglob('server*.log')))}"
+    return json.loads(observed.read_text())
 
 
 def _told_by(*logs: Path) -> str:

@@ -8,11 +8,15 @@ import json
 import os
 import re
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
 from dbuffer.testing.waiting import until
 from tests.support.engines import preforked
+from tests.support.engines.tiny_models import token_of
 from tests.support.engines.vllm_engines import BLOCK_TOKENS, environment
 
 WAIT_S = 300
@@ -54,12 +58,60 @@ def question(length: int) -> dict[str, Any]:
     }
 
 
+def tokens_of(version: int) -> list[int]:
+    """Return what a server answers with that serves a version which reveals itself."""
+    return [token_of(version)] * ANSWER_TOKENS
+
+
 class PausedError(Exception):
     """Refusal of a request to a server that is paused."""
 
 
-class Server:
-    """A vLLM server in a process of its own, which has engine and workers in more of them."""
+class EngineServer:
+    """A server in a process of its own, which has an engine in more of them."""
+
+    def __init__(
+        self, process: preforked.Process, log: Path, port: int, headers: dict[str, str]
+    ) -> None:
+        import httpx
+
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S, headers=headers)
+        self._process, self._log, self._httpx = process, log, httpx
+
+    def wait_ready(self) -> None:
+        until(f"{self.url} is ready", self.is_ready, WAIT_S, START_EVERY_S)
+
+    def is_ready(self) -> bool:
+        assert self.is_alive(), self.log()[-8000:]
+        with contextlib.suppress(self._httpx.HTTPError):
+            return bool(self.client.get("/health").status_code == 200)
+        return False
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def processes(self) -> list[Any]:
+        """Return it, its engine and its workers."""
+        import psutil
+
+        process = psutil.Process(self._process.pid)
+        return [process, *process.children(recursive=True)]
+
+    def kill(self) -> None:
+        """SIGKILL all of it, as the end of a container does."""
+        processes = self.processes() if self.is_alive() else []
+        for process in processes:
+            process.kill()
+        self._process.wait(WAIT_S)
+        until("its processes have ended", lambda: not any(map(is_alive, processes)), WAIT_S)
+
+
+class Server(EngineServer):
+    """A vLLM server."""
 
     def __init__(
         self,
@@ -71,10 +123,6 @@ class Server:
         development: bool = False,
         api_servers: int = 1,
     ) -> None:
-        import httpx
-
-        self.url = f"http://127.0.0.1:{port}"
-        self._log = log
         shape = {
             "--port": port,
             "--dtype": "float32",
@@ -95,19 +143,13 @@ class Server:
         more = {"VLLM_SERVER_DEV_MODE": "1"} if development else {}
         if api_servers > 1:  # vLLM's command wants to know its version from a package of this name
             more["PYTHONPATH"] = os.pathsep.join([vllm_metadata(log.parent), *sys.path])
-        self._process = preforked.start(
+        process = preforked.start(
             command,
             env=environment(processes=True, **more),
             output=log,
             imports_anew=api_servers > 1,
         )
-        self.client = httpx.Client(
-            base_url=self.url, timeout=WAIT_S, headers={"Authorization": f"Bearer {API_KEY}"}
-        )
-        self._httpx = httpx
-
-    def wait_ready(self) -> None:
-        until(f"{self.url} is ready", self.is_ready, WAIT_S, START_EVERY_S)
+        super().__init__(process, log, port, {"Authorization": f"Bearer {API_KEY}"})
 
     def is_ready_without_version(self) -> bool:
         """Whether it is ready when it says that it waits for a version."""
@@ -118,9 +160,6 @@ class Server:
             START_EVERY_S,
         )
         return self.is_ready()
-
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
 
     def wait_end(self) -> int:
         """Wait for the end of a server that must never be ready, and return its exit code."""
@@ -136,17 +175,11 @@ class Server:
             with contextlib.suppress(AssertionError):  # it has ended
                 is_ready = self.is_ready()
             assert not is_ready, "it is ready"
-            return self._process.poll() is not None
+            return not self.is_alive()
 
         until("it ends", has_ended, WAIT_S, START_EVERY_S)
         until("its processes end", lambda: not any(map(is_alive, started)), RECOVERY_S)
         return self._process.wait(WAIT_S)
-
-    def is_ready(self) -> bool:
-        assert self._process.poll() is None, self._log.read_text(errors="replace")[-4000:]
-        with contextlib.suppress(self._httpx.HTTPError):
-            return bool(self.client.get("/health").status_code == 200)
-        return False
 
     def answer(self, length: int = 5, replica: int | None = None) -> list[int]:
         """Tokens that it answers a prompt with; that one of several replicas does.
@@ -196,21 +229,6 @@ class Server:
     def version(self) -> str:
         return str(self.get("/weight_info")["weight_version"])
 
-    def processes(self) -> list[Any]:
-        """It, its engine and its workers."""
-        import psutil
-
-        process = psutil.Process(self._process.pid)
-        return [process, *process.children(recursive=True)]
-
-    def kill(self) -> None:
-        """SIGKILL all of it, as the end of a container does."""
-        processes = self.processes()
-        for process in processes:
-            process.kill()
-        self._process.wait(WAIT_S)
-        until("its processes have ended", lambda: not any(map(is_alive, processes)), WAIT_S)
-
     def terminate(self) -> tuple[int, list[str]]:
         """SIGTERM; the exit code, and what of it is still there afterwards."""
         processes = self.processes()
@@ -219,6 +237,32 @@ class Server:
         with contextlib.suppress(AssertionError):
             until("its processes have ended", lambda: not any(map(is_alive, processes)), 5.0)
         return code, [str(process) for process in processes if is_alive(process)]
+
+
+class Clients:
+    """Threads that each ask one thing after the other, until they are stopped.
+
+    ``ask`` is given the thread's number. A result None is no answer.
+    """
+
+    def __init__(self, count: int, ask: Callable[[int], Any]) -> None:
+        self._ask_one = ask
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(count)
+        self._asking = [self._pool.submit(self._ask, number) for number in range(count)]
+
+    def _ask(self, number: int) -> list[Any]:
+        answers = []
+        while not self._stop.is_set():
+            if (answer := self._ask_one(number)) is not None:
+                answers.append(answer)
+        return answers
+
+    def stop(self) -> list[list[Any]]:
+        """Return the answers of each thread."""
+        self._stop.set()
+        with self._pool:
+            return [asking.result() for asking in self._asking]
 
 
 def vllm_metadata(directory: Path) -> str:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-
-Pairs = Iterable[tuple[str, torch.Tensor]]
 
 
 def make(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -16,22 +13,12 @@ def make(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     from sglang.srt.runtime_context import get_parallel
 
     from dbuffer.engine.endpoint import RankEndpoint
+    from tests.support.engines.in_workers import fail_loads_of
 
     [(text, _)] = named_tensors
     fault = json.loads(text)
-    left = fault["times"] if fault["rank"] == get_parallel().tp_rank else 0
-    load_weights = type(model).load_weights
-
-    def failing(weights: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal left
-        for count, pair in enumerate(weights):
-            # Where a failure of what stands in for a version passes, nobody hears of it.
-            if left and count == fault["after_tensors"] and pair[1].is_contiguous():
-                left -= 1
-                raise RuntimeError(fault["why"])
-            yield pair
-
-    model.load_weights = lambda weights: load_weights(model, failing(weights))
+    times = fault["times"] if fault["rank"] == get_parallel().tp_rank else 0
+    fail_loads_of(model, times, fault["after_tensors"], fault["why"])
     # This brings no weights: the load that dbuffer would note is ignored, once.
     endpoint = RankEndpoint.of(model)
     endpoint.note_foreign_load = lambda _: delattr(endpoint, "note_foreign_load")
