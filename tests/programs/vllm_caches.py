@@ -1,4 +1,4 @@
-"""Program of `test_caches.py`, which says what it shows."""
+"""KV connectors of a real engine are reset in a switch, or the engine does not follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Program of `test_contract.py`, which says what it shows."""
+"""vLLM 0.23 and 0.24: the contract that their documents give for a weight transfer's engine."""
 
 from __future__ import annotations
 

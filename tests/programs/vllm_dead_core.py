@@ -1,4 +1,4 @@
-"""Program of `test_dead_core.py`, which says what it shows."""
+"""An ``LLM`` with its engine in another process, which sleeps, loads by itself, and dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Program of `test_lora.py`, which says what it shows."""
+"""Adapters in real vLLM engines: merged into what an engine follows, and loaded by the engine.
+
+The base model of adapters is switched by copies alone. An adapter is no model, and no model is an
+adapter.
+"""
 
 from __future__ import annotations
 

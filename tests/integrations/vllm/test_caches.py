@@ -1,8 +1,8 @@
 """Each kind of engine drops all that old weights computed in its pause: of tokens, of encoders.
 
-Stand-ins note what vLLM is asked for. `test_async` shows with real engines that no token comes from
-the cache of an older version, and `vllm_caches.py` that none comes through a connector; to show
-that of an encoder's outputs, an engine needs an encoder.
+Stand-ins note what vLLM is asked for. `vllm_async.py` shows with real engines that no token comes
+from the cache of an older version, and `vllm_caches.py` that none comes through a connector; to
+show that of an encoder's outputs, an engine needs an encoder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from dbuffer.integrations.vllm.vllm_engine import (
     OfflineVllm,
     VllmServer,
 )
-from tests.support.engines.vllm_engines import NEEDS_VLLM, observe
 
 PREFIX, ENCODER = "reset_prefix_cache", "reset_encoder_cache"
 
@@ -258,12 +257,3 @@ def test_an_engine_that_cannot_pause_in_place_says_so(make, loop):
     with pytest.raises(OptionError, match="in_place"):
         engine.require_pause("in_place")
     engine.close()
-
-
-class TestConnectors:
-    """KV connectors of a real engine are reset in a switch, or it does not follow."""
-
-    pytestmark = NEEDS_VLLM
-
-    def test_no_answer_comes_through_a_connector_from_older_weights(self, tmp_path):
-        observe("vllm_caches.py", tmp_path)

@@ -19,4 +19,5 @@ TIMEOUT_S = 900
 @IN_SOAKS_ALONE
 @pytest.mark.timeout(TIMEOUT_S + 60)
 def test_the_oldest_vllm_switches_and_answers_as_fresh_engines():
-    run_tests_with(f"{OLDEST}.0", "tests/integrations/vllm/test_vllm.py", TIMEOUT_S)
+    programs = "tests/integrations/vllm/test_programs.py"
+    run_tests_with(f"{OLDEST}.0", f"{programs}::test_program[offline]", TIMEOUT_S)

@@ -1,6 +1,6 @@
 """vLLM's sparse patches into a store: what each kind of patch comes to. Needs no vLLM.
 
-What engines make of them: `test_vllm.py`, and over HTTP `test_server.py`.
+What engines make of them: `vllm_offline.py`, and over HTTP `test_server.py`.
 """
 
 from __future__ import annotations
