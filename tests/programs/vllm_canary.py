@@ -18,13 +18,13 @@ from dbuffer.testing.waiting import until
 from tests.support.engines.tiny_models import revealing_weights, save_revealing, token_of
 from tests.support.engines.vllm_engines import greedy, judge, start_llm
 from tests.support.engines.vllm_servers import (
-    ANSWER_TOKENS,
     API_KEY,
     BACKEND_FLAGS,
     CANARY_PROMPTS,
     WAIT_S,
     Server,
     following,
+    tokens_of,
 )
 from tests.support.ports import free_port
 from tests.support.waiting import error_of
@@ -74,10 +74,6 @@ def unlikely_weights(version: int) -> dict[str, Any]:
     weights = revealing_weights(version)
     weights["lm_head.weight"] *= 10
     return weights
-
-
-def tokens_of(version: int) -> list[int]:
-    return [token_of(version)] * ANSWER_TOKENS
 
 
 if __name__ == "__main__":
