@@ -4,7 +4,7 @@ from dbuffer.format.lineage import VersionId as VersionId
 from dbuffer.format.manifest import Lag as Lag
 from dbuffer.mirror.mirror import Mirror as Mirror
 from dbuffer.publish.patches import SparsePatch as SparsePatch
-from dbuffer.publish.pending import PendingPublication as PendingPublication
+from dbuffer.publish.sender import PendingPublication as PendingPublication
 from dbuffer.publish.publisher import Publication as Publication
 from dbuffer.publish.sender import WeightSender as WeightSender
 from dbuffer.publish.sender_options import SenderOptions as SenderOptions

@@ -44,7 +44,6 @@ from dbuffer.errors import (
     VersionError,
 )
 from dbuffer.format.chain import chain_of, is_long, trimmed
-from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE, Manifest
 from dbuffer.io.chain_reader import ChainReader
@@ -140,14 +139,14 @@ class Deltas:
 
     def patch_of(
         self, patches: Iterable[SparsePatch], *, must_be_finite: bool
-    ) -> tuple[Layout, Patch]:
+    ) -> tuple[Part, Patch]:
         if self._part is None or not self._has_last:
             raise VersionError(
                 f"this sender has not published what patches in {self._store.root} could follow: "
                 "send all weights first, and after each error"
             )
         patch = patch_of(patches, self._part.whole, must_be_finite=must_be_finite)
-        return self._part.whole, patch
+        return self._part, patch
 
     def begin(
         self,

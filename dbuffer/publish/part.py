@@ -1,16 +1,302 @@
-"""`Part`: the rectangular parts ("boxes") of tensors that one rank writes into each version."""
+"""`Part`: the rectangular parts ("boxes") of tensors that one rank writes into each version.
+
+`assign_writes` assigns the boxes to ranks. If the boxes of all ranks cover a tensor, each box is
+written by one of the ranks that hold it. Otherwise the ranks that hold parts of the tensor gather
+it, and one of these ranks writes the whole tensor.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from dbuffer.format.layout import Layout
-from dbuffer.publish.assignment import Assignment, file_offset, whole_box
-from dbuffer.weights.lazy_tensor import LazyTensor
+from dbuffer.errors import InvalidWeightsError
+from dbuffer.format.layout import ITEM_BYTES, Layout, Piece, TensorSpec, align
+from dbuffer.weights.lazy_tensor import HeldRows, LazyTensor, View
 from dbuffer.weights.sources import Source, fetch
+
+if TYPE_CHECKING:  # importing it takes half as long as importing torch
+    from torch.distributed.tensor import DTensor
+
+SPREAD_FROM_BYTES = 1 << 20
+"""Least size in bytes of a part of a tensor ("box") that the least busy of its ranks writes. The
+first rank that holds it writes a smaller box. Small tensors may differ between ranks, as a batch
+norm's statistics do, so one rank must write all of them."""
+
+
+class Box(NamedTuple):
+    tensor: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        for dimension, (start, extent) in enumerate(zip(self.start, self.shape, strict=True)):
+            tensor = tensor.narrow(dimension, start, extent)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Assignment of all tensors to the ranks that write them. All ranks compute an equal one."""
+
+    specs: tuple[TensorSpec, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)
+    boxes: tuple[tuple[Box, ...], ...] = ()
+    gathered: tuple[tuple[int, int], ...] = ()
+    """Index of each tensor to gather, in order, with the rank that writes the tensor."""
+
+    def boxes_of(self, rank: int) -> list[Box]:
+        to_gather = [index for index, writer in self.gathered if writer == rank]
+        gathered = [whole_box(index, self.specs[index].shape) for index in to_gather]
+        return sorted((*self.boxes[rank], *gathered))
+
+
+Boxes: TypeAlias = dict[int, Box | None]
+"""Rectangular parts ("boxes") of tensors that a rank holds, keyed by the tensor's index. None if
+the rank's part is no box, or is a partial sum."""
+
+
+def assign_writes(
+    specs: tuple[TensorSpec, ...],
+    aliases: dict[str, str],
+    boxes: Sequence[Boxes],
+    *,
+    rows_only: bool,
+) -> Assignment:
+    """Assign a writing rank to each rectangular part ("box") of a tensor that any rank holds.
+
+    ``rows_only``: gather each tensor that has a box which is not contiguous in the whole tensor.
+    """
+    written: list[list[Box]] = [[] for _ in boxes]
+    gathered: list[int] = []
+    busy_bytes = [0] * len(boxes)
+    shared: list[tuple[int, Box, list[int]]] = []
+    for index, spec in enumerate(specs):
+        if not spec.num_bytes:  # empty tensors are not gathered either: a piece of a part has bytes
+            continue
+        owners = _owners(index, boxes)
+        if (
+            owners is None
+            or not _covers(list(owners), spec.shape)
+            or (rows_only and not all(_is_contiguous(box, spec.shape) for box in owners))
+        ):
+            gathered.append(index)
+            continue
+        for box, ranks in owners.items():
+            num_bytes = _num_bytes(box, spec)
+            if len(ranks) > 1 and num_bytes >= SPREAD_FROM_BYTES:
+                shared.append((num_bytes, box, ranks))
+                continue
+            written[ranks[0]].append(box)
+            busy_bytes[ranks[0]] += num_bytes
+    # Large boxes first: small boxes then even out the ranks' loads.
+    for num_bytes, box, ranks in sorted(shared, key=lambda row: -row[0]):
+        writer = min(ranks, key=busy_bytes.__getitem__)
+        written[writer].append(box)
+        busy_bytes[writer] += num_bytes
+    spread = []
+    for index in gathered:
+        holders = [rank for rank, of_rank in enumerate(boxes) if index in of_rank]
+        writer = min(holders, key=busy_bytes.__getitem__)
+        busy_bytes[writer] += specs[index].num_bytes
+        spread.append((index, writer))
+    return Assignment(
+        specs,
+        aliases,
+        boxes=tuple(tuple(sorted(of_rank)) for of_rank in written),
+        gathered=tuple(spread),
+    )
+
+
+def _num_bytes(box: Box, spec: TensorSpec) -> int:
+    return math.prod(box.shape) * ITEM_BYTES[spec.dtype]
+
+
+def _is_contiguous(box: Box, shape: tuple[int, ...]) -> bool:
+    pairs = itertools.dropwhile(lambda pair: pair[0] == 1, zip(box.shape, shape, strict=True))
+    return all(extent == full for extent, full in itertools.islice(pairs, 1, None))
+
+
+def layout_in_parts(layout: Layout, assignment: Assignment) -> Layout:
+    part_bytes, pieces = [], []
+    for rank in range(len(assignment.boxes)):
+        end = 0
+        for box in assignment.boxes_of(rank):
+            spec, place = layout.specs[box.tensor], align(end)
+            num_bytes = _num_bytes(box, spec)
+            pieces.append(Piece(box.tensor, file_offset(box, spec), num_bytes, rank, place))
+            end = place + num_bytes
+        part_bytes.append(end)
+    return replace(layout, part_bytes=tuple(part_bytes), pieces=tuple(sorted(pieces)))
+
+
+def whole_box(index: int, shape: tuple[int, ...]) -> Box:
+    return Box(index, (0,) * len(shape), tuple(shape))
+
+
+def file_offset(box: Box, spec: TensorSpec) -> int:
+    """Return the offset in bytes, within its tensor, of the first element of a part ("box")."""
+    flat = 0
+    for position, extent in zip(box.start, spec.shape, strict=True):
+        flat = flat * extent + position
+    return flat * ITEM_BYTES[spec.dtype]
+
+
+def _owners(index: int, boxes: Sequence[Boxes]) -> dict[Box, list[int]] | None:
+    owners: dict[Box, list[int]] = defaultdict(list)
+    for rank, of_rank in enumerate(boxes):
+        if index not in of_rank:
+            continue
+        if (box := of_rank[index]) is None:
+            return None
+        if math.prod(box.shape):
+            owners[box].append(rank)
+    return owners
+
+
+def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether rectangular parts ("boxes") cover a tensor and do not overlap.
+
+    torch describes a shard of a dimension by its first index and its length, also if the shard is
+    strided. If these ranges tile the dimension, no shard is strided: from the front, the indices
+    before the next shard's first index can only belong to the shard before it.
+    """
+    num_boxes = 1
+    for dimension, extent in enumerate(shape):
+        runs = sorted({(box.start[dimension], box.shape[dimension]) for box in boxes})
+        end = 0
+        for start, length in runs:
+            if start != end:
+                return False
+            end += length
+        if end != extent:
+            return False
+        num_boxes *= len(runs)
+    return len(boxes) == num_boxes
+
+
+class HeldParts:
+    """Parts of tensors that this rank holds. Views of a sharded tensor share the tensor's part."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[int, tuple[Box | None, bool]] = {}
+        """Held part ("box") of each sharded tensor, and whether its shards are strided, keyed by
+        the tensor's ``id()``."""
+        self._local: dict[int, torch.Tensor] = {}
+
+    def box(self, index: int, tensor: torch.Tensor | LazyTensor) -> Box | None:
+        if not isinstance(tensor, LazyTensor) or tensor.sharded is None:
+            return whole_box(index, tensor.shape)
+        box, is_strided = self._box_of(tensor.sharded)
+        # Boxes of strided shards overlap, which only shows in the whole tensor, not in a view.
+        if box is None or (tensor.view is not None and is_strided):
+            return None
+        box = box._replace(tensor=index)
+        return box if tensor.view is None else _overlap(box, tensor.view)[0]
+
+    def elements(self, tensor: torch.Tensor | LazyTensor, name: str) -> torch.Tensor:
+        if not isinstance(tensor, LazyTensor):
+            return tensor
+        if tensor.sharded is None:
+            return fetch(tensor)
+        box, _ = self._box_of(tensor.sharded)
+        assert box is not None  # noqa: S101 - else it is gathered
+        if (local := self._local.get(id(tensor.sharded))) is None:
+            with torch.no_grad():
+                local = self._local[id(tensor.sharded)] = tensor.sharded.to_local()
+        if tuple(local.shape) != box.shape:
+            raise InvalidWeightsError(
+                f"of {name!r} this rank holds {list(local.shape)}, and its placements "
+                f"{tensor.sharded.placements} give it {list(box.shape)}"
+            )
+        return local if tensor.view is None else _overlap(box, tensor.view)[1].of(local)
+
+    def _box_of(self, sharded: Any) -> tuple[Box | None, bool]:
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        if (box := self._boxes.get(id(sharded))) is None:
+            box = None, False
+            if isinstance(sharded, HeldRows):
+                start = (sharded.first, *[0] * (sharded.local.ndim - 1))
+                box = Box(0, start, tuple(sharded.local.shape)), False
+            if isinstance(sharded, DTensor):
+                is_strided = any(isinstance(way, _StridedShard) for way in sharded.placements)
+                box = _box_of_dtensor(sharded), is_strided
+            self._boxes[id(sharded)] = box
+        return box
+
+
+def _overlap(box: Box, view: View) -> tuple[Box, View]:
+    """Intersect a held part ("box") of a tensor with a view of the tensor.
+
+    Return the intersection as a part of the view, and its place in the box.
+    """
+    index: list[int | slice] = []
+    starts, shape = [], []
+    for start, extent, place in zip(box.start, box.shape, view.index, strict=True):
+        first, end = (place.start, place.stop) if isinstance(place, slice) else (place, place + 1)
+        begin, stop = max(start, first), min(start + extent, end)
+        if begin >= stop:
+            none = (0,) * len(view.shape)
+            return Box(box.tensor, none, none), view
+        if isinstance(place, slice):
+            index.append(slice(begin - start, stop - start))
+            starts.append(begin - first)
+            shape.append(stop - begin)
+        else:
+            index.append(begin - start)
+    long = iter(view.order)
+    dimensions = [None if size == 1 else next(long) for size in view.shape]
+    part = Box(
+        box.tensor,
+        tuple(0 if dimension is None else starts[dimension] for dimension in dimensions),
+        tuple(1 if dimension is None else shape[dimension] for dimension in dimensions),
+    )
+    return part, View(tuple(index), view.order, part.shape)
+
+
+def _box_of_dtensor(tensor: DTensor) -> Box | None:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in tensor.placements):
+        return None
+    shape, start = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return Box(0, tuple(start), tuple(shape))
+
+
+@contextlib.contextmanager
+def gathered(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor]:
+    if isinstance(tensor, LazyTensor) and hasattr(tensor.sharded, "ds_shape"):
+        import deepspeed  # the parameter whose shard this is, now gathered
+
+        with deepspeed.zero.GatheredParameters([tensor.sharded]):
+            yield tensor.sharded.data
+        return
+    if isinstance(tensor, LazyTensor) and not isinstance(tensor.sharded, HeldRows | None):
+        yield tensor.sharded.detach().full_tensor()
+        return
+    yield fetch(tensor)
+
+
+def sharded_in(tensor: torch.Tensor | LazyTensor) -> Any:
+    """Return the sharded tensor that a lazy tensor or its view reads, or None for other tensors."""
+    return tensor.sharded if isinstance(tensor, LazyTensor) else None
+
+
+def viewed(tensor: torch.Tensor | LazyTensor, gathered: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, LazyTensor) and tensor.view is not None:
+        return tensor.view.of(gathered)
+    return gathered
 
 
 class Part:
@@ -47,8 +333,6 @@ class Part:
         if self.has_all and not source.is_lazy:  # was checked before the version was begun
             yield range(len(source.specs)), source.eager
             return
-        from dbuffer.publish.shards import HeldParts  # for lazy and sharded tensors alone
-
         parts, specs = HeldParts(), self.layout.specs
         numbers, elements = list[int](), list[torch.Tensor]()
         lazy: list[tuple[int, LazyTensor]] = []
@@ -76,8 +360,6 @@ class Part:
         Every rank must consume the iterator to its end, since the other ranks wait in the next
         gather.
         """
-        from dbuffer.publish.shards import gathered, sharded_in, viewed
-
         tensors = source.tensors
         number_of = {box.tensor: number for number, box in enumerate(self.boxes)}
 

@@ -34,9 +34,8 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Lag
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import KeptMappings
-from dbuffer.publish.assignment import Assignment, layout_in_parts
 from dbuffer.publish.draft import Draft, Progress, counter, fill
-from dbuffer.publish.part import Part
+from dbuffer.publish.part import Assignment, Part, layout_in_parts
 from dbuffer.ranks.world import World
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
@@ -120,7 +119,6 @@ class Publisher(Closing, ProcessBound):
         self._deltas: Deltas | None = None
         self._assignment: Assignment | None = None
         self._part: Part | None = None
-        self._layout: Layout | None = None
         if has_deltas:
             # Imported here: a sender of whole versions does not need the modules of deltas.
             from dbuffer.publish.deltas import Deltas
@@ -242,35 +240,29 @@ class Publisher(Closing, ProcessBound):
             self._stats["delta_bytes"] += publication.delta_bytes
         return publication
 
-    def _layout_of(self, source: Source) -> Layout:
-        last = self._layout
-        if last is None or (last.specs, last.aliases) != (source.specs, source.aliases):
-            last = Layout.of(source.specs, source.aliases)
-            if self._assignment is not None and not self._maps_files:
-                last = layout_in_parts(last, self._assignment)
-            self._layout = last
-        return last
-
     @property
     def _writer(self) -> BufferWriter:
         assert self._writer_on_0 is not None  # noqa: S101
         return self._writer_on_0
 
-    def _part_of(self, layout: Layout | None) -> Part | None:
-        """Return this rank's part of a version; reuse the last part if the layout is the same."""
+    def _part_of(self, source: Source) -> Part:
+        """Return this rank's part of the weights: the last part, if the tensors are the same."""
         last = self._part
-        if layout is None:
-            self._part = None
-        # Compared by content: equal layouts may be one object on one rank, and two on another.
-        elif last is None or (last.whole is not layout and last.whole.xxh3 != layout.xxh3):
-            self._part = Part(layout, self._assignment, self._world.rank)
-        return self._part
+        if last is not None and (last.whole.specs, last.whole.aliases) == (
+            source.specs,
+            source.aliases,
+        ):
+            return last
+        layout = Layout.of(source.specs, source.aliases)
+        if self._assignment is not None and not self._maps_files:
+            layout = layout_in_parts(layout, self._assignment)
+        return Part(layout, self._assignment, self._world.rank)
 
     def _publish(
         self,
         started: float,
         source: Source,
-        layout: Layout | None,
+        part: Part | None,
         number: int,
         metadata: dict[str, Any],
         *,
@@ -279,12 +271,12 @@ class Publisher(Closing, ProcessBound):
     ) -> Publication:
         """Publish weights, or a patch of the last version. Collective.
 
-        The version gets rank 0's ``number`` and ``metadata``. ``layout`` is None if an iterator
+        The version gets rank 0's ``number`` and ``metadata``. ``part`` is None if an iterator
         yields the weights: their layout is not known yet. If this method raises, nothing was
         published on any rank, unless the message says so.
         """
         world, deltas, draft = self._world, self._deltas, None
-        part = self._part_of(layout)
+        self._part = part
         try:
             if deltas is not None and part is not None:
                 deltas.begin(part, source, number, patch, progress)

@@ -318,7 +318,7 @@ def test_weights_changed_while_they_are_sent_make_the_next_version_whole(
         weights[SPARSE.names[0]][5] += 1
         return encoded
 
-    monkeypatch.setattr("dbuffer.publish.pending._COPIED_BYTES", 0)  # else they are copied
+    monkeypatch.setattr("dbuffer.publish.sender._COPIED_BYTES", 0)  # else they are copied
     publish(sender, 1, 2)
     with monkeypatch.context() as patch:
         patch.setattr(deltas, "encode_delta", encode_and_change)

@@ -22,7 +22,6 @@ from torch import nn
 
 import dbuffer
 from dbuffer.integrations import metrics
-from dbuffer.publish import pending as publication_module
 from dbuffer.publish import sender as sender_module
 from dbuffer.publish.draft import Draft
 from dbuffer.store.buffer import DoubleBuffer
@@ -190,7 +189,7 @@ def at_line(number: int, action: Callable[[FrameType], None]) -> None:
 
     Those of a sender that begins a thread, and where Python waits for it.
     """
-    files = {sender_module.__file__, publication_module.__file__}
+    files = {sender_module.__file__}
     waits = threading.Condition.wait.__code__
     lines = itertools.count(1)
 

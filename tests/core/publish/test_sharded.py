@@ -33,10 +33,8 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
-from dbuffer.publish.assignment import assign_writes, whole_box
 from dbuffer.publish.draft import Draft
-from dbuffer.publish.part import Part
-from dbuffer.publish.shards import HeldParts
+from dbuffer.publish.part import HeldParts, Part, assign_writes, whole_box
 from dbuffer.ranks import agreement
 from dbuffer.receive.verification import verify_store
 from dbuffer.runtime.timing import TIMING

@@ -110,7 +110,7 @@ def test_a_change_meanwhile_is_detected_in_a_view(mixtral, sender):
     pending = sender.send(mixtral, wait=False)
     pending.wait()
     source = Describer().describe(mixtral)
-    check = dbuffer.publish.pending.watch_writes([s.name for s in source.specs], source.eager)
+    check = dbuffer.publish.sender.watch_writes([s.name for s in source.specs], source.eager)
     with torch.no_grad():
         mixtral.model.layers[0].mlp.experts.down_proj.add_(1)
     with pytest.raises(dbuffer.InvalidWeightsError, match=r"experts\.0\.w2\.weight"):
