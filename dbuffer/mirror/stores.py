@@ -240,30 +240,30 @@ class StoreTarget:
     def check(self) -> None: ...  # while this mirror has the lock, no other process writes
 
     def copy(self, opened: OpenUpstream, receiver: UpstreamReceiver) -> Publication:
-        assert self._writer is not None  # noqa: S101 - `open` was called
+        writer = self._writer
+        assert writer is not None  # noqa: S101 - `open` was called
         started, manifest = time.monotonic(), opened.manifest
         if self._layout is None or self._layout.xxh3 != manifest.layout_xxh3:
             with opened.noticing_loss():
                 self._layout = opened.read_layout()
         remote, layout = self._layout, self._layout.joined
         hashed = manifest.checksums_xxh3 is not None
-        self._mappings.keep_only(layout if self._writer.rewrites_files else None)
-        with (
-            receiver.reader.reporting_unreadable(opened),
-            Draft.claimed(
-                self._writer,
-                self._mappings,
-                self._copier,
-                manifest.lineage,
-                Part(layout),
-                hashed=hashed,
-            ) as draft,
-        ):
+        self._mappings.keep_only(layout if writer.rewrites_files else None)
+        draft = Draft(
+            writer.store,
+            self._mappings,
+            self._copier,
+            Part(layout),
+            is_mapped=writer.medium.maps_files,
+            hashed=hashed,
+        )
+        with receiver.reader.reporting_unreadable(opened), draft:
+            draft.begin(writer, manifest.lineage)
             with opened.noticing_loss():
                 checksums = self._fill(draft, opened, receiver, remote)
                 receiver.reader.verify(opened, layout, checksums)
             opened.require_unchanged()
-            chain = self._copy_deltas(opened, draft, self._writer)
+            chain = self._copy_deltas(opened, draft)
             before, self._chain = self._chain, {}
             draft.commit(
                 manifest.metadata,
@@ -326,11 +326,9 @@ class StoreTarget:
                 return newest.manifest.id
         return None
 
-    def _copy_deltas(
-        self, opened: OpenUpstream, draft: Draft, writer: BufferWriter
-    ) -> dict[VersionId, int]:
+    def _copy_deltas(self, opened: OpenUpstream, draft: Draft) -> dict[VersionId, int]:
         def copy(version: VersionId, path: Path | str, file: Descriptor) -> int:
-            return writer.add_delta(draft.claim, version, chunks_of(file, path))
+            return draft.writer.add_delta(draft.claim, version, chunks_of(file, path))
 
         last = next(reversed(self._chain), None)
         copied = copy_deltas(last, opened, draft.layout, self.name, copy)

@@ -65,27 +65,24 @@ class Draft:
 
     Args:
         mappings: mappings of the store's files, kept from one draft to the next.
-        inode: device and inode of the file that rank 0 has claimed, or None without a file.
         part: parts of tensors ("boxes") that this rank writes, or None for a stream of tensors.
-        writer, claim: the store's writer and its claim of a buffer, on rank 0.
     """
+
+    id: VersionId
+    path: Path
+    inode: tuple[int, int] | None
+    """Device and inode of the file that rank 0 has claimed, or None without a file."""
 
     def __init__(
         self,
         store: DoubleBuffer,
         mappings: KeptMappings,
         copier: Copier,
-        path: Path,
-        inode: tuple[int, int] | None,
         part: Part | None,
         *,
         is_mapped: bool,
         hashed: bool,
-        writer: BufferWriter | None = None,
-        claim: Claim | None = None,
     ) -> None:
-        self.path = path
-        self.inode = inode
         self.is_mapped = is_mapped
         self.hashed = hashed
         self._store = store
@@ -93,8 +90,8 @@ class Draft:
         self._copier = copier
         self._part = part
         self._layout = None if part is None else part.whole
-        self._writer = writer
-        self._claim = claim
+        self._writer: BufferWriter | None = None
+        self._claim: Claim | None = None
         self._mapped: MappedTensors | None = None
         self._part_file: Descriptor | None = None
         """File that this rank writes on a network mount, where each rank's part is a file."""
@@ -104,47 +101,30 @@ class Draft:
         self._checksums: list[int] | None = None
         self._is_done = False
 
-    @classmethod
-    def claimed(
-        cls,
-        writer: BufferWriter,
-        mappings: KeptMappings,
-        copier: Copier,
-        version: Lineage,
-        part: Part | None,
-        *,
-        hashed: bool,
-        with_file: bool = True,
-    ) -> Self:
-        """Claim the idle buffer for a version, on rank 0 for all ranks; see `BufferWriter.claim`.
+    def begin(self, writer: BufferWriter, version: Lineage, *, with_file: bool = True) -> list[Any]:
+        """Claim the idle buffer, on rank 0 for all ranks; return the arguments of :meth:`join`.
 
         The claim removes files, so all ranks must have unmapped them before
         (`KeptMappings.keep_only`). Without ``with_file``, the version consists of an earlier
         version's file and of deltas.
         """
-        layout = None if part is None else part.whole
-        try:
-            claim = writer.claim(
-                version,
-                layout_xxh3=None if layout is None else layout.xxh3,
-                file_bytes=0 if layout is None else layout.file_bytes,
-                with_file=with_file,
-            )
-        except BaseException:
-            mappings.clear()
-            raise
-        return cls(
-            writer.store,
-            mappings,
-            copier,
-            claim.path,
-            None if claim.file is None else filesystem.identity_of(claim.file.number),
-            part,
-            is_mapped=writer.medium.maps_files,
-            hashed=hashed,
-            writer=writer,
-            claim=claim,
+        layout = self._layout
+        self._claim = claim = writer.claim(
+            version,
+            layout_xxh3=None if layout is None else layout.xxh3,
+            file_bytes=0 if layout is None else layout.file_bytes,
+            with_file=with_file,
         )
+        self._writer = writer
+        inode = None if claim.file is None else filesystem.identity_of(claim.file.number)
+        claimed: list[Any] = [str(version.id), str(claim.path.relative_to(self._store.root)), inode]
+        self.join(*claimed)
+        return claimed
+
+    def join(self, version: str, file: str, inode: Any) -> None:
+        """Note the version and the file that rank 0 has claimed."""
+        self.id, self.path = VersionId.parse(version), self._store.root / file
+        self.inode = None if inode is None else (inode[0], inode[1])
 
     @property
     def writer(self) -> BufferWriter:
@@ -155,10 +135,6 @@ class Draft:
     def claim(self) -> Claim:
         assert self._claim is not None  # noqa: S101
         return self._claim
-
-    @property
-    def id(self) -> VersionId:
-        return self.claim.marked.id
 
     @property
     def part(self) -> Part:

@@ -3,7 +3,7 @@
 1. Describe: the sender's `send` makes a `Source`, and refuses bad input before anything is touched.
    This step gives the layout and this rank's `Part`. A stream's layout is known only at its end.
 2. With deltas: `Deltas.begin`. On a network mount it compares the weights with the last version.
-3. Claim the idle buffer: `Draft.claimed`, `BufferWriter.claim`.
+3. Claim the idle buffer: `Draft.begin`, `BufferWriter.claim`.
 4. Write: each rank writes its parts of tensors (`fill`). With deltas, `Deltas.write` also finds
    what changed.
 5. Commit: `Deltas.commit` writes the delta; then `Draft.commit` and `BufferWriter.commit` replace
@@ -275,8 +275,16 @@ class Publisher(Closing, ProcessBound):
         yields the weights: their layout is not known yet. If this method raises, nothing was
         published on any rank, unless the message says so.
         """
-        world, deltas, draft = self._world, self._deltas, None
+        world, deltas = self._world, self._deltas
         self._part = part
+        draft = Draft(
+            self._buffers,
+            self._mappings,
+            self._copier,
+            part,
+            is_mapped=self._maps_files,
+            hashed=self._hashed,
+        )
         try:
             if deltas is not None and part is not None:
                 deltas.begin(part, source, number, patch, progress)
@@ -284,30 +292,12 @@ class Publisher(Closing, ProcessBound):
             self._mappings.keep_only(part.whole if part and self._rewrites_files else None)
             with world.step("claim a buffer") as claiming:
                 if world.rank == 0:
-                    with_file = deltas is None or deltas.plan_file(self._writer)
-                    draft = Draft.claimed(
-                        self._writer,
-                        self._mappings,
-                        self._copier,
-                        self._writer.version(number),
-                        part,
-                        hashed=self._hashed,
-                        with_file=with_file,
+                    writer = self._writer
+                    with_file = deltas is None or deltas.plan_file(writer)
+                    claiming.result = draft.begin(
+                        writer, writer.version(number), with_file=with_file
                     )
-                    file = str(draft.path.relative_to(self.store))
-                    claiming.result = [str(draft.id), file, draft.inode]
-            version, file, inode = claiming.results[0]
-            if draft is None:
-                draft = Draft(
-                    self._buffers,
-                    self._mappings,
-                    self._copier,
-                    self.store / file,
-                    None if inode is None else (inode[0], inode[1]),
-                    part,
-                    is_mapped=self._maps_files,
-                    hashed=self._hashed,
-                )
+            draft.join(*claiming.results[0])
             if deltas is not None:
                 checksums = deltas.write(draft, source, patch, progress)
             else:
@@ -324,13 +314,11 @@ class Publisher(Closing, ProcessBound):
         except BaseException:
             if deltas is not None:
                 deltas.forget()
-            if draft is not None:
-                draft.abandon()
+            draft.abandon()
             self._mappings.clear()
             raise
         delta_bytes = committing.results[0]
-        publication = Publication.of(VersionId.parse(version), draft.layout, started, delta_bytes)
-        return self._count(publication)
+        return self._count(Publication.of(draft.id, draft.layout, started, delta_bytes))
 
     def _write(self, draft: Draft, source: Source, progress: Progress | None) -> list[int] | None:
         if source.stream is None:

@@ -337,7 +337,7 @@ def test_weights_changed_while_they_are_sent_make_the_next_version_whole(
 @pytest.mark.parametrize(
     ("holder", "name"),
     [
-        (Draft, "claimed"),
+        (Draft, "begin"),
         (deltas, "encode_delta"),
         (deltas.Deltas, "_write_delta"),
         (Draft, "commit"),

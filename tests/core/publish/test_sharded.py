@@ -577,12 +577,11 @@ def test_a_rank_that_sees_another_file_than_rank_0_writes_nothing(store):
         DoubleBuffer(store),
         KeptMappings(),
         Copier(1),
-        path,
-        (0, 0),
         part,
         is_mapped=True,
         hashed=False,
     )
+    draft.join("0123456789abcdef-2", str(path.relative_to(store)), [0, 0])
     with pytest.raises(dbuffer.StoreAccessError, match="the same directory for all ranks"):
         draft.write([0], [torch.ones(3)])
 
