@@ -36,8 +36,7 @@ from dbuffer.publish.publisher import Publication
 from dbuffer.ranks.world import World
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store import filesystem, kept
-from dbuffer.store.buffer import DoubleBuffer, require_own_directory
-from dbuffer.store.contents import Contents
+from dbuffer.store.buffer import Contents, DoubleBuffer, require_own_directory
 from dbuffer.store.filesystem import Descriptor, is_locked
 from dbuffer.store.open_version import OpenStoreVersion, open_newest
 from dbuffer.store.records import OwnRecord

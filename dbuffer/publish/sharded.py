@@ -42,8 +42,7 @@ from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.cores import num_cores
 from dbuffer.runtime.messages import listed
-from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.contents import require_version
+from dbuffer.store.buffer import DoubleBuffer, require_version
 from dbuffer.store.liveness import Process
 from dbuffer.weights.lazy_tensor import HeldRows
 from dbuffer.weights.sources import Source, Weights

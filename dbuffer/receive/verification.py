@@ -9,8 +9,7 @@ from dbuffer.format.manifest import UNDECODABLE
 from dbuffer.format.places import BUFFERS
 from dbuffer.io.copier import Copier
 from dbuffer.receive.reader import map_file, read_whole, wrong_tensors
-from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.contents import Contents
+from dbuffer.store.buffer import Contents, DoubleBuffer
 from dbuffer.store.open_version import (
     OpenStoreVersion,
     OvertakenError,

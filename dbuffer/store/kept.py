@@ -18,11 +18,9 @@ from dbuffer.format import places
 from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import Manifest, encode
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.contents import Contents
+from dbuffer.store.buffer import Contents, DoubleBuffer, parts_of
 from dbuffer.store.filesystem import os_errors
 from dbuffer.store.open_version import OpenStoreVersion, Patience, open_buffer, open_version
-from dbuffer.store.weights_files import parts_of
 
 
 def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool) -> str:

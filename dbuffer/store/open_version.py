@@ -24,8 +24,7 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Manifest, Pointer, naming
 from dbuffer.runtime.timing import TIMING, doubling
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.contents import Contents
+from dbuffer.store.buffer import Contents, DoubleBuffer
 from dbuffer.store.filesystem import Descriptor, os_errors
 
 logger = logging.getLogger(__name__)

@@ -58,17 +58,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from dbuffer.errors import DBufferError, StoreNotFoundError, VersionError
+from dbuffer.errors import DBufferError
 from dbuffer.format import places
 from dbuffer.format.lineage import Lineage
 from dbuffer.format.manifest import Manifest, ReceiverRecord
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem, kept
-from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.contents import Contents
-from dbuffer.store.filesystem import os_errors
-from dbuffer.store.weights_files import WeightsFiles
+from dbuffer.store.buffer import Contents, DoubleBuffer
+from dbuffer.store.filesystem import Descriptor, os_errors
 
 logger = logging.getLogger(__name__)
 
@@ -105,21 +103,15 @@ class Retention:
     """
 
     store: DoubleBuffer
-    files: WeightsFiles
+    open_files: dict[Path, Descriptor]
+    """Weights files that the writer has open. A file is closed before it is removed."""
     reader_timeout_s: float
     num_kept: int
-    durable: bool
     spared: str | None = None
     """Kept version (``kept/RUN-NUMBER``) that must stay, because it is being published again."""
     _reasons: dict[Path, Reason] = field(default_factory=dict)
     _flipped_at: float | None = None
     _cleared_at: float = field(default_factory=lambda: time.monotonic())
-
-    def keep(self, buffer: str, manifest: Manifest) -> None:
-        try:
-            kept.keep(self.store, buffer, manifest, durable=self.durable)
-        except (StoreNotFoundError, VersionError) as error:
-            logger.warning("version %d is not kept: %s", manifest.version, str(error))
 
     def named_by(self, manifests: Manifests) -> dict[Path, range]:
         named: dict[Path, range] = {}
@@ -136,13 +128,6 @@ class Retention:
         self._flipped_at = time.monotonic()
         for file, versions in self.named_by({buffer: manifest}).items():
             self._reasons[file] = Reason(versions)
-
-    def recover(self) -> None:
-        """Remove the files that dead processes left, before this writer's first version."""
-        # This writer's record is written, so an earlier writer that still lives learns at its next
-        # step that it is superseded. Until then it may have published.
-        self.sweep(Contents(self.store).manifests)
-        self.clear_up()
 
     def sweep(self, manifests: Manifests, next_one: Lineage | None = None) -> None:
         """Remove all weights files, deltas and kept versions that the store no longer needs.
@@ -343,7 +328,8 @@ class Retention:
         for file in unnamed:
             if not (is_remote and self._may_be_read(file, readers, in_buffers)):
                 del self._reasons[file]
-        self.files.close_all_but(self._reasons)
+        for file in self.open_files.keys() - self._reasons:
+            self.open_files.pop(file).close()
         for path in [path for file in files.keys() - self._reasons for path in files[file]]:
             try:
                 path.unlink(missing_ok=True)

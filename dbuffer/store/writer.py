@@ -8,6 +8,10 @@ visible.
 If the writer is killed before the pointer moves, the pointer still names the other buffer, which is
 intact. The kernel drops the writer's locks. The next writer finds the idle buffer marked
 ``writing`` and overwrites it. `retention` says which files a writer removes, and when.
+
+On a local mount that allows it, each buffer has one weights file, which each version overwrites.
+The writer first locks the file, so it waits for readers. A version gets a new file if the layout
+changed, if the sender keeps versions, or on any other mount.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from dbuffer.errors import (
     StoreCorruptError,
     StoreFullError,
     StoreNotFoundError,
+    VersionError,
 )
 from dbuffer.format import places
 from dbuffer.format.lineage import MAX_RUNS, Lineage, Run, VersionId
@@ -46,17 +51,23 @@ from dbuffer.format.manifest import (
 )
 from dbuffer.runtime.trouble import TranslatedErrors
 from dbuffer.store import filesystem, kept
-from dbuffer.store.buffer import DoubleBuffer, other_buffer, pointer_to, require_own_directory
-from dbuffer.store.contents import Contents
+from dbuffer.store.buffer import (
+    Contents,
+    DoubleBuffer,
+    other_buffer,
+    parts_of,
+    pointer_to,
+    require_own_directory,
+)
 from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.liveness import owner_fields
 from dbuffer.store.open_version import OpenStoreVersion, Patience
 from dbuffer.store.retention import Retention
-from dbuffer.store.weights_files import WeightsFiles, parts_of
 
 logger = logging.getLogger(__name__)
 
 _CLEAR_UP_S = 10.0
+_QUIET_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +123,11 @@ class BufferWriter:
         self.medium = self.store.medium
         self._sync = durable or self.medium.reaches_other_hosts
         self._open_records: dict[Path, Descriptor | None] = {}
-        self._files = WeightsFiles(self.store, reader_timeout_s)
-        self._retention = Retention(
-            self.store,
-            self._files,
-            reader_timeout_s=reader_timeout_s,
-            num_kept=keep,
-            durable=self._sync,
-        )
+        self._reader_timeout_s = reader_timeout_s
+        self._open_files: dict[Path, Descriptor] = {}
+        """Weights files that this writer may overwrite. On a network mount these are all its files,
+        for the reason given at `replace_file`."""
+        self._retention = Retention(self.store, self._open_files, reader_timeout_s, num_kept=keep)
         self._is_shown = not self.medium.reaches_other_hosts
         """Whether the store's directory, which may be new, has been made visible to other hosts."""
         self._generation = 0
@@ -156,8 +164,7 @@ class BufferWriter:
         return self.medium.can_rewrite_in_place and not self._keep
 
     def close(self) -> None:
-        self._files.close()
-        for file in self._open_records.values():
+        for file in (*self._open_files.values(), *self._open_records.values()):
             if file is not None:
                 file.close()
         self._note_close()
@@ -196,15 +203,15 @@ class BufferWriter:
             buffer = contents.idle_buffer
             old, newest = contents.manifests[buffer], contents.manifests[other_buffer(buffer)]
             if self._keep and old is not None and contents.has_published(old):
-                self._retention.keep(buffer, old)
+                self._keep_version(buffer, old)
             not_idle = {other_buffer(buffer): newest}
             file, name, earlier = None, None, None
             if with_file and not self._keep and old is not None:
                 # The newest version may be a chain of deltas that begins with this buffer's file.
                 if self.root / buffer / old.file not in self._retention.named_by(not_idle):
-                    file = self._files.reuse(buffer, old, layout_xxh3, file_bytes)
+                    file = self._reuse_file(buffer, old, layout_xxh3, file_bytes)
                 if file is not None:
-                    undo.callback(self._files.close_one, file)
+                    undo.callback(self._close_file, self.root / buffer / old.file)
                     name, earlier = old.file, old.id
             # During the wait for readers, another writer may have taken the store over.
             self.store.require_writer(self.record)
@@ -212,9 +219,109 @@ class BufferWriter:
             path = self.root / buffer / marked.file
             self._retention.sweep({**not_idle, buffer: marked}, version)
             if file is None and with_file:
-                file = self._files.make(path, file_bytes)
+                file = self._make_file(path, file_bytes)
             undo.pop_all()
             return Claim(buffer, path, file, marked, earlier)
+
+    def _keep_version(self, buffer: str, manifest: Manifest) -> None:
+        try:
+            kept.keep(self.store, buffer, manifest, durable=self._sync)
+        except (StoreNotFoundError, VersionError) as error:
+            logger.warning("version %d is not kept: %s", manifest.version, str(error))
+
+    def _reuse_file(
+        self, buffer: str, old: Manifest, layout_xxh3: str | None, file_bytes: int
+    ) -> Descriptor | None:
+        """Lock the idle buffer's file and return it, or None if it cannot be overwritten."""
+        # A file that is never rewritten stays intact for its readers, even if it is removed.
+        if self.medium.reaches_other_hosts or old.is_final:
+            return None
+        path = self.root / buffer / old.file
+        file = self._open_file(path)
+        if file is None:
+            return None
+        is_fit = (
+            not _has_second_name(file)  # a kept version's file: don't wait for its readers
+            and self._lock_against_readers(file, buffer, old.version)
+            and self.medium.can_rewrite_in_place
+            and old.state == "complete"
+            and old.layout_xxh3 == layout_xxh3
+            and old.file_bytes == file_bytes
+            # If another program truncated the file, mapping it would end in a SIGBUS.
+            and os.fstat(file.number).st_size == file_bytes
+            and not _has_second_name(file)
+        )
+        if is_fit:
+            return file
+        self._close_file(path)
+        return None
+
+    def _open_file(self, path: Path) -> Descriptor | None:
+        before = self._open_files.get(path)
+        try:
+            if before is not None and os.path.samestat(os.fstat(before.number), path.stat()):
+                return before
+            self._close_file(path)
+            owner_only = self.store.owner_only
+            file = filesystem.open_regular(path, os.O_RDWR, owner_only=owner_only)
+        except FileNotFoundError:
+            return None
+        except StoreCorruptError as error:
+            logger.warning("making a new weights file: %s", str(error))
+            return None
+        self._open_files[path] = file
+        return file
+
+    def _lock_against_readers(self, file: Descriptor, buffer: str, version: int) -> bool:
+        """Wait for a weights file's readers, and lock the file; return False if a reader stays.
+
+        The reader that stays is evicted: it keeps the bytes that it has mapped, and learns of its
+        eviction when it next compares the manifest's generation.
+        """
+        patience_s = self._reader_timeout_s
+        quiet_s = min(patience_s, _QUIET_WAIT_S)
+        if filesystem.lock_within(file.number, quiet_s):
+            return True
+        if quiet_s < patience_s:
+            message = "waiting up to %g s for %s, which reads version %d of %s"
+            logger.info(message, patience_s, self._holders(version), version, self.root)
+            if filesystem.lock_within(file.number, patience_s - quiet_s):
+                return True
+        message = "evicting %s from buffer %s of %s (version %d): read for more than %g s"
+        logger.warning(message, self._holders(version), buffer, self.root, version, patience_s)
+        return False
+
+    def _holders(self, version: int) -> str:
+        holders = ", ".join(
+            f"receiver {record.receiver} (pid {record.pid}, {record.host})"
+            for record in self.store.readers()
+            if record.held is not None and record.held.number == version
+        )
+        return holders or "a reader"
+
+    def _make_file(self, path: Path, num_bytes: int) -> Descriptor:
+        is_remote = self.medium.reaches_other_hosts
+        # Write-only: an NFS client that may read the file would read each page that it changes.
+        file = filesystem.make_file(path, os.O_WRONLY if is_remote else os.O_RDWR)
+        try:
+            if is_remote:
+                # The file has no size yet: over a network, allocated blocks may be missing.
+                filesystem.check_room(path, num_bytes)
+            else:
+                # Lock it now, before another process learns its name.
+                filesystem.try_lock(file.number, exclusive=True)
+                if num_bytes:
+                    filesystem.allocate(file.number, num_bytes, path)
+        except BaseException:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
+        self._open_files[path] = file
+        return file
+
+    def _close_file(self, path: Path) -> None:
+        if (file := self._open_files.pop(path, None)) is not None:
+            file.close()
 
     def _mark(
         self, buffer: str, version: Lineage, last_generation: int, file: str | None
@@ -421,7 +528,7 @@ class BufferWriter:
     def abandon(self, claim: Claim) -> None:
         """Give up a claimed buffer after a failure. The next claim fills the buffer again."""
         if claim.file is not None:
-            self._files.close_one(claim.file)
+            self._close_file(claim.path)
         # Remove an unfinished version, which only takes space. If the commit failed, the version
         # is finished, and may be published already.
         with contextlib.suppress(DBufferError, OSError):
@@ -446,8 +553,11 @@ class BufferWriter:
             **owner_fields(),  # type: ignore[arg-type]  # types differ by field
         )
         self._put(self.root / places.WRITER_FILE, record)
-        self._retention.recover()
-        with contextlib.suppress(DBufferError, OSError):  # `recover` has logged it
+        # From now on, an earlier writer that still lives learns at its next step that it is
+        # superseded. Until now it may have published.
+        self._retention.sweep(Contents(self.store).manifests)
+        self._retention.clear_up()
+        with contextlib.suppress(DBufferError, OSError):  # `clear_up` has logged it
             self.written_before = {
                 (written.receiver, written.token): written.updated_at
                 for written in self.store.receivers()
@@ -468,6 +578,10 @@ class BufferWriter:
     def _check_open(self) -> None:
         if not self.is_open:
             raise ClosedError(f"the writer of {self.root} is closed, or was made before a fork")
+
+
+def _has_second_name(file: Descriptor) -> bool:
+    return os.fstat(file.number).st_nlink > 1
 
 
 def _note_close(lock: Descriptor, token: str) -> None:

@@ -60,7 +60,7 @@ pipe; 143 stopped by SIGTERM.
 
 _TELLING = (
     "dbuffer.mirror.loop",
-    "dbuffer.store.weights_files",
+    "dbuffer.store.writer",
     "dbuffer.weights.checkpoint_directory",
 )
 """Loggers whose INFO messages are shown, because these messages explain why a command waits."""

@@ -17,8 +17,7 @@ from dbuffer.format.manifest import (
     WriterRecord,
 )
 from dbuffer.format.places import BUFFERS, is_kept
-from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.contents import Contents
+from dbuffer.store.buffer import Contents, DoubleBuffer
 from dbuffer.store.kept import is_pinned
 
 

@@ -21,8 +21,7 @@ from typing import Any, TypeAlias
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.runtime.messages import listed
 from dbuffer.runtime.timing import TIMING
-from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.contents import Contents
+from dbuffer.store.buffer import Contents, DoubleBuffer
 from dbuffer.store.watcher import Watcher
 from dbuffer.weights.checkpoint import INDEX, FileState, checkpoint_files, state_of
 

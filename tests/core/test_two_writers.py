@@ -61,7 +61,7 @@ def test_sender_superseded_while_it_waits_for_readers_touches_nothing(store):
             senders.enter_context(second).send(SMALL.weights(5), version=5)
             before.update(contents(store, "receivers"))
 
-        at_step(Step("return", "WeightsFiles.reuse"), take_over)
+        at_step(Step("return", "BufferWriter._reuse_file"), take_over)
         try:
             with pytest.raises(dbuffer.WriterSupersededError):
                 first.send(SMALL.weights(3))

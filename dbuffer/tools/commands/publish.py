@@ -11,8 +11,7 @@ import typer
 import dbuffer
 from dbuffer.errors import OptionError
 from dbuffer.runtime import options
-from dbuffer.store.buffer import DoubleBuffer, is_store
-from dbuffer.store.contents import Contents
+from dbuffer.store.buffer import Contents, DoubleBuffer, is_store
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import progress
 from dbuffer.weights.names import NameMap

@@ -25,8 +25,7 @@ from dbuffer.runtime import options
 from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import kept
-from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.contents import Contents
+from dbuffer.store.buffer import Contents, DoubleBuffer
 from dbuffer.store.open_version import open_newest
 from dbuffer.tools import tables
 from dbuffer.tools.commands import shared
