@@ -1,4 +1,7 @@
-"""`VersionVerifier` verifies versions in memory; `VersionReader` maps or reads stored versions."""
+"""`VersionReader` maps or reads stored versions; `VersionVerifier` verifies versions in memory.
+
+`verify_store` checks a store's records, layouts, sizes and checksums.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,33 @@ import contextlib
 import logging
 import mmap
 from collections.abc import Iterator, MutableMapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from dbuffer.errors import StoreAccessError, StoreCorruptError, StoreNotFoundError
+from dbuffer.errors import (
+    StoreAccessError,
+    StoreCorruptError,
+    StoreNotFoundError,
+    WaitTimeoutError,
+)
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE, Manifest
+from dbuffer.format.places import BUFFERS
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, new_memory
 from dbuffer.runtime.messages import listed
-from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.open_version import OpenStoreVersion, OpenVersion, OvertakenError, Patience
+from dbuffer.store.buffer import Contents, DoubleBuffer
+from dbuffer.store.open_version import (
+    OpenStoreVersion,
+    OpenVersion,
+    OvertakenError,
+    Patience,
+    open_buffer,
+    open_newest,
+)
 from dbuffer.store.records import OwnRecord
 
 logger = logging.getLogger(__name__)
@@ -289,3 +305,81 @@ def wrong_tensors(
         verified.clear()
         verified[manifest.id] = checksums
     return wrong
+
+
+def verify_store(store: DoubleBuffer) -> list[dict[str, Any]]:
+    """Check all versions of a store; return the results of `dbuffer verify --json`, newest first.
+
+    A version is locked while it is read, so a publish can be delayed.
+    """
+    store.check()
+    pointer = store.newest_pointer()
+    if pointer is None:
+        raise WaitTimeoutError(f"nothing was published in {store.root} yet")
+
+    newest = _verify_buffer(store, pointer.buffer, pointer.version)
+    idle = [name for name in BUFFERS if name != newest["buffer"] and _has_version(store, name)]
+    return [newest, *(_verify_buffer(store, name, None) for name in (*idle, *store.kept()))]
+
+
+def _has_version(store: DoubleBuffer, buffer: str) -> bool:
+    try:
+        manifest = store.manifest(buffer)
+    except UNDECODABLE:
+        return True
+    return manifest is not None and Contents(store).has_published(manifest)
+
+
+def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> dict[str, Any]:
+    """Check the version in a buffer.
+
+    ``newest``: number of this version if it is the newest, or None.
+    """
+    check: dict[str, Any] = {
+        "buffer": buffer,
+        "version": newest,
+        "is_newest": newest is not None,
+        "has_checksums": False,
+        "problems": [],
+    }
+    patience = Patience()
+    while True:
+        try:
+            opened = open_newest(store, newer_than=None) if newest else open_buffer(store, buffer)
+            if opened is None:
+                return check
+            check["buffer"] = opened.buffer  # differs if a newer version was published
+            check["version"] = opened.manifest.version
+            check["has_checksums"] = opened.manifest.checksums_xxh3 is not None
+            try:
+                with opened:
+                    check["problems"] = _find_damage(opened)
+            except StoreNotFoundError as error:
+                opened.wait_after_loss(error, patience)
+        except OvertakenError:  # on a network, a newer version's publish removed the file
+            store.check()
+            continue
+        except UNDECODABLE as error:
+            check["problems"] = [str(error)]
+        return check
+
+
+def _find_damage(opened: OpenStoreVersion) -> list[str]:
+    """Return a version's damaged tensors.
+
+    Without checksums, check only the layout (the table of tensors).
+    """
+    copier = Copier()
+    try:
+        layout = opened.read_layout()
+        if opened.manifest.checksums_xxh3 is None:
+            return []
+        if not layout.is_in_parts and opened.store.medium.maps_files:
+            checksums: list[int] | None = copier.checksums(map_file(opened))
+        else:
+            _, checksums = read_whole(opened, copier, hashed=True)
+        return [] if checksums is None else wrong_tensors(opened, layout, checksums)
+    except UNDECODABLE as error:
+        return [str(error)]
+    finally:
+        copier.close()

@@ -35,7 +35,7 @@ from dbuffer.io.devices import any_on_gpu
 from dbuffer.io.tensors import FileTensors
 from dbuffer.receive.follow_loop import wait_until_newer
 from dbuffer.receive.reader import VersionReader
-from dbuffer.receive.snapshot import Snapshot, SnapshotTensors, copy_matched
+from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.trouble import log_once
@@ -287,14 +287,18 @@ class WeightReceiver(Closing, ProcessBound):
         overwritten: int | None = None
         while True:
             self._check_open()
-            if not self._store.exists() and self._pointer is None:
-                self._note_wait()
-                return None
+            find = functools.partial(self._open_newest, self._loaded)
             try:
-                version = self._load_newest(target, partial, draft)
-                if self._pointer is None:
-                    self._note_wait()
-                return version
+                with self._opened(find, is_reported=True) as opened:
+                    if opened is None:
+                        return None
+                    manifest = opened.manifest
+                    refuse_adapter(manifest.metadata)
+                    self._load(opened, target, partial, draft)
+                    opened.require_unchanged()
+                    self._loaded = manifest.version
+                    self._set_applied(manifest.lineage)
+                    return manifest.version
             except OvertakenError:
                 overwritten = None if self._pointer is None else self._pointer.version
                 message = "version %d of %s was overwritten while it was loaded; loading the newest"
@@ -306,19 +310,6 @@ class WeightReceiver(Closing, ProcessBound):
                         "overwritten while it was loaded"
                     )
                 raise
-
-    def _load_newest(self, target: Target, partial: bool, draft: bool) -> int | None:
-        find = functools.partial(self._open_newest, self._loaded)
-        with self._opened(find, is_reported=True) as opened:
-            if opened is None:
-                return None
-            manifest = opened.manifest
-            refuse_adapter(manifest.metadata)
-            self._load(opened, target, partial, draft)
-            opened.require_unchanged()
-            self._loaded = manifest.version
-            self._set_applied(manifest.lineage)
-            return manifest.version
 
     def save_pretrained(
         self,
@@ -503,10 +494,13 @@ class WeightReceiver(Closing, ProcessBound):
     def _open_newest(
         self, newer_than: int | None, *, reread: bool = True
     ) -> OpenStoreVersion | None:
-        """Open the newest version if it is above ``newer_than``.
+        """Open the newest version if there is one, and if it is above ``newer_than``.
 
         With ``reread`` False, open the version of the pointer that was read last.
         """
+        if self._pointer is None and not self._store.exists():
+            self._note_wait()
+            return None
         opened = open_newest(
             self._store,
             newer_than=newer_than,
@@ -517,6 +511,8 @@ class WeightReceiver(Closing, ProcessBound):
         if opened is not None:
             self._pointer = pointer_to(opened.buffer, opened.manifest)
             self._remember_metadata(opened.manifest)
+        elif self._pointer is None:
+            self._note_wait()
         return opened
 
     def _set_applied(self, version: Lineage) -> None:
@@ -598,7 +594,7 @@ class WeightReceiver(Closing, ProcessBound):
             self.reader.expect_device(tensors)
         # A writer that locks do not stop can overwrite the version now; verify the copy as well.
         hashed = self.reader.verifies_copies
-        checksums = copy_matched(match, loaded, self._copier, hashed=hashed and part is layout)
+        checksums = match.fill(loaded, self._copier, hashed=hashed and part is layout)
         if hashed and checksums is None:
             checksums = self._copier.checksums(tensors)
         self.reader.verify(opened, tensors.layout, checksums)

@@ -15,12 +15,7 @@ from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.ranges import Integers
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import (
-    FileTensors,
-    copy_one,
-    new_memory,
-    view_tensor,
-)
+from dbuffer.io.tensors import FileTensors, new_memory, view_tensor
 from dbuffer.receive.reader import wrong_tensors
 from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.messages import listed
@@ -31,15 +26,6 @@ if TYPE_CHECKING:  # its import takes as long as torch's
     from tensordict import TensorDict
 
 logger = logging.getLogger(__name__)
-
-
-def copy_matched(
-    match: Match, tensors: FileTensors, copier: Copier, *, hashed: bool
-) -> list[int] | None:
-    """Copy tensors into their matched targets; return the tensors' checksums if ``hashed``."""
-    for alias, index in match.aliases:
-        copy_one(alias, tensors.views[index])
-    return copier.read(tensors, match.targets, hashed=hashed)
 
 
 class SnapshotTensors(Mapping[str, torch.Tensor]):
@@ -178,7 +164,7 @@ class Snapshot(ProcessBound):
     def fill(self, match: Match) -> None:
         """Copy all tensors into their matched targets."""
         match.require_ties(self._contents.tensor)
-        self._check_copied(copy_matched(match, self._contents, self._copier, hashed=self._verify))
+        self._check_copied(match.fill(self._contents, self._copier, hashed=self._verify))
 
     def _check_copied(self, checksums: list[int] | None) -> None:
         if checksums is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -13,6 +12,8 @@ from torch.nn.parameter import is_lazy as has_no_shape
 
 from dbuffer.errors import InvalidWeightsError, OptionError, WeightsMismatchError
 from dbuffer.format.layout import Layout
+from dbuffer.io.copier import Copier
+from dbuffer.io.tensors import FileTensors, copy_one
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.comparison import Comparison, compare, suggest
 from dbuffer.weights.lazy_tensor import LazyTensor
@@ -50,6 +51,12 @@ class Match:
     the index of the published tensor to load."""
     ties: list[tuple[NamedIndex, NamedIndex]] = field(default_factory=list)
     """Pairs of published tensors (name, index in the layout) that the target has as one tensor."""
+
+    def fill(self, published: FileTensors, copier: Copier, *, hashed: bool) -> list[int] | None:
+        """Copy published tensors into the target; return the tensors' checksums if ``hashed``."""
+        for alias, index in self.aliases:
+            copy_one(alias, published.views[index])
+        return copier.read(published, self.targets, hashed=hashed)
 
     def require_ties(self, published: Callable[[int], torch.Tensor]) -> None:
         """Refuse two published tensors that have different values but are tied in the target.
@@ -135,7 +142,7 @@ class Matcher:
         if addresses != last.addresses:
             if (
                 not all(map(lies_in_memory, tensors))
-                or _may_overlap(addresses, tensors)
+                or any(_overlap_groups(named))
                 or _not_kept(target, named)
             ):
                 return None
@@ -241,13 +248,6 @@ def _overlap_groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
         group, group_device, group_end = [name], device, end
     if len(group) > 1:
         yield group
-
-
-def _may_overlap(addresses: list[int], tensors: list[torch.Tensor]) -> bool:
-    """Whether contiguous tensors may overlap in memory, assuming that all are on one device."""
-    ends = (address + tensor.nbytes for address, tensor in zip(addresses, tensors, strict=True))
-    ranges = sorted(zip(addresses, ends, strict=True))
-    return any(start < end for (_, end), (start, _) in itertools.pairwise(ranges))
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:

@@ -126,7 +126,7 @@ def verify(
         return
     if version is not None:
         raise OptionError("--version needs --engine")
-    from dbuffer.receive.verification import verify_store
+    from dbuffer.receive.reader import verify_store
 
     with progress(f"verifying {store}"):
         checks = verify_store(view)

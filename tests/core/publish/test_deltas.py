@@ -31,7 +31,7 @@ from dbuffer.io.changes import Words
 from dbuffer.publish import deltas, kept_copy
 from dbuffer.publish.draft import Draft
 from dbuffer.receive import reader as reader_module
-from dbuffer.receive.verification import verify_store
+from dbuffer.receive.reader import verify_store
 from dbuffer.store import retention
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.writer import BufferWriter

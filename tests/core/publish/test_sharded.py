@@ -36,7 +36,7 @@ from dbuffer.mirror.bucket import Bucket
 from dbuffer.publish.draft import Draft
 from dbuffer.publish.part import HeldParts, Part, assign_writes, whole_box
 from dbuffer.ranks import agreement
-from dbuffer.receive.verification import verify_store
+from dbuffer.receive.reader import verify_store
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer

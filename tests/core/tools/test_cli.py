@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 import dbuffer
 from dbuffer.__main__ import main
-from dbuffer.receive.verification import verify_store
+from dbuffer.receive.reader import verify_store
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.open_version import open_newest
 from dbuffer.testing.waiting import until
@@ -462,7 +462,7 @@ def test_verify_names_what_it_has_read_where_a_version_is_published_meanwhile(
             next(later, lambda: None)()
             return open_newest(*arguments, **options)
 
-        monkeypatch.setattr("dbuffer.receive.verification.open_newest", hold)
+        monkeypatch.setattr("dbuffer.receive.reader.open_newest", hold)
         checks = verify_store(DoubleBuffer(store))
     assert [check["version"] for check in checks] == [3, 2]
     assert len({check["buffer"] for check in checks}) == 2
