@@ -23,8 +23,8 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.io.tensors import DTYPES
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime.messages import described, listed
-from dbuffer.weights.comparison import advice
 from dbuffer.weights.names import NameMap
+from dbuffer.weights.targets import advice
 
 logger = logging.getLogger(__name__)
 

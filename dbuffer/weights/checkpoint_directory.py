@@ -110,7 +110,7 @@ def send_saved(
         stop: event that makes `send_saved` return.
         count: number of published checkpoints after which `send_saved` returns.
     """
-    settling: dict[Path, tuple[Checkpoint, float]] = {}
+    seen: dict[Path, tuple[Checkpoint, float]] = {}
     num_sent = 0
     published = [manifest.metadata for _, manifest in Contents(store).published()]
     last = max(map(order_of, published), default=order_of({}))
@@ -118,7 +118,8 @@ def send_saved(
     logger.info("publishing each checkpoint that is saved into %s", directory)
     with contextlib.closing(Watcher(directory)) as watcher:
         while True:
-            for checkpoint in _settled(directory, settling, last):
+            settled, seen = _settled(directory, seen, last)
+            for checkpoint in settled:
                 if checkpoint.has_changed:  # while an earlier checkpoint was sent
                     continue
                 try:
@@ -149,17 +150,16 @@ def order_of(metadata: Mapping[str, Any]) -> Order:
 
 
 def _settled(
-    directory: Path, settling: dict[Path, tuple[Checkpoint, float]], last: Order
-) -> list[Checkpoint]:
+    directory: Path, before: Mapping[Path, tuple[Checkpoint, float]], last: Order
+) -> tuple[list[Checkpoint], dict[Path, tuple[Checkpoint, float]]]:
     """Return checkpoints after ``last`` that have stopped changing, in the order of their saves.
 
-    A checkpoint is returned once, and again after each later change. ``settling`` has each
-    checkpoint's state and the time of the state's last change. The time is infinity after the
-    checkpoint was returned.
+    A checkpoint is returned once, and again after each later change. Also return the state of each
+    checkpoint after ``last``, with the time of the state's last change, or infinity if the
+    checkpoint was returned since. The next call gets these states as ``before``.
     """
-    before, now = dict(settling), time.monotonic()
-    settling.clear()
-    settled = []
+    now = time.monotonic()
+    settled, seen = [], {}
     for checkpoint in _checkpoints_in(directory):
         if checkpoint.order <= last:
             continue
@@ -168,8 +168,8 @@ def _settled(
         if now - since >= TIMING.settle_s:
             settled.append(checkpoint)
             since = math.inf
-        settling[checkpoint.path] = checkpoint, since
-    return sorted(settled, key=lambda checkpoint: checkpoint.order)
+        seen[checkpoint.path] = checkpoint, since
+    return sorted(settled, key=lambda checkpoint: checkpoint.order), seen
 
 
 def _checkpoints_in(directory: Path) -> Iterator[Checkpoint]:

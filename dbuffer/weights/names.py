@@ -1,29 +1,137 @@
-"""`NameMap`: rules that change a trainer's tensor names to an engine's names."""
+"""`NameMap`: rules that change a trainer's tensor names to an engine's names.
+
+A `Rule` is a step in converting a trainer's names and tensors for an engine.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+
+from msgspec import ValidationError, convert
 
 from dbuffer.errors import InvalidWeightsError, OptionError, UnsupportedError
 from dbuffer.runtime import options
 from dbuffer.runtime.lazy import cached_property
-from dbuffer.weights.rules import (
-    TENSOR_KINDS,
-    Change,
-    Rule,
-    change_of,
-    change_tensors,
-    parse_rule,
-    preset_rules,
-)
 
 if TYPE_CHECKING:
     import torch
+
+Kind: TypeAlias = Literal["name", "prefix", "part", "pattern", "split", "stack", "transpose"]
+
+NAME_KINDS = frozenset({"name", "prefix", "part", "pattern"})
+TENSOR_KINDS = frozenset({"split", "stack", "transpose"})
+
+Names: TypeAlias = str | tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Rule that renames, cuts, joins or transposes tensors."""
+
+    kind: Kind
+    """Name of the `NameMap` method that adds the rule, or ``"name"`` for `NameMap.exact`."""
+    text: Names
+    """Name, prefix, part or pattern to match. For a stack, the names of the tensors to join."""
+    to: Names = ""
+    """Replacement: new name, prefix or part. For a split, the names of the parts."""
+    dims: tuple[int, ...] = ()
+    """Dimension of a split or stack, or the two dimensions of a transpose."""
+
+    def __post_init__(self) -> None:
+        problem = ""
+        if self.kind == "pattern":
+            try:
+                re.sub(str(self.text), str(self.to), "")
+            except (re.error, IndexError) as error:
+                problem = str(error)
+        elif self.kind == "transpose" and (len(self.dims) != 2 or self.to):
+            problem = "a transpose needs two dims, and takes no new name"
+        elif self.kind in ("split", "stack") and not self._is_cut():
+            problem = (
+                "it needs a single dim, the name of the uncut tensor, and either a list of names "
+                "of the parts or a single name with '#' for the part's index; all names must have "
+                "the same number of '*'"
+            )
+        if problem:
+            raise OptionError(f"invalid rule {self}: {problem}")
+
+    def _is_cut(self) -> bool:
+        name, parts = (self.text, self.to) if self.kind == "split" else (self.to, self.text)
+        texts, num_indices = ((parts,), 1) if isinstance(parts, str) else (parts, 0)
+        return (
+            len(self.dims) == 1
+            and isinstance(name, str)
+            and "#" not in name
+            and bool(texts)
+            and all(text.count("#") == num_indices for text in texts)
+            and all(text.count("*") == name.count("*") for text in texts)
+        )
+
+    def __str__(self) -> str:
+        """Return the rule as JSON, as a mapping file contains it."""
+        fields: dict[str, Any] = {self.kind: self.text}
+        if self.kind == "transpose":
+            return json.dumps(fields | {"dims": self.dims})
+        return json.dumps(fields | {"to": self.to} | ({"dim": self.dims[0]} if self.dims else {}))
+
+
+PRESETS: dict[str, tuple[Rule, ...]] = {
+    "_orig_mod.": (Rule("part", "_orig_mod"),),
+    "_fsdp_wrapped_module.": (Rule("part", "_fsdp_wrapped_module"),),
+    "module.": (Rule("prefix", "module.", ""),),
+    "actor.": (Rule("prefix", "actor.", ""),),
+    "base_model.model.": (Rule("prefix", "base_model.model.", ""), Rule("part", "base_layer")),
+    "model.language_model.": (Rule("prefix", "model.language_model.", "model."),),
+}
+"""Presets: rules that remove a part of trainers' names, keyed by the part. The parts come from (in
+this order) torch.compile, FSDP1, DDP, a module with an actor and a critic, peft, and a
+vision-language model whose language model is served alone."""
+
+
+def preset_rules(name: str, source: str = "preset") -> tuple[Rule, ...]:
+    """Return the rules of a preset. An error message begins with ``source``."""
+    if name not in PRESETS:
+        raise OptionError(f"{source}: no preset {name!r}: use one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def parse_rule(fields: Any, source: str) -> tuple[Rule, ...]:
+    """Return the rules of an entry in a mapping file. An error message begins with ``source``."""
+    problem = "unknown fields"
+    try:
+        match fields:
+            case {"preset": str(name), **rest} if not rest:
+                return preset_rules(name, source)
+            case {"to": str(to), **rest} if len(rest) == 1 and rest.keys() <= NAME_KINDS:
+                kind: Any = next(iter(rest))
+                return (Rule(kind, convert(rest[kind], str), to),)
+            case {"split": text, "to": to, **rest} if rest.keys() <= {"dim"}:
+                dims = (convert(rest.get("dim", 0), int),)
+                return (Rule("split", convert(text, str), convert(to, Names), dims),)
+            case {"stack": text, "to": to, **rest} if rest.keys() <= {"dim"}:
+                dims = (convert(rest.get("dim", 0), int),)
+                return (Rule("stack", convert(text, Names), convert(to, str), dims),)
+            case {"transpose": text, **rest} if rest.keys() <= {"dims"}:
+                pair = convert(rest.get("dims", [0, 1]), tuple[int, ...])
+                return (Rule("transpose", convert(text, str), dims=pair),)
+    except (ValidationError, UnicodeEncodeError) as error:
+        problem = str(error)
+    raise OptionError(
+        f"{source}: invalid rule {fields!r:.200} ({problem:.100}): a rule has one of the fields "
+        "name, prefix, part or pattern, with 'to'; or split or stack, with 'to' and 'dim'; or "
+        "transpose, with 'dims'; or preset. In 'split', 'to' can be a list; 'stack' can be a list"
+    )
+
+
+Change: TypeAlias = Callable[[str], str | None]
+"""Function of a rule: returns a name's new name, or None if the rule does not match."""
 
 _Step: TypeAlias = tuple[Rule, Change | None]
 """Rule, and the function that applies the rule to a name, or None if it changes tensors."""
@@ -220,3 +328,122 @@ def _parse_mapping(name: str, entry: Any, source: str) -> Rule:
         case {"vllm_name": str(to)}:
             return Rule("name", name, to)
     raise OptionError(f"{source}: param_mappings[{name!r:.200}] has no string 'vllm_name'")
+
+
+def change_of(rule: Rule) -> Change:
+    """Return the function that applies ``rule``, which only changes names, to a name."""
+    text, to = str(rule.text), str(rule.to)
+    if rule.kind == "prefix":
+        return lambda name: to + name[len(text) :] if name.startswith(text) else None
+    if rule.kind == "part":
+        end = r"(?=\.|$)" if to else r"\."
+        part = re.compile(rf"(?:(?<=\.)|^){re.escape(text)}{end}")
+        return lambda name: part.sub(lambda _: to, name) if part.search(name) else None
+    pattern = re.compile(text)
+
+    def expand(name: str) -> str | None:
+        match = pattern.fullmatch(name)
+        return None if match is None else match.expand(to)
+
+    return expand
+
+
+Pairs: TypeAlias = list[tuple[str, "torch.Tensor"]]
+
+
+def change_tensors(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
+    """Apply a rule that cuts, joins or transposes tensors; return all tensors with their names."""
+    if rule.kind == "stack":
+        return _stacked(rule, tensors)
+    match_of, pairs = _matcher(str(rule.text)), Pairs()
+    for name, tensor in tensors.items():
+        if (match := match_of(name)) is None:
+            pairs.append((name, tensor))
+            continue
+        if any(not -tensor.ndim <= dim < tensor.ndim for dim in rule.dims):
+            raise InvalidWeightsError(
+                f"the rule {rule} does not fit {name!r}, whose shape is {list(tensor.shape)}"
+            )
+        if rule.kind == "transpose":
+            pairs.append((name, tensor.transpose(*rule.dims)))
+        else:
+            pairs += _split(rule, name, tensor, match[0])
+    return pairs
+
+
+def _matcher(text: str) -> Callable[[str], tuple[list[str], int] | None]:
+    """Return a function that finds a name's parts at ``*`` in ``text``, and the number at ``#``."""
+    escaped = re.escape(text).replace(r"\*", r"([^.]+)").replace(r"\#", r"(\d+)")
+    pattern, place = re.compile(escaped), text.partition("#")[0].count("*")
+
+    def match(name: str) -> tuple[list[str], int] | None:
+        if (fit := pattern.fullmatch(name)) is None:
+            return None
+        parts = list(fit.groups())
+        return parts, int(parts.pop(place)) if "#" in text else 0
+
+    return match
+
+
+def _fill(text: str, stars: Iterable[str], index: int = 0) -> str:
+    """Return ``text`` with each ``*`` replaced by the next of ``stars``, and ``#`` by ``index``."""
+    parts = iter(stars)
+    return re.sub(r"[*#]", lambda sign: next(parts) if sign[0] == "*" else str(index), text)
+
+
+def _split(rule: Rule, name: str, tensor: torch.Tensor, stars: list[str]) -> Pairs:
+    [dim] = rule.dims
+    if isinstance(rule.to, str):
+        parts = tensor.unbind(dim)
+        return [(_fill(rule.to, stars, index), part) for index, part in enumerate(parts)]
+    extent, remainder = divmod(tensor.shape[dim], len(rule.to))
+    if remainder:
+        raise InvalidWeightsError(
+            f"the rule {rule} does not fit {name!r}: its size {tensor.shape[dim]} in dimension "
+            f"{dim} is not divisible by {len(rule.to)}"
+        )
+    return [
+        (_fill(to, stars), tensor.narrow(dim, index * extent, extent))
+        for index, to in enumerate(rule.to)
+    ]
+
+
+def _stacked(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
+    texts = (rule.text,) if isinstance(rule.text, str) else rule.text
+    matchers = list(map(_matcher, texts))
+    parts_of: dict[str, dict[int, torch.Tensor]] = {}
+    pairs: list[tuple[str, torch.Tensor | None]] = []
+    for name, tensor in tensors.items():
+        matches = ((place, match_of(name)) for place, match_of in enumerate(matchers))
+        place, match = next((pair for pair in matches if pair[1] is not None), (0, None))
+        if match is None:
+            pairs.append((name, tensor))
+            continue
+        joined = _fill(str(rule.to), match[0])
+        if joined not in parts_of:
+            pairs.append((joined, None))
+        index = match[1] if isinstance(rule.text, str) else place
+        if index in parts_of.setdefault(joined, {}):
+            raise InvalidWeightsError(
+                f"the rule {rule} joins several tensors to {joined!r}, but {name!r} and another "
+                f"tensor are both part {index}"
+            )
+        parts_of[joined][index] = tensor
+    joined_parts = {name: _join(rule, name, parts) for name, parts in parts_of.items()}
+    return [(name, joined_parts[name] if t is None else t) for name, t in pairs]
+
+
+def _join(rule: Rule, name: str, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    import torch  # here, because some processes read rules without converting tensors
+
+    is_stack, [dim] = isinstance(rule.text, str), rule.dims
+    indices = range(max(parts) + 1 if is_stack else len(rule.text))
+    if missing := [index for index in indices if index not in parts]:
+        raise InvalidWeightsError(
+            f"the rule {rule} joins {len(indices)} tensors to {name!r}, but part {missing[0]} is "
+            "not among the weights"
+        )
+    try:
+        return (torch.stack if is_stack else torch.cat)([parts[index] for index in indices], dim)
+    except (RuntimeError, IndexError) as error:
+        raise InvalidWeightsError(f"the rule {rule} cannot make {name!r}: {error}") from None

@@ -173,7 +173,7 @@ class Describer:
             return weights if isinstance(weights, Mapping) else None
         named = module_tensors(weights)
         if self.as_checkpoint and may_have_model(weights):
-            from dbuffer.weights.transformers_modules import as_checkpoint, has_model
+            from dbuffer.weights.conversion import as_checkpoint, has_model
 
             if has_model(weights):
                 return as_checkpoint(weights, self._checked(named.items()))

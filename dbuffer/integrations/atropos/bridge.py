@@ -32,9 +32,9 @@ from dbuffer.ranks.agreement import Agreement
 from dbuffer.ranks.world import World
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.messages import first_line, listed
+from dbuffer.weights.conversion import as_checkpoint
 from dbuffer.weights.named_tensors import clean_names, is_same_memory, module_tensors
 from dbuffer.weights.sources import Describer
-from dbuffer.weights.transformers_modules import as_checkpoint
 
 logger = logging.getLogger(__name__)
 

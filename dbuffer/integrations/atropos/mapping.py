@@ -26,8 +26,7 @@ from dbuffer.integrations.vllm.vllm_engine import VllmServer
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
 from dbuffer.runtime.timing import TIMING
-from dbuffer.weights.names import NameMap, read_mapping_file
-from dbuffer.weights.rules import Rule
+from dbuffer.weights.names import NameMap, Rule, read_mapping_file
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.runtime.messages import described
-from dbuffer.weights import transformers_modules
+from dbuffer.weights.conversion import as_checkpoint as tensors_as_saved
 from dbuffer.weights.lazy_tensor import LazyTensor
 from dbuffer.weights.named_tensors import only_tensors, own_tensors
 
@@ -53,7 +53,7 @@ def merged_weights(
     weights = {
         name: layers.weight(name, to_be, real_of.get(id(to_be))) for name, to_be in state.items()
     }
-    return dict(transformers_modules.as_checkpoint(merged, weights)) if as_checkpoint else weights
+    return dict(tensors_as_saved(merged, weights)) if as_checkpoint else weights
 
 
 def _check(peft_model: Any) -> None:

@@ -19,6 +19,7 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 from dbuffer.errors import InvalidWeightsError, StoreCorruptError
 from dbuffer.io.tensors import DTYPE_NAMES, DTYPES
 from dbuffer.runtime.messages import listed
+from dbuffer.weights.conversion import as_checkpoint
 from dbuffer.weights.lazy_tensor import LazyTensor
 from dbuffer.weights.named_tensors import (
     is_extra_state,
@@ -27,7 +28,6 @@ from dbuffer.weights.named_tensors import (
     tensordict_tensors,
     without_wrappers,
 )
-from dbuffer.weights.transformers_modules import as_checkpoint
 
 EXTRA_STATE = "__extra_state__"  # also TorchRL's key in a TensorDict of weights
 

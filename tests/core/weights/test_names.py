@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dbuffer
-from dbuffer.weights.names import NameMap
-from dbuffer.weights.rules import PRESETS, Rule
+from dbuffer.weights.names import PRESETS, NameMap, Rule
 from tests.support.patterns import assert_same, received
 
 NAMES = st.text(alphabet="abc._", max_size=8)
