@@ -227,9 +227,13 @@ class Layout:
         Each piece of a tensor in a part file begins a block, because the rank that writes the piece
         hashes it.
         """
+        runs = [(index, 0, size) for index, size in enumerate(self.sizes)]
+        if self.pieces:
+            pieces = [(p.tensor, p.offset, p.offset + p.num_bytes) for p in self.pieces]
+            runs = sorted([run for run in runs if not run[2]] + pieces)
         return [
             Block(index, offset, min(BLOCK_BYTES, end - offset))
-            for index, start, end in self._cuts()
+            for index, start, end in runs
             for offset in range(start, max(end, start + 1), BLOCK_BYTES)
         ]
 
@@ -239,13 +243,6 @@ class Layout:
 
         word_bytes = [min(ITEM_BYTES[spec.dtype], 8) for spec in self.specs]
         return ByteRanges.of(self.offsets, self.sizes, word_bytes)
-
-    def _cuts(self) -> list[tuple[int, int, int]]:
-        tensors = [(index, 0, size) for index, size in enumerate(self.sizes)]
-        if not self.pieces:
-            return tensors
-        pieces = [(p.tensor, p.offset, p.offset + p.num_bytes) for p in self.pieces]
-        return sorted([tensor for tensor in tensors if not tensor[2]] + pieces)
 
     @cached_property
     def spans(self) -> list[Span]:
@@ -329,7 +326,13 @@ class Layout:
         aliases = record.aliases
         specs, offsets, free = [], [], 0
         for name, dtype, shape, offset in record.tensors:
-            spec = _checked_spec(name, dtype, shape)
+            # torch limits the product of the sizes, even if one of them is 0.
+            num_elements = math.prod(size or 1 for size in shape)
+            if dtype not in ITEM_BYTES or num_elements * ITEM_BYTES[dtype] > _MAX_TENSOR_BYTES:
+                raise StoreCorruptError(
+                    f"layout: no tensor is {name!r:.80} {dtype!r:.20}{shape!r:.80}"
+                )
+            spec = TensorSpec(name, dtype, shape)
             if offset % ALIGNMENT_BYTES or offset < free or offset + spec.num_bytes > end:
                 raise StoreCorruptError(f"layout: tensor {spec.name!r:.80} is out of place")
             specs.append(spec)
@@ -375,14 +378,6 @@ def align(offset: int) -> int:
 def digest(data: bytes | memoryview) -> str:
     """Return the 64-bit xxh3 hash of some bytes, as 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)
-
-
-def _checked_spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
-    # torch limits the product of the sizes, even if one of them is 0.
-    num_elements = math.prod(size or 1 for size in shape)
-    if dtype not in ITEM_BYTES or num_elements * ITEM_BYTES[dtype] > _MAX_TENSOR_BYTES:
-        raise StoreCorruptError(f"layout: no tensor is {name!r:.80} {dtype!r:.20}{shape!r:.80}")
-    return TensorSpec(name, dtype, shape)
 
 
 def _check_pieces(

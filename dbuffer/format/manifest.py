@@ -385,7 +385,8 @@ def lag_between(
         return Lag(newest.id.number, None)
     if related is Relation.AHEAD or version.id.run != newest.id.run:
         return Lag(max(0, newest.id.number - version.id.number), None)
-    steps = steps_between(metadata, newest_metadata)
+    first, last = step_in(metadata), step_in(newest_metadata)
+    steps = None if first is None or last is None else last - first
     return Lag(newest.id.number - version.id.number, steps)
 
 
@@ -426,11 +427,6 @@ def is_multiple(
 
 def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def steps_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | float | None:
-    first, last = step_in(before), step_in(after)
-    return None if first is None or last is None else last - first
 
 
 def is_receiver_id(text: str) -> bool:

@@ -293,12 +293,6 @@ def sharded_in(tensor: torch.Tensor | LazyTensor) -> Any:
     return tensor.sharded if isinstance(tensor, LazyTensor) else None
 
 
-def viewed(tensor: torch.Tensor | LazyTensor, gathered: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, LazyTensor) and tensor.view is not None:
-        return tensor.view.of(gathered)
-    return gathered
-
-
 class Part:
     """Parts ("boxes") of tensors that one rank writes of each version, numbered in tensor order.
 
@@ -378,7 +372,9 @@ class Part:
                     continue  # other ranks hold it, or each rank holds all of it
                 with gathered(tensor) as whole_tensor:
                     for index in written:
-                        yield number_of[index], viewed(tensors[index], whole_tensor)
+                        part = tensors[index]
+                        view = part.view if isinstance(part, LazyTensor) else None
+                        yield number_of[index], view.of(whole_tensor) if view else whole_tensor
                 del whole_tensor  # so that its memory is free before the next gather
         except Exception:
             source.finish()

@@ -184,7 +184,13 @@ class WeightSender(Publisher):
             options.refuse("wait", False, "True with an iterator, which only its owner may run")
         if source.is_lazy:
             options.refuse("wait", False, "True with lazy tensors, which only their owner makes")
-        tensors = with_short_copied(source.eager)
+        # A forward pass may write to short tensors.
+        tensors = [
+            tensor
+            if tensor.requires_grad or tensor.nbytes > _COPIED_BYTES
+            else tensor.detach().clone()
+            for tensor in source.eager
+        ]
         check = watch_writes([spec.name for spec in source.specs], tensors)
         source = replace(source, tensors=tensors, check=check)
         on_own_streams = fork_streams(source.eager)
@@ -468,14 +474,6 @@ def _log_unreported(unreported: list[str], pid: int) -> None:
     if os.getpid() == pid:  # in a forked child; the parent logs it
         for problem in unreported:
             logger.error("weights that were sent with wait=False were not published: %s", problem)
-
-
-def with_short_copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors, with copies of short ones, which a forward pass may write to."""
-    return [
-        tensor if tensor.requires_grad or tensor.nbytes > _COPIED_BYTES else tensor.detach().clone()
-        for tensor in tensors
-    ]
 
 
 def watch_writes(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:

@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack
+from typing import Any, Self, TypeAlias, Unpack
 
 import torch
 from torch import distributed
@@ -46,9 +46,6 @@ from dbuffer.store.buffer import DoubleBuffer, require_version
 from dbuffer.store.liveness import Process
 from dbuffer.weights.lazy_tensor import HeldRows
 from dbuffer.weights.sources import Source, Weights
-
-if TYPE_CHECKING:  # importing it takes half as long as importing torch
-    from torch.distributed.tensor import DTensor
 
 DEFAULT_RANK_TIMEOUT_S = 600.0
 
@@ -311,11 +308,21 @@ def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> 
 
 
 def _part_ranks(sharded: Any, group_rank: Mapping[int, int], name: str) -> tuple[Ranks, bool]:
+    """Return the ranks that hold parts of a tensor, and whether this rank is one of them."""
     if sharded is None:
         return (), True
     if hasattr(sharded, "ds_shape"):
         return tuple(group_rank.values()), True
-    of_job, is_held = _holders(sharded)
+    if isinstance(sharded, HeldRows):
+        of_job, is_held = list(sharded.ranks), True
+    else:
+        mesh = sharded.device_mesh
+        coordinate = mesh.get_coordinate()
+        is_held = coordinate is not None
+        # Only the ranks of this rank's replica: other replicas hold the same.
+        pairs = zip(coordinate or [0] * mesh.ndim, sharded.placements, strict=True)
+        index = tuple(at if placement.is_replicate() else slice(None) for at, placement in pairs)
+        of_job = mesh.mesh[index].flatten().tolist()
     if outside := [rank for rank in of_job if rank not in group_rank]:
         raise InvalidWeightsError(
             f"ranks {listed(outside)} of the job hold parts of {name!r}, and are not in this "
@@ -323,17 +330,6 @@ def _part_ranks(sharded: Any, group_rank: Mapping[int, int], name: str) -> tuple
         )
     is_whole = len(of_job) == 1
     return () if is_whole else tuple(group_rank[rank] for rank in of_job), is_held
-
-
-def _holders(sharded: DTensor | HeldRows) -> tuple[list[int], bool]:
-    if isinstance(sharded, HeldRows):
-        return list(sharded.ranks), True
-    mesh = sharded.device_mesh
-    coordinate = mesh.get_coordinate()
-    # Only the ranks of this rank's replica: other replicas hold the same.
-    pairs = zip(coordinate or [0] * mesh.ndim, sharded.placements, strict=True)
-    index = tuple(place if placement.is_replicate() else slice(None) for place, placement in pairs)
-    return mesh.mesh[index].flatten().tolist(), coordinate is not None
 
 
 def join(ranks: Agreement, source: Source, inventory: Inventory, *, rows_only: bool) -> Assignment:

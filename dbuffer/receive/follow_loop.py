@@ -186,7 +186,11 @@ class FollowLoop(RetryLoop):
     def _fail(self, error: Exception) -> None:
         if isinstance(error, errors.SnapshotEvictedError):
             self._logger.warning("%s was overtaken, starting again: %s", self._doing, str(error))
-        elif self._forked == "follow" and _is_fork(error):
+        elif (
+            self._forked == "follow"
+            and isinstance(error, errors.VersionRegressedError)
+            and error.is_forked
+        ):
             self._logger.warning("%s (%s that)", str(error), self._doing)
             self.used()
             self._receiver.follow_fork()
@@ -226,10 +230,6 @@ class FollowLoop(RetryLoop):
             self._receiver.wait_for_version(None, 0.0)
             self.used()
         return None
-
-
-def _is_fork(error: Exception) -> bool:
-    return isinstance(error, errors.VersionRegressedError) and error.is_forked
 
 
 def _time_until(*times: float | None) -> float | None:

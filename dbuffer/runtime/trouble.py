@@ -91,14 +91,11 @@ class RetryLoop:
         trace: TracebackType | None,
     ) -> bool:
         # No error, not even a bug of dbuffer, may end the attempts silently.
-        if not isinstance(error, Exception) or self._is_final(error):
+        if not isinstance(error, Exception) or isinstance(error, self._final):
             return False
         if not self._stop.is_set():
             self._fail(error)
         return True
-
-    def _is_final(self, error: Exception) -> bool:
-        return isinstance(error, self._final)
 
     def _fail(self, error: Exception) -> None:
         self._back_off(error, self._failed + message_of(error))

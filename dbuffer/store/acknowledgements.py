@@ -165,9 +165,11 @@ class _Wait:
                 f"apply version {version}"
             )
         if self._is_skipped_by(record):
+            by_number = [f"{record.every} as number"] if record.every > 1 else []
+            by_key = (f"{n} in {key!r:.100}" for key, n in record.when.items())
             raise ReceiverFailedError(
                 f"{_process_of(record)} skips version {version} on purpose, {_at(record)}: it "
-                f"takes only versions with multiples of {_multiples_of(record)}"
+                f"takes only versions with multiples of {', '.join([*by_number, *by_key])}"
             )
         for part in self._parts_of(record):
             if self._is_old(part) or not part.has_problem_with(version, self.newest):
@@ -205,12 +207,6 @@ class _Wait:
 def _at(record: ReceiverRecord, noun: str = "") -> str:
     applied = record.applied_version
     return "at no version" if applied is None else f"at {noun}{applied}"
-
-
-def _multiples_of(record: ReceiverRecord) -> str:
-    """Describe which versions an engine takes, as in `100 in "step"` for multiples of 100."""
-    by_number = [f"{record.every} as number"] if record.every > 1 else []
-    return ", ".join([*by_number, *(f"{n} in {key!r:.100}" for key, n in record.when.items())])
 
 
 def _is_certain_of_end(record: ReceiverRecord) -> bool:

@@ -59,7 +59,17 @@ class DoubleBuffer:
         if not self.exists():
             raise errors.StoreNotFoundError(f"there is no store at {self.root}")
         if self.owner_only:
-            self._check_root()
+            try:
+                filesystem.check_trust(self.root)
+            except errors.StoreAccessError as error:
+                # For a mistyped path, "others can write to it" would be the wrong message.
+                contents = other_contents(self.root)
+                if contents is None:
+                    raise
+                raise errors.StoreAccessError(
+                    f"there is no store at {self.root}, which holds {contents}: name a directory "
+                    "of the store's own"
+                ) from error
             for name in (
                 *places.BUFFERS,
                 places.DELTAS_DIRECTORY,
@@ -69,19 +79,6 @@ class DoubleBuffer:
             ):
                 with contextlib.suppress(errors.StoreNotFoundError):  # a sender is making it
                     filesystem.check_trust(self.root / name)
-
-    def _check_root(self) -> None:
-        try:
-            filesystem.check_trust(self.root)
-        except errors.StoreAccessError as error:
-            # For a mistyped path, "others can write to it" would be the wrong message.
-            contents = other_contents(self.root)
-            if contents is None:
-                raise
-            raise errors.StoreAccessError(
-                f"there is no store at {self.root}, which holds {contents}: name a directory of "
-                "the store's own"
-            ) from error
 
     @property
     def medium(self) -> Medium:
@@ -134,7 +131,9 @@ class DoubleBuffer:
         was published too if a reader has seen it. If one buffer is being written, the other buffer
         has the newest version.
         """
-        manifests = self._manifests_of_one_moment()
+        manifests = before = None
+        while manifests is None or manifests != before:  # until both are of one moment
+            before, manifests = manifests, {name: self.manifest(name) for name in places.BUFFERS}
         if None in manifests.values():
             return None  # the first version is being written
         complete = [
@@ -150,12 +149,6 @@ class DoubleBuffer:
         log_once(logger, message, self.root, places.POINTER_FILE)
         # Generations go up within a store, also from one run to the next.
         return min(complete, key=lambda pointer: pointer.generation)
-
-    def _manifests_of_one_moment(self) -> dict[str, Manifest | None]:
-        before = None
-        while (manifests := {buffer: self.manifest(buffer) for buffer in places.BUFFERS}) != before:
-            before = manifests
-        return manifests
 
     def weights_path(self, buffer: str, manifest: Manifest) -> Path:
         """Path of the weights file that a manifest names.

@@ -237,7 +237,12 @@ def _try_open(
 ) -> OpenStoreVersion | str:
     """Open the version in a buffer, or return the reason why the buffer cannot be opened now."""
     manifest = store.manifest(buffer)
-    if manifest is None or not _names(named, manifest):
+    if (
+        manifest is None
+        or manifest.state != "complete"
+        or (manifest.id, manifest.generation, manifest.writer)
+        != (named.id, named.generation, named.writer)
+    ):
         return f"buffer {buffer} does not hold version {named.version}"
     _require_readable(store, manifest)
     if announce is not None:
@@ -307,10 +312,3 @@ class Patience:
             return False
         time.sleep(next(self._pauses_s))
         return True
-
-
-def _names(named: Pointer | Manifest, manifest: Manifest) -> bool:
-    return manifest.state == "complete" and (
-        (manifest.id, manifest.generation, manifest.writer)
-        == (named.id, named.generation, named.writer)
-    )

@@ -147,8 +147,7 @@ class BufferWriter:
         self._lock = lock
         try:
             with os_errors("recover the store", self.root):
-                self.record = self._recover()
-                self._runs = self._begin_run(run_name)
+                self.record, self._runs = self._recover(run_name)
         except BaseException:
             self._lock.close()
             raise
@@ -536,13 +535,8 @@ class BufferWriter:
                 for path in (*parts_of(claim.path), *claim.deltas):
                     path.unlink(missing_ok=True)
 
-    def _begin_run(self, name: str | None) -> list[Run]:
-        record, newest = self.record, Contents(self.store).newest
-        upon, before = (None, []) if newest is None else (newest.id.number, newest.runs)
-        run = Run(record.token, name, record.host, record.pid, record.started_at, upon)
-        return [run, *before][:MAX_RUNS]
-
-    def _recover(self) -> WriterRecord:
+    def _recover(self, run_name: str | None) -> tuple[WriterRecord, list[Run]]:
+        """Begin a run in the store, as another writer left it; return its record and its runs."""
         before = self.store.undamaged_writer()
         contents = Contents(self.store)
         self._generation = contents.last_generation
@@ -562,7 +556,10 @@ class BufferWriter:
                 (written.receiver, written.token): written.updated_at
                 for written in self.store.receivers()
             }
-        return record
+        newest = Contents(self.store).newest
+        upon, earlier = (None, []) if newest is None else (newest.id.number, newest.runs)
+        run = Run(record.token, run_name, record.host, record.pid, record.started_at, upon)
+        return record, [run, *earlier][:MAX_RUNS]
 
     def _put(self, path: Path, record: Record) -> None:
         self._open_records[path] = self.medium.publish_file(

@@ -337,7 +337,8 @@ def _gatherable(
     is_bare = has_no_shape(tensor) or tensor.is_meta
     if not is_bare and (is_zero3 or hasattr(tensor, "full_tensor")):
         if not sharded:
-            if is_zero3 or not _is_whole(shard):
+            meshes = () if is_zero3 else zip(shard.placements, shard.device_mesh.shape, strict=True)
+            if is_zero3 or not all(way.is_replicate() or size == 1 for way, size in meshes):
                 raise InvalidWeightsError(
                     f"each rank holds only a part of tensor {name!r}: publish on all ranks "
                     "together, with dbuffer.ShardedWeightSender"
@@ -356,11 +357,6 @@ def _gatherable(
 
 def _fetch_zero3() -> torch.Tensor:
     raise NotImplementedError("ZeRO-3 gathers a parameter only inside a block: see `shards`")
-
-
-def _is_whole(tensor: Any) -> bool:
-    pairs = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    return all(placement.is_replicate() or size == 1 for placement, size in pairs)
 
 
 def _without_ties(named: Tensors) -> tuple[Tensors, dict[str, str]]:
