@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import random
 import threading
@@ -21,7 +20,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors
 from dbuffer.mirror.bucket import Bucket, Listed, Tag
 from dbuffer.mirror.records import BucketRecords
-from dbuffer.receive.follow_loop import wait_until_newer
+from dbuffer.receive.follow_loop import Followed
 from dbuffer.receive.reader import VersionVerifier
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import require_successor
@@ -129,16 +128,15 @@ def missing_files(listed: Mapping[str, Listed], version: BucketVersion) -> list[
     ]
 
 
-class BucketSource:
+class BucketSource(Followed):
     """Bucket that a mirror follows. For the mirror, it replaces the `WeightReceiver` of a store."""
 
-    record: OwnRecord
     reader: VersionVerifier
 
     def __init__(self, bucket: Bucket, poll_interval_s: float, copier: Copier) -> None:
-        self.name = self.store = bucket.url
+        self.name = bucket.url
         self._bucket = bucket
-        self._poll_interval_s = poll_interval_s
+        self.poll_interval_s = poll_interval_s
         self._copier = copier
         self._deltas: dict[VersionId, Descriptor] = {}
         self._seen: BucketVersion | None = None
@@ -161,23 +159,19 @@ class BucketSource:
         return BucketRecords(self._bucket, record)
 
     @property
+    def store(self) -> str:
+        return self._bucket.url
+
+    @property
     def last_seen(self) -> Lineage | None:
         return None if self._seen is None else self._seen.manifest.lineage
 
-    def wait_for_version(
-        self,
-        newer_than: int | None = None,
-        timeout_s: float | None = 60.0,
-        stop_event: threading.Event | None = None,
-    ) -> int | None:
-        def poll_interval_s() -> float:
-            # A random interval keeps the mirrors of many nodes from polling at the same time.
-            return self._poll_interval_s * random.uniform(0.75, 1.25)  # noqa: S311
+    def _wait(self, timeout_s: float) -> bool:
+        return wait_and_clear(self._is_woken, timeout_s)
 
-        wait = functools.partial(wait_and_clear, self._is_woken)
-        return wait_until_newer(
-            self._look, wait, poll_interval_s, newer_than, timeout_s, stop_event
-        )
+    def _until_next_look_s(self) -> float:
+        # A random interval keeps the mirrors of many nodes from polling at the same time.
+        return self.poll_interval_s * random.uniform(0.75, 1.25)  # noqa: S311
 
     @contextlib.contextmanager
     def open_seen(self, newer_than: int | None = None) -> Iterator[OpenBucketVersion | None]:

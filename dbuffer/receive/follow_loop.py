@@ -8,18 +8,19 @@ the attempt does not count as failed: the next attempt looks for a newer version
 
 from __future__ import annotations
 
+import abc
 import logging
 import math
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 from dbuffer import errors
 from dbuffer.format.lineage import Lineage
 from dbuffer.format.manifest import MAX_INTEGER
+from dbuffer.runtime import options
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import RetryLoop, message_of
 from dbuffer.store.records import OwnRecord
@@ -28,63 +29,71 @@ Forked = Literal["follow", "refuse"]
 """Reaction if the store's newest version does not descend from the follower's version (a fork)."""
 
 
-class Followed(Protocol):
-    """Receiver of a store or bucket, such as `WeightReceiver`."""
+class Followed(abc.ABC):
+    """Base class of receivers that wait for the versions of a store or of a bucket."""
+
+    record: OwnRecord
+    """The receiver's record: `FollowLoop` reports problems and counts failures there."""
+    poll_interval_s: float
 
     @property
+    @abc.abstractmethod
     def store(self) -> Path | str:
         """The store, for messages."""
 
     @property
-    def record(self) -> OwnRecord:
-        """The receiver's record: the loop reports problems and counts failures there."""
-
-    @property
+    @abc.abstractmethod
     def last_seen(self) -> Lineage | None:
         """Newest version that the receiver has seen."""
+
+    @abc.abstractmethod
+    def follow_fork(self) -> None:
+        """Accept the store's newest version, whichever run (start of a sender) published it."""
+
+    @abc.abstractmethod
+    def _look(self) -> int | None:
+        """Return the newest version's number, or None if there is none."""
+
+    @abc.abstractmethod
+    def _wait(self, timeout_s: float) -> bool:
+        """Wait for at most ``timeout_s``; return True to look again at once."""
+
+    def _until_next_look_s(self) -> float:
+        """Return the longest time between two looks, in seconds."""
+        return self.poll_interval_s
 
     def wait_for_version(
         self,
         newer_than: int | None = None,
-        timeout_s: float | None = ...,
+        timeout_s: float | None = 60.0,
         stop_event: threading.Event | None = None,
     ) -> int | None:
         """Wait until a version above ``newer_than`` is published; return the newest one's number.
 
-        Return None if ``timeout_s`` passes or ``stop_event`` is set first.
+        Return None if ``timeout_s`` passes or ``stop_event`` is set first. Raise
+        :class:`VersionRegressedError` if the newest version does not follow the last one seen.
         """
+        check_version("newer_than", newer_than)
+        if timeout_s is not None:
+            options.seconds("timeout_s", timeout_s)
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        step_s = math.inf if stop_event is None else TIMING.stop_check_s
+        while stop_event is None or not stop_event.is_set():
+            version = self._look()
+            if version is not None and (newer_than is None or version > newer_than):
+                return version
+            if (now_s := time.monotonic()) >= deadline:
+                return None
+            look_at = min(deadline, now_s + self._until_next_look_s())
+            while (left_s := look_at - time.monotonic()) > 0:
+                if self._wait(min(left_s, step_s)) or (stop_event and stop_event.is_set()):
+                    break
+        return None
 
-    def follow_fork(self) -> None:
-        """Accept the store's newest version, whichever run (start of a sender) published it."""
 
-
-def wait_until_newer(
-    look: Callable[[], int | None],
-    wait: Callable[[float], bool],
-    poll_interval_s: Callable[[], float],
-    newer_than: int | None,
-    timeout_s: float | None,
-    stop_event: threading.Event | None,
-) -> int | None:
-    """Implement `Followed.wait_for_version`.
-
-    ``look`` returns the newest version's number, or None if there is none. ``wait`` waits for at
-    most the given seconds, and returns True to look again at once. ``poll_interval_s`` returns the
-    longest time between two looks.
-    """
-    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    step_s = math.inf if stop_event is None else TIMING.stop_check_s
-    while stop_event is None or not stop_event.is_set():
-        version = look()
-        if version is not None and (newer_than is None or version > newer_than):
-            return version
-        if (now_s := time.monotonic()) >= deadline:
-            return None
-        look_at = min(deadline, now_s + poll_interval_s())
-        while (left_s := look_at - time.monotonic()) > 0:
-            if wait(min(left_s, step_s)) or (stop_event is not None and stop_event.is_set()):
-                break
-    return None
+def check_version(name: str, value: int | None) -> None:
+    if value is not None:
+        options.whole_number(name, value, at_least=-1)
 
 
 class FollowLoop(RetryLoop):
@@ -122,8 +131,6 @@ class FollowLoop(RetryLoop):
         self.failed_version: int | None = None
         """Version that the last failed attempt could not use, or None if the store was
         unreadable."""
-        self.is_failing = False
-        """Whether no attempt has succeeded since the last failure."""
         self._retry_at: float | None = None
         """Time of the next attempt to use ``failed_version``, or None to wait for a newer
         version."""
@@ -177,7 +184,6 @@ class FollowLoop(RetryLoop):
         """Note that the version was used: clear the failure and the reported problem."""
         if self.succeeded(f"{self._doing} {self._receiver.store}"):
             self._receiver.record.write(problem=None, problem_version=None)
-        self.is_failing = False
 
     def retry_now(self) -> None:
         """Make the next attempt without backoff. Any thread can call this method."""
@@ -211,7 +217,7 @@ class FollowLoop(RetryLoop):
         self._back_off(error, problem, is_short=version is None, is_lasting=is_lasting)
         # The error's frames keep a mapping alive, and with it the space of a removed file.
         traceback.clear_frames(error.__traceback__)
-        self.is_failing, self.failed_version = True, version
+        self.failed_version = version
         self._retry_at = None if is_lasting else time.monotonic() + self.retry_s
         self._receiver.record.count(failures=1)
         problem_version = None if named is None or last_seen is None else last_seen.at(named)

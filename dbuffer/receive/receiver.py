@@ -33,7 +33,7 @@ from dbuffer.format.places import POINTER_FILE
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import any_on_gpu
 from dbuffer.io.tensors import FileTensors
-from dbuffer.receive.follow_loop import wait_until_newer
+from dbuffer.receive.follow_loop import Followed, check_version
 from dbuffer.receive.reader import VersionReader
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
 from dbuffer.runtime import options
@@ -70,7 +70,7 @@ _NO_FAILURES = (
 """Errors that say nothing about whether the newest version can be applied."""
 
 
-class WeightReceiver(Closing, ProcessBound):
+class WeightReceiver(Followed, Closing, ProcessBound):
     """Reader of a store. Any number of receivers, in any processes, can follow one store.
 
     A receiver can be made before the store exists. Use it in one thread at a time. With its first
@@ -91,6 +91,8 @@ class WeightReceiver(Closing, ProcessBound):
         allow_shared_store: accept a directory that belongs to another user, or that other users can
             write to.
     """
+
+    record: RecordFile
 
     def __init__(
         self,
@@ -178,9 +180,9 @@ class WeightReceiver(Closing, ProcessBound):
             StoreCorruptError, StoreAccessError: the version cannot be read.
         """
         self._check_open()
-        _check_version("newer_than", newer_than)
+        check_version("newer_than", newer_than)
         if not isinstance(version, VersionId):
-            _check_version("version", version)
+            check_version("version", version)
         options.seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + timeout_s
         find = functools.partial(self._wait_and_open, newer_than, version, deadline, timeout_s)
@@ -385,25 +387,6 @@ class WeightReceiver(Closing, ProcessBound):
             newer_than = snapshot.version
             del snapshot  # unmap the version before waiting for the next one
 
-    def wait_for_version(
-        self,
-        newer_than: int | None = None,
-        timeout_s: float | None = 60.0,
-        stop_event: threading.Event | None = None,
-    ) -> int | None:
-        """Wait until a version above ``newer_than`` is published; return the newest one's number.
-
-        Return None if ``timeout_s`` passes or ``stop_event`` is set first. Raise
-        :class:`VersionRegressedError` if the newest version does not follow the last one seen.
-        """
-        _check_version("newer_than", newer_than)
-        if timeout_s is not None:
-            options.seconds("timeout_s", timeout_s)
-        wait, poll_interval_s = self._watcher.wait, lambda: self.poll_interval_s
-        return wait_until_newer(
-            self._look, wait, poll_interval_s, newer_than, timeout_s, stop_event
-        )
-
     def wait_or_follow_fork(
         self,
         newer_than: int | None,
@@ -468,6 +451,9 @@ class WeightReceiver(Closing, ProcessBound):
                 f"this receiver of {self.store} is closed, or was made before a fork; "
                 "make a new one"
             )
+
+    def _wait(self, timeout_s: float) -> bool:
+        return self._watcher.wait(timeout_s)
 
     def _look(self) -> int | None:
         self._check_open()
@@ -615,8 +601,3 @@ def _part_of(layout: Layout, *, draft: bool) -> Layout:
             "the version has no draft: a sender publishes one with send(weights, draft=draft)"
         )
     return part
-
-
-def _check_version(name: str, value: int | None) -> None:
-    if value is not None:
-        options.whole_number(name, value, at_least=-1)

@@ -66,6 +66,11 @@ class RetryLoop:
         """Error of the last attempt, or None if it worked."""
         self.retry_s = 0.0
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether no attempt has succeeded since the last failure."""
+        return self._failures is not None
+
     def attempt(self) -> Self:
         self.error = None
         return self
