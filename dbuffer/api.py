@@ -10,6 +10,6 @@ from dbuffer.publish.sender import WeightSender as WeightSender
 from dbuffer.publish.sender_options import SenderOptions as SenderOptions
 from dbuffer.publish.sharded import ShardedWeightSender as ShardedWeightSender
 from dbuffer.receive.receiver import WeightReceiver as WeightReceiver
-from dbuffer.receive.snapshot import Snapshot as Snapshot
+from dbuffer.receive.reader import Snapshot as Snapshot
 from dbuffer.weights.lazy_tensor import LazyTensor as LazyTensor
 from dbuffer.weights.names import NameMap as NameMap

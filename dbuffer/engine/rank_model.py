@@ -49,7 +49,7 @@ from dbuffer.format.layout import Layout, is_of_draft
 from dbuffer.format.lineage import VersionId
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import fork_streams
-from dbuffer.receive.snapshot import Snapshot
+from dbuffer.receive.reader import Snapshot
 from dbuffer.receive.stager import Staged
 from dbuffer.runtime.messages import described, listed
 from dbuffer.runtime.trouble import log_once

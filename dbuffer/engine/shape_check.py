@@ -21,7 +21,7 @@ from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import Layout, TensorSpec, is_of_draft
 from dbuffer.format.lineage import VersionId
 from dbuffer.io.tensors import DTYPES
-from dbuffer.receive.snapshot import Snapshot
+from dbuffer.receive.reader import Snapshot
 from dbuffer.runtime.messages import described, listed
 from dbuffer.weights.names import NameMap
 from dbuffer.weights.targets import advice

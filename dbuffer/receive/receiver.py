@@ -34,8 +34,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.devices import any_on_gpu
 from dbuffer.io.tensors import FileTensors
 from dbuffer.receive.follow_loop import Followed, check_version
-from dbuffer.receive.reader import VersionReader
-from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
+from dbuffer.receive.reader import Snapshot, SnapshotTensors, VersionReader
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.trouble import log_once

@@ -29,8 +29,8 @@ from dbuffer.format.manifest import MAX_INTEGER, Manifest, Pointer
 from dbuffer.io.devices import PageLock, fork_streams, free_on
 from dbuffer.io.tensors import new_memory
 from dbuffer.receive.follow_loop import FollowLoop, Forked
+from dbuffer.receive.reader import Snapshot, SnapshotTensors
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
 from dbuffer.runtime.closing import ProcessBound, join
 from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.messages import first_line

@@ -23,8 +23,8 @@ from typing import Any
 
 from dbuffer.errors import StoreAccessError, WeightsMismatchError
 from dbuffer.format.layout import digest
+from dbuffer.receive.reader import Snapshot
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime import options
 from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.trouble import log_once

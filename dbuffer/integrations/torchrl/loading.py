@@ -17,7 +17,7 @@ from dbuffer.format.layout import Layout
 from dbuffer.integrations.torchrl.extraction import EXTRA_STATE, clean_path, unpacked
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.io.tensors import copy_one
-from dbuffer.receive.snapshot import Snapshot
+from dbuffer.receive.reader import Snapshot
 from dbuffer.weights.named_tensors import clean_names, own_tensors
 from dbuffer.weights.targets import Match, Matcher
 

@@ -17,7 +17,7 @@ from dbuffer.format.places import POINTER_FILE
 from dbuffer.integrations.torchrl.base import TransportOptions
 from dbuffer.integrations.torchrl.extraction import Extracted
 from dbuffer.publish.sender import WeightSender
-from dbuffer.receive.snapshot import Snapshot
+from dbuffer.receive.reader import Snapshot
 from dbuffer.store.buffer import DoubleBuffer
 
 PublishedVersion: TypeAlias = tuple[WeightSender, int, tuple[int, ...]]

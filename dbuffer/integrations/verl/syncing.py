@@ -28,8 +28,8 @@ from dbuffer.format.delta import require_compression
 from dbuffer.io.tensors import DTYPES
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.publish.sender import WeightSender
+from dbuffer.receive.reader import Snapshot
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime import options
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import progress
 
 if TYPE_CHECKING:
-    from dbuffer.receive.snapshot import Snapshot
+    from dbuffer.receive.reader import Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.io.tensors import new_memory
-from dbuffer.receive.snapshot import Snapshot
+from dbuffer.receive.reader import Snapshot
 from dbuffer.receive.stager import Staged, Stager, StagingMemory
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import PublishedRecord
