@@ -52,7 +52,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.delta import encode_delta
 from dbuffer.io.devices import free_on, gpu_of
 from dbuffer.io.tensors import MappedTensors
-from dbuffer.publish.draft import Draft, Progress, fill, join_digests_of_parts
+from dbuffer.publish.draft import Draft, fill, join_digests_of_parts
 from dbuffer.publish.kept_copy import MAX_CHANGED_SHARE, KeptCopy
 from dbuffer.publish.part import Part
 from dbuffer.publish.patches import SparsePatch, patch_of
@@ -137,29 +137,18 @@ class Deltas:
         self._has_last, self._why_none = False, reason
         self._copy = self._file = self._base = self._changes = None
 
-    def patch_of(
-        self, patches: Iterable[SparsePatch], *, must_be_finite: bool
-    ) -> tuple[Part, Patch]:
+    def patch_of(self, patches: Iterable[SparsePatch], *, must_be_finite: bool) -> Patch:
         if self._part is None or not self._has_last:
             raise VersionError(
                 f"this sender has not published what patches in {self._store.root} could follow: "
                 "send all weights first, and after each error"
             )
-        patch = patch_of(patches, self._part.whole, must_be_finite=must_be_finite)
-        return self._part, patch
+        return patch_of(patches, self._part.whole, must_be_finite=must_be_finite)
 
-    def begin(
-        self,
-        part: Part,
-        source: Source,
-        version: int,
-        patch: Patch | None,
-        progress: Progress | None,
-    ) -> None:
+    def begin(self, part: Part, source: Source, version: int) -> None:
         """Begin a version: copy its weights into the kept copy, if there is one. Collective.
 
-        ``version`` is the version's number on rank 0. If there is a ``patch``, the last version
-        with this patch is published instead of ``source``.
+        ``version`` is the version's number on rank 0.
         """
         world, self._version = self._world, version
         if self._has_last and self._part is not part:
@@ -177,10 +166,10 @@ class Deltas:
         is_new = self._copy is None
         if self._copy is None:
             self._copy = KeptCopy(part, self._copier, gpu)
-        if patch is not None:
-            self._changes = self._copy.patch(patch)
+        if source.patch is not None:
+            self._changes = self._copy.patch(source.patch)
             return
-        fill(self._copy, "copy" if is_new else "compare", source, world, progress)
+        fill(self._copy, "copy" if is_new else "compare", source, world)
         if is_new:
             self._copy.take_changes()
         else:
@@ -239,9 +228,7 @@ class Deltas:
             return True
         return False
 
-    def write(
-        self, draft: Draft, source: Source, patch: Patch | None, progress: Progress | None
-    ) -> list[int] | None:
+    def write(self, draft: Draft, source: Source) -> list[int] | None:
         """Write the version into the draft's file, if it has one; return checksums. Collective."""
         world, copy = self._world, self._copy
         if copy is not None and draft.has_file:
@@ -253,10 +240,10 @@ class Deltas:
             with world.step("hash its part") as step:
                 step.result = copy.digests()
             return join_digests_of_parts(draft.layout, step.results)
-        elif patch is not None:
-            return self._write_patch(draft, patch)
+        elif source.patch is not None:
+            return self._write_patch(draft, source.patch)
         else:
-            fill(draft, "write", source, world, progress)
+            fill(draft, "write", source, world)
         checksums = draft.finish_parts(world)
         if self._file is not None and self._changes is None:
             find = partial(

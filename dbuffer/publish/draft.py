@@ -8,7 +8,7 @@ import json
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -41,14 +41,10 @@ from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.writer import BufferWriter, Claim
-from dbuffer.weights.sources import Source
+from dbuffer.weights.sources import Progress, Source
 
 if TYPE_CHECKING:
     from dbuffer.publish.kept_copy import KeptCopy
-
-Progress = Callable[[int, int], None]
-"""Function that is called with the number of bytes copied so far, and the total number (0 if
-unknown)."""
 
 MAX_METADATA_BYTES = MAX_RECORD_BYTES // 2
 """Largest size of a version's metadata, in bytes of JSON. Each read of the version's manifest
@@ -206,12 +202,12 @@ class Draft:
 
             copier.in_parallel(write_some, copier.cut_work([layout.sizes[n] for n in numbers]))
 
-    def write_stream(self, source: Source, on_bytes: OnBytes | None) -> None:
+    def write_stream(self, source: Source) -> None:
         """Write a stream of tensors one after another.
 
         The layout is known after the last tensor.
         """
-        specs, end = list[TensorSpec](), 0
+        specs, end, on_bytes = list[TensorSpec](), 0, counter(source.progress, 0)
         for spec, tensor in source.stream or ():
             source.refuse_values([spec], [tensor])
             self._write_tensor(self.claim.weights, len(specs), spec, end, tensor)
@@ -328,18 +324,15 @@ class Draft:
         self.abandon()
 
 
-def fill(
-    target: Draft | KeptCopy, verb: str, source: Source, world: World, progress: Progress | None
-) -> None:
+def fill(target: Draft | KeptCopy, verb: str, source: Source, world: World) -> None:
     """Write the elements of all ranks' parts ("boxes") into a draft or a kept copy. Collective.
 
     Each rank first writes the boxes that it holds, and only then the gathered tensors. If a rank
-    fails with its own boxes, no other rank waits for it in a gather. If the source has lazy
-    tensors, ``progress`` is called.
+    fails with its own boxes, no other rank waits for it in a gather.
     """
     part, specs = target.part, target.part.layout.specs
     with world.step(f"{verb} its part"):
-        on_bytes = counter(progress, part.layout.num_bytes) if source.is_lazy else None
+        on_bytes = counter(source.progress, part.layout.num_bytes) if source.is_lazy else None
         for numbers, elements in part.local_boxes(source):
             target.write(numbers, elements)
             if on_bytes is not None:

@@ -34,7 +34,7 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Lag
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import KeptMappings
-from dbuffer.publish.draft import Draft, Progress, counter, fill
+from dbuffer.publish.draft import Draft, fill
 from dbuffer.publish.part import Assignment, Part, layout_in_parts
 from dbuffer.ranks.world import World
 from dbuffer.runtime import options
@@ -45,7 +45,6 @@ from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.sources import Source
 
 if TYPE_CHECKING:
-    from dbuffer.io.changes import Patch
     from dbuffer.publish.deltas import Deltas
 
 
@@ -245,13 +244,16 @@ class Publisher(Closing, ProcessBound):
         assert self._writer_on_0 is not None  # noqa: S101
         return self._writer_on_0
 
-    def _part_of(self, source: Source) -> Part:
-        """Return this rank's part of the weights: the last part, if the tensors are the same."""
-        last = self._part
-        if last is not None and (last.whole.specs, last.whole.aliases) == (
-            source.specs,
-            source.aliases,
-        ):
+    def _part_of(self, source: Source) -> Part | None:
+        """Return this rank's part of the weights: the last part, if the tensors are the same.
+
+        Return None if an iterator yields the weights: their layout is not known yet.
+        """
+        last, described = self._part, (source.specs, source.aliases)
+        if source.stream is not None:
+            return None
+        is_alike = last is not None and (last.whole.specs, last.whole.aliases) == described
+        if source.patch is not None or is_alike:
             return last
         layout = Layout.of(source.specs, source.aliases)
         if self._assignment is not None and not self._maps_files:
@@ -262,21 +264,16 @@ class Publisher(Closing, ProcessBound):
         self,
         started: float,
         source: Source,
-        part: Part | None,
         number: int,
         metadata: dict[str, Any],
-        *,
-        progress: Progress | None = None,
-        patch: Patch | None = None,
     ) -> Publication:
         """Publish weights, or a patch of the last version. Collective.
 
-        The version gets rank 0's ``number`` and ``metadata``. ``part`` is None if an iterator
-        yields the weights: their layout is not known yet. If this method raises, nothing was
+        The version gets rank 0's ``number`` and ``metadata``. If this method raises, nothing was
         published on any rank, unless the message says so.
         """
         world, deltas = self._world, self._deltas
-        self._part = part
+        self._part = part = self._part_of(source)
         draft = Draft(
             self._buffers,
             self._mappings,
@@ -287,7 +284,7 @@ class Publisher(Closing, ProcessBound):
         )
         try:
             if deltas is not None and part is not None:
-                deltas.begin(part, source, number, patch, progress)
+                deltas.begin(part, source, number)
             # A mapping keeps the room of a removed file, which the new version may need.
             self._mappings.keep_only(part.whole if part and self._rewrites_files else None)
             with world.step("claim a buffer") as claiming:
@@ -299,9 +296,13 @@ class Publisher(Closing, ProcessBound):
                     )
             draft.join(*claiming.results[0])
             if deltas is not None:
-                checksums = deltas.write(draft, source, patch, progress)
+                checksums = deltas.write(draft, source)
             else:
-                checksums = self._write(draft, source, progress)
+                if source.stream is None:
+                    fill(draft, "write", source, world)
+                else:
+                    draft.write_stream(source)
+                checksums = draft.finish_parts(world)
             with world.step("commit the version") as committing:
                 if world.rank == 0:
                     if deltas is not None:
@@ -319,10 +320,3 @@ class Publisher(Closing, ProcessBound):
             raise
         delta_bytes = committing.results[0]
         return self._count(Publication.of(draft.id, draft.layout, started, delta_bytes))
-
-    def _write(self, draft: Draft, source: Source, progress: Progress | None) -> list[int] | None:
-        if source.stream is None:
-            fill(draft, "write", source, self._world, progress)
-        else:
-            draft.write_stream(source, counter(progress, 0))
-        return draft.finish_parts(self._world)

@@ -31,7 +31,7 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import fork_streams
 from dbuffer.io.tensors import FileTensors, file_under
-from dbuffer.publish.draft import Progress, checked_metadata
+from dbuffer.publish.draft import checked_metadata
 from dbuffer.publish.publisher import Publication, Publisher
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.ranks.world import World
@@ -40,7 +40,7 @@ from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.messages import first_line, listed
 from dbuffer.runtime.trouble import without_frames
 from dbuffer.store.open_version import OpenStoreVersion
-from dbuffer.weights.sources import Source, Weights
+from dbuffer.weights.sources import Progress, Source, Weights
 
 if TYPE_CHECKING:
     from dbuffer.publish.patches import SparsePatch
@@ -162,15 +162,15 @@ class WeightSender(Publisher):
             # Refuse bad input before anything is touched.
             number = self._writer.next_version(version)
             checked = checked_metadata(metadata)
-            source = self._describer.describe(weights, draft)
+            source = replace(self._describer.describe(weights, draft), progress=progress)
             if source.stream is not None and self._deltas is not None:
                 raise InvalidWeightsError(
                     "a sender with delta=True compares all weights in memory, and an iterator "
                     "gives them one by one: make a dictionary of them"
                 )
             if wait:
-                return self._send(started, source, number, checked, progress)
-        return self._send_from_a_thread(started, source, version, checked, progress)
+                return self._send(started, source, number, checked)
+        return self._send_from_a_thread(started, source, version, checked)
 
     def _send_from_a_thread(
         self,
@@ -178,7 +178,6 @@ class WeightSender(Publisher):
         source: Source,
         version: int | None,
         metadata: dict[str, Any],
-        progress: Progress | None,
     ) -> PendingPublication:
         if source.stream is not None:
             options.refuse("wait", False, "True with an iterator, which only its owner may run")
@@ -198,7 +197,7 @@ class WeightSender(Publisher):
         def publish() -> Publication:
             with self._publishing(), on_own_streams():
                 number = self._writer.next_version(version)  # other threads publish, too
-                return self._send(started, source, number, metadata, progress)
+                return self._send(started, source, number, metadata)
 
         pending = PendingPublication()
         try:
@@ -253,9 +252,8 @@ class WeightSender(Publisher):
             version = self._writer.next_version(version)
             checked = checked_metadata(metadata)
             must_be_finite = self._describer.require_finite
-            part, patch = self._deltas.patch_of(patches, must_be_finite=must_be_finite)
-            unread = Source((), [], {})
-            return self._publish(started, unread, part, version, checked, patch=patch)
+            patch = self._deltas.patch_of(patches, must_be_finite=must_be_finite)
+            return self._publish(started, Source((), [], {}, patch=patch), version, checked)
 
     def republish(
         self, version: int | VersionId, *, metadata: Mapping[str, Any] | None = None
@@ -289,7 +287,7 @@ class WeightSender(Publisher):
                 if self._deltas is not None or opened.manifest.anchor or is_hashed != self._hashed:
                     views = self._read_whole(opened, layout).views
                     source = Source(layout.specs, views, layout.aliases, is_lazy=False)
-                    return self._send(started, source, number, checked, None)
+                    return self._send(started, source, number, checked)
                 self._mappings.clear()  # mappings keep the room of files that are removed now
                 published = self._writer.republish(opened, number, checked)
         return self._count(Publication.of(published.id, layout, started, None))
@@ -348,15 +346,12 @@ class WeightSender(Publisher):
         source: Source,
         version: int,
         metadata: dict[str, Any],
-        progress: Progress | None,
     ) -> Publication:
-        part = None
         if source.stream is None:
             self._refuse_idle_buffer(source)
-            part = self._part_of(source)
             if not source.is_lazy:
                 source.refuse_values(source.specs, source.eager)
-        published = self._publish(started, source, part, version, metadata, progress=progress)
+        published = self._publish(started, source, version, metadata)
         self._is_behind = False
         return published
 

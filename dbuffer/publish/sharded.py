@@ -169,7 +169,7 @@ class ShardedWeightSender(Publisher):
         with self._world.losing_interrupted(), self._publishing(), self._world.call():
             started = time.monotonic()
             source, number, checked = self._describe(weights, draft, version, metadata)
-            return self._publish(started, source, self._part_of(source), number, checked)
+            return self._publish(started, source, number, checked)
 
     def _describe(
         self,

@@ -36,6 +36,7 @@ from dbuffer.weights.named_tensors import (
 if TYPE_CHECKING:
     from tensordict import TensorDictBase  # its import takes as long as torch's
 
+    from dbuffer.io.changes import Patch
     from dbuffer.weights.conversion import Conversion
     from dbuffer.weights.weight_source import SourceReader, WeightSource
 
@@ -50,6 +51,10 @@ Weights: TypeAlias = (
 )
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Function that is called with the number of bytes copied so far, and the total number (0 if
+unknown)."""
 
 
 def _check_nothing() -> None: ...
@@ -77,6 +82,10 @@ class Source:
     """Whether tensors are cast to their specs' dtypes when they are published."""
     must_be_finite: bool = False
     """Whether to refuse tensors with a NaN or an infinity."""
+    patch: Patch | None = None
+    """Patch of the sender's last version, to publish in place of `tensors`, or None."""
+    progress: Progress | None = None
+    """Function that is called if `tensors` has lazy tensors, or for each tensor in `stream`."""
 
     def refuse_values(self, specs: Iterable[TensorSpec], tensors: Collection[torch.Tensor]) -> None:
         """Refuse tensors that overflow in their cast or, if `must_be_finite`, are not finite."""
