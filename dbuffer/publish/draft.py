@@ -104,13 +104,7 @@ class Draft:
         (`KeptMappings.keep_only`). Without ``with_file``, the version consists of an earlier
         version's file and of deltas.
         """
-        layout = self._layout
-        self._claim = claim = writer.claim(
-            version,
-            layout_xxh3=None if layout is None else layout.xxh3,
-            file_bytes=0 if layout is None else layout.file_bytes,
-            with_file=with_file,
-        )
+        self._claim = claim = writer.claim(version, self._layout, with_file=with_file)
         self._writer = writer
         inode = None if claim.file is None else filesystem.identity_of(claim.file.number)
         claimed: list[Any] = [str(version.id), str(claim.path.relative_to(self._store.root)), inode]

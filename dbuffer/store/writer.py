@@ -40,6 +40,7 @@ from dbuffer.errors import (
     VersionError,
 )
 from dbuffer.format import places
+from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import MAX_RUNS, Lineage, Run, VersionId
 from dbuffer.format.manifest import (
     FILE_FIELDS,
@@ -179,15 +180,15 @@ class BufferWriter:
             return Contents(self.store).next_version(version, above=self._last_number)
 
     def claim(
-        self, version: Lineage, *, layout_xxh3: str | None, file_bytes: int, with_file: bool = True
+        self, version: Lineage, layout: Layout | None = None, *, with_file: bool = True
     ) -> Claim:
         """Claim the idle buffer: lock it and mark it as being written.
 
         If versions are kept, first keep the buffer's version. On a local mount, wait for readers of
         the buffer. Once the buffer is marked, remove files that need not stay (`Retention.sweep`).
-        If the buffer's file cannot be overwritten, make a new file of ``file_bytes`` (0 if the size
-        is not known yet). Without ``with_file``, the version consists of an earlier version's file
-        and deltas, and gets no file.
+        If the buffer's file cannot be overwritten, make a new file: with all its blocks, unless the
+        ``layout`` is not known yet. Without ``with_file``, the version consists of an earlier
+        version's file and deltas, and gets no file.
 
         Raises:
             StoreFullError: the filesystem has no room for a new file.
@@ -208,7 +209,7 @@ class BufferWriter:
             if with_file and not self._keep and old is not None:
                 # The newest version may be a chain of deltas that begins with this buffer's file.
                 if self.root / buffer / old.file not in self._retention.named_by(not_idle):
-                    file = self._reuse_file(buffer, old, layout_xxh3, file_bytes)
+                    file = self._reuse_file(buffer, old, layout)
                 if file is not None:
                     undo.callback(self._close_file, self.root / buffer / old.file)
                     name, earlier = old.file, old.id
@@ -218,7 +219,7 @@ class BufferWriter:
             path = self.root / buffer / marked.file
             self._retention.sweep({**not_idle, buffer: marked}, version)
             if file is None and with_file:
-                file = self._make_file(path, file_bytes)
+                file = self._make_file(path, 0 if layout is None else layout.file_bytes)
             undo.pop_all()
             return Claim(buffer, path, file, marked, earlier)
 
@@ -228,9 +229,7 @@ class BufferWriter:
         except (StoreNotFoundError, VersionError) as error:
             logger.warning("version %d is not kept: %s", manifest.version, str(error))
 
-    def _reuse_file(
-        self, buffer: str, old: Manifest, layout_xxh3: str | None, file_bytes: int
-    ) -> Descriptor | None:
+    def _reuse_file(self, buffer: str, old: Manifest, layout: Layout | None) -> Descriptor | None:
         """Lock the idle buffer's file and return it, or None if it cannot be overwritten."""
         # A file that is never rewritten stays intact for its readers, even if it is removed.
         if self.medium.reaches_other_hosts or old.is_final:
@@ -244,10 +243,10 @@ class BufferWriter:
             and self._lock_against_readers(file, buffer, old.version)
             and self.medium.can_rewrite_in_place
             and old.state == "complete"
-            and old.layout_xxh3 == layout_xxh3
-            and old.file_bytes == file_bytes
+            and layout is not None
+            and (old.layout_xxh3, old.file_bytes) == (layout.xxh3, layout.file_bytes)
             # If another program truncated the file, mapping it would end in a SIGBUS.
-            and os.fstat(file.number).st_size == file_bytes
+            and os.fstat(file.number).st_size == layout.file_bytes
             and not _has_second_name(file)
         )
         if is_fit:
@@ -483,7 +482,7 @@ class BufferWriter:
         self, opened: OpenStoreVersion, number: int, metadata: dict[str, Any]
     ) -> Manifest:
         """Publish a kept version's weights file as a new version, by a hard link to the file."""
-        claim = self.claim(self.version(number), layout_xxh3=None, file_bytes=0, with_file=False)
+        claim = self.claim(self.version(number), with_file=False)
         try:
             for part in parts_of(opened.path):
                 if self._sync:  # its sender may not have flushed it

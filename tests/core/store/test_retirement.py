@@ -194,7 +194,7 @@ def begin_a_version_and_die(connection: Connection, store: Path) -> None:
     os.environ["DBUFFER_MOUNT"] = "network"
     with dbuffer.WeightSender(store, num_threads=1) as sender:
         publish(sender, 1, 2)
-        sender._writer.claim(sender._writer.version(3), layout_xxh3=None, file_bytes=1)
+        sender._writer.claim(sender._writer.version(3))
         die()
 
 
