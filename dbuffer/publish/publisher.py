@@ -170,14 +170,7 @@ class Publisher(Closing, ProcessBound):
                     if options.seconds("timeout_s", timeout_s) >= world.timeout_s:
                         limit = f"rank_timeout_s + reader_timeout_s, {world.timeout_s:g} s here"
                         options.refuse("timeout_s", timeout_s, f"less than {limit}")
-                    wait_applied(
-                        self._buffers,
-                        version,
-                        receivers,
-                        timeout_s=timeout_s,
-                        writer=self._writer.record,
-                        written_before=self._writer.written_before,
-                    )
+                    wait_applied(self._writer, version, receivers, timeout_s)
 
     def receiver_lags(self) -> dict[str, Lag]:
         """Return how far living receivers lag behind the newest version, keyed by receiver id.

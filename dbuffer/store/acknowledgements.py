@@ -6,34 +6,27 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from dbuffer.errors import ReceiverFailedError, WaitTimeoutError
 from dbuffer.format.lineage import Lineage
-from dbuffer.format.manifest import Lag, ReceiverRecord, WriterRecord, is_receiver_id
+from dbuffer.format.manifest import Lag, ReceiverRecord, is_receiver_id
 from dbuffer.runtime import options
 from dbuffer.runtime.timing import TIMING, doubling
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.liveness import Process
+from dbuffer.store.writer import BufferWriter
 
 _PAUSES_S = (0.001, 0.05)
 
 
 def wait_applied(
-    store: DoubleBuffer,
-    version: int,
-    receivers: int | str | Collection[str],
-    *,
-    timeout_s: float,
-    writer: WriterRecord,
-    written_before: Mapping[tuple[str, str], float] = MappingProxyType({}),
+    writer: BufferWriter, version: int, receivers: int | str | Collection[str], timeout_s: float
 ) -> None:
     """Wait until receivers have applied ``version`` or a later version.
 
     ``docs/design.md`` ("Acknowledging") says which receivers' records count, and when the wait
-    fails. ``written_before`` has the time of each record when the writer began, keyed by receiver
-    id and token. A record that has not changed since the writer began is ignored.
+    fails. A record that has not changed since the writer began is ignored.
     """
     options.whole_number("version", version, at_least=0)
     deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
@@ -44,13 +37,13 @@ def wait_applied(
         if not is_receiver_id(name):
             options.refuse("receivers", receivers, f"no receiver can be named {name!r:.80}")
     needed = expected if isinstance(expected, int) else len(expected)
-    wait = _Wait(store, version, names, written_before)
-    while (num_applied := wait.look(writer)) < needed:
+    wait = _Wait(writer, version, names)
+    while (num_applied := wait.look()) < needed:
         wait.require_able()
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise WaitTimeoutError(
-                f"{num_applied} of {needed} receivers applied version {version} of {store.root} "
+                f"{num_applied} of {needed} receivers applied version {version} of {writer.root} "
                 f"within {timeout_s:g} s ({wait.states() or 'no receiver has connected'})"
             )
         time.sleep(min(next(pauses_s), left_s))
@@ -78,11 +71,10 @@ def receiver_lags(store: DoubleBuffer) -> dict[str, Lag]:
 
 @dataclass(slots=True)
 class _Wait:
-    store: DoubleBuffer
+    writer: BufferWriter
     version: int
     names: set[str] | None
     """Ids of the receivers to wait for, or None to count all receivers."""
-    written_before: Mapping[tuple[str, str], float]
     newest: Lineage | None = None
     counted: dict[str, list[ReceiverRecord]] = field(default_factory=dict)
     ranks: Mapping[tuple[str, str], Sequence[ReceiverRecord]] = field(default_factory=dict)
@@ -90,13 +82,19 @@ class _Wait:
     """Time at which a receiver was first seen in a state, keyed by its id, its token and the
     state."""
 
-    def look(self, writer: WriterRecord) -> int:
+    @property
+    def store(self) -> DoubleBuffer:
+        return self.writer.store
+
+    def look(self) -> int:
         """Read all receivers' records; return how many receivers have applied the version."""
         records = self.store.receivers()
         # Read after the records: versions that receivers have applied lead to this one.
         pointer = self.store.newest_pointer()
         self.newest = None if pointer is None else pointer.lineage
-        self.store.require_writer(writer)  # the records are of its versions, or of earlier ones
+        self.store.require_writer(
+            self.writer.record
+        )  # the records are of its versions, or of earlier ones
         # The engine's record acknowledges; its ranks' records only name staged versions.
         by_id: defaultdict[str, list[ReceiverRecord]] = defaultdict(list)
         ranks: defaultdict[tuple[str, str], list[ReceiverRecord]] = defaultdict(list)
@@ -195,7 +193,7 @@ class _Wait:
 
     def _is_old(self, record: ReceiverRecord) -> bool:
         # Only equality counts: the times may come from two hosts' clocks.
-        before = self.written_before.get((record.receiver, record.token))
+        before = self.writer.written_before.get((record.receiver, record.token))
         return before == record.updated_at
 
     def _has_lasted(self, record: ReceiverRecord, state: str, limit_s: float) -> bool:

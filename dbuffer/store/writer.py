@@ -133,6 +133,7 @@ class BufferWriter:
         """Whether the store's directory, which may be new, has been made visible to other hosts."""
         self._generation = 0
         self.written_before: dict[tuple[str, str], float] = {}
+        """Time of each receiver's record when this writer began, keyed by receiver id and token."""
         self._last_number = 0
         """Number of the last version of this writer. The store may have lost this version since."""
         # A mount between hosts may lack locks: there the writer's record shows a second writer.
