@@ -22,6 +22,10 @@ class View:
     """Shape of the view, which can have additional dimensions of size 1."""
     is_whole: bool = False
     """Whether the view is the complete larger tensor, with its dimensions in order."""
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    """Stride of the view, and its offset, in elements, in a contiguous larger tensor. The stride is
+    empty if both are unknown."""
 
     @classmethod
     def find(cls, part: torch.Tensor, source: torch.Tensor) -> Self | None:
@@ -31,9 +35,10 @@ class View:
         dimensions. For instance, two dimensions may have been joined.
         """
         shape, offset = tuple(part.shape), int(part.storage_offset())
-        if shape == source.shape and part.stride() == source.stride():
+        part_stride, part_offset = tuple(part.stride()), offset
+        if shape == source.shape and part_stride == source.stride():
             slices = tuple(slice(0, extent) for extent in shape)
-            return cls(slices, tuple(range(len(shape))), shape, is_whole=True)
+            return cls(slices, tuple(range(len(shape))), shape, True, part_stride)
         index: list[int | slice] = []
         dimension_at = {}
         for dimension, (stride, size) in enumerate(zip(source.stride(), source.shape, strict=True)):
@@ -42,7 +47,7 @@ class View:
             if size > 1:
                 dimension_at[stride] = dimension
         dimensions = []
-        for stride, size in zip(part.stride(), shape, strict=True):
+        for stride, size in zip(part_stride, shape, strict=True):
             if size == 1:
                 continue
             dimension = dimension_at.pop(stride, -1)
@@ -52,10 +57,15 @@ class View:
             index[dimension] = slice(first, first + size)
             dimensions.append(dimension)
         ascending = sorted(dimensions)
-        return cls(tuple(index), tuple(map(ascending.index, dimensions)), shape)
+        order = tuple(map(ascending.index, dimensions))
+        return cls(tuple(index), order, shape, stride=part_stride, offset=part_offset)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of a larger tensor at this place, without a copy."""
+        if self.stride and tensor.is_contiguous():
+            # This takes a third of the time of indexing. A version can have 18,000 experts.
+            start = tensor.storage_offset() + self.offset
+            return tensor.as_strided(self.shape, self.stride, start)
         part = tensor[self.index]
         if self.order != tuple(range(part.ndim)):
             part = part.permute(self.order)
