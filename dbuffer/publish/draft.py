@@ -85,7 +85,6 @@ class Draft:
         self._mappings = mappings
         self._copier = copier
         self._part = part
-        self._layout = None if part is None else part.whole
         self._writer: BufferWriter | None = None
         self._claim: Claim | None = None
         self._mapped: MappedTensors | None = None
@@ -104,7 +103,8 @@ class Draft:
         (`KeptMappings.keep_only`). Without ``with_file``, the version consists of an earlier
         version's file and of deltas.
         """
-        self._claim = claim = writer.claim(version, self._layout, with_file=with_file)
+        layout = None if self._part is None else self._part.whole
+        self._claim = claim = writer.claim(version, layout, with_file=with_file)
         self._writer = writer
         inode = None if claim.file is None else filesystem.identity_of(claim.file.number)
         claimed: list[Any] = [str(version.id), str(claim.path.relative_to(self._store.root)), inode]
@@ -128,13 +128,12 @@ class Draft:
 
     @property
     def part(self) -> Part:
-        assert self._part is not None  # noqa: S101 - it is no stream
+        assert self._part is not None  # noqa: S101 - given, or of a stream that has come
         return self._part
 
     @property
     def layout(self) -> Layout:
-        assert self._layout is not None  # noqa: S101 - given, or of a stream that has come
-        return self._layout
+        return self.part.whole
 
     @property
     def has_file(self) -> bool:
@@ -213,7 +212,7 @@ class Draft:
             raise InvalidWeightsError("there is no tensor in the weights to publish")
         names = source.new_names([spec.name for spec in specs])
         specs = [spec._replace(name=name) for spec, name in zip(specs, names, strict=True)]
-        self._layout = Layout.of(specs)
+        self._part = Part(Layout.of(specs))
 
     def _write_tensor(
         self, file: Descriptor, number: int, spec: TensorSpec, offset: int, tensor: torch.Tensor
@@ -239,7 +238,7 @@ class Draft:
         layout = self.layout
         if self._checksums is not None or (self.is_mapped and not self.hashed):
             return self._checksums
-        if self.is_mapped and self._part is not None:
+        if self.is_mapped and layout.num_bytes and not self._digests:
             slices = self.mapped.cut_blocks(world.size)
             with world.step("hash its slice") as step:
                 first, end = slices[world.rank] if world.rank < len(slices) else (0, 0)
