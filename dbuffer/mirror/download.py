@@ -152,7 +152,7 @@ class BucketSource(Followed):
 
     def open_receiver(self, name: str) -> Self:
         self.record = OwnRecord(name)
-        self.reader = VersionVerifier(self.name, self.record, self._copier)
+        self.reader = VersionVerifier(self.record, self._copier)
         return self
 
     def records(self, record: OwnRecord) -> BucketRecords:

@@ -53,8 +53,7 @@ logger = logging.getLogger(__name__)
 class VersionVerifier:
     """Verifies versions in memory against the published checksums."""
 
-    def __init__(self, store_name: str, record: OwnRecord, copier: Copier) -> None:
-        self._store_name = store_name
+    def __init__(self, record: OwnRecord, copier: Copier) -> None:
         self._record = record
         self._copier = copier
         self._verified: dict[VersionId, list[int]] = {}
@@ -118,10 +117,10 @@ class VersionVerifier:
             return None
         if wrong:
             logger.warning(
-                "reading all of version %d of %s: with its deltas, %s differs from the published "
+                "%s: reading all of version %d: with its deltas, %s differs from the published "
                 "version, because the earlier version was changed in memory",
+                opened.name,
                 manifest.version,
-                self._store_name,
                 listed(wrong),
             )
             return None
@@ -141,7 +140,7 @@ class VersionReader(VersionVerifier):
         copier: Copier,
         verify: bool | Literal["auto"],
     ) -> None:
-        super().__init__(str(store.root), record, copier)
+        super().__init__(record, copier)
         self._store = store
         self._verify = verify
         self._mappings = KeptMappings()
