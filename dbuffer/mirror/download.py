@@ -34,7 +34,7 @@ class OpenBucketVersion(OpenVersion):
     """Version in a bucket. Each file of the version is downloaded at the first read of the file.
 
     ``deltas`` has the downloaded deltas, keyed by the version that a delta leads to.
-    :meth:`release` removes the deltas that the next version does not need.
+    :meth:`close` removes the deltas that the next version does not need.
 
     Every method can raise:
         StoreNotFoundError: a file is missing.
@@ -54,7 +54,7 @@ class OpenBucketVersion(OpenVersion):
     def name(self) -> str:
         return self._bucket.name_of(self._record.weights_file.name)
 
-    def release(self) -> None:
+    def close(self) -> None:
         # Keep the deltas of this version. The target's other buffer holds an earlier version, and
         # the next copy, into that buffer, applies these deltas again.
         for version in self._deltas.keys() - self._used:

@@ -124,7 +124,7 @@ class BucketTarget:
                 weights = self._read_weights(opened, receiver, layout)
             opened.require_unchanged()
         # The files are in memory: release the version, so that no sender waits for the upload.
-        opened.release()
+        opened.close()
         receiver.record.write(held=None)
         version = self._put_files(manifest, deltas, weights, layout)
         if self._put_record(version):

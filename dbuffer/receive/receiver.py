@@ -250,7 +250,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
                 yield opened
         finally:
             if opened is not None:
-                opened.release()
+                opened.close()
             if opened is not None or self.record.current.held is not None:
                 self.record.write(held=None)
 

@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import NoReturn
 
 from dbuffer import errors
 from dbuffer.format import places
 from dbuffer.format.layout import Layout, digest
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Manifest, Pointer, naming
+from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.timing import TIMING, doubling
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import Contents, DoubleBuffer
@@ -39,16 +40,12 @@ class OvertakenError(Exception):
     """Internal error: a writer replaced a version while it was read. Callers read again."""
 
 
-class OpenVersion(abc.ABC):
-    __slots__ = ()
+class OpenVersion(Closing, abc.ABC):
     manifest: Manifest
 
     @property
     @abc.abstractmethod
     def name(self) -> str: ...
-    @abc.abstractmethod
-    def release(self) -> None: ...
-
     @abc.abstractmethod
     def is_unchanged(self) -> bool:
         """Whether no writer has begun to overwrite the version's bytes."""
@@ -63,11 +60,6 @@ class OpenVersion(abc.ABC):
     def open_delta(self, version: VersionId) -> tuple[Path | str, Descriptor]: ...
     @abc.abstractmethod
     def read_at(self, offset: int, num_bytes: int) -> bytes: ...
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
 
     @contextlib.contextmanager
     def noticing_loss(self) -> Iterator[None]:
@@ -99,7 +91,7 @@ class OpenVersion(abc.ABC):
         return layout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OpenStoreVersion(OpenVersion):
     store: DoubleBuffer
     buffer: str
@@ -111,7 +103,7 @@ class OpenStoreVersion(OpenVersion):
     def name(self) -> str:
         return str(self.path)
 
-    def release(self) -> None:
+    def close(self) -> None:
         self.file.close()
 
     def is_unchanged(self) -> bool:
@@ -223,7 +215,7 @@ def open_version(
         if opened is not None and opened.manifest.id == goal:
             return opened
         if opened is not None:
-            opened.release()
+            opened.close()
     if damage is not None:
         raise damage
     for buffer in places.BUFFERS:
