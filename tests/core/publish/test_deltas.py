@@ -6,6 +6,7 @@ a whole one. The trainer's tensors are compared bit by bit, in each reader's han
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -490,6 +491,30 @@ def test_a_store_is_verified(store, mount, sender):
 
 
 # Memory that is used again
+
+
+@pytest.mark.usefixtures("network")
+def test_open_snapshots_keep_their_memory_in_whichever_order_they_are_left(sender, reader):
+    """However many the same receiver opens and loads meanwhile."""
+    snapshots: dict[dbuffer.WeightSnapshot, contextlib.ExitStack] = {}
+
+    def read_one_more(version: int) -> None:
+        publish(sender, version)
+        assert opened(reader) == version
+        for snapshot in snapshots:
+            assert SPARSE.version_of(dict(snapshot.tensors)) == snapshot.version
+
+    publish(sender, 1)
+    assert opened(reader) == 1  # whose memory is there to go on from
+    for version in (3, 5, 7):
+        publish(sender, version - 1)
+        leave = contextlib.ExitStack()
+        snapshots[leave.enter_context(reader.open(acknowledge=False))] = leave
+        read_one_more(version)
+    first, second, third = snapshots
+    for version, left in enumerate((second, third, first), 8):
+        snapshots.pop(left).close()
+        read_one_more(version)
 
 
 @pytest.mark.usefixtures("network")

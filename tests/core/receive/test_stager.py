@@ -559,25 +559,6 @@ def test_a_store_that_was_begun_anew_is_staged_if_it_may_be(store, sender, copy,
     assert [record.levelname for record in said] == ["WARNING"]
 
 
-@pytest.mark.parametrize("is_forked", [False, True], ids=["goes-on", "forks"])
-def test_what_was_applied_by_a_stager_before_is_staged_again_only_if_the_store_forked(
-    store, sender, is_forked
-):
-    publish(sender, 1, 2)
-    applied = DoubleBuffer(store).pointer().id
-    sender.close()
-    if is_forked:
-        remove_store(store)
-        with dbuffer.WeightSender(store) as again:
-            again.send(SMALL.weights(1))
-    with staging(store, applied=applied) as follower:
-        if is_forked:
-            wait_until_staged(store, 1)
-        else:
-            time.sleep(NOT_IN_VAIN_S)
-            assert stats(follower)["staged"] == 0
-
-
 def test_a_number_is_never_met_by_a_run_that_the_store_lost(store, sender):
     """The stager has the lost run's version 8, and has not looked at the store since."""
     publish(sender, 1, 2, 8)
