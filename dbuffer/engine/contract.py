@@ -307,6 +307,16 @@ class EngineRank:
         """Load the weights that the draft of a :class:`DraftedModel` was started with."""
         raise NotImplementedError
 
+    def draft_rank(self) -> EngineRank:
+        """Return this rank's draft model, as a rank whose model can follow a store of its own.
+
+        Raise :class:`UnsupportedError` if the engine has no such draft.
+        """
+        raise errors.UnsupportedError(
+            "draft_store needs an engine with a draft model that can follow a store, and this "
+            "engine has none"
+        )
+
     def refuse_to_serve(self, reason: str) -> None:
         """Make every step of the model fail with this reason, until :meth:`serve_again`."""
         raise NotImplementedError
@@ -384,20 +394,23 @@ class RankRequest:
     update: UpdateRequest | None = None
     tensors: tuple[TensorSpec, ...] = ()
     allows_unused: bool = False
+    of_draft: bool = False
+    """Whether the request is for the engine's draft model, which follows a store of its own."""
 
     def as_json(self) -> dict[str, Any]:
         values = asdict(self)
-        return {"call": self.call} | {name: values[name] for name in _ARGUMENTS[self.call]}
+        return {name: values[name] for name in ("call", "of_draft", *_ARGUMENTS[self.call])}
 
     @classmethod
     def parse(cls, values: Any) -> Self:
         """Decode a request, or raise :class:`OptionError`."""
         try:
             parsers = _ARGUMENTS[values["call"]]
-            if values.keys() != {"call", *parsers}:
+            if values.keys() != {"call", "of_draft", *parsers}:
                 raise KeyError(*values)
             arguments = {name: parse(values[name]) for name, parse in parsers.items()}
-            return cls(values["call"], **arguments)
+            of_draft = checks.flag("of_draft", values["of_draft"])
+            return cls(values["call"], of_draft=of_draft, **arguments)
         except (KeyError, TypeError, AttributeError) as error:
             raise errors.OptionError(
                 f"{values!r:.300} is no request of this version of dbuffer ({error!r:.100}): use "

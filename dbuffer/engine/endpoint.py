@@ -57,6 +57,8 @@ class RankEndpoint:
         """Receiver that follows a store, or None if this rank follows no store."""
         self.state = ModelState()
         self._rank: EngineRank | None = None
+        self._draft: RankEndpoint | None = None
+        """Endpoint of the draft model, once it was to follow a store of its own."""
 
     @classmethod
     def of(cls, model: Any) -> RankEndpoint:
@@ -99,6 +101,8 @@ class RankEndpoint:
         self.state.is_asleep = True
         if self.receiver is not None:
             self.receiver.note_asleep()
+        if self._draft is not None:
+            self._draft.note_asleep(is_lost=is_lost)
         if is_lost:
             self.note_foreign_load("going to sleep without a copy of the weights")
 
@@ -106,6 +110,8 @@ class RankEndpoint:
         self.state.is_asleep = False
         if self.receiver is not None:
             self.receiver.note_awake()
+        if self._draft is not None:
+            self._draft.note_awake()
 
     # Requests
 
@@ -114,6 +120,10 @@ class RankEndpoint:
 
         A request that needs an :class:`EngineRank` calls ``make_rank``.
         """
+        if request.of_draft:
+            if self._draft is None:
+                raise errors.UnsupportedError(NO_STORE_YET)
+            return self._draft.do(replace(request, of_draft=False), make_rank)
         match request.call:
             case "begin":
                 assert request.options is not None  # noqa: S101 - parsed
@@ -194,6 +204,8 @@ class RankEndpoint:
         problem, is_final = None, False
         try:
             self.receiver = RankReceiver(rank, options, self.state)
+            if options.draft_store is not None and self._draft is None:
+                self._draft = self._endpoint_of(rank.draft_rank())
         except Exception as error:
             logger.warning("cannot follow %s", options.store, exc_info=True)
             problem = described(error)
@@ -209,6 +221,12 @@ class RankEndpoint:
             self.end()
             raise
 
+    def _endpoint_of(self, draft: EngineRank) -> RankEndpoint:
+        endpoint = RankEndpoint.of(draft.module)
+        endpoint._rank = draft  # noqa: SLF001 - of this class
+        endpoint.state.is_asleep = self.state.is_asleep
+        return endpoint
+
     def following(self) -> RankReceiver:
         """Return the receiver, or raise :class:`UnsupportedError` if the rank follows no store."""
         if self.receiver is None:
@@ -216,6 +234,8 @@ class RankEndpoint:
         return self.receiver
 
     def end(self) -> None:
+        if self._draft is not None:
+            self._draft.end()
         if self.receiver is not None:
             receiver, self.receiver = self.receiver, None
             receiver.close()

@@ -58,6 +58,9 @@ class EngineOptions:
     local_store: str | None = None
     """Directory in shared memory, into which a store on a network mount is mirrored. All ranks must
     be on the same host."""
+    draft_store: str | None = None
+    """Directory of a store with the weights of the engine's draft model alone (speculative
+    decoding), which the draft follows. The directory must not be ``store``."""
     version: int | None = None
     """Version to serve and stay on. Default: always the newest version."""
     every: int = 1
@@ -112,7 +115,7 @@ class EngineOptions:
     which vLLM changes in some processes after the start."""
 
     def __post_init__(self) -> None:
-        for name in ("store", "local_store"):
+        for name in ("store", "local_store", "draft_store"):
             if (place := getattr(self, name)) is not None or name == "store":
                 path = checks.directory(name, place)
                 # The directory need not exist. Path.is_file() would raise the errors of a mount.
@@ -120,6 +123,8 @@ class EngineOptions:
                 _require(self, name, not is_file, "the path of a directory")
                 # A `Path` becomes a text: options are sent to other processes as JSON.
                 object.__setattr__(self, name, str(path))
+        is_other = self.draft_store != self.store
+        _require(self, "draft_store", is_other, "another directory than the store's")
         if self.version is not None:
             checks.whole_number("version", self.version, at_most=MAX_INTEGER)
             rule = "the option without local_store, which has only the newest version"
@@ -194,6 +199,23 @@ class EngineOptions:
         """Return the reason why a canary refused a version, with the canary's name, or None."""
         store = DoubleBuffer(self.store, allow_shared_store=self.allow_shared_store)
         return store.refusal(version)
+
+    def of_other(self, store: str) -> Self:
+        """Return these options for another store, without those that are for one store's versions.
+
+        The engine then takes each newest version of the other store.
+        """
+        return replace(
+            self,
+            store=store,
+            draft_store=None,
+            local_store=None,
+            version=None,
+            every=1,
+            when=None,
+            until_done=False,
+            canary=None,
+        )
 
     def attests(self, *, on_device: bool) -> bool:
         return on_device if self.attest == "auto" else self.attest

@@ -34,6 +34,7 @@ from dbuffer.engine.contract import (
     Engine,
     EngineFacts,
     PauseMode,
+    RankAnswer,
     RankRequest,
     WeightLabel,
     describe_weights,
@@ -121,6 +122,9 @@ class Follower(Closing):
         """Version that the last attempt failed to switch to, or None."""
         self._done_with: Lineage | None = None
         """Version that the engine served at the last call of :meth:`done`, or None."""
+        self._draft: Follower | None = None
+        """Follower of the engine's draft model, with the option ``draft_store``."""
+        self._draft_problem: str | None = None
 
     def _note(self, event: str) -> None:
         self._state = _AFTER[event][self._state]
@@ -211,6 +215,13 @@ class Follower(Closing):
         self._report.begin(engine_id_of(facts, options))
         self._view = view = StoreView(facts, options)
         view.require_version()
+        if options.draft_store is not None:
+            self._draft = draft = self._draft or Follower(
+                _DraftOf(self._engine),
+                options.of_other(options.draft_store),
+                pause=self._pause_mode,
+            )
+            draft._note("lost")  # noqa: SLF001 - until its next sync
         begin = RankRequest("begin", options=options)
         self._begin_ranks(begin, "follow the store", facts, was_paused=was_paused)
         view.note_ranks()
@@ -371,6 +382,19 @@ class Follower(Closing):
         """
         if timeout_s is not None:
             checks.seconds("timeout_s", timeout_s)
+        try:
+            return self._sync(at_least, timeout_s, stop_event, force=force)
+        finally:
+            self._sync_draft(stop_event)
+
+    def _sync(
+        self,
+        at_least: int | None,
+        timeout_s: float | None,
+        stop_event: threading.Event | None,
+        *,
+        force: bool,
+    ) -> Switch | None:
         goal: int | VersionId | None = None
         switch: Switch | None = None
         try:
@@ -401,6 +425,26 @@ class Follower(Closing):
         self._failed = None
         self._report.following()
         return switch
+
+    def _sync_draft(self, stop_event: threading.Event | None) -> None:
+        """Switch the draft model to its newest version, if all ranks have the version ready.
+
+        Log a failure once: the engine then serves with the draft that it has.
+        """
+        draft = self._draft
+        if draft is None or self._state is not _SERVING:
+            return
+        problem = None
+        try:
+            if draft.is_ready():
+                draft.sync(timeout_s=0.0, stop_event=stop_event)
+        except errors.WaitTimeoutError:
+            return  # a newer version came
+        except (errors.DBufferError, OSError) as error:
+            problem = str(error)
+            if problem != self._draft_problem:
+                logger.warning("the draft keeps its weights for now: %s", problem)
+        self._draft_problem = problem
 
     def _judge(
         self,
@@ -685,16 +729,7 @@ class Follower(Closing):
         The next :meth:`sync` switches the engine back to a version of this follower's store.
         """
         following = self._ensure_started().options
-        options = replace(
-            following,
-            store=store,
-            local_store=None,
-            version=None,
-            every=1,
-            when=None,
-            until_done=False,
-            canary=None,
-        )
+        options = following.of_other(store)
         once = Follower(self._engine, options, pause=self._pause_mode)
         self._forget()
         try:
@@ -769,6 +804,8 @@ class Follower(Closing):
             except (errors.DBufferError, OSError) as error:
                 state = "left paused" if self._owes_resume else "not acknowledged"
                 logger.error("%s is %s: %s", self.engine_id, state, str(error))
+        if self._draft is not None:
+            self._draft.close()
         self._forget()
         self._report.ended()
         if self._view is not None:
@@ -778,6 +815,46 @@ class Follower(Closing):
     def _forget(self) -> None:
         for key in [key for key, follower in _followers.items() if follower is self]:
             del _followers[key]
+
+
+class _DraftOf(Engine):
+    """Draft model of an engine, as an engine of its own. Its label is in no response."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._label = WeightLabel()
+        self.has_own_pause, self.pauses = engine.has_own_pause, engine.pauses
+
+    def facts(self) -> EngineFacts:
+        facts = self._engine.facts()
+        return replace(facts, replica=f"{facts.replica}.draft")
+
+    def call(self, request: RankRequest) -> list[RankAnswer]:
+        return self._engine.call(replace(request, of_draft=True))
+
+    def require_alive(self) -> None:
+        self._engine.require_alive()
+
+    def require_pause(self, mode: PauseMode) -> None:
+        self._engine.require_pause(mode)
+
+    def is_idle(self) -> bool:
+        return self._engine.is_idle()
+
+    def is_paused(self) -> bool | None:
+        return self._engine.is_paused()
+
+    def pause(self, mode: PauseMode) -> None:
+        self._engine.pause(mode)
+
+    def resume(self) -> None:
+        self._engine.resume()
+
+    def weight_version(self) -> str:
+        return self._label.version
+
+    def set_weight_version(self, label: WeightLabel) -> None:
+        self._label = label
 
 
 def _judge_by_prompts(

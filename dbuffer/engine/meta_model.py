@@ -426,6 +426,35 @@ class DraftedModel(torch.nn.Module):
             yield self.last_of_draft.removeprefix(DRAFT_PREFIX), tensor
 
 
+class DraftAlone(torch.nn.Module):
+    """A draft model that follows a store of its own, without the layers that are its target's."""
+
+    def __init__(self, draft: Any, target: torch.nn.Module) -> None:
+        super().__init__()
+        self._modules |= {"": draft}  # registered under an empty name, so tensors keep their names
+        of_target = set(map(id, target.modules()))
+        self._shared = {name: m for name, m in draft.named_modules() if id(m) in of_target}
+
+    def without_shared(self, copy: torch.nn.Module) -> torch.nn.Module:
+        """Return a copy of the draft, from which this method removes the target's layers."""
+        for name in self._shared:
+            parent, _, child = name.rpartition(".")
+            with contextlib.suppress(AttributeError):  # it was removed with the layer around it
+                copy.get_submodule(parent)._modules.pop(child, None)  # noqa: SLF001
+        return copy
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+        shared = set(map(id, self._shared.values()))
+        return (
+            item for item in super().named_modules(*args, **kwargs) if id(item[1]) not in shared
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        shared = [tensor for module in self._shared.values() for tensor in module.parameters()]
+        with _ignoring_loads(dict.fromkeys(shared)):
+            self._modules[""].load_weights(weights)  # type: ignore[operator,union-attr]
+
+
 @contextlib.contextmanager
 def _ignoring_loads(parameters: Iterable[Any]) -> Iterator[None]:
     """Make loaders skip the given parameters in the ``with`` block."""

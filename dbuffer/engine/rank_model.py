@@ -44,8 +44,8 @@ from dbuffer.engine.plan.prepared_switch import (
 )
 from dbuffer.engine.plan.verification import UnverifiableError, Verifier
 from dbuffer.engine.shape_check import UnusedTensors
-from dbuffer.errors import UnsupportedError
-from dbuffer.format.layout import Layout, is_of_draft
+from dbuffer.errors import UnsupportedError, WeightsMismatchError
+from dbuffer.format.layout import DRAFT_PREFIX, Layout, is_of_draft
 from dbuffer.format.lineage import VersionId
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import fork_streams
@@ -122,7 +122,7 @@ class RankModel:
             is_pipeline=rank.is_pipeline_stage,
             is_first=rank.ranks.rank == 0,
         )
-        self._store = options.store
+        self._store, self._draft_store = options.store, options.draft_store
         self._copier = Copier(options.num_threads)
         self._plans = options.plan
         self._may_patch = rank.on_device and options.attests(on_device=True)
@@ -164,9 +164,15 @@ class RankModel:
     def check(self, snapshot: Snapshot) -> None:
         refuse_adapter(snapshot.metadata)
         layout = snapshot.layout
+        if self._draft_store is not None and (of_draft := layout.draft) is not None:
+            raise WeightsMismatchError(
+                f"{DRAFT_PREFIX}{of_draft.specs[0].name} belongs to a draft, and this engine's "
+                f"draft follows {self._draft_store}: publish without draft=, or follow without "
+                "draft_store"
+            )
         trace = self._check(layout.specs, layout.aliases)
         if isinstance(self._model, DraftedModel):
-            if not self._has_draft(layout):
+            if not self._has_draft(layout) and self._draft_store is None:
                 message = "a version of %s has no draft, so the engine's draft keeps its weights"
                 log_once(logger, message, self._store)
             # Versions with a draft and without one may alternate.

@@ -84,10 +84,11 @@ class CallbackEngine:
         self._loaded = 0
 
     def init_transfer_engine(self, init_info: EngineOptions) -> None:
-        if init_info.local_store is not None:
+        if init_info.local_store is not None or init_info.draft_store is not None:
             raise UnsupportedError(
                 "this engine was made with the arguments of vLLM before 0.25, and cannot keep a "
-                "local_store: run `dbuffer mirror`, and give the copy as the store"
+                "local_store or follow a draft_store: run `dbuffer mirror`, and give the copy as "
+                "the store"
             )
         self.shutdown()
         self._options = init_info

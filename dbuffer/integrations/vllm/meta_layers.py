@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from dbuffer.engine.meta_model import DraftedModel, MetaModel, built_without_data
+from dbuffer.engine.meta_model import DraftAlone, DraftedModel, MetaModel, built_without_data
 from dbuffer.engine.plan.load_trace import storage_of, tables_of
 from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
@@ -30,8 +30,8 @@ def vllm_shape_check(
 ) -> ShapeCheck:
     """Return a check of published weights, which uses a copy of the serving model without data.
 
-    If ``draft`` is given, the serving model is a :class:`DraftedModel`. Call this function on the
-    worker's main thread.
+    If ``draft`` is given, the serving model is a :class:`DraftedModel`, or the :class:`DraftAlone`.
+    Call this function on the worker's main thread.
 
     Raises:
         UnsupportedError: vLLM moves the model's experts between ranks, or vLLM's reload of weights
@@ -43,19 +43,22 @@ def vllm_shape_check(
             "the ranks where experts were at the start: start the engine without enable_eplb"
         )
     _require_latent_weights(serving)
-    target = getattr(serving, "target", serving) if draft is not None else serving
-    model = built_without_data(
-        lambda: _make_model(vllm_config, vllm_config.model_config),
-        type(target).__name__,
-        keep=SKIP_TENSORS,
-    )
+    if not isinstance(serving, DraftAlone):
+        model = built_without_data(
+            lambda: _make_model(vllm_config, vllm_config.model_config),
+            type(getattr(serving, "target", serving) if draft is not None else serving).__name__,
+            keep=SKIP_TENSORS,
+        )
     if draft is not None:
         of_draft = built_without_data(
             lambda: _make_model(draft.make_config(), draft.model_config, draft.prefix),
             f"draft {type(draft.model).__name__}",
             keep=SKIP_TENSORS,
         )
-        model = DraftedModel(model, of_draft, draft.is_in_target)
+        if isinstance(serving, DraftAlone):
+            model = serving.without_shared(of_draft)
+        else:
+            model = DraftedModel(model, of_draft, draft.is_in_target)
     _require_views(model, serving)
     for tensor in (*model.parameters(), *model.buffers()):
         _unwrap_online_quantization(tensor)

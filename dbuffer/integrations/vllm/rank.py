@@ -37,7 +37,7 @@ from dbuffer.engine.contract import (
 )
 from dbuffer.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.engine.engine_options import EngineOptions
-from dbuffer.engine.meta_model import DraftedModel
+from dbuffer.engine.meta_model import DraftAlone, DraftedModel
 from dbuffer.engine.plan.load_trace import form_of, tables_of
 from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.shape_check import ShapeCheck
@@ -59,6 +59,7 @@ from dbuffer.integrations.vllm.packing import (
 )
 from dbuffer.integrations.vllm.workers import Draft, draft_of
 from dbuffer.runtime.cores import use_cores_of_parent
+from dbuffer.runtime.messages import listed
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class WorkerRank(EngineRank):
         self, vllm_config: Any, model: Any, device: Any, draft: Draft | None = None
     ) -> None:
         self._vllm_config = vllm_config
+        self._model_config = vllm_config.model_config
         self._target = model
         self._draft = draft
         self.module = model
@@ -144,7 +146,7 @@ class WorkerRank(EngineRank):
     def _reload(
         self, weights: Weights, before: list[LayerTensors], *, partial: bool
     ) -> list[torch.nn.Module]:
-        parts = [(self._target, self._vllm_config.model_config)]
+        parts = [(self._target, self._model_config)]
         if self._draft is not None:
             parts.append((self._draft.model, self._draft.model_config))
         for part, _ in parts:
@@ -166,6 +168,17 @@ class WorkerRank(EngineRank):
         if self._draft is not None and self._draft.target_config is None:
             weights = itertools.chain(weights, self._weights_of_draft(self._draft))
         self.load(weights)
+
+    def draft_rank(self) -> EngineRank:
+        draft = self._draft
+        if draft is None:
+            return super().draft_rank()
+        if draft.target_config is not None:
+            raise UnsupportedError(
+                "an MTP draft follows the target's weights, which contain it: follow without "
+                "draft_store"
+            )
+        return DraftRank(self._vllm_config, self._target, self.device, draft)
 
     def load_draft_checkpoint(self) -> None:
         if self._draft is not None:
@@ -221,6 +234,36 @@ class WorkerRank(EngineRank):
             self._refusal.remove()
             self._refusal = None
             self._target.__dict__.pop("compute_logits", None)
+
+
+class DraftRank(WorkerRank):
+    """Draft model of one rank of a vLLM engine, which follows a store of its own.
+
+    Layers that the draft shares with its target are loaded with the target.
+    """
+
+    def __init__(self, vllm_config: Any, target: Any, device: Any, draft: Draft) -> None:
+        super().__init__(vllm_config, DraftAlone(draft.model, target), device)
+        self._of = draft
+        self._model_config = draft.model_config
+        of_target = set(map(id, target.parameters()))
+        names = [n for n, tensor in self.module.named_parameters() if id(tensor) in of_target]
+        if names:
+            raise UnsupportedError(f"{listed(names)} of the draft is also the target's")
+
+    def engine_id(self, options: EngineOptions) -> str:
+        return f"{super().engine_id(options)}.draft"
+
+    def make_check(self) -> ShapeCheck:
+        return vllm_shape_check(self._vllm_config, self.module, self._of)
+
+    def load_checkpoint(self) -> None:
+        weights = self._weights_of_draft(self._of)
+        self.load((name.removeprefix(DRAFT_PREFIX), tensor) for name, tensor in weights)
+
+    def refuse_to_serve(self, reason: str) -> None:
+        """Only log the reason: the target replaces wrong proposals."""
+        logger.error("the engine's draft proposes worse tokens: %s", reason)
 
 
 def _read_again(load_config: Any, model_config: Any, model: Any) -> Weights:

@@ -33,6 +33,18 @@ def test_drafts_follow_with_their_target(tmp_path, kind, form):
     observe("vllm_drafts.py", tmp_path, kind, form)
 
 
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        pytest.param(*case, marks=[] if case == ("eagle", "float32 live") else IN_SOAKS_ALONE)
+        for case in product(CASES, FORMS)
+    ],
+)
+def test_a_draft_follows_a_store_of_its_own(tmp_path, kind, form):
+    """The draft's trainer is killed at any moment, and started again."""
+    observe("vllm_draft_store.py", tmp_path, kind, form)
+
+
 @IN_SOAKS_ALONE
 def test_a_draft_that_follows_is_accepted_as_often_as_at_first(tmp_path, record_property):
     shares = observe("vllm_drafts.py", tmp_path)

@@ -43,6 +43,7 @@ TOO_LONG_S = 2 * threading.TIMEOUT_MAX
 WRONG_OPTIONS: dict[str, list[Any]] = {
     "store": ["", None, 1, True, b"/store", ["/store"], {}],
     "local_store": ["", 1, True, b"/store", ["/store"], {}],
+    "draft_store": ["", 1, True, b"/store", ["/store"], {}, STORE],
     "version": [0, -1, 1.0, "1", True, [1], MAX_INTEGER + 1],
     "every": [0, -1, 1.0, "10", True, None, [1], MAX_INTEGER + 1],
     "when": [{}, [], "step", 1, {"step": 0}, {"step": "1"}, {"step": True}, {"step": 1.0}, {1: 2}],
@@ -75,6 +76,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
 RIGHT_OPTIONS: dict[str, list[Any]] = {
     "store": ["/a", "/dev/shm/größe policy", "/" + "s" * 500],
     "local_store": [None, "/a", "/dev/shm/größe copy"],
+    "draft_store": [None, "/a", "/dev/shm/größe draft"],
     "version": [None, 1, MAX_INTEGER],
     "every": [1, 10, MAX_INTEGER],
     "when": [None, {"step": 100}, {"step": MAX_INTEGER, "epoch": 1, "": 2}],
