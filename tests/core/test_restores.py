@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,7 @@ class Version:
     """The newest version when its sender began, or the sender's last one."""
     num_runs: int
     """Number of senders in its past, its own included."""
-    first: Version = field(init=False)
-    """The first version in its past."""
     id: dbuffer.VersionId | None = None
-
-    def __post_init__(self) -> None:
-        self.first = self.parent.first if self.parent else self
 
     def at(self, number: int) -> Version | None:
         """Return the version of a number in its past; itself, too."""
@@ -133,8 +128,7 @@ class Loader:
             assert seen is not None, "it was started over"
             if not seen.is_far_from(newest):
                 assert not newest.is_upon(seen), f"from {seen} to {newest}: {error}"
-                if hasattr(error, "is_forked"):
-                    assert error.is_forked is not seen.is_upon(newest), f"from {seen} to {newest}"
+                assert error.is_forked is not seen.is_upon(newest), f"from {seen} to {newest}"
             assert PATTERN.version_of(self._target) == self.has.content
             if self._world.rng.random() < 0.7:
                 self.start_over()
@@ -291,9 +285,7 @@ class World:
             self.steps.append("superseded")
             self._end()  # the store was put back under it
             return
-        version = self._add(publication.version)
-        if hasattr(publication, "id"):
-            self._name(version, publication.id)
+        self._name(self._add(publication.version), publication.id)
 
     def _republish(self) -> None:
         if self._sender is None or self._last is not self._newest:
@@ -344,16 +336,13 @@ class World:
             loader.is_recorded = False
         if way in ("in place", "kept", "receivers", "newest alone") or rng.random() < 0.7:
             self._end()
-        if way == "in place":  # into files that others may have mapped
+        if way in ("in place", "over"):
+            # By default into files that others may have mapped.
+            options = ["--remove-destination"] if way == "over" else []
             with self._no_watchers():
-                copy_over(self.store, backup.path)
-        elif way == "over":
-            with self._no_watchers():
-                copy_over(self.store, backup.path, "--remove-destination")
-        elif way == "replace":
-            replace(self.store, backup.path)
-        elif way == "rename":
-            rename(self.store, backup.path)
+                copy_over(self.store, backup.path, *options)
+        elif way in ("replace", "rename"):
+            {"replace": replace, "rename": rename}[way](self.store, backup.path)
         elif way == "grown":
             self._put_back_grown(backup)
         else:
@@ -453,12 +442,7 @@ class World:
             self._pins.discard(version)
 
     def _start_watchers(self) -> None:
-        """Start a mirror and a follower; the mirror would refuse a store of another beginning."""
-        if self._local.exists():
-            mirrored = self.versions[self._look(self._local)[0]]
-            if mirrored.first is not self.newest.first or mirrored.is_far_from(self.newest):
-                remove_store(self._local)
-                self._behind_mirror.start_over()
+        """Start a mirror and a follower."""
         self._mirror = dbuffer.Mirror(
             self.store, self._local, poll_interval_s=0.02, num_threads=1, reader_timeout_s=2.0
         ).start()

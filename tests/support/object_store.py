@@ -17,10 +17,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
-import socket
 import socketserver
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler
@@ -29,8 +29,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.object_server import RunningServer, variables
+from tests.support.waiting import Gate
 
 
 def set_environment(endpoint: str, patch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ class Exchange:
             connection.endheaders(body[: len(body) // 2])
 
     def answer(self, answer: Answer, *, cut: bool = False) -> None:
-        """Send an answer to the client; or half of it, and then close the connection."""
+        """Send an answer to the client, or half of it."""
         has_body = self.request.method != "HEAD" and answer.status not in (204, 304)
         headers = [
             (name, value)
@@ -109,6 +109,7 @@ class Exchange:
             if name.lower() not in ("connection", "transfer-encoding")
             and not (has_body and name.lower() == "content-length")
         ]
+        headers.append(("Connection", "close"))
         if has_body:
             headers.append(("Content-Length", str(len(answer.body))))
         lines = [f"HTTP/1.1 {answer.status} {http.client.responses.get(answer.status, '-')}"]
@@ -121,21 +122,6 @@ class Exchange:
         self.request.status = None if cut else answer.status
         self.request.sent_bytes = len(body)
         self._write(head + body)
-        if cut:
-            self.drop()
-
-    def drop(self) -> None:
-        """Close the connection to the client."""
-        self._handler.close_connection = True
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether the proxy is being closed: nothing may wait any more."""
-        return self._proxy.is_closing.is_set()
-
-    def wait(self, seconds: float) -> None:
-        """Wait, unless the proxy is closed meanwhile."""
-        self._proxy.is_closing.wait(seconds)
 
     def _connect(self) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self._proxy.server.port)
@@ -151,7 +137,7 @@ class Exchange:
             body = self._handler.rfile.read(size)
         else:
             for start in range(0, size, _SLOW_BYTES):
-                self.wait(_SLOW_BYTES / self.bytes_per_s)
+                time.sleep(_SLOW_BYTES / self.bytes_per_s)
                 body += self._handler.rfile.read(min(_SLOW_BYTES, size - start))
         self.request.received_bytes = len(body)
         if len(body) < size:
@@ -163,7 +149,7 @@ class Exchange:
             self._handler.wfile.write(raw)
             return
         for start in range(0, len(raw), _SLOW_BYTES):
-            self.wait(_SLOW_BYTES / self.bytes_per_s)
+            time.sleep(_SLOW_BYTES / self.bytes_per_s)
             self._handler.wfile.write(raw[start : start + _SLOW_BYTES])
 
 
@@ -175,19 +161,16 @@ Fault = Callable[[Exchange], object]
 def drop(exchange: Exchange) -> None:
     """Close the connection; the server never sees the request."""
     exchange.body()
-    exchange.drop()
 
 
 def lose_answer(exchange: Exchange) -> None:
     """Close the connection after the server has done what was requested."""
     exchange.forward()
-    exchange.drop()
 
 
 def truncate_upload(exchange: Exchange) -> None:
     """Close both connections amid the body of the request."""
     exchange.forward_half()
-    exchange.drop()
 
 
 def truncate_answer(exchange: Exchange) -> None:
@@ -231,32 +214,13 @@ def slow(bytes_per_s: float) -> Fault:
     return fault
 
 
-class Hold:
-    """Fault that keeps a request from the server until the test releases it."""
-
-    def __init__(self) -> None:
-        self._has_come = threading.Event()
-        self._is_released = threading.Event()
+class Hold(Gate):
+    """Fault that keeps a request from the server until the test lets it go on."""
 
     def __call__(self, exchange: Exchange) -> None:
         exchange.body()
-        self._has_come.set()
-        until(
-            "it is released", lambda: self._is_released.is_set() or exchange.is_closing, TIMEOUT_S
-        )
+        self.hold_up()
         exchange.answer(exchange.forward())
-
-    def has_come(self) -> bool:
-        """Whether the request has come."""
-        return self._has_come.is_set()
-
-    def wait(self) -> None:
-        """Wait until the request has come."""
-        assert self._has_come.wait(TIMEOUT_S), "the request to hold did not come"
-
-    def release(self) -> None:
-        """Let the request pass."""
-        self._is_released.set()
 
 
 FAULTS: dict[str, Fault] = {
@@ -293,19 +257,20 @@ class _Rule:
 
 
 class FaultyProxy(socketserver.ThreadingTCPServer):
-    """HTTP proxy before an S3 server, in threads; it records and spoils requests."""
+    """HTTP proxy before an S3 server, in threads; it records and spoils requests.
 
-    daemon_threads = False  # closing joins them
+    Each connection is for one request.
+    """
+
+    daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, server: RunningServer) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.server = server
-        self.is_closing = threading.Event()
         self._lock = threading.Lock()
         self._requests: list[Request] = []
         self._rules: list[_Rule] = []
-        self._connections: set[socket.socket] = set()
         self._errors: list[BaseException] = []
         self._thread = threading.Thread(target=self.serve_forever, args=(0.02,))
         self._thread.start()
@@ -342,14 +307,9 @@ class FaultyProxy(socketserver.ThreadingTCPServer):
             self._rules.clear()
 
     def close(self) -> None:
-        """Close all connections, and wait for the threads."""
-        self.is_closing.set()
+        """Refuse further requests."""
         self.shutdown()
         self._thread.join()
-        with self._lock:
-            for connection in self._connections:
-                with contextlib.suppress(OSError):  # the client was first
-                    connection.shutdown(socket.SHUT_RDWR)
         self.server_close()
         if self._errors:
             raise ExceptionGroup("the proxy failed", self._errors)  # type: ignore[type-var]
@@ -365,16 +325,6 @@ class FaultyProxy(socketserver.ThreadingTCPServer):
             exchange.request.is_faulty = True
             rule.fault(exchange)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            self._connections.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._connections.discard(request)
-        super().shutdown_request(request)
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exception()
         assert error is not None
@@ -384,7 +334,6 @@ class FaultyProxy(socketserver.ThreadingTCPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     server: FaultyProxy
 

@@ -210,10 +210,10 @@ def test_a_version_that_goes_while_it_is_read_is_replaced_by_a_newer_one(
             held, nth=2, when=lambda each: each.method == "GET" and each.path.endswith(".weights")
         )
         with mirror(bucket_url, local) as down:
-            held.wait()
+            assert held.is_there.wait(TIMEOUT_S)
             send(sender, up, *range(2, KEEP_ANCHORS + 3))
             until("it is deleted", lambda: 1 not in anchors_in(bucket))
-            held.release()
+            held.may_go_on.set()
             assert_copied(local, LONG, KEEP_ANCHORS + 2)
             assert down.stats["failures"] == 0
 
@@ -457,7 +457,7 @@ def test_uploads_that_fail_lessen_the_requests_side_by_side(proxy, bucket_url, m
     def share(exchange: Exchange) -> None:
         """Pass on a body over a link of 10 MB/s that all requests share."""
         with link:
-            exchange.wait(LEAST_PART_BYTES / 10e6)
+            time.sleep(LEAST_PART_BYTES / 10e6)
         exchange.answer(exchange.forward())
 
     proxy.inject(share, times=1 << 30, when=is_part)

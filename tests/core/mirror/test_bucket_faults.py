@@ -216,11 +216,11 @@ def test_a_writer_is_overtaken_at_each_request(route):
         with Child(mirror_until_killed, route.store, route.bucket) as first:
             until(
                 "it is held, or done",
-                lambda hold=hold, first=first: hold.has_come() or not is_running(first.pid),
+                lambda hold=hold, first=first: hold.is_there.is_set() or not is_running(first.pid),
                 TIMEOUT_S,
             )
             route.upload()
             assert route.bucket_version() == version
-            hold.release()
+            hold.may_go_on.set()
             first.wait()
         assert route.bucket_version() == version

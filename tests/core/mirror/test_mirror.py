@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry
 
 import dbuffer
 from dbuffer.format import layout, places
-from dbuffer.format.lineage import Relation, VersionId, relation
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import metrics
 from dbuffer.io import chain_reader
@@ -194,24 +194,12 @@ def another(shm_path: Path) -> Path:
 # What is copied
 
 
-def test_a_copy_that_gets_a_sender_has_forked(capsys, remote, local):
-    """Its numbers are the original's, which goes on with them for other weights."""
-    with dbuffer.WeightSender(remote) as sender, quick(remote, local).start() as mirror:
-        for version in (1, 2):
-            sender.send(SMALL.weights(version))
-            mirror.wait_until_current(TIMEOUT_S)
-        mirror.close()
-        code, _, err = call(capsys, "rollback", local, 1)
-        assert code == 2
-        assert "roll back where it is published" in err
-        for version in (3, 4):  # each sender goes on with what there is
-            with dbuffer.WeightSender(local) as another:
-                assert another.send(SMALL.weights(version)).version == version
-        sender.send(SMALL.weights(3))
-    there, here = (DoubleBuffer(store).pointer().lineage for store in (remote, local))
-    assert len(here.runs) == 3
-    assert there.at(2) == here.at(2)
-    assert relation(here, there) is Relation.FORKED
+def test_a_copy_is_rolled_back_where_it_is_published(capsys, remote, local):
+    publish(remote, 1)
+    mirror_once(remote, local)
+    code, _, err = call(capsys, "rollback", local, 1)
+    assert code == 2
+    assert "roll back where it is published" in err
 
 
 def is_current(remote: Path, local: Path) -> bool:
