@@ -98,14 +98,14 @@ class MirrorLoop:
         while not stop.is_set():
             with retry.attempt():
                 # The mirror is already elected if the last attempt failed after the election.
-                if self._target.is_elected or self._target.elect(self._source):
+                if self._target.is_elected or self._target.elect():
                     retry.succeeded(f"mirroring {name}")
                     self._receiver = self._source.open_receiver(mirror_id(self._target.name))
                     self.record = self._receiver.record
                     self.record.count(**NO_STATS)
                     self.is_fit.set()
                     return self._receiver
-                is_fit = self._target.is_fit(self._source)
+                is_fit = self._target.is_fit()
                 retry.succeeded(f"mirroring {name}")
                 if is_fit and not self.is_fit.is_set():
                     logger.info("another mirror of %s is at work: standing by", self._target.name)
@@ -146,7 +146,7 @@ class MirrorLoop:
     def _copy_newest(self, receiver: UpstreamReceiver) -> Publication | None:
         """Copy the newest version, or return None if it is already copied or was overwritten."""
         if self._relay is None:
-            self._target.open(self._source)
+            self._target.open()
             writer = self._source.records(receiver.record)
             self._relay = AcknowledgementRelay(self._target.receivers, writer)
         self._note_published(receiver)

@@ -99,9 +99,15 @@ class Mirror(Closing, ProcessBound):
             else StoreSource(source, poll_s, copier.num_threads, allow_shared_store=shared)
         )
         self._target = (
-            BucketTarget(target, copier)
+            BucketTarget(target, self._source, copier)
             if isinstance(target, Bucket)
-            else StoreTarget(target, copier, reader_timeout_s=timeout_s, allow_shared_store=shared)
+            else StoreTarget(
+                target,
+                self._source,
+                copier,
+                reader_timeout_s=timeout_s,
+                allow_shared_store=shared,
+            )
         )
         self._loop = MirrorLoop(self._source, self._target, on_copied)
         self._stop = threading.Event()

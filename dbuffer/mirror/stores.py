@@ -131,10 +131,17 @@ class StoreTarget:
     """
 
     def __init__(
-        self, root: Path, copier: Copier, *, reader_timeout_s: float, allow_shared_store: bool
+        self,
+        root: Path,
+        source: Upstream,
+        copier: Copier,
+        *,
+        reader_timeout_s: float,
+        allow_shared_store: bool,
     ) -> None:
         self.receivers = self._store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
         self.name = str(root)
+        self._source = source
         self._copier = copier
         self._new_writer = functools.partial(
             BufferWriter,
@@ -162,7 +169,7 @@ class StoreTarget:
             return self._store.newest_pointer() if self._store.exists() else None
         return None
 
-    def elect(self, source: Upstream) -> bool:
+    def elect(self) -> bool:
         """Try to become the target's elected mirror. Return False if another mirror is elected.
 
         Raises:
@@ -171,7 +178,7 @@ class StoreTarget:
         """
         root = self._store.root
         if self._store.exists():
-            self._require_other_role(source)
+            self._require_other_role()
         filesystem.make_directory(root, parents=True)
         require_own_directory(root)
         self._store.check()
@@ -181,10 +188,12 @@ class StoreTarget:
         if lock is None:
             return False
         try:
-            self._require_source(source)
-            if self._has_forked(source):
+            self._require_source()
+            if self._has_forked():
                 # Withdraw the versions, so that no reader loads a version of the sender's last run.
-                logger.warning("%s: withdrawing versions that forked from %s", root, source.name)
+                logger.warning(
+                    "%s: withdrawing versions that forked from %s", root, self._source.name
+                )
                 with contextlib.closing(self._new_writer()) as writer:
                     writer.withdraw()
         except BaseException:
@@ -193,7 +202,7 @@ class StoreTarget:
         self._lock = lock
         with contextlib.suppress(OSError):  # such as a full disk; the name is not essential
             os.ftruncate(lock.number, 0)
-            filesystem.write_at(lock.number, 0, os.fsencode(source.name))
+            filesystem.write_at(lock.number, 0, os.fsencode(self._source.name))
         return True
 
     def resign(self) -> None:
@@ -206,26 +215,26 @@ class StoreTarget:
         path = self._store.root / places.MIRROR_LOCK_FILE
         return self._lock is not None and not filesystem.is_at(self._lock, path)
 
-    def is_fit(self, source: Upstream) -> bool:
+    def is_fit(self) -> bool:
         """Whether receivers can use the target: no version in it has forked from the source.
 
         Raises:
             WaitTimeoutError: the versions have forked, and no mirror is replacing the target's
                 version.
         """
-        is_prepared = self._is_prepared(source)  # first: the other mirror can finish now
-        if not self._has_forked(source):
+        is_prepared = self._is_prepared()  # first: the other mirror can finish now
+        if not self._has_forked():
             return True
         if is_prepared:
             return False
         raise WaitTimeoutError(
             f"{self.name} holds a version that does not lead to the newest version of "
-            f"{source.name}, and the mirror of {self.name} has not replaced it: does that mirror "
-            "follow another store? If so, stop it, or name another directory"
+            f"{self._source.name}, and the mirror of {self.name} has not replaced it: does that "
+            "mirror follow another store? If so, stop it, or name another directory"
         )
 
-    def open(self, source: Upstream) -> None:
-        self._require_other_role(source)
+    def open(self) -> None:
+        self._require_other_role()
         if self._writer is None:
             self._writer = self._new_writer()
 
@@ -335,19 +344,19 @@ class StoreTarget:
             return {opened.manifest.id: 0}
         return trimmed({**self._chain, **copied}, draft.layout.num_bytes, None)
 
-    def _has_forked(self, source: Upstream) -> bool:
-        pointer, newest = self.newest(), source.newest()
+    def _has_forked(self) -> bool:
+        pointer, newest = self.newest(), self._source.newest()
         if pointer is None or newest is None:
             return False
         return relation(pointer.lineage, newest.lineage) is Relation.FORKED
 
-    def _require_source(self, source: Upstream) -> None:
+    def _require_source(self) -> None:
         """Refuse a target that has versions if the source has no version.
 
         A target with a live receiver is accepted, because the source may only be unreachable.
         """
         store = self._store
-        if self.newest() is None or source.newest() is not None:
+        if self.newest() is None or self._source.newest() is not None:
             return
         if any(store.may_live(record) for record in store.receivers()):
             return
@@ -355,13 +364,13 @@ class StoreTarget:
         if not any(kept.is_pinned(store, buffer) for buffer in store.kept()):
             remedy = f"remove it (rm -r {shlex.quote(self.name)}), or {remedy}"
         raise WaitTimeoutError(
-            f"{self.name} holds versions of an earlier run, and {source.name} holds none yet (is "
-            f"it the right one?): {remedy}"
+            f"{self.name} holds versions of an earlier run, and {self._source.name} holds none "
+            f"yet (is it the right one?): {remedy}"
         )
 
-    def _is_prepared(self, source: Upstream) -> bool:
+    def _is_prepared(self) -> bool:
         """Whether another mirror is copying a version of the source into the target."""
-        newest, contents = source.newest(), Contents(self._store)
+        newest, contents = self._source.newest(), Contents(self._store)
         # The manifest is complete before the pointer moves: its generation shows the copy until
         # then. Read the manifests first, or a version that is published meanwhile would count.
         manifests = [manifest for manifest in contents.manifests.values() if manifest is not None]
@@ -371,18 +380,19 @@ class StoreTarget:
             for manifest in manifests
         )
 
-    def _require_other_role(self, source: Upstream) -> None:
-        if isinstance(source, StoreSource):
-            remote, local = source.store.undamaged_writer(), self._store.undamaged_writer()
+    def _require_other_role(self) -> None:
+        if isinstance(self._source, StoreSource):
+            remote, local = self._source.store.undamaged_writer(), self._store.undamaged_writer()
             if remote is not None and local is not None and local.token == remote.token:
                 raise OneStoreError(
-                    f"{source.name} and {self.name} are one store under two names: there is "
+                    f"{self._source.name} and {self.name} are one store under two names: there is "
                     "nothing to mirror"
                 )
         of_sender = state_of_senders(self._store)
         if of_sender is not None:
             raise OptionError(
-                f"{self.name} {of_sender}, and {source.name} was to be copied into it: {SWAPPED}"
+                f"{self.name} {of_sender}, and {self._source.name} was to be copied into it: "
+                f"{SWAPPED}"
             )
 
 

@@ -63,11 +63,12 @@ class BucketTarget:
     newest version. The previous writer finds the new writer's name in the record, and stops.
     """
 
-    def __init__(self, bucket: Bucket, copier: Copier) -> None:
+    def __init__(self, bucket: Bucket, source: Upstream, copier: Copier) -> None:
         self.name = bucket.url
         self.is_elected = False
         self.receivers = ReceiversOfBucket(bucket)
         self._bucket = bucket
+        self._source = source
         self._copier = copier
         self._writer = secrets.token_hex(8)
         self._epoch = 0
@@ -80,7 +81,7 @@ class BucketTarget:
         self._layout: Layout | None = None
         """Layout in the source of the version that was copied last."""
 
-    def elect(self, source: Upstream) -> bool:  # noqa: ARG002 - for a `StoreTarget`
+    def elect(self) -> bool:
         self.is_elected = True
         return True
 
@@ -90,17 +91,18 @@ class BucketTarget:
     def is_removed(self) -> bool:
         return False  # `check` finds missing objects
 
-    def is_fit(self, source: Upstream) -> bool:  # noqa: ARG002
+    def is_fit(self) -> bool:
         return True  # a bucket's readers are mirrors, which compare versions themselves
 
     def newest(self) -> Manifest | None:
         """Return the manifest of the version that this mirror has put last, without a request."""
         return None if self._last is None else self._last.manifest
 
-    def open(self, source: Upstream) -> None:
+    def open(self) -> None:
         """Become the bucket's writer, and supersede the previous writer."""
         # If the source is itself a copy of this bucket, this mirror would supersede the mirror that
         # fills the bucket, and no new version would arrive.
+        source = self._source
         if source.copied_from() == self.name:
             raise OptionError(
                 f"{source.name} is copied from {self.name}, and was to be copied into it: {SWAPPED}"

@@ -26,7 +26,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import dbuffer
-from dbuffer.format import layout, places
+from dbuffer.format import places
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import metrics
@@ -638,28 +638,25 @@ def test_mirrors_of_one_directory_have_one_id(monkeypatch, tmp_path):
 # Killed
 
 
-SHORT_SPAN_BYTES = 6 * 1024
-"""A small version is read in three spans."""
+LAST = 4
 
 
 def copy_to_a_call(
-    connection: Connection, remote: Path, local: Path, number: int, mount: str, delta: bool
+    connection: Connection, remote: Path, local: Path, number: int, mount: str
 ) -> None:
-    """Publish and copy two versions, or four with deltas; die before a call in the last copy."""
+    """Publish and copy versions; die before a call in the last copy, which applies a delta."""
     os.environ["DBUFFER_MOUNT"] = mount
-    layout.SPAN_BYTES = SHORT_SPAN_BYTES
-    pattern, last = (SPARSE, 4) if delta else (SMALL, 2)
     end = threading.Event()
-    with dbuffer.WeightSender(remote, checksum=True, delta=delta, num_threads=1) as sender:
-        sender.send(pattern.weights(1))
+    with dbuffer.WeightSender(remote, checksum=True, delta=True, num_threads=1) as sender:
+        sender.send(SPARSE.weights(1))
 
         def on_copied(copied: Publication) -> None:
             sys.setprofile(None)
-            if copied.version == last:
+            if copied.version == LAST:
                 end.set()
                 return
-            sender.send(pattern.weights(copied.version + 1))
-            if copied.version == last - 1:
+            sender.send(SPARSE.weights(copied.version + 1))
+            if copied.version == LAST - 1:
                 at_call(number, die, COPIES, repeats=is_soak())
 
         with quick(remote, local, num_threads=1, on_copied=on_copied) as one:
@@ -667,36 +664,27 @@ def copy_to_a_call(
 
 
 @pytest.mark.timeout(patience_s())
-@pytest.mark.parametrize(
-    ("last", "delta", "every"),
-    [pytest.param(2, False, 3, id="whole"), pytest.param(4, True, 4, id="delta")],
-)
-def test_killed_at_any_moment_of_a_copy(
-    shm_path, mount, monkeypatch, record_property, last, delta, every
-):
-    monkeypatch.setattr(layout, "SPAN_BYTES", SHORT_SPAN_BYTES)
+def test_killed_at_any_moment_of_a_copy(shm_path, mount, record_property):
     has_flipped = False
     kills = 0
-    for number in numbers(first=1 + (mount == "network"), every=every):
+    for number in numbers(first=1 + (mount == "network"), every=4):
         remote, local = shm_path / f"remote-{number}", shm_path / f"local-{number}"
-        with Child(copy_to_a_call, remote, local, number, mount, delta) as child:
+        with Child(copy_to_a_call, remote, local, number, mount) as child:
             if (code := child.wait()) == 0:
                 break
         assert code == -signal.SIGKILL
         version = newest(local, verify=True)
-        assert version in (last, last - (not has_flipped)), f"before call {number}"
-        has_flipped, kills = version == last, kills + 1
+        assert version in (LAST, LAST - (not has_flipped)), f"before call {number}"
+        has_flipped, kills = version == LAST, kills + 1
         make_temporaries_old(local)
         with (
-            dbuffer.WeightSender(remote, checksum=True, delta=delta) as sender,
+            dbuffer.WeightSender(remote, checksum=True, delta=True) as sender,
             quick(remote, local).start() as one,
         ):
-            for later in (last + 1, last + 2):  # into both buffers
-                one.wait_until_current(TIMEOUT_S)
-                assert newest(local, verify=True) == later - 1
-                sender.send(SPARSE.weights(later) if delta else SMALL.weights(later))
-            one.wait_until_current(TIMEOUT_S)
-        assert newest(local, verify=True) == last + 2
+            for later in (LAST + 1, LAST + 2):  # into both buffers
+                arrives(one, local, later - 1)
+                sender.send(SPARSE.weights(later))
+            arrives(one, local, LAST + 2)
         if mount != "network":
             assert_tidy(local)
         remove_store(remote)
