@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import math
 import os
 import socketserver
 import sys
@@ -76,7 +77,7 @@ class Exchange:
         self._proxy = proxy
         self._handler = handler
         self._body: bytes | None = None
-        self.bytes_per_s: float | None = None
+        self.bytes_per_s = math.inf
 
     def body(self) -> bytes:
         """Read the body that the client sends."""
@@ -132,28 +133,22 @@ class Exchange:
         return connection
 
     def _read(self, size: int) -> bytes:
-        body = b""
-        if self.bytes_per_s is None:
-            body = self._handler.rfile.read(size)
-        else:
-            for start in range(0, size, _SLOW_BYTES):
-                time.sleep(_SLOW_BYTES / self.bytes_per_s)
-                body += self._handler.rfile.read(min(_SLOW_BYTES, size - start))
+        body = bytearray()
+        for start in range(0, size, _PIECE_BYTES):
+            time.sleep(_PIECE_BYTES / self.bytes_per_s)
+            body += self._handler.rfile.read(min(_PIECE_BYTES, size - start))
         self.request.received_bytes = len(body)
         if len(body) < size:
             raise ConnectionResetError("the client closed the connection amid a body")
-        return body
+        return bytes(body)
 
     def _write(self, raw: bytes) -> None:
-        if self.bytes_per_s is None:
-            self._handler.wfile.write(raw)
-            return
-        for start in range(0, len(raw), _SLOW_BYTES):
-            time.sleep(_SLOW_BYTES / self.bytes_per_s)
-            self._handler.wfile.write(raw[start : start + _SLOW_BYTES])
+        for start in range(0, len(raw), _PIECE_BYTES):
+            time.sleep(_PIECE_BYTES / self.bytes_per_s)
+            self._handler.wfile.write(raw[start : start + _PIECE_BYTES])
 
 
-_SLOW_BYTES = 16 * 1024
+_PIECE_BYTES = 16 * 1024
 
 Fault = Callable[[Exchange], object]
 
