@@ -99,14 +99,10 @@ class OpenBucketVersion(OpenVersion):
 
     def _fetch_delta(self, version: VersionId) -> Descriptor:
         memory = filesystem.make_memory_file(str(version))
-        try:
-            self._bucket.download(
-                self._record.delta_files[version],
-                lambda offset, data: filesystem.write_at(memory.number, offset, data),
-            )
-        except BaseException:
-            memory.close()
-            raise
+        self._bucket.download(
+            self._record.delta_files[version],
+            lambda offset, data: filesystem.write_at(memory.number, offset, data),
+        )
         return memory
 
 

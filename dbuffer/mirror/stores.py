@@ -135,8 +135,8 @@ class StoreTarget:
         root: Path,
         source: Upstream,
         copier: Copier,
-        *,
         reader_timeout_s: float,
+        *,
         allow_shared_store: bool,
     ) -> None:
         self.receivers = self._store = DoubleBuffer(root, allow_shared_store=allow_shared_store)

@@ -59,7 +59,7 @@ pipe; 143 stopped by SIGTERM.
 """
 
 _TELLING = (
-    "dbuffer.mirror.loop",
+    "dbuffer.mirror.mirror",
     "dbuffer.store.writer",
     "dbuffer.weights.checkpoint_directory",
 )

@@ -40,7 +40,7 @@ from dbuffer.engine.endpoint import RankEndpoint
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.engine.follower import Follower
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.mirror.loop import MirrorLoop
+from dbuffer.mirror.mirror import MirrorLoop
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import PublishedRecord

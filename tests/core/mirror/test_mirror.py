@@ -33,8 +33,7 @@ from dbuffer.integrations import metrics
 from dbuffer.io import chain_reader
 from dbuffer.mirror import mirror as mirrors
 from dbuffer.mirror.bucket import Bucket
-from dbuffer.mirror.loop import FINAL, mirror_id
-from dbuffer.mirror.mirror import Mirror, start_mirror
+from dbuffer.mirror.mirror import FINAL, Mirror, mirror_id, start_mirror
 from dbuffer.mirror.stores import StoreTarget, state_of_senders
 from dbuffer.publish.publisher import Publication
 from dbuffer.receive.follow_loop import FollowLoop
