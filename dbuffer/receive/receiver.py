@@ -126,7 +126,8 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         does not descend from the version seen. None before the first fork."""
         self._read_last: tuple[VersionId, dict[str, Any]] | None = None
         self._loaded: int | None = None
-        self._has_looked = False
+        self.notes_wait = True
+        """Whether to log that there is no version yet, at the first look."""
         self._matcher = Matcher()
         self._loaded_names: dict[str, int] = {}
         """Names of all tensors loaded so far, and the first version that contained each name."""
@@ -471,8 +472,8 @@ class WeightReceiver(Followed, Closing, ProcessBound):
 
     def _note_wait(self) -> None:
         """Log once if the first look finds no store or version: the path may be mistyped."""
-        if not self._has_looked:
-            self._has_looked = True
+        if self.notes_wait:
+            self.notes_wait = False
             if state := self._store.state_without_version():
                 log_once(logger, "waiting for a first version in %s%s", self.store, state)
 

@@ -82,6 +82,8 @@ class WorkerReceiver:
             store = store_of(local_addr, model_id, worker_or_all)
             remote = store_of(remote_addr, model_id, worker_or_all)
             receiver, mirror = options.open_reader(remote, store, receiver_id(worker))
+            # The store for this worker alone exists only after weights were sent to it alone.
+            receiver.notes_wait = worker_or_all is None
             earlier = earlier_versions.get(store.name)
             return Feed(receiver, mirror, worker_or_all is None, earlier, version=earlier)
 

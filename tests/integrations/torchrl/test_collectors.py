@@ -458,6 +458,15 @@ def test_a_moments_trouble_does_not_end_a_workers_following(scheme, address):
         assert model.weight.item() == 3.0
 
 
+def test_a_worker_does_not_miss_its_own_store(scheme, caplog):
+    """The store for one worker does not exist before weights are sent to that worker alone."""
+    model = parts.ConstantPolicy(-5.0)
+    with following(scheme, model):
+        assert not caplog.messages
+        scheme.send(weights_of(2.0), worker_ids=[0])
+        assert model.weight.item() == 2.0
+
+
 def test_receiver_receive_method(scheme):
     scheme.sync = False
     model = parts.ConstantPolicy(-5.0)
