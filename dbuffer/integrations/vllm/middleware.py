@@ -144,14 +144,15 @@ class FollowStore:
         adapters.show_adapters_by_name(models)
 
     async def _end(self) -> None:
-        follower, self._follower = self._follower, None
-        try:
-            while self._adapters:
-                await asyncio.to_thread(self._adapters.pop().close)
-            if follower is not None:
-                await follower.aclose()
-        except (DBufferError, OSError) as error:
-            logger.warning("an error occurred when following was stopped: %s", str(error))
+        parts = [asyncio.to_thread(adapter.close) for adapter in self._adapters]
+        if self._follower is not None:
+            parts.append(self._follower.aclose())
+        self._follower, self._adapters = None, []
+        for error in await asyncio.gather(*parts, return_exceptions=True):
+            if isinstance(error, DBufferError | OSError):
+                logger.warning("an error occurred when following was stopped: %s", str(error))
+            elif error is not None:
+                raise error
 
 
 async def _wait_for_weights(follower: BackgroundFollower, options: EngineOptions) -> None:

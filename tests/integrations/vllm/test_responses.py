@@ -18,6 +18,7 @@ from dbuffer.engine.contract import UNKNOWN_VERSION, WeightLabel
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.integrations.vllm import requests, responses
 from dbuffer.integrations.vllm.core import ADMITTED, label_cores
+from dbuffer.integrations.vllm.middleware import FollowStore
 from dbuffer.integrations.vllm.requests import (
     HEADERS,
     AdapterOutlook,
@@ -484,3 +485,20 @@ def test_run_that_the_engine_gets_ready_begins_no_span():
         assert WeightLabel.decode(core.weight_version) == SERVED
         assert WeightLabel.decode(core.dbuffer_label()) == label
         assert core.version == "7"
+
+
+def test_an_adapter_that_cannot_be_closed_does_not_keep_others_open(caplog):
+    middleware, closed = FollowStore(lambda *_: None), []
+
+    def adapter(name: str) -> Any:
+        def close() -> None:
+            closed.append(name)
+            if name == "broken":
+                raise dbuffer.StoreAccessError("its disk is gone")
+
+        return SimpleNamespace(close=close)
+
+    middleware._adapters = [adapter(name) for name in ("first", "broken", "last")]
+    asyncio.run(middleware._end())
+    assert sorted(closed) == ["broken", "first", "last"]
+    assert "its disk is gone" in caplog.text
