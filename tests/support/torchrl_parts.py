@@ -198,18 +198,6 @@ class StatefulPolicy(ConstantPolicy):
         return tensordict.set("action", tensordict["action"] + self.offset)
 
 
-class ReluctantPolicy(StatefulPolicy):
-    """Refuses a state now and then."""
-
-    refusals = 0
-
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        if self.refusals:
-            self.refusals -= 1
-            raise ValueError("not now")
-        super().set_extra_state(state)
-
-
 class BarePolicy(nn.Module):
     """Takes an observation, and knows nothing of TensorDicts: collectors wrap it."""
 

@@ -413,55 +413,27 @@ def test_server_that_is_not_available_yet_is_waited_for(store):
 # Several nodes
 
 
-def node(connection: Connection, store: Path, name: str) -> None:
-    with dbuffer.WeightReceiver(
-        store, receiver_id=f"vllm-{name}", poll_interval_s=0.05
-    ) as receiver:
-        connection.send("ready")
-        for snapshot in receiver.follow():
-            connection.send((snapshot.version, snapshot.tensors["0.weight"].unique().tolist()))
-
-
-def train_for_nodes(connection: Connection, log_dir: Path) -> None:
-    config = BridgeConfig(num_inference_nodes=2, device="cpu", log_dir=str(log_dir))
-    with VLLMWeightBridge(config) as bridge:
-        model = attached(bridge)
-        while (order := connection.recv()) is not None:
-            value, bridge.config.timeout_seconds, is_notified = order
-            with torch.no_grad():
-                model[0].weight.fill_(value)
-            try:
-                if is_notified:
-                    bridge.notify_update()
-                else:
-                    bridge.broadcast_weights_to_inference()
-                    bridge.barrier()
-            except dbuffer.WaitTimeoutError as error:
-                connection.send(str(error))
-            else:
-                connection.send(value)
-
-
 def test_engines_of_all_inference_nodes_are_waited_for(tmp_path, network):
-    store = tmp_path / "dbuffer-atropos"
     write_mapping(tmp_path, {})
-    with contextlib.ExitStack() as stack:
-        trainer = stack.enter_context(Child(train_for_nodes, tmp_path))
-        nodes = [stack.enter_context(Child(node, store, name)) for name in ("gpu08", "gpu09")]
-        for child in nodes:
-            assert child.receive() == "ready"
-        for value in (1, 2, 3):
-            trainer.send((value, TIMEOUT_S, value == 2))
-            assert trainer.receive() == value
-            for child in nodes:
-                assert child.receive() == (value, [value])
-        # One of them dies: the other does not stand for both.
-        nodes[1].signal(signal.SIGKILL)
-        nodes[1].wait()
-        trainer.send((4, SOON_S, True))
-        assert "vllm-gpu09 has ended at 3" in trainer.receive()
-        trainer.send(None)
-        assert trainer.wait() == 0
+    config = config_for(num_inference_nodes=2, log_dir=str(tmp_path))
+    with VLLMWeightBridge(config) as bridge, contextlib.ExitStack() as stack:
+        attached(bridge)
+        first, second = (
+            stack.enter_context(contextlib.closing(Follower(bridge.store, f"vllm-{name}")))
+            for name in ("gpu08", "gpu09")
+        )
+        for version in (1, 2, 3):
+            if version == 2:
+                bridge.broadcast_weights_to_inference()
+                bridge.barrier()
+            else:
+                bridge.notify_update()
+            assert first.versions[-1] == second.versions[-1] == version
+        # One of them ends: the other does not stand for both.
+        second.close()
+        config.timeout_seconds = SOON_S
+        with pytest.raises(dbuffer.WaitTimeoutError, match=r"vllm-gpu09 .* at 3"):
+            bridge.notify_update()
 
 
 # A trainer of several processes

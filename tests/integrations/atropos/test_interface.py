@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,7 @@ import torch
 
 import dbuffer
 from dbuffer.integrations import atropos
-from dbuffer.integrations.atropos import BridgeConfig, VLLMWeightBridge, slurm
-from tests.support.slurm_job import be_in_job, be_in_no_job
+from dbuffer.integrations.atropos import BridgeConfig, VLLMWeightBridge
 
 CONFIG_FIELDS = {
     "trainer_rank": 0,
@@ -103,33 +101,6 @@ def test_what_is_a_runtime_error_there(tmp_path, name):
     with pytest.raises(RuntimeError) as caught:
         RUNTIME_ERRORS[name](VLLMWeightBridge(config, store=tmp_path / "store"))
     assert isinstance(caught.value, dbuffer.DBufferError)
-
-
-def test_places_of_a_job(tmp_path, monkeypatch):
-    be_in_job(monkeypatch, tmp_path)
-    assert atropos.get_inference_urls(2) == ("n1:26756", "n1:26757", "n2:26758", ["n2", "n3"])
-    here = "localhost:26756", "localhost:26757", "localhost:26758", ["localhost"]
-    assert atropos.get_inference_urls(0) == here
-    assert atropos.get_inference_urls(-1) == (None, None, None, None)
-    all_nodes = ["n1", "n2", "n3"]
-    for more in (3, 4, 100):
-        found = atropos.get_inference_urls(more)
-        assert found == ("n1:26756", "n1:26757", "n1:26758", all_nodes), "as a slice has it"
-    be_in_no_job(monkeypatch)
-    assert atropos.get_inference_urls(2) == (None, None, None, None)
-
-
-def test_names_of_this_host(tmp_path, monkeypatch):
-    name = os.uname().nodename
-    assert name in atropos.get_local_hostname()
-    hosts = tmp_path / "hosts"
-    monkeypatch.setattr(slurm, "_HOSTS_FILE", hosts)
-    hosts.write_text(
-        f"127.0.1.1 {name}\n# 10.0.0.1 {name}\n10.0.0.2 other\n10.0.0.3 x {name} # y\n"
-    )
-    assert atropos.get_local_hostname() == ["10.0.0.3", "x", name]
-    hosts.unlink()
-    assert atropos.get_local_hostname()[-1] == name
 
 
 def test_names_that_a_mapping_converts():

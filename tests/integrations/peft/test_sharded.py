@@ -86,16 +86,3 @@ def test_ranks_publish_an_adapter_and_gather_nothing_else(world, store, kind):
         assert snapshot.metadata["step"] == 7
         assert snapshot.metadata["adapter_config"]["r"] == 4
     assert counts == [[1] * len(expected) if kind == "zero" else []] * 3
-
-
-def test_one_rank_alone_is_refused(world, store):
-    for message in world.run(publish_alone, store):
-        assert "dbuffer.ShardedWeightSender" in message
-
-
-def publish_alone(rank: int, store: Path) -> str:
-    model = make_engine(0, make_model()).module
-    with dbuffer.WeightSender(store.with_name(f"alone-{rank}")) as sender:
-        with pytest.raises(dbuffer.InvalidWeightsError) as caught:
-            send_adapter(sender, model)
-    return str(caught.value)

@@ -440,24 +440,6 @@ def ask(*workers: Child) -> list[float]:
     return [worker.receive() for worker in workers]
 
 
-def test_a_moments_trouble_does_not_end_a_workers_following(scheme, address):
-    model, store = parts.ConstantPolicy(-5.0), DoubleBuffer(address / "policy")
-
-    def problem() -> str | None:
-        record = store.receiver("worker-0")
-        return None if record is None else record.problem
-
-    with following(scheme, model):
-        pointer = store.root / "CURRENT"
-        whole = pointer.read_bytes()
-        pointer.write_bytes(b"{")
-        until("the worker records it", lambda: problem() is not None, TIMEOUT_S)
-        pointer.write_bytes(whole)
-        until("the worker records the end", lambda: problem() is None, TIMEOUT_S)
-        scheme.send(weights_of(3.0))
-        assert model.weight.item() == 3.0
-
-
 def test_a_worker_does_not_miss_its_own_store(scheme, caplog):
     """The store for one worker does not exist before weights are sent to that worker alone."""
     model = parts.ConstantPolicy(-5.0)
@@ -664,19 +646,6 @@ def test_weights_that_do_not_fit(scheme):
         policy.offset = torch.tensor(0.5)
         collector.update_policy_weights_()
         assert parts.acts(collector) == [5.5, 5.5]
-
-
-def test_a_load_that_failed_in_the_models_own_code_is_tried_again(scheme, address):
-    scheme.sync = False
-    model = parts.ReluctantPolicy()
-    record = DoubleBuffer(address / "policy").receiver
-    with following(scheme, model, parts.StatefulPolicy(1.0)):
-        model.refusals = 1
-        scheme.send(parts.StatefulPolicy(2.0, offset=0.5))
-        until("it is tried again", lambda: record("worker-0").applied_version == 2, TIMEOUT_S)
-        assert record("worker-0").problem is None
-        assert (model.refusals, model.weight.item(), model.offset.item()) == (0, 2.0, 0.5)
-        model(parts.TensorDict(batch_size=[]))  # it runs again
 
 
 def test_first_weights_that_do_not_fit(scheme):

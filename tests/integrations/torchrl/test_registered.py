@@ -7,9 +7,8 @@ Engines are stand-ins, in other processes and in this one. What vLLM's engines m
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,42 +42,23 @@ pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 SOON_S = 0.1
 
 
-class Reader:
-    """Stand-in for a `Follower`; it reads the whole version, after ``delay_s``."""
-
-    def __init__(self, store: str, delay_s: float) -> None:
-        self._receiver = dbuffer.WeightReceiver(store)
-        self._delay_s = delay_s
-        self._version = 0
-
-    def sync(self, *, at_least: int, stop_event: threading.Event) -> int | None:
-        if at_least == self._version:
-            return None
-        with self._receiver.open(at_least - 1) as snapshot:
-            if "refused" in snapshot.tensors:
-                raise dbuffer.EngineUpdateError("there is no place for 'refused'")
-            time.sleep(self._delay_s)
-        self._version = snapshot.version
-        return snapshot.version
-
-    def stop_workers(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._receiver.close()
-
-
 def scheme_of(store: Path, **more: Any) -> VLLMWeightSyncScheme:
     settings = {"timeout_s": WAIT_S, "poll_interval_s": 0.05} | more
     return VLLMWeightSyncScheme(remote_addr=store, **settings)
 
 
-def follow(connection: Connection, store: Path, delay_s: float) -> None:
-    def followers_of(engine: Any, options: Any) -> list[Any]:
-        return [Reader(options.store, delay_s)]
+def take_light_engines(replace: Callable[..., None] = setattr) -> None:
+    replace(vllm_double_buffer, "vllm_engine_of", lambda engine: engine)
+    for module in (vllm_double_buffer, vllm_collective):
+        replace(module, "engine_in", lambda engine: engine)
 
-    vllm_double_buffer.followers_of = followers_of  # type: ignore[assignment]
-    receiver = VLLMWeightReceiver(scheme_of(store), object())
+
+def follow(connection: Connection, store: Path, name: str) -> None:
+    take_light_engines()
+    engine = FakeEngine(instance_id=name)
+    if name == "slow":
+        engine.rank.on_load = lambda: time.sleep(0.2)
+    receiver = VLLMWeightReceiver(scheme_of(store), engine)
     connection.send("following")
     connection.recv()
     receiver.shutdown()
@@ -88,14 +68,15 @@ def follow(connection: Connection, store: Path, delay_s: float) -> None:
 def test_update_returns_when_all_replicas_have_the_weights(mount, tmp_path):
     store = tmp_path / "store"
     sender = scheme_of(store, num_replicas=2).create_sender()
-    weights = {"weight": torch.ones(2)}
-    with Child(follow, store, 0.2) as one, Child(follow, store, 0.0) as other:
+    weights = SMALL.weights(1)
+    with Child(follow, store, "slow") as one, Child(follow, store, "quick") as other:
         assert [one.receive(), other.receive()] == ["following"] * 2
         sender.update_weights(weights)  # nothing is waited for yet
         sender.init_all_workers_group({"weight": (torch.float32, torch.Size([2]))})
         for version in (2, 3):
             sender.update_weights(weights)
-            assert [r.applied_version for r in DoubleBuffer(store).receivers()] == [version] * 2
+            engines = [r for r in DoubleBuffer(store).receivers() if r.receiver == "engine"]
+            assert [record.applied_version for record in engines] == [version] * 2
         one.send()
         assert one.receive() == "left"
     sender.shutdown()
@@ -111,9 +92,7 @@ def test_update_returns_when_all_replicas_have_the_weights(mount, tmp_path):
 
 @pytest.fixture
 def light_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_double_buffer, "vllm_engine_of", lambda engine: engine)
-    for module in (vllm_double_buffer, vllm_collective):
-        monkeypatch.setattr(module, "engine_in", lambda engine: engine)
+    take_light_engines(monkeypatch.setattr)
 
 
 @pytest.mark.parametrize("scheme_class", [VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme])
