@@ -1,32 +1,33 @@
 """Stores of a collector's model, and `ModelPublisher`, which publishes into them.
 
 All workers follow the store ``ADDRESS/MODEL``, where ``ADDRESS`` is the scheme's directory. Worker
-N also follows the store ``ADDRESS/MODEL~worker-N``, for weights that are sent only to worker N.
+N also follows the store ``ADDRESS/MODEL~worker-N``, for weights that are sent only to worker N. A
+model's versions are numbered across its stores, so that a worker knows which version is newer.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import quote
 
-from dbuffer.errors import OptionError, StoreCorruptError
+from dbuffer.errors import OptionError
 from dbuffer.format.places import POINTER_FILE
 from dbuffer.integrations.torchrl.base import TransportOptions
 from dbuffer.integrations.torchrl.extraction import Extracted
 from dbuffer.publish.sender import WeightSender
-from dbuffer.receive.reader import Snapshot
 from dbuffer.store.buffer import DoubleBuffer
 
 PublishedVersion: TypeAlias = tuple[WeightSender, int, tuple[int, ...]]
 """Sender of a version, number of the version, and the workers that must apply the version."""
 
-_KEY = "torchrl"
-"""Metadata key with two values. ``is_initial``: whether the version is the first of a run (all
-versions of one sender process), which does not count as a policy update. ``after_version``: newest
-earlier version for all workers."""
+IS_INITIAL = "torchrl_is_initial"
+"""Metadata key: whether the version is the first of a run (all versions of one sender process).
+
+Such a version does not count as a policy update."""
 
 
 def store_of(address: str | Path, model_id: str, worker: int | None = None) -> Path:
@@ -42,36 +43,19 @@ def receiver_id(worker: int) -> str:
     return f"worker-{worker}"
 
 
-def versions_below(address: str, options: TransportOptions) -> dict[str, int]:
-    """Return the newest version of every store directly below ``address``, by the store's name."""
-    versions = {}
+def last_version_below(address: str | Path, options: TransportOptions) -> int:
+    """Return the highest version number in the stores directly below ``address``, or 0."""
+    last = 0
     for pointer_file in Path(address).glob(f"*/{POINTER_FILE}"):
         store = DoubleBuffer(pointer_file.parent, allow_shared_store=options.allow_shared_store)
         store.check()
         if (pointer := store.pointer()) is not None:
-            versions[store.root.name] = pointer.version
-    return versions
-
-
-def read_metadata(snapshot: Snapshot) -> tuple[bool, int]:
-    """Return ``is_initial`` and ``after_version`` from a version's metadata, or their defaults."""
-    match snapshot.metadata.get(_KEY):
-        case None:
-            return False, 0
-        case {"is_initial": bool(is_initial), "after_version": int(after_version)}:
-            return is_initial, after_version
-        case values:
-            raise StoreCorruptError(
-                f"{snapshot.path}: invalid {_KEY!r} in the version's metadata: {values!r:.200}"
-            )
+            last = max(last, pointer.version)
+    return last
 
 
 class ModelPublisher:
-    """Publishes a model's weights for all workers or for some workers. Workers count from 0.
-
-    ``earlier_versions`` has the newest version of earlier runs (sender processes) in each store, by
-    the store's name.
-    """
+    """Publishes a model's weights for all workers or for some workers. Workers count from 0."""
 
     def __init__(
         self,
@@ -79,15 +63,15 @@ class ModelPublisher:
         model_id: str,
         num_workers: int,
         options: TransportOptions,
-        earlier_versions: Mapping[str, int],
     ) -> None:
         self._address = address
         self._model_id = model_id
         self._options = options
         self._workers = tuple(range(num_workers))
-        self._last_version = earlier_versions.get(store_of(address, model_id).name, 0)
+        self._lock = threading.Lock()
         self._senders: dict[int | None, WeightSender] = {}
         self._sender(None)  # raises an error now if another trainer has the store open
+        self.last_version = last_version_below(address, options)
 
     def publish(
         self, weights: Extracted, workers: Iterable[int] | None, is_initial: bool
@@ -97,17 +81,9 @@ class ModelPublisher:
             raise OptionError(
                 f"unknown worker {min(unknown)}: there are {len(self._workers)} workers"
             )
-        metadata = {_KEY: {"is_initial": is_initial, "after_version": self._last_version}}
         if set(chosen) == set(self._workers):
-            sender = self._sender(None)
-            self._last_version = sender.send(weights, metadata=metadata).version
-            return [(sender, self._last_version, self._workers)]
-        published: list[PublishedVersion] = []
-        for worker in chosen:
-            sender = self._sender(worker)
-            version = sender.send(weights, metadata=metadata).version
-            published.append((sender, version, (worker,)))
-        return published
+            return [self._publish(weights, None, self._workers, is_initial)]
+        return [self._publish(weights, worker, (worker,), is_initial) for worker in chosen]
 
     def wait_present(self, timeout_s: float) -> None:
         self.wait([(self._sender(None), 0, self._workers)], timeout_s)
@@ -120,6 +96,15 @@ class ModelPublisher:
                 receivers=[receiver_id(worker) for worker in workers],
                 timeout_s=max(0.0, deadline - time.monotonic()),
             )
+
+    def _publish(
+        self, weights: Extracted, worker: int | None, workers: tuple[int, ...], is_initial: bool
+    ) -> PublishedVersion:
+        with self._lock:  # several threads can send
+            sender, version = self._sender(worker), self.last_version + 1
+            sender.send(weights, version=version, metadata={IS_INITIAL: is_initial})
+            self.last_version = version
+        return sender, version, workers
 
     def shutdown(self) -> None:
         for sender in self._senders.values():

@@ -21,7 +21,7 @@ from dbuffer.integrations.torchrl.loading import StagedVersion, is_on_meta, unsh
 from dbuffer.integrations.torchrl.model_stores import (
     ModelPublisher,
     PublishedVersion,
-    versions_below,
+    last_version_below,
 )
 from dbuffer.integrations.torchrl.worker import WorkerReceiver
 from dbuffer.publish.sender import WeightSender
@@ -68,7 +68,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         self.timeout_s = checks.positive_seconds("timeout_s", timeout_s)
         # Workers get the next three values with the pickled scheme.
         self._has_first_weights = True
-        self._earlier_versions: dict[str, int] = {}
+        self._earlier = 0
         self._first_worker_idx = 0
         self._kept_model: Any = None  # other objects may have only weak references to the model
         self._guard = ForwardGuard()
@@ -107,10 +107,8 @@ class DoubleBufferSyncScheme(StoreScheme):
             num_workers = 0 if is_single else int(getattr(context, "num_workers", 0))
         # A DistributedCollector counts its workers by rank, and the trainer is rank 0.
         self._first_worker_idx = int(isinstance(context, DistributedCollector))
-        self._earlier_versions = versions_below(self.remote_addr, self.options)
-        self._sender = ModelPublisher(
-            self.remote_addr, self._model_id, num_workers, self.options, self._earlier_versions
-        )
+        self._sender = ModelPublisher(self.remote_addr, self._model_id, num_workers, self.options)
+        self._earlier = self._sender.last_version
         try:
             if self.model is None:
                 self._kept_model = model_of_factory(context, self._model_id)
@@ -223,7 +221,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             self._model_id,
             0 if self._worker_idx is None else self._worker_idx - self._first_worker_idx,
             self.options,
-            self._earlier_versions,
+            self._earlier,
             get_model=lambda: self.model,
             applied=self._note_applied,
         )
@@ -289,7 +287,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             # An RPC collector pickles its scheme before it has a sender, and sends its first
             # weights after all workers have connected. So workers must not wait for first weights.
             state["_has_first_weights"] = False
-            state["_earlier_versions"] = versions_below(self.remote_addr, self.options)
+            state["_earlier"] = last_version_below(self.remote_addr, self.options)
         return state | {"_kept_model": None}
 
 

@@ -703,7 +703,7 @@ def test_weights_of_an_earlier_run_are_not_used(address, policy, leftover):
         with dbuffer.WeightSender(address / name) as sender:
             for _ in range(3):
                 weights = {"other": torch.zeros(5)} if leftover == "other layout" else old
-                sender.send(weights, metadata={"after_version": 9})
+                sender.send(weights)
     with parts.collecting(policy, parts.DoubleBufferSyncScheme(address)) as collector:
         assert parts.acts(collector) == [1.0, 1.0]
         update(collector, policy, 2.0, worker_ids=[1])
