@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import dbuffer
-from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.integrations import default_store
 from dbuffer.integrations.lightrft import BroadcastManager, manager
 from dbuffer.integrations.lightrft.configuration import (
@@ -24,8 +23,6 @@ from dbuffer.integrations.lightrft.configuration import (
 )
 from dbuffer.integrations.lightrft.manager import engine_of_rank
 from dbuffer.publish.sender_options import SenderKeywords
-from dbuffer.receive.stager import Stager
-from dbuffer.testing.waiting import TIMEOUT_S
 from tests.support.engines.vllm_engines import NEEDS_VLLM
 from tests.support.later import Later
 from tests.support.lightrft_parts import Actor, strategy_for
@@ -245,22 +242,15 @@ def test_the_engine_of_a_rank():
     assert engine_of_rank(SGLangWrapper(1)) is None
 
 
-def followed_by_a_stand_in(
-    place: Path, module: nn.Module | None = None, engine_type: str = "vllm", **options: Any
-) -> BroadcastManager:
-    default_store._SHARED_MEMORY = place
-    actor, strategy = Actor(sharded(module)), strategy_for("fsdp2", engine_type)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager, "start_follower", lambda engine_type, *rest: StandIn(*rest))
-        return BroadcastManager(actor, strategy, "an engine", **options)
-
-
 def names_for_sglang(rank: int, place: Path, options: SenderKeywords) -> list[str]:
+    default_store._SHARED_MEMORY = place
     model = nn.Module()
     model.language_model = nn.Linear(2, 2)
-    with followed_by_a_stand_in(place, model, "sglang", **options) as manager:
-        manager.broadcast_to_engine()
-        return sorted(received(manager.store))
+    with mock.patch.object(manager, "start_follower"):
+        actor, strategy = Actor(sharded(model)), strategy_for("fsdp2", "sglang")
+        with BroadcastManager(actor, strategy, "an engine", **options) as broadcasts:
+            broadcasts.broadcast_to_engine()
+            return sorted(received(broadcasts.store))
 
 
 @pytest.mark.parametrize(
@@ -273,22 +263,3 @@ def names_for_sglang(rank: int, place: Path, options: SenderKeywords) -> list[st
 )
 def test_rename_replaces_the_names_of_lightrft(world, tmp_path, options, names):
     assert world.run(names_for_sglang, tmp_path, options) == [names, names]
-
-
-class StandIn:
-    """What follows in an engine's place: a real stager, as each of an engine's ranks has one."""
-
-    def __init__(self, engine: Any, options: EngineOptions) -> None:
-        self._stager = Stager(
-            dbuffer.WeightReceiver(options.store, receiver_id=f"stand-in-{os.getpid()}")
-        )
-
-    def sync(self, *, at_least: int | None = None, timeout_s: float | None = None) -> None:
-        staged = self._stager.take(at_least=at_least, timeout_s=TIMEOUT_S)
-        self._stager.release(applied=staged.id)
-
-    def stop_workers(self) -> None:
-        self._stager.close()
-
-    def close(self) -> None:
-        pass

@@ -19,7 +19,6 @@ from dbuffer.errors import (
     InvalidWeightsError,
     NotReadyError,
     OptionError,
-    SnapshotEvictedError,
     StoreBusyError,
     WaitTimeoutError,
 )
@@ -228,18 +227,6 @@ class TestAcknowledgement:
         ends.begin()  # of the next: nobody finished this one
         with pytest.raises(WaitTimeoutError):
             self.wait(ends, 2)
-
-    def test_it_does_not_come_for_what_was_overwritten_while_it_loaded(self, ends, store):
-        ends.publish(1)
-        taken(ends.incoming)
-        ends.restart_trainer()
-        with dbuffer.WeightSender(store, reader_timeout_s=0.01) as impatient:
-            for number in (2.0, 3.0):
-                impatient.send(dict(weights(number)))
-            with pytest.raises(SnapshotEvictedError):
-                ends.incoming.finalize()
-            with pytest.raises(WaitTimeoutError):
-                impatient.wait_applied(1, timeout_s=0.01)
 
     @staticmethod
     def wait(ends: Ends, version: int) -> None:
