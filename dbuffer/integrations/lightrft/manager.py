@@ -6,9 +6,8 @@ import contextlib
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.follower import Follower
 from dbuffer.errors import DBufferError, OptionError, UnsupportedError
 from dbuffer.integrations.default_store import default_store
@@ -27,8 +26,6 @@ from dbuffer.weights.sources import Weights
 
 if TYPE_CHECKING:
     from dbuffer.integrations.vllm.follow_vllm import LaunchedFollower
-
-EngineFollower: TypeAlias = "Follower | LaunchedFollower"
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +82,7 @@ class BroadcastManager(Closing):
         options.choice("unused_tensors", unused_tensors, ("refuse", "warn"))
         place = None if store is None else options.directory("store", store)
         SenderOptions.parse(sender)
-        self._follower: EngineFollower | None = None
+        self._follower: Follower | LaunchedFollower | None = None
         self._opened = contextlib.ExitStack()
         engine_s = timeout_s + _LOAD_TIMEOUT_S
         self._agreement = Agreement(None, timeout_s=rank_timeout_s + engine_s)
@@ -106,11 +103,12 @@ class BroadcastManager(Closing):
             self._opened.callback(self._sender.close)
             with self._agreement.step("let its engine follow"):
                 if engine is not None:
-                    engine_options = EngineOptions(
-                        store=str(self.store), timeout_s=timeout_s, unused_tensors=unused_tensors
-                    )
                     self._follower = start_follower(
-                        engine_type_of(strategy), engine, engine_options
+                        engine_type_of(strategy),
+                        engine,
+                        self.store,
+                        timeout_s=timeout_s,
+                        unused_tensors=unused_tensors,
                     )
                     self._opened.callback(_stop, self._follower)
         except BaseException:
@@ -141,7 +139,7 @@ class BroadcastManager(Closing):
             return weights_of(self.strategy, self.actor)
 
 
-def _stop(follower: EngineFollower) -> None:
+def _stop(follower: Follower | LaunchedFollower) -> None:
     with contextlib.suppress(DBufferError):  # an ended engine raises an error
         follower.stop_workers()
     follower.close()
@@ -158,25 +156,22 @@ def engine_of_rank(inference_engine: Any) -> Any:
     return inference_engine._engine if is_first else None  # noqa: SLF001
 
 
-def start_follower(engine_type: str, engine: Any, options: EngineOptions) -> EngineFollower:
+def start_follower(
+    engine_type: str, engine: Any, store: Path, **options: Any
+) -> Follower | LaunchedFollower:
     """Start a follower that changes its engine's version only when ``sync`` is called."""
     if isinstance(engine, str):
         raise UnsupportedError(
             f"{engine!r} is not an engine in this process: a server follows the store by itself, "
             "with the middleware dbuffer.integrations.vllm.FollowStore"
         )
-    # `follow` of the vLLM and SGLang integrations would switch engines in the background.
-    follower: EngineFollower
+    follower: Follower | LaunchedFollower
     if engine_type == "sglang":
-        from dbuffer.integrations.sglang.sglang_engine import sglang_engine_of
+        from dbuffer.integrations import sglang
 
-        follower = Follower(sglang_engine_of(engine), options)
+        follower = sglang.follow(engine, store, **options)
     else:
-        from dbuffer.integrations.vllm import follow_vllm, vllm_engine
+        from dbuffer.integrations import vllm
 
-        if vllm_engine.is_one_of_several(engine):
-            follower = follow_vllm.LaunchedFollower(engine, options)
-        else:
-            follower = Follower(vllm_engine.vllm_engine_of(engine), options)
-    follower.start()
+        follower = vllm.follow(engine, store, **options)
     return follower
