@@ -161,23 +161,12 @@ def _named_values(weights: Any) -> dict[str, Any]:
             return dict(tensordict_tensors(weights))
         return {**tensordict_tensors(weights.exclude(EXTRA_STATE)), EXTRA_STATE: extra}
     if isinstance(weights, Mapping):
-        return _flattened(weights)
+        return dict(weights)
     if callable(weights):
         return {}  # a policy without weights, such as a random one
     raise InvalidWeightsError(
         f"cannot send a {type(weights).__name__}: pass a module, a TensorDict or a state dict"
     )
-
-
-def _flattened(weights: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for key, value in weights.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, TensorDictBase | Mapping) and not _is_extra_state(name):
-            named.update(_flattened(dict(value.items()), f"{name}."))
-        else:
-            named[name] = value
-    return named
 
 
 def _is_extra_state(key: str) -> bool:

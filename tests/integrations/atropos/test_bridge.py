@@ -37,7 +37,6 @@ from dbuffer.integrations.atropos.mapping import (
     PATH_VARIABLE,
     ParameterMapping,
     mapping_path,
-    wait_for_mapping,
 )
 from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.children import Child
@@ -579,16 +578,6 @@ def test_mapping_for_another_model_is_refused_before_anything_is_written(
         assert receiver.wait_for_version(timeout_s=0) is None
 
 
-@pytest.mark.timing(settle_s=TIMEOUT_S)
-def test_mapping_is_waited_for_while_it_is_written(tmp_path):
-    path = write_mapping(tmp_path, RENAMED)
-    whole = path.read_text()
-    path.write_text(whole[:40])
-    with meanwhile(path.write_text, whole, after_s=SOON_S):
-        content = wait_for_mapping(config_for(log_dir=str(tmp_path)), None)
-    assert content["param_mappings"] == RENAMED
-
-
 @pytest.mark.parametrize("where", ["LOGDIR", "log_dir", "working directory", "named"])
 def test_mapping_is_found_where_atropos_puts_it(store, tmp_path, monkeypatch, where):
     assert not mapping_path(None).exists()
@@ -610,8 +599,12 @@ def test_mapping_is_found_where_atropos_puts_it(store, tmp_path, monkeypatch, wh
     assert "first.w" in stored(store)
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
 @pytest.mark.parametrize("nodes", [0, 1])
-def test_mapping_that_comes_late_is_waited_for(store, tmp_path, nodes):
+@pytest.mark.timing(settle_s=TIMEOUT_S)
+def test_mapping_that_comes_late_is_waited_for(store, tmp_path, nodes, is_begun):
+    if is_begun:
+        (tmp_path / MAPPING_FILE).write_text('{"model": "m", "tp_')
     with meanwhile(write_mapping, tmp_path, RENAMED, after_s=SOON_S):
         with opened(store, log_dir=str(tmp_path), num_inference_nodes=nodes) as bridge:
             assert bridge.param_mappings.keys() == {"0.weight"}

@@ -136,12 +136,3 @@ class Server(EngineServer):
         response = self.client.post("/generate", json=body)
         assert response.status_code == 200, response.text
         return dict(response.json())
-
-    def greedy(self) -> list[list[int]]:
-        return [self.generate(prompt)["output_ids"] for prompt in PROMPTS]
-
-    def version(self) -> str:
-        return str(self.client.get("/model_info").json()["weight_version"])
-
-    def is_paused(self) -> bool:
-        return bool(self.client.get("/ready").status_code != 200)
