@@ -25,6 +25,7 @@ from dbuffer.format.manifest import (
 )
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.receive.follow_loop import Forked
+from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks
 from dbuffer.store.buffer import DoubleBuffer
 
@@ -226,6 +227,17 @@ class EngineOptions:
             self.store,
             self.local_store,
             poll_interval_s=self.poll_interval_s,
+            num_threads=self.num_threads,
+            allow_shared_store=self.allow_shared_store,
+        )
+
+    def make_receiver(self, receiver_id: str | None) -> WeightReceiver:
+        """Return a receiver of the store that the ranks read."""
+        return WeightReceiver(
+            self.read_store,
+            receiver_id=receiver_id,
+            poll_interval_s=self.poll_interval_s,
+            verify=self.verify,
             num_threads=self.num_threads,
             allow_shared_store=self.allow_shared_store,
         )

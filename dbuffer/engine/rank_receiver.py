@@ -32,7 +32,6 @@ from dbuffer.errors import (
 )
 from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.stager import Staged, Stager
 from dbuffer.runtime.messages import described, listed
 from dbuffer.runtime.timing import TIMING
@@ -79,14 +78,7 @@ class RankReceiver:
         self._attests = options.attests(on_device=rank.on_device)
         # Start the mirror before any read: it removes an earlier run's versions from local_store.
         self._mirror = options.start_mirror()
-        receiver = WeightReceiver(
-            options.read_store,
-            receiver_id=rank_id(engine_id, self.ranks.rank),
-            poll_interval_s=options.poll_interval_s,
-            verify=options.verify,
-            num_threads=options.num_threads,
-            allow_shared_store=options.allow_shared_store,
-        )
+        receiver = options.make_receiver(rank_id(engine_id, self.ranks.rank))
         token = options.record_token
         receiver.record.set(part_of=engine_id, token=token, is_ephemeral=True)
         self._rank_record = receiver.record

@@ -127,13 +127,8 @@ class FollowedAdapter:
         indices = replicas if len(replicas) > 1 else [None]
         self._replicas = [AsyncVllm(engine, self._loop, index) for index in indices]
         self._requests = models.lora_requests
-        self._receiver = WeightReceiver(
-            options.store,
-            receiver_id=options.engine_id or default_engine_id(engine.vllm_config.instance_id),
-            poll_interval_s=options.poll_interval_s,
-            verify=options.verify,
-            num_threads=options.num_threads,
-            allow_shared_store=options.allow_shared_store,
+        self._receiver = options.make_receiver(
+            options.engine_id or default_engine_id(engine.vllm_config.instance_id)
         )
         store = self._receiver.store
         # The directory is beside the store, so that all processes of the engine see it.

@@ -92,13 +92,7 @@ class CallbackEngine:
             )
         self.shutdown()
         self._options = init_info
-        self._receiver = WeightReceiver(
-            init_info.store,
-            receiver_id=init_info.engine_id,
-            verify=init_info.verify,
-            poll_interval_s=init_info.poll_interval_s,
-            allow_shared_store=init_info.allow_shared_store,
-        )
+        self._receiver = init_info.make_receiver(init_info.engine_id)
         self._receiver.record.set(only_version=init_info.version)
 
     def receive_weights(
