@@ -1,8 +1,7 @@
 """SGLang: engines and servers that follow a store, with any tensor-parallel size.
 
 :func:`load_from_store` is the ``custom_weight_loader`` through which SGLang's processes receive
-weights; :mod:`.rank` loads them. :mod:`.weight_calls` detects SGLang's own writes of weights. A
-name is imported when it is first used, and SGLang with it.
+weights; :mod:`.rank` loads them. A name is imported when it is first used, and SGLang with it.
 """
 
 from __future__ import annotations
