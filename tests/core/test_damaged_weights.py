@@ -30,7 +30,7 @@ from tests.support.damage import (
     read,
     weights_file,
 )
-from tests.support.patterns import SMALL, SPARSE
+from tests.support.patterns import SMALL, SPARSE, load, newest, publish
 from tests.support.stores import open_files
 
 pytestmark = pytest.mark.timing(settle_s=0.01)
@@ -220,6 +220,18 @@ def test_truncated_weights_files_are_refused_and_never_a_bus_error(template, sto
     with Child(use_truncated_files, template, store) as child:
         assert len([child.receive() for _ in range(20)]) == 20
         assert child.wait() == 0
+
+
+def test_a_file_that_was_replaced_is_neither_written_nor_read(store):
+    """As by restoring a backup: the same names, sizes and bytes, and other files."""
+    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
+        for version in range(1, 8):
+            if version == 5:
+                for path in [weights_file(store, buffer)[0] for buffer in "AB"]:
+                    shutil.copyfile(path, path.with_name("copy"))
+                    path.with_name("copy").rename(path)
+            publish(sender, version)
+            assert load(receiver) == newest(store) == version
 
 
 def test_damage_leaks_no_descriptors(template):
