@@ -231,6 +231,25 @@ def open_and_close(connection: Connection, store: Path, skew_s: float) -> None:
     dbuffer.WeightSender(store).close()
 
 
+def test_a_version_of_a_lost_run_acknowledges_none_of_the_next(store):
+    backup = store.with_name("backup")
+    with dbuffer.WeightReceiver(store, receiver_id="worker") as receiver:
+        with dbuffer.WeightSender(store) as sender:
+            send(sender, *range(1, 6))
+            back_up(store, backup)
+            send(sender, 6, 7, 8, value=LOST)
+            assert load(receiver) == 8 + LOST
+        copy_over(store, backup)
+        with dbuffer.WeightSender(store) as sender:
+            for version in (6, 7, 8, 9):
+                send(sender, version)
+                with pytest.raises((dbuffer.WaitTimeoutError, dbuffer.ReceiverFailedError)):
+                    sender.wait_applied(version, receivers="worker", timeout_s=0.0)
+            receiver.follow_fork()
+            assert load(receiver) == 9
+            sender.wait_applied(9, receivers="worker", timeout_s=10)
+
+
 def test_a_lag_in_steps_is_told_within_a_run(capsys, store):
     """A trainer that goes on at step 81, and a receiver that has step 100 of the run before."""
     with dbuffer.WeightReceiver(store, receiver_id="engine") as receiver:
