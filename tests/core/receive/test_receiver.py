@@ -178,6 +178,26 @@ class TestSnapshots:
                 return line.split(maxsplit=5)[5]
         raise AssertionError("not mapped")
 
+    def test_are_ones_own_to_write_into(self, sender, receiver, store):
+        sender.send(weights_of(1))
+        files = {path: path.read_bytes() for path in store.rglob("*.td")}
+        with (
+            dbuffer.WeightReceiver(store) as other,
+            other.open() as others,
+            receiver.open() as mine,
+        ):
+            mine.tensors["a"].fill_(9)
+            mine.tensordict["b"].zero_()
+            assert values_in(others.tensors) == {1.0}
+            assert mine.tensors["a"][0] == 9
+            with receiver.open() as again:
+                assert values_in(again.tensors) == {1.0}
+            assert {path: path.read_bytes() for path in store.rglob("*.td")} == files
+            sender.send(weights_of(2))
+            with receiver.open() as newer:
+                assert values_in(newer.tensors) == {2.0}
+            assert values_in(others.tensors) == {1.0}
+
     def test_have_aliases_of_their_own(self, sender, receiver):
         tensor = torch.ones(3)
         for _ in range(2):
