@@ -36,9 +36,10 @@ sys.dont_write_bytecode = False
 # both. `pytest_collection_finish` lets no later search begin with it either.
 gc.disable()
 
-# What a shell runs in the background ignores SIGINT, and so would all of its children; some are to
-# be stopped by it.
+# What a shell runs in the background ignores SIGINT and SIGQUIT, and so would all of its children:
+# some are to be stopped by the one, and SGLang's schedulers end their engine by the other.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 pytest.register_assert_rewrite("tests.support")
 

@@ -8,7 +8,6 @@ shows (see :func:`judge`), or leaves what it saw as JSON for the test to judge.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -31,11 +30,6 @@ from tests.support.engines import preforked
 from tests.support.soak import is_soak
 from tests.support.waiting import error_of
 
-NEEDS_VLLM = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
-]
-
 
 def vllm_release() -> tuple[int, ...]:
     """The installed vLLM's, of whichever build; () if there is none."""
@@ -45,6 +39,10 @@ def vllm_release() -> tuple[int, ...]:
     return ()
 
 
+NEEDS_VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not vllm_release(), reason="needs vLLM"),
+]
 ANSWERS_TELL_VERSIONS = pytest.mark.skipif(
     () < vllm_release() < (0, 32), reason="before 0.32, vLLM's answers do not tell their version"
 )
