@@ -211,9 +211,7 @@ def update_by_stock_calls(store: Path, pair: Pair) -> None:
     assert "names ['x']" in error
     for error in (
         error_of(lambda: llm.init_weight_transfer_engine({"init_info": {}})),
-        error_of(lambda: llm.init_weight_transfer_engine({"init_info": {"store": "x", "port": 1}})),
         update(version=0),
-        update(names=["x"]),
     ):
         assert str(error).startswith("OptionError: ")
     with dbuffer.WeightSender(store) as sender:
