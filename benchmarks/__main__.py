@@ -86,6 +86,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "server has the last (default: /dev/shm and the directory for temporary files)",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, under 40 seconds")
+    parser.add_argument("--cpu", action="store_true", help="gpu: try the program, without a GPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples here")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the ratios here")
     options = parser.parse_args(arguments)

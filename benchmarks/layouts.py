@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
-from typing import NamedTuple, Self
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from dbuffer.engine.rank_model import RankModel
 from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.stager import Staged, Stager
+from dbuffer.runtime.closing import Closing
 
 _FUSED = {
     "q_proj": ("qkv_proj", 0),
@@ -32,10 +33,6 @@ _FUSED = {
 }
 """Which published tensors are parts of which parameter, one behind the other."""
 
-_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
-"""What ranks divide by its second dimension; vectors of norms are whole in each, all else is
-divided by rows."""
-
 _TIMEOUT_S = 120.0
 
 
@@ -45,21 +42,14 @@ class FusedModel(nn.Module):
     Args:
         shapes: of the published tensors.
         device: where the parameters are.
-        rank: which part of each it holds.
-        size: of how many.
     """
 
-    def __init__(
-        self, shapes: Shapes, device: torch.device, *, rank: int = 0, size: int = 1
-    ) -> None:
+    def __init__(self, shapes: Shapes, device: torch.device) -> None:
         super().__init__()
-        self._rank, self._size = rank, size
         parts: dict[str, dict[int, tuple[int, ...]]] = {}
         for name, shape in shapes.items():
             fused, index = _place_of(name)
-            dimension = _divided_dimension(name)
-            part = (n // size if d == dimension else n for d, n in enumerate(shape))
-            parts.setdefault(fused, {})[index] = tuple(part)
+            parts.setdefault(fused, {})[index] = shape
         self._rows: dict[str, list[int]] = {}
         for fused, found in parts.items():
             rows = [found[index][0] for index in sorted(found)]
@@ -74,21 +64,11 @@ class FusedModel(nn.Module):
             fused, index = _place_of(name)
             rows = self._rows[fused]
             part = self.get_parameter(fused).data.narrow(0, sum(rows[:index]), rows[index])
-            dimension = _divided_dimension(name)
-            if dimension is not None:
-                length = tensor.shape[dimension] // self._size
-                tensor = tensor.narrow(dimension, self._rank * length, length)
             part.copy_(tensor)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:  # noqa: ARG002
         """Reload as an engine does, where nothing is derived from weights."""
         self.load_weights(tensors)
-
-
-def _divided_dimension(name: str) -> int | None:
-    if "norm" in name:
-        return None
-    return 1 if name.endswith(_BY_COLUMNS) else 0
 
 
 def _place_of(name: str) -> tuple[str, int]:
@@ -104,7 +84,9 @@ class _Watched(MetaModel):  # type: ignore[no-untyped-call]
 
 
 class _Rank(EngineRank):
-    """A model that is never refused, and has no checkpoint."""
+    """A model on a device, or in main memory as if on one; never refused, without checkpoint."""
+
+    on_device = True
 
     def __init__(self, model: FusedModel, check: ShapeCheck, device: torch.device) -> None:
         self.ranks = RankChannel(SimpleNamespace(rank_in_group=0, world_size=1, cpu_group=None))
@@ -126,7 +108,7 @@ class Switched(NamedTuple):
     """Whether only what a delta changed was written."""
 
 
-class PlannedReceiver:
+class PlannedReceiver(Closing):
     """Follows a store for such a model, as a rank of an engine does."""
 
     def __init__(
@@ -135,44 +117,34 @@ class PlannedReceiver:
         shapes: Shapes,
         device: torch.device,
         *,
-        rank: int = 0,
-        size: int = 1,
         stages_on_device: bool = False,
     ) -> None:
-        self._make_model = partial(FusedModel, shapes, device, rank=rank, size=size)
+        self._make_model = partial(FusedModel, shapes, device)
         self.model = self._make_model()
         watched = _Watched(
-            FusedModel(shapes, torch.device("meta"), rank=rank, size=size),
+            FusedModel(shapes, torch.device("meta")),
             embedding=nn.Module,
             default_loader=lambda parameter, loaded: parameter.data.copy_(loaded),
-            tp_size=size,
+            tp_size=1,
         )
-        is_cuda = device.type == "cuda"
         serving = _Rank(self.model, ShapeCheck(watched), device)
-        options = EngineOptions(store=str(store), attest=is_cuda)
+        options = EngineOptions(store=str(store), attest=True)
         self._loads = RankModel(serving, options, ModelState())
-        receiver = WeightReceiver(store, receiver_id=f"engine.rank-{rank}")
+        receiver = WeightReceiver(store, receiver_id="engine.rank-0")
         self._stager = Stager(
             receiver,
             check=self._loads.check,
             prepare=self._loads.prepare,
             copy=True,
             device=device if stages_on_device else None,
-            pin_memory=is_cuda,
-            attest=self._attest if is_cuda or stages_on_device else None,
+            pin_memory=device.type == "cuda",
+            attest=self._attest,
         )
         self._stager.use_device()
         self._attest_s = 0.0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Stop following."""
         self._stager.close()
         self._loads.close()
 
@@ -182,10 +154,15 @@ class PlannedReceiver:
         start_s = time.perf_counter()
         self._loads.load(staged)
         commit_s = time.perf_counter() - start_s
+        self._stager.compared = None
         self._stager.release(applied=staged.id)
         switch = staged.prepared
         is_patched = isinstance(switch, PreparedSwitch) and switch.patches is not None
         return Switched(staged.duration_s, commit_s, staged.num_bytes, is_patched)
+
+    def is_ready(self, version: int) -> bool:
+        """Whether this version is staged."""
+        return self._stager.reserve(version)
 
     def attest_s(self) -> float:
         """Wait until the last switch is attested; return the seconds that comparing took.

@@ -15,9 +15,10 @@ from benchmarks.engines import Checkpoint, Model
 from benchmarks.measure import median, timed
 from benchmarks.models import Weights
 from benchmarks.processes import scratch_folder
+from benchmarks.steps import synchronize
 
-_QUANTIZATION = "fp8_per_channel"
-"""Form that vLLM's CPU build has kernels for."""
+_QUANTIZATIONS = ("fp8_per_channel", "fp8")
+"""Forms, of which vLLM's CPU build has kernels for the first."""
 
 _ROUNDS = 10
 _IMAGES, _RELOAD, _MEMCPY = "images", "vLLM's reload", "memcpy of the engine's parameters"
@@ -28,20 +29,25 @@ def main(options: Namespace) -> int:
     report.begin(options.dir[:1], engines.versions())
     width, head_size = (0.25, 32) if options.quick else (1.0, 64)
     model = Model("Qwen2.5-0.5B's shape", models.qwen2_0_5b(width=width), head_size)
-    with scratch_folder(options.dir[0]) as folder:
-        checkpoint = Checkpoint(folder / "checkpoint", model)
-        weights = model.weights(seed=0)
-        checkpoint.save(weights)
-        llm = engines.start_engine(checkpoint, live=False, quantization=_QUANTIZATION)
-        samples = _measure(llm, folder / "store", weights, 1 if options.quick else _ROUNDS)
+    for quantization in _QUANTIZATIONS[: None if torch.cuda.is_available() else 1]:
+        with scratch_folder(options.dir[0]) as folder:
+            _measure_engine(folder, model, quantization, 1 if options.quick else _ROUNDS)
+    return 0
+
+
+def _measure_engine(folder: Path, model: Model, quantization: str, rounds: int) -> None:
+    checkpoint = Checkpoint(folder / "checkpoint", model)
+    weights = model.weights(seed=0)
+    checkpoint.save(weights)
+    llm = engines.start_engine(checkpoint, live=False, quantization=quantization)
+    samples = _measure(llm, folder / "store", weights, rounds)
     served_gb = sum(tensor.nbytes for tensor in _parameters(llm)) / 1e9
-    print(f"\n{model.title}, {_QUANTIZATION}: {served_gb:.2f} GB in the engine\n")
+    print(f"\n{model.title}, {quantization}: {served_gb:.2f} GB in the engine\n")
     rows = [
         [name, *(f"{1e3 * median(times):.1f}" for times in zip(*each, strict=True)), str(len(each))]
         for name, each in samples.items()
     ]
-    print(report.table(["", "pause ms", "stage ms", "samples"], rows))
-    return 0
+    print(report.table(["", "pause ms", "stage ms", "samples"], rows), flush=True)
 
 
 def _measure(
@@ -51,12 +57,17 @@ def _measure(
     samples: dict[str, list[tuple[float, float]]] = {_IMAGES: [], _RELOAD: [], _MEMCPY: []}
     parameters = _parameters(llm)
     copies = [tensor.clone() for tensor in parameters]
+
+    def copy() -> None:
+        torch._foreach_copy_(copies, parameters)
+        synchronize()
+
     with dbuffer.WeightSender(store) as sender:
         for _ in range(rounds):
             for way in (_IMAGES, _RELOAD):
                 switch = _last_switch(llm, store, sender, weights, plan=way == _IMAGES)
                 samples[way].append((switch.pause_s, switch.stage_s))
-            memcpy_s = timed(lambda: torch._foreach_copy_(copies, parameters))
+            memcpy_s = timed(copy)
             samples[_MEMCPY].append((memcpy_s, 0.0))
     return samples
 
