@@ -225,6 +225,9 @@ class Engine:
 ENDPOINT_ATTR = "_dbuffer_endpoint"
 """Attribute of a model that holds its :class:`RankEndpoint`."""
 
+WEIGHTS = "weights"
+"""Name of the weights, in vLLM and SGLang too, among the parts of an engine that can sleep."""
+
 ASLEEP = (
     "the engine's weights are asleep, and their memory may be gone: wake it up first (its weights "
     "are enough: tags=['weights']), then sync"
@@ -273,6 +276,9 @@ class EngineRank:
     does not support it."""
     instance_id: str | None = None
     """Id of this start of the engine, the same on all ranks. Used if the follower sends no id."""
+    reports_sleep: bool = True
+    """Whether :class:`RankEndpoint` learns of each part of the engine's device memory that falls
+    asleep or wakes up. If not, ``staging="auto"`` does not use that memory."""
 
     @property
     def on_device(self) -> bool:
@@ -340,9 +346,15 @@ class ModelState:
     """Whether code other than dbuffer's wrote the weights, so that the next update must reload all
     of them. If False, the model has `version`, or the weights of the engine's start."""
     broken: str | None = None
-    is_asleep: bool = False
-    """Whether the weights are asleep. Sleeping weights must be neither read nor written."""
+    asleep: set[str] = field(default_factory=set)
+    """Parts of the engine's device memory that are asleep: `WEIGHTS`, and the engine's names for
+    others."""
     is_updating: bool = False
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the weights are asleep. Sleeping weights must be neither read nor written."""
+        return WEIGHTS in self.asleep
 
     def note_loaded(self, version: Lineage | None, store: str, metadata: Mapping[str, Any]) -> None:
         self.version, self.store, self.must_reload = version, store, False

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from dbuffer import errors
 from dbuffer.engine.contract import (
     ENDPOINT_ATTR,
+    WEIGHTS,
     EngineRank,
     ModelState,
     RankAnswer,
@@ -93,25 +94,27 @@ class RankEndpoint:
         else:
             self.state.note_foreign_load()
 
-    def note_asleep(self, *, is_lost: bool) -> None:
-        """Stop using the weights until :meth:`note_awake`.
+    def note_asleep(self, parts: Collection[str] = (WEIGHTS,), *, is_lost: bool) -> None:
+        """Stop using parts of the engine's memory, and free dbuffer's memory beside them.
 
-        Call it before the weights fall asleep.
+        Call it before the parts fall asleep. ``is_lost``: whether the engine discards the weights.
         """
-        self.state.is_asleep = True
+        self.state.asleep |= set(parts)
         if self.receiver is not None:
             self.receiver.note_asleep()
         if self._draft is not None:
-            self._draft.note_asleep(is_lost=is_lost)
+            self._draft.note_asleep(parts, is_lost=is_lost)
         if is_lost:
             self.note_foreign_load("going to sleep without a copy of the weights")
 
-    def note_awake(self) -> None:
-        self.state.is_asleep = False
+    def note_awake(self, parts: Collection[str] | None = None) -> None:
+        """Use parts of the engine's memory again; None: all parts."""
+        were_asleep = self.state.is_asleep
+        self.state.asleep -= self.state.asleep if parts is None else set(parts)
         if self.receiver is not None:
-            self.receiver.note_awake()
+            self.receiver.note_awake(weights=were_asleep and not self.state.is_asleep)
         if self._draft is not None:
-            self._draft.note_awake()
+            self._draft.note_awake(parts)
 
     # Requests
 
@@ -224,7 +227,7 @@ class RankEndpoint:
     def _endpoint_of(self, draft: EngineRank) -> RankEndpoint:
         endpoint = RankEndpoint.of(draft.module)
         endpoint._rank = draft  # noqa: SLF001 - of this class
-        endpoint.state.is_asleep = self.state.is_asleep
+        endpoint.state.asleep = set(self.state.asleep)
         return endpoint
 
     def following(self) -> RankReceiver:
@@ -278,22 +281,22 @@ def loading(model_of: Callable[[], Any], cause: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def falling_asleep(model: Any, *, is_lost: bool) -> Iterator[None]:
-    """Stop using a model's weights before a ``with`` block that puts the weights to sleep.
+def falling_asleep(model: Any, parts: Collection[str], *, is_lost: bool) -> Iterator[None]:
+    """Stop using parts of an engine before a ``with`` block that puts these parts to sleep.
 
     ``is_lost``: whether the engine discards the weights.
     """
     endpoint = RankEndpoint.of(model)
-    endpoint.note_asleep(is_lost=is_lost)
+    endpoint.note_asleep(parts, is_lost=is_lost)
     try:
         yield
     except BaseException:
-        endpoint.note_awake()
+        endpoint.note_awake(parts)
         raise
 
 
 @contextlib.contextmanager
-def waking_up(model_of: Callable[[], Any]) -> Iterator[None]:
-    """Use a model's weights again after a ``with`` block that wakes the weights."""
+def waking_up(model_of: Callable[[], Any], parts: Collection[str] | None) -> Iterator[None]:
+    """Use parts of an engine again after a ``with`` block that wakes these, or (None) all parts."""
     yield
-    RankEndpoint.of(model_of()).note_awake()
+    RankEndpoint.of(model_of()).note_awake(parts)

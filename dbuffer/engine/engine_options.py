@@ -77,9 +77,9 @@ class EngineOptions:
     """Place of a version that is ready to load: its mapped file, or a copy of it in main memory or
     on the device.
 
-    ``"auto"``: on a network mount, copy. On a local mount without a GPU, map the file. On a local
-    mount with a GPU, map the file until dbuffer knows whether direct copies can replace the
-    engine's reload, then copy.
+    ``"auto"`` without a GPU: on a network mount, copy; on a local mount, map the file. With a GPU:
+    the same until dbuffer knows whether direct copies can replace the engine's reload. Then copy as
+    much into the GPU's memory as is free beside the engine, and the rest into main memory.
     """
     verify: bool | Literal["auto"] = "auto"
     """Check every tensor against its published checksum. ``"auto"``: on network mounts."""

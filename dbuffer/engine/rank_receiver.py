@@ -98,13 +98,14 @@ class RankReceiver:
             copy = options.staging == "copy"
         elif options.skips and options.until_done:
             copy = True  # copy: a sender waits for receivers that keep a version mapped
+        may_use_device = rank.on_device and rank.reports_sleep and options.staging == "auto"
         self._stager = Stager(
             receiver,
             check=self._model.check,
             prepare=self._model.prepare,
             copy=copy,
-            device=rank.device if options.staging == "device" else None,
-            pin_memory=rank.on_device and options.staging != "map",
+            device=rank.device if may_use_device or options.staging == "device" else None,
+            pin_memory=rank.device.type == "cuda" and options.staging != "map",
             forked=options.forked,
             version=options.version,
             selection=options,
@@ -370,7 +371,7 @@ class RankReceiver:
         self._state.note_loaded(staged.lineage, self.options.store, staged.metadata)
         self._is_on_trial = self.options.canary is not None
         self._note_unattested()
-        self._stager.use_device()
+        self._use_device()
         self._model.serve_again()
         return {
             "load_s": time.monotonic() - started,
@@ -489,7 +490,7 @@ class RankReceiver:
         self._write_record()
 
     def note_asleep(self) -> None:
-        """Free dbuffer's memory on the device, before the weights fall asleep.
+        """Free dbuffer's memory on the device, before a part of the engine's falls asleep.
 
         First, wait until no thread reads the weights.
         """
@@ -497,10 +498,18 @@ class RankReceiver:
             pass
         self._stager.leave_device()
 
-    def note_awake(self) -> None:
-        """Stage again: a version that was staged during the sleep could not be prepared."""
-        self._stager.use_device()
-        self._stager.stage_again(applied=self._id)
+    def note_awake(self, *, weights: bool) -> None:
+        """Use the device's memory again, if no part of the engine's sleeps.
+
+        If the weights woke, also stage again: during their sleep, no version could be prepared.
+        """
+        self._use_device()
+        if weights:
+            self._stager.stage_again(applied=self._id)
+
+    def _use_device(self) -> None:
+        if not self._state.asleep:  # what is free is not another part's, which will wake later
+            self._stager.use_device()
 
     # Records
 

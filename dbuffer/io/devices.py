@@ -60,7 +60,8 @@ def gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
 def fork_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], contextlib.ExitStack]:
     """Return a function that makes a ``with`` block with new CUDA streams, for another thread.
 
-    Work in the block begins after all work that the calling thread has queued so far.
+    Work in the block begins after all work that the calling thread has queued so far. The streams
+    have CUDA's lowest priority, which is torch's default.
     """
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     events = {device: torch.cuda.current_stream(device).record_event() for device in devices}

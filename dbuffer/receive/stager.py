@@ -33,7 +33,7 @@ from dbuffer.receive.reader import Snapshot, SnapshotTensors
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.closing import ProcessBound, join
 from dbuffer.runtime.cores import leave_core
-from dbuffer.runtime.messages import first_line
+from dbuffer.runtime.messages import first_line, format_bytes
 from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
@@ -201,27 +201,29 @@ class DeviceMemory:
     """Memory on an engine's device for a version or a part of a version."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.may_use = False
         """Whether the engine is awake and has allocated its memory, so that the rest may be
         used."""
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def room(self) -> int:
-        """Return the number of bytes to use: the current size, if this size still fits."""
-        in_use = self._bytes.numel()
-        free_bytes = max(0, free_on(self._bytes.device) - DEVICE_RESERVE_BYTES + in_use)
+        """Return the number of bytes to use: the current size, or another if it fits better."""
         if not self.may_use:
             return 0
+        in_use = self._bytes.numel()
+        num_bytes = max(0, free_on(self.device) - DEVICE_RESERVE_BYTES + in_use)
         # Free memory changes all the time. If all of it were used, each version would reallocate.
-        return in_use if 0 < in_use <= free_bytes else free_bytes
+        is_near = in_use <= num_bytes < in_use + DEVICE_RESERVE_BYTES
+        return in_use if in_use and is_near else num_bytes
 
     def resized(self, num_bytes: int) -> torch.Tensor:
         """Return memory of this size, or an empty tensor if the device has too little left."""
         if self._bytes.numel() != num_bytes:
             self._free()
             try:
-                self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=self._bytes.device)
-            except torch.OutOfMemoryError as error:
+                self._bytes = new_memory(num_bytes, self.device)
+            except errors.StoreAccessError as error:
                 log_once(logger, "a version is staged in main memory alone: %s", first_line(error))
         return self._bytes
 
@@ -232,7 +234,7 @@ class DeviceMemory:
 
     def _free(self) -> None:
         if self._bytes.numel():
-            self._bytes = torch.empty(0, dtype=torch.uint8, device=self._bytes.device)
+            self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device)
             if self._bytes.is_cuda:
                 torch.cuda.empty_cache()  # otherwise torch keeps the memory for this process
 
@@ -295,6 +297,8 @@ class Stager(ProcessBound):
         self._copy = copy
         self._memory = StagingMemory(pinned=pin_memory)
         self._device_memory = None if device is None else DeviceMemory(device)
+        self._sizes = (0, 0)
+        """Bytes of the last staged version on the device, and in main memory, if it was copied."""
         self._memories = threading.Lock()
         """Lock held while the thread stages a version, and while it compares weights with one."""
         self._version = version
@@ -314,6 +318,7 @@ class Stager(ProcessBound):
         self._skipped: VersionId | None = None
         """Newest version seen, if there is no version to stage until a newer one is published."""
         receiver.record.count(staged=0, staged_bytes=0, stage_s=0.0, evictions=0, failures=0)
+        receiver.record.count(device_bytes=0, memory_bytes=0)
         receiver.record.write()
         self._thread = threading.Thread(target=self._run, name="dbuffer-stager", daemon=True)
         self._thread.start()
@@ -671,15 +676,19 @@ class Stager(ProcessBound):
             part = prepared if has_part and not needs_tensors else None
             num_bytes = (part or snapshot.layout).num_bytes
             tensors: SnapshotTensors | None = snapshot.tensors
+            sizes = (0, 0)
             if not self._must_copy(later_copies_less=prepared is not None and part is None):
                 snapshot.read_ahead()
             else:
                 if part is not None:
-                    tensors, prepared = None, self._copied_part(snapshot, part)
+                    tensors = None
+                    prepared, sizes = self._copied_part(snapshot, part)
                 else:
+                    sizes = (0, snapshot.data_bytes)
                     tensors = snapshot.copy_into(self._memory.resized(snapshot.data_bytes))
                     prepared = None if prepared is None else prepared.of(tensors)
                 opened.close()  # raises if the version was overwritten during the copy
+            self._note_sizes(*sizes)
             with self._condition:
                 if self._is_closed:
                     return
@@ -699,7 +708,26 @@ class Stager(ProcessBound):
                 self._condition.notify_all()
         record.write()
 
-    def _copied_part(self, snapshot: Snapshot, prepared: Prepared) -> Prepared:
+    def _note_sizes(self, device_bytes: int, memory_bytes: int) -> None:
+        """Put a version's bytes on the device and in main memory into the record and the log."""
+        before, self._sizes = self._sizes, (device_bytes, memory_bytes)
+        self._receiver.record.count(
+            device_bytes=device_bytes - before[0], memory_bytes=memory_bytes - before[1]
+        )
+        if self._device_memory is not None and any(self._sizes) and self._sizes != before:
+            logger.info(
+                "%s stages versions of %s: %s on %s, %s in main memory",
+                self._receiver.receiver_id,
+                self._receiver.store,
+                format_bytes(device_bytes),
+                self._device_memory.device,
+                format_bytes(memory_bytes),
+            )
+
+    def _copied_part(
+        self, snapshot: Snapshot, prepared: Prepared
+    ) -> tuple[Prepared, tuple[int, int]]:
+        """Return a copy of a version's part, with its bytes on the device and in main memory."""
         on_device = torch.empty(0, dtype=torch.uint8)
         sizes = prepared.staging_bytes(0)
         if self._device_memory is not None:
@@ -709,7 +737,7 @@ class Stager(ProcessBound):
                 sizes = prepared.staging_bytes(0)
         memories = on_device, self._memory.resized(sizes[1])
         with fork_streams([on_device])():
-            return prepared.copied_into(memories, snapshot.copy_parts)
+            return prepared.copied_into(memories, snapshot.copy_parts), sizes
 
     def _must_copy(self, *, later_copies_less: bool) -> bool:
         is_faster = self._memory.is_pinned or self._device_memory is not None

@@ -141,6 +141,8 @@ def receiver_status(
         "updated_age_s": max(0.0, time.time() - record.updated_at),
         "part_of": record.part_of,
         "staged_version": None if record.staged is None or copied else record.staged.number,
+        "device_bytes": record.staged and record.stats.get("device_bytes"),
+        "memory_bytes": record.staged and record.stats.get("memory_bytes"),
         "is_attested": record.attested_at is not None,
         "only_version": record.only_version,
         "every": record.every,

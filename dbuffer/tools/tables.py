@@ -96,7 +96,7 @@ _BUFFER = (
 _RECEIVER = (
     *("receiver", "part_of", "host", "pid", "has_ended", "applied_version", "copied_version"),
     *("only_version", "has_forked", "step", "lag_versions", "lag_steps", "staged_version"),
-    "updated_age_s",
+    *("device_bytes", "memory_bytes", "updated_age_s"),
 )
 
 
@@ -123,6 +123,8 @@ def status_parts(status: dict[str, Any]) -> list[RenderableType]:
             "step": receiver["metadata"].get("step"),
             # A rank's record changes rarely: the engine's record says which version the ranks have.
             "updated_age_s": None if receiver["part_of"] else receiver["updated_age_s"],
+            "device_bytes": receiver["device_bytes"] or None,
+            "memory_bytes": receiver["memory_bytes"] or None,
         }
         for receiver in status["receivers"]
     ]

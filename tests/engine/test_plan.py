@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import nn
 
-from dbuffer.engine.contract import ModelState
+from dbuffer.engine.contract import WEIGHTS, ModelState
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.meta_model import MetaModel
 from dbuffer.engine.plan import prepared_switch
@@ -1527,14 +1527,16 @@ def test_weights_that_may_not_be_read_are_not_attested():
     assert switched.attest(switched.switched) is None
 
 
-@pytest.mark.parametrize("state", ["is_asleep", "must_reload"])
-def test_weights_that_sleep_or_are_unknown_are_neither_planned_nor_attested(state):
+@pytest.mark.parametrize(
+    ("state", "value", "usual"), [("asleep", {WEIGHTS}, set()), ("must_reload", True, False)]
+)
+def test_weights_that_sleep_or_are_unknown_are_neither_planned_nor_attested(state, value, usual):
     switched = Switched(two_layers, two_tensors())
     switched.switch_often(two_tensors)
-    setattr(switched.loads._state, state, True)
+    setattr(switched.loads._state, state, value)
     assert switched.prepare(two_tensors()) is None
     assert switched.attest(switched.switched) is None
-    setattr(switched.loads._state, state, False)
+    setattr(switched.loads._state, state, usual)
     assert switched.prepare(two_tensors()) is not None
     assert switched.attest(switched.switched) == []
 

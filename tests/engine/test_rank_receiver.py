@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import dbuffer
+from dbuffer.engine.contract import WEIGHTS
 from dbuffer.engine.endpoint import RankEndpoint
 from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.engine.meta_model import MetaModel
@@ -22,10 +24,12 @@ from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.rank_receiver import RankReceiver
 from dbuffer.engine.shape_check import ShapeCheck, UnusedTensors
 from dbuffer.format.layout import Layout
-from dbuffer.receive.stager import DeviceMemory
+from dbuffer.receive import stager
+from dbuffer.receive.stager import DEVICE_RESERVE_BYTES
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.engines import FakeRank
 from dbuffer.testing.waiting import until
+from dbuffer.tools.status import read_status
 from tests.support.soak import in_turn
 from tests.support.worlds import Coordinator, World, world_of
 
@@ -113,20 +117,73 @@ class PlannedRank(FakeRank):
         raise AssertionError(reason)
 
 
-_engine: list[tuple[PlannedRank, RankReceiver]] = []
+class SmallDevice:
+    """Main memory that stands in for a device's, of which this process may have so much."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.promised_bytes: int | None = None
+        self.used_bytes = 0
+        allocate = stager.new_memory
+
+        def new_memory(num_bytes: int, device: torch.device | None = None) -> torch.Tensor:
+            return allocate(num_bytes) if device is None else self.allocated(num_bytes)
+
+        stager.new_memory = new_memory
+        stager.free_on = self.free_on
+
+    def free_on(self, _: torch.device) -> int:
+        if self.promised_bytes is not None:
+            return self.promised_bytes
+        return DEVICE_RESERVE_BYTES + self.limit_bytes - self.used_bytes
+
+    def allocated(self, num_bytes: int) -> torch.Tensor:
+        if num_bytes > self.limit_bytes - self.used_bytes:
+            raise dbuffer.StoreAccessError(f"cannot allocate {num_bytes} bytes")
+        memory = Block(num_bytes)
+        self.used_bytes += num_bytes
+        weakref.finalize(memory, self.release, num_bytes)  # once no view of it is left
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def release(self, num_bytes: int) -> None:
+        self.used_bytes -= num_bytes
+
+
+class Block(bytearray):
+    """Memory whose end can be noticed."""
+
+
+class DeviceRank(PlannedRank):
+    """A rank on a device."""
+
+    on_device = True
+    memory: SmallDevice
+
+
+_engine: list[tuple[PlannedRank, RankReceiver, RankEndpoint]] = []
+_logged: list[list[str]] = []
 _errors: list[list[str]] = []
 """Errors that each test has listened to."""
 
 
 def start(rank: int, store: Path, staging: str, more: dict[str, Any] | None = None) -> None:
     mine = PlannedRank(Model(rank), RankChannel.of(Coordinator()))
-    half = sum(parameter.nbytes for parameter in mine.module.parameters()) // 2
-    DeviceMemory.room = lambda memory: half * memory.may_use
-    options = EngineOptions(store=str(store), engine_id="engine", staging=staging, **(more or {}))
+    begin(mine, EngineOptions(store=str(store), engine_id="engine", staging=staging, **more or {}))
+
+
+def start_on_device(rank: int, store: Path, rooms: list[int]) -> None:
+    """Start with the default, on a device that has so much for each rank; listen."""
+    mine = DeviceRank(Model(rank), RankChannel.of(Coordinator()))
+    mine.memory = SmallDevice(rooms[rank])
+    _logged.append(listen(logging.INFO))
+    begin(mine, EngineOptions(store=str(store), engine_id="engine"))
+
+
+def begin(mine: PlannedRank, options: EngineOptions) -> None:
     endpoint = RankEndpoint()
     endpoint.begin(lambda: mine, options)
     assert endpoint.receiver is not None
-    _engine.append((mine, endpoint.receiver))
+    _engine.append((mine, endpoint.receiver, endpoint))
 
 
 def parameters(rank: int) -> tuple[int, dict[str, torch.Tensor]]:
@@ -144,7 +201,7 @@ def update_after_moving(
     rank: int, version: int
 ) -> tuple[list[str], tuple[int, dict[str, torch.Tensor]]]:
     """The same, when something else moved a parameter after it was staged; and what was logged."""
-    mine, receiver = _engine[-1]
+    mine, receiver, _ = _engine[-1]
     receiver._stager.take(version, timeout_s=TIMEOUT_S)
     receiver._stager.release()
     mine.module.get_parameter("norm_0").data = torch.full((WIDTH,), 9, dtype=DTYPE)
@@ -241,49 +298,107 @@ def test_a_tensor_of_two_names_is_staged_under_both(staging, world, store):
     world.run(close)
 
 
-def times_staged(store: Path) -> int:
-    """How often all ranks staged a version, by what they say in the store."""
-    records = [DoubleBuffer(store).receiver(f"engine.rank-{rank}") for rank in range(SIZE)]
-    return sum(int(record.stats["staged"]) for record in records if record and record.staged)
+def set_room(rank: int, num_bytes: list[int], promised: int | None = None) -> None:
+    """Change how much the device holds, and how much of that it says is free (None: all)."""
+    _engine[-1][0].memory.limit_bytes, _engine[-1][0].memory.promised_bytes = (
+        num_bytes[rank],
+        promised,
+    )
 
 
-def staged_on_device(rank: int, version: int) -> int:
-    """Bytes of a version in the device's memory; here that is main memory, too."""
-    stager = _engine[-1][1]._stager
-    stager.take(version, timeout_s=TIMEOUT_S)
-    stager.release()
-    return stager._device_memory._bytes.numel()
+def used_on_device(rank: int) -> int:
+    return _engine[-1][0].memory.used_bytes
 
 
-def sleep(rank: int) -> int:
-    """Fall asleep; bytes that are still in use on the device."""
-    receiver = _engine[-1][1]
-    receiver._state.is_asleep = True
-    receiver.note_asleep()
-    return receiver._stager._device_memory._bytes.numel()
+def fall_asleep(rank: int) -> int:
+    _engine[-1][2].note_asleep((WEIGHTS, "kv_cache"), is_lost=False)
+    return used_on_device(rank)
 
 
-def wake_up(rank: int) -> None:
-    receiver = _engine[-1][1]
-    receiver._state.is_asleep = False
-    receiver.note_awake()
+def wake_up(rank: int, part: str | None) -> None:
+    _engine[-1][2].note_awake(part and [part])
 
 
-def test_a_version_is_staged_on_the_device_as_far_as_there_is_room_and_not_in_sleep(world, store):
-    half = sum(tensor.nbytes for tensor in weights(0).values()) // SIZE // 2
+def logged(rank: int) -> list[str]:
+    return [line for line in _logged[-1] if "main memory" in line]
+
+
+def staged_parts(store: Path, version: int) -> list[tuple[int, int]]:
+    """Wait until all ranks have staged a version; their bytes on the device, in main memory."""
+    found: list[tuple[int, int]] = []
+
+    def is_staged() -> bool:
+        ranks = [r for r in read_status(DoubleBuffer(store))["receivers"] if r["part_of"]]
+        found[:] = [(rank["device_bytes"], rank["memory_bytes"]) for rank in ranks]
+        return [rank["staged_version"] for rank in ranks] == [version] * SIZE
+
+    until(f"version {version} is staged", is_staged)
+    return found
+
+
+def test_each_rank_stages_on_its_device_as_far_as_there_is_room(world, store):
+    """The default, on devices that differ, shrink, grow, and refuse what they said was free."""
+    part = sum(parameter.nbytes for parameter in Model(0).parameters())
+
+    def switch(version: int) -> list[int]:
+        """Switch to a version; the bytes that each rank had on its device."""
+        sender.send(published := weights(version))
+        parts = staged_parts(store, version)
+        assert [sum(sizes) for sizes in parts] == [part] * SIZE
+        require_right(world.run(update, version), published)
+        assert world.run(used_on_device) == [on_device for on_device, _ in parts]
+        return [on_device for on_device, _ in parts]
+
     with dbuffer.WeightSender(store) as sender:
-        prove_the_plan(world, sender, "device")
+        world.run(start_on_device, store, rooms := [0, part // 4, part // 2, part])
+        sender.send(weights(1))
+        assert staged_parts(store, 1) == [(0, 0)] * SIZE, "nothing is known of copies yet"
+        world.run(update, 1)
+        none, little, half, whole = switch(2)
+        assert none == 0 < little <= part // 4 < half <= part // 2 < whole == part
+        world.run(set_room, [part, part // 4, part // 4, part // 2])
+        assert switch(3) == [whole, little, little, half]
+        world.run(set_room, [0] * SIZE)
+        assert switch(4) == [0] * SIZE
+        world.run(set_room, [0] * SIZE, DEVICE_RESERVE_BYTES + part)
+        assert [switch(5), switch(6)] == [[0] * SIZE] * 2
+        world.run(set_room, rooms)
+        assert switch(7) == [none, little, half, whole]
+        world.run(set_room, [DEVICE_RESERVE_BYTES + part] * SIZE)
+        assert switch(8) == [whole] * SIZE
+        for lines in world.run(logged):
+            assert sum("in main memory alone: cannot allocate" in line for line in lines) == 1
+        stages = [line for line in world.run(logged)[3] if "stages versions" in line]
+        assert "on cpu, 0 B in main memory" in stages[0]
+        assert "0 B on cpu" in stages[2]
+    world.run(close)
+
+
+def test_memory_of_the_device_is_given_back_for_a_sleep(world, store):
+    part = sum(parameter.nbytes for parameter in Model(0).parameters())
+    with dbuffer.WeightSender(store) as sender:
+        world.run(start_on_device, store, [part] * SIZE)
+        for version in (1, 2):
+            sender.send(weights(version))
+            world.run(update, version)
         sender.send(weights(3))
-        assert all(0 < each <= half + 4096 for each in world.run(staged_on_device, 3))
-        before = times_staged(store)
-        assert world.run(sleep) == [0] * SIZE
-        until("it is staged again in main memory", lambda: times_staged(store) >= before + SIZE)
-        sender.send(weights(4))
-        assert world.run(staged_on_device, 4) == [0] * SIZE
-        world.run(wake_up)
-        sender.send(published := weights(5))
-        assert all(0 < each <= half + 4096 for each in world.run(staged_on_device, 5))
-        require_right(world.run(update, 5), published)
+        assert staged_parts(store, 3) == [(part, 0)] * SIZE
+        assert world.run(fall_asleep) == [0] * SIZE
+        # The memory that is free now is the cache's, which will want it back.
+        world.run(wake_up, WEIGHTS)
+        until("it is staged again", lambda: staged_parts(store, 3) == [(0, part)] * SIZE)
+        for version in (3, 4):
+            require_right(world.run(update, version), weights(version))
+            sender.send(weights(version + 1))
+            assert staged_parts(store, version + 1) == [(0, part)] * SIZE
+        world.run(wake_up, "kv_cache")
+        require_right(world.run(update, 5), weights(5))
+        sender.send(weights(6))
+        assert staged_parts(store, 6) == [(part, 0)] * SIZE
+        assert world.run(fall_asleep) == [0] * SIZE
+        world.run(wake_up, None)
+        until("on the device", lambda: staged_parts(store, 6) == [(part, 0)] * SIZE)
+        require_right(world.run(update, 6), weights(6))
     world.run(close)
 
 
@@ -319,7 +434,7 @@ def test_weights_that_only_a_reload_gives_are_not_called_attested(world, store):
 
 def update_and_write(rank: int, version: int) -> None:
     """Switch; on one rank, something writes an element before the weights are compared."""
-    mine, receiver = _engine[-1]
+    mine, receiver, _ = _engine[-1]
     _errors.append(listen(logging.ERROR))
     receiver._stager.take(version, timeout_s=TIMEOUT_S)
     receiver._stager.release()

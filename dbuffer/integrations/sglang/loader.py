@@ -23,7 +23,7 @@ from sglang.srt.managers.scheduler_components import weight_updater as scheduler
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_exec, get_parallel
 
-from dbuffer.engine.contract import RankAnswer
+from dbuffer.engine.contract import WEIGHTS, RankAnswer
 from dbuffer.engine.endpoint import (
     RankEndpoint,
     capture_answer,
@@ -104,8 +104,9 @@ def _loading(name: str, updater: Any, *args: Any, **kwargs: Any) -> AbstractCont
 
 
 def _releasing(model: Any, *_: Any) -> AbstractContextManager[None]:
-    return falling_asleep(model, is_lost=not get_exec().features.enable_weights_cpu_backup)
+    is_lost = not get_exec().features.enable_weights_cpu_backup
+    return falling_asleep(model, (WEIGHTS,), is_lost=is_lost)
 
 
 def _resuming(model: Any, *_: Any) -> AbstractContextManager[None]:
-    return waking_up(lambda: model)
+    return waking_up(lambda: model, (WEIGHTS,))

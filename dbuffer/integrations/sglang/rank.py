@@ -28,6 +28,8 @@ from dbuffer.weights.sources import fetch
 class SchedulerRank(EngineRank):
     """One rank of an SGLang engine."""
 
+    reports_sleep = False  # of a cache's memory that SGLang releases, it tells dbuffer nothing
+
     def __init__(self, model: Any) -> None:
         self.module = model
         self.device = next(model.parameters()).device

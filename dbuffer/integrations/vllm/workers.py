@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dbuffer.engine.contract import WEIGHTS
 from dbuffer.engine.endpoint import falling_asleep, loading, waking_up, watch
 from dbuffer.engine.shape_check import is_multi_token_prediction
 from dbuffer.integrations.vllm.config import has_backend
@@ -88,7 +89,8 @@ def draft_of(worker: Any = None) -> Draft | None:
     )
 
 
-_WEIGHTS = "weights"
+_PARTS = (WEIGHTS, "kv_cache")
+"""vLLM's tags of the memory that sleeps."""
 
 _Context = AbstractContextManager[None]
 
@@ -118,19 +120,15 @@ def _method_of_worker(name: str) -> Callable[..., Any]:
 
 
 def _sleeping(wrapper: Any, level: int = 1, **_: Any) -> _Context:
-    return falling_asleep(wrapper.worker.get_model(), is_lost=level > KEEPS_WEIGHTS)
+    return falling_asleep(wrapper.worker.get_model(), _PARTS, is_lost=level > KEEPS_WEIGHTS)
 
 
-def _discarding(wrapper: Any, tags: Iterable[str]) -> _Context:
-    if _WEIGHTS not in tags:
-        return nullcontext()
-    return falling_asleep(wrapper.worker.get_model(), is_lost=True)
+def _discarding(wrapper: Any, tags: Collection[str]) -> _Context:
+    return falling_asleep(wrapper.worker.get_model(), tags, is_lost=WEIGHTS in tags)
 
 
-def _waking_up(wrapper: Any, tags: list[str] | None = None) -> _Context:
-    if tags is not None and _WEIGHTS not in tags:
-        return nullcontext()
-    return waking_up(wrapper.worker.get_model)
+def _waking_up(wrapper: Any, tags: Collection[str] | None = None) -> _Context:
+    return waking_up(wrapper.worker.get_model, tags)
 
 
 def _noting_load(name: str, wrapper: Any, *_: Any, **__: Any) -> _Context:
