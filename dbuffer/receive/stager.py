@@ -308,6 +308,8 @@ class Stager(ProcessBound):
         self._condition = threading.Condition()
         self._state = State.EMPTY
         self._staged: Staged | None = None
+        self._is_outdated = False
+        """Whether the version that the thread gets ready must be staged again."""
         self._snapshot = contextlib.ExitStack()
         """Snapshot of the staged version, open if the version was not copied."""
         self._request: _Request | None = None
@@ -412,6 +414,7 @@ class Stager(ProcessBound):
         """Drop the staged version unless it is taken; stage the newest one above ``applied``."""
         with self._condition:
             self._applied = applied
+            self._is_outdated = True
             if self._drop_unless_taken():
                 self._receiver.record.write()
             self._wake()
@@ -655,6 +658,7 @@ class Stager(ProcessBound):
             if exactly is None and newer_than is not None and version <= newer_than:
                 return False
             self._drop_unless_taken()
+            self._is_outdated = False
             return True
 
     def _stage(self, version: int, exactly: int | VersionId | None) -> None:
@@ -690,7 +694,7 @@ class Stager(ProcessBound):
                 opened.close()  # raises if the version was overwritten during the copy
             self._note_sizes(*sizes)
             with self._condition:
-                if self._is_closed:
+                if self._is_closed or self._is_outdated:
                     return
                 self._enter(State.READY)
                 self._snapshot = opened.pop_all()

@@ -868,6 +868,23 @@ def test_copies_of_two_versions_are_never_in_memory_at_once(monkeypatch):
     assert memory.resized(16).numel() == 16
 
 
+def test_a_version_that_is_to_be_staged_again_while_it_is_staged_is(store, sender):
+    begun, goes_on, prepared = threading.Event(), threading.Event(), []
+
+    def prepare(snapshot: Snapshot) -> None:
+        prepared.append(snapshot.version)
+        begun.set()
+        assert goes_on.wait(IN_TIME_S)
+
+    publish(sender, 1)
+    with staging(store, prepare=prepare) as stager:
+        assert begun.wait(IN_TIME_S)
+        stager.stage_again()
+        goes_on.set()
+        assert_whole(stager.take(timeout_s=IN_TIME_S), 1)
+        assert prepared == [1, 1]
+
+
 def test_an_idle_stager_looks_at_the_store_once_a_poll_interval(store, sender, monkeypatch):
     publish(sender, 1)
     with staging(store, poll_interval_s=60.0):
