@@ -231,6 +231,44 @@ def open_and_close(connection: Connection, store: Path, skew_s: float) -> None:
     dbuffer.WeightSender(store).close()
 
 
+def test_a_receiver_is_told_whether_it_is_ahead_or_on_another_line(store):
+    """Ahead, it waits for what may come; forked, it never sees a version that follows its own."""
+    backup = store.with_name("backup")
+    with dbuffer.WeightReceiver(store) as receiver:
+        with dbuffer.WeightSender(store) as sender:
+            send(sender, *range(1, 6))
+            back_up(store, backup)
+            send(sender, 6, 7, 8)
+        assert load(receiver) == 8
+        copy_over(store, backup)
+        with pytest.raises(dbuffer.VersionRegressedError) as ahead:
+            load(receiver)
+        assert not ahead.value.is_forked
+        with dbuffer.WeightSender(store) as sender:
+            for version in range(6, 11):  # below, equal to and above the version that it has
+                send(sender, version, value=LOST)
+                with pytest.raises(dbuffer.VersionRegressedError) as forked:
+                    load(receiver)
+                assert forked.value.is_forked
+            receiver.follow_fork()
+            assert load(receiver) == 10 + LOST
+
+
+def test_a_number_that_only_a_lost_run_has_is_no_version(any_store):
+    backup = any_store.with_name("backup")
+    with dbuffer.WeightSender(any_store, keep=3) as sender:
+        send(sender, *range(1, 6))
+        back_up(any_store, backup)
+        send(sender, *range(6, 13), value=LOST)
+    copy_over(any_store, backup)
+    with dbuffer.WeightSender(any_store, keep=3) as sender:
+        sender.send(SMALL.weights(20), version=20)
+        for call_of in (sender.republish, lambda number: kept.pin(DoubleBuffer(any_store), number)):
+            with pytest.raises(dbuffer.VersionError):
+                call_of(9)
+    assert opened(any_store, 9) is None
+
+
 def test_a_version_of_a_lost_run_acknowledges_none_of_the_next(store):
     backup = store.with_name("backup")
     with dbuffer.WeightReceiver(store, receiver_id="worker") as receiver:
