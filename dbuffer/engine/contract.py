@@ -305,12 +305,12 @@ class EngineRank:
     def require_reloadable(self) -> None:
         """Raise :class:`UnsupportedError` if :meth:`load` cannot fill every tensor in use."""
 
-    def load_checkpoint(self) -> None:
-        """Load the checkpoint that the engine was started with, from its original path."""
+    def read_checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Read the checkpoint that the engine was started with, from its original path."""
         raise NotImplementedError
 
-    def load_draft_checkpoint(self) -> None:
-        """Load the weights that the draft of a :class:`DraftedModel` was started with."""
+    def read_draft_checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Read the weights that the draft of a :class:`DraftedModel` was started with."""
         raise NotImplementedError
 
     def draft_rank(self) -> EngineRank:

@@ -231,7 +231,7 @@ class EngineOptions:
             allow_shared_store=self.allow_shared_store,
         )
 
-    def make_receiver(self, receiver_id: str | None) -> WeightReceiver:
+    def make_receiver(self, receiver_id: str | None = None) -> WeightReceiver:
         """Return a receiver of the store that the ranks read."""
         return WeightReceiver(
             self.read_store,

@@ -413,7 +413,7 @@ class RankModel:
         may_have_mix = self._tried_draft
         self.load(staged)
         if may_have_mix and not self._tried_draft:
-            self._rank.load_draft_checkpoint()
+            self._load(self._rank.read_draft_checkpoint(), partial=True)
 
     @torch.no_grad()
     def _apply(self, switch: PreparedSwitch) -> None:
@@ -480,8 +480,7 @@ class RankModel:
 
     def load_checkpoint(self) -> None:
         self._forget()
-        self._rank.load_checkpoint()
-        increment_version(self._model.parameters())
+        self._load(self._rank.read_checkpoint(), partial=False)
 
     def refuse_to_serve(self, reason: str) -> None:
         self._state.broken = reason
@@ -511,6 +510,10 @@ class RankModel:
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
         self._rank.load(self._for_loaders(tensors), partial=partial)
+        # Wait for the copies: the engine's next step reads them, and staging may overwrite their
+        # sources.
+        if self._rank.device.type != "cpu":
+            torch.accelerator.synchronize(self._rank.device)
         # Some output heads keep a float32 copy of their weight, and renew the copy if this counter
         # went up. vLLM's reload, which writes to `param.data`, and direct copies leave it
         # unchanged.

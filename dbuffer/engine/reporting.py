@@ -36,7 +36,7 @@ RUN = "run"
 """Name of a gauge with a label of the same name. The gauge is 1 for the run (start of the sender)
 of the version that the engine serves."""
 
-_LAGS = ("lag_versions", "lag_steps", "lag_seconds")
+_NO_LAGS: dict[str, None] = dict.fromkeys(("lag_versions", "lag_steps", "lag_seconds"))
 
 _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
@@ -80,20 +80,19 @@ class FollowerReport:
             self._metric(name)  # counters start at 0; gauges are added with their first value
 
     def following(self) -> None:
-        self._set("following", 1)
+        self._set(following=1)
 
     def failed(self, version: int | None, *, is_engine_known: bool) -> None:
         """Report a failed attempt to switch to ``version``, or (if None) to look for a version."""
         self._add("failures")
-        self._set("following", 0)
+        self._set(following=0)
         if version is None:
-            self._forget("version_available", *_LAGS)
+            self._set(version_available=None, **_NO_LAGS)
         if not is_engine_known:
-            self._forget("version_applied", *_LAGS)
+            self._set(version_applied=None, **_NO_LAGS)
 
     def ended(self) -> None:
-        self._set("following", 0)
-        self._forget("version_available", *_LAGS)
+        self._set(following=0, version_available=None, **_NO_LAGS)
 
     def switched(self, switch: Switch) -> None:
         logger.info(
@@ -106,14 +105,14 @@ class FollowerReport:
             1e3 * switch.pause_s,
             switch.num_bytes / 1e6,
         )
-        self._forget("version_attested")
+        self._set(version_attested=None)
         self._observe("stage_seconds", switch.stage_s)
         self._observe("pause_seconds", switch.pause_s)
         self._add("bytes", switch.num_bytes)
 
     def attested(self, record: ReceiverRecord) -> None:
         if record.attested_at is not None and record.applied is not None:
-            self._set("version_attested", record.applied.number)
+            self._set(version_attested=record.applied.number)
 
     def lag(
         self,
@@ -130,37 +129,33 @@ class FollowerReport:
         if goal_manifest is not None:
             age_s = max(0.0, time.time() - goal_manifest.published_at)
             lag = lag_between(applied, metadata, goal_manifest.lineage, goal_manifest.metadata)
-        self._set("version_available", newest)
-        self._set("version_applied", version)
+        self._set(
+            version_available=newest,
+            version_applied=version,
+            lag_versions=lag.versions,
+            lag_steps=lag.steps,
+            lag_seconds=age_s,
+        )
         run = None if applied is None else applied.id.run
         if RUN in self._families and run != self._run:
             for of_run, value in ((self._run, 0), (run, 1)):
                 if of_run is not None:
                     self._families[RUN].labels(self._engine_id, of_run).set(value)
             self._run = run
-        self._set("lag_versions", lag.versions)
-        self._set("lag_seconds", age_s)
-        if lag.steps is None:
-            self._forget("lag_steps")
-        else:
-            self._set("lag_steps", lag.steps)
 
     def _metric(self, name: str) -> Any:
         return self._families[name].labels(engine=self._engine_id)
 
-    def _set(self, name: str, value: float) -> None:
-        if name in self._families:
-            self._metric(name).set(value)
-
-    def _forget(self, *names: str) -> None:
-        for name in names:
-            if name not in self._families:
-                continue
-            # Prometheus-client cannot remove a gauge from these files.
-            if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-                self._set(name, math.nan)
-            else:
+    def _set(self, **values: float | None) -> None:
+        """Set gauges by their names. Remove a gauge if its value is unknown (None)."""
+        # Prometheus-client cannot remove a gauge from the files of several processes.
+        unknown = math.nan if "PROMETHEUS_MULTIPROC_DIR" in os.environ else None
+        for name in values.keys() & self._families.keys():
+            value = unknown if values[name] is None else values[name]
+            if value is None:
                 self._families[name].remove(self._engine_id)
+            else:
+                self._metric(name).set(value)
 
     def _add(self, name: str, amount: float = 1) -> None:
         if name in self._families:

@@ -79,7 +79,7 @@ class ShapeCheck:
             str(spec)
             for spec in further
             # Skip a tied tensor that an embedding or a head has taken under its stored name.
-            if stored[spec.name] not in trace.embedded
+            if stored[spec.name] not in self._meta.recorder.embedded
             if spec.name not in self._meta.names
         ]
         return replace(trace, unused=(*trace.unused, *surplus))
@@ -113,8 +113,9 @@ class ShapeCheck:
             message = f"{error}; the engine's model has no place for {listed(without_place)}"
             raise WeightsMismatchError(message) from None
         self._specs = accepted
-        trace, read = self._meta.end(), self._meta.recorder.read
-        twins = {(s.dtype, s.shape): s.name for s in accepted if s.name in trace.embedded}
+        trace, recorder = self._meta.end(), self._meta.recorder
+        read, embedded = recorder.read, recorder.embedded
+        twins = {(s.dtype, s.shape): s.name for s in accepted if s.name in embedded}
         unused = [s for s in specs if s.name not in read and not self._makes_no_difference(s)]
         twin_of = {s: twins.get((s.dtype, s.shape)) for s in unused if not is_of_draft(s.name)}
         return replace(

@@ -13,7 +13,6 @@ from dbuffer.engine.contract import EngineFacts, describe_weights, served_by
 from dbuffer.engine.engine_options import EngineOptions, rank_id
 from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, number_of, relation
 from dbuffer.format.manifest import Manifest, ReceiverRecord
-from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.messages import described
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
@@ -43,11 +42,7 @@ class StoreView:
         if options.store != options.read_store:
             self._origin = DoubleBuffer(options.store, allow_shared_store=is_trusted)
         # This receiver only waits for new versions. It holds none, and so writes no record.
-        self._receiver = WeightReceiver(
-            options.read_store,
-            poll_interval_s=options.poll_interval_s,
-            allow_shared_store=is_trusted,
-        )
+        self._receiver = options.make_receiver()
         self._rank_ids = [rank_id(self.engine_id, rank) for rank in range(facts.num_ranks)]
         self._seen: set[str] = set()
         self._logged_fork: str | None = None

@@ -89,8 +89,8 @@ class FakeRank(EngineRank):
                 raise RuntimeError("this load fails")
         self.on_load()
 
-    def load_checkpoint(self) -> None:
-        self.load(self.pattern.weights(0).items())
+    def read_checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.pattern.weights(0).items()
 
     def refuse_to_serve(self, reason: str) -> None:
         self.refuses = reason

@@ -211,6 +211,7 @@ class Version(NamedTuple):
 class Switched:
     """A model that is switched, as an engine switches its own, and what came of it."""
 
+    device = torch.device("cpu")
     on_device = True
     """So that it is patched."""
     is_pipeline_stage = False
@@ -1195,6 +1196,24 @@ def test_a_value_cached_by_its_weight_s_version_counter_is_computed_anew(staged)
         tensors = changed_a_little(tensors)
         switched.switch(copied(tensors))  # which compares what both compute
     assert switched.patched == PATCHED
+
+
+def test_version_counters_change_after_the_last_load_also_if_it_is_of_a_draft():
+    tensors = two_tensors()
+    switched = Switched(two_layers, tensors)
+    weight, load = switched.model.layers["a"].weight, switched.load
+    counters: list[int] = []
+
+    def noting(tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
+        load(tensors, partial=partial)
+        counters.append(weight._version)
+
+    switched.load = noting
+    switched.read_draft_checkpoint = tensors.items
+    switched.loads._tried_draft = True  # with a version that another rank could not load
+    switched.loads.load_again(switched.staged_version(None, tensors))
+    assert len(counters) == 2
+    assert weight._version > counters[-1]
 
 
 @pytest.mark.parametrize("module", ["sglang.srt.distributed.parallel_state", "vllm.distributed.x"])

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 import dbuffer
-from dbuffer.integrations.vllm import follow, packing
+from dbuffer.integrations.vllm import follow
+from dbuffer.integrations.vllm import layers as vllm_layers
 from tests.support.engines.families import save_family
 from tests.support.engines.in_workers import watch_loads
 from tests.support.engines.media_models import media_prompts, save_media_model
@@ -225,7 +226,7 @@ def probabilities(llm: Any) -> list[list[tuple[int, dict[int, float]]]]:
 def reload_a_layer_whose_image_is_wrong(store: Path, pair: list[Path], engines: list[Any]) -> None:
     fresh, llm = [probabilities(each) for each in engines], engines[1]
     wrong = model_of(llm).get_submodule("model.layers.1.mlp.down_proj")
-    pack = packing.pack
+    pack = vllm_layers.pack
 
     def pack_wrongly(shadow: Any, layer: Any) -> Any:
         copies = pack(shadow, layer)
@@ -233,12 +234,12 @@ def reload_a_layer_whose_image_is_wrong(store: Path, pair: list[Path], engines: 
             shadow.weight_scale[3] *= 1.01
         return copies
 
-    packing.pack = pack_wrongly
+    vllm_layers.pack = pack_wrongly
     try:
         reloads: Reloads = VERIFIED, ["of all", "of a part"] * 2, ["of a part"]
         switch_there_and_back(llm, store, pair, fresh, reloads, probabilities)
     finally:
-        packing.pack = pack
+        vllm_layers.pack = pack
 
 
 def refuse_without_scales(store: Path, checkpoint: Path, llm: Any) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, NamedTuple, Protocol
 
@@ -41,6 +41,13 @@ _HOLDING_TENSORS = ("_parameters", "_buffers", "_modules", "_non_persistent_buff
 
 _VALUES = (type(None), bool, int, float, str, torch.dtype, torch.Size, enum.Enum)
 """Types of attributes that can be compared. Attributes of other types may hold anything."""
+
+
+Tensors = Mapping[str, torch.Tensor]
+
+MIN_COPIED = 0.5
+"""Smallest share of all elements that copies must load. A reload walks the whole model even if it
+loads only a part, so a plan with a smaller share of copies saves little time."""
 
 
 class NotAloneError(Exception):
@@ -252,40 +259,6 @@ def packed_layers(
     return layers
 
 
-Tensors = Mapping[str, torch.Tensor]
-
-MIN_COPIED = 0.5
-"""Smallest share of all elements that copies must load. A reload walks the whole model even if it
-loads only a part, so a plan with a smaller share of copies saves little time."""
-
-
-class _Place(NamedTuple):
-    """Place of a submodule or tensor in a model: the parent module, and the parent's dictionary."""
-
-    module: torch.nn.Module
-    table: str
-    name: str
-    thing: torch.nn.Module | torch.Tensor
-    address: int
-    form: Form | None
-
-    def __str__(self) -> str:
-        return f"{self.name} of a {type(self.module).__name__}"
-
-    def is_as_planned(self) -> bool:
-        """Whether the module still has the planned submodule or tensor, so that copies reach it."""
-        thing = self.module.__dict__[self.table].get(self.name)
-        if not isinstance(self.thing, torch.Tensor):
-            return thing is self.thing
-        # Do not compare identities: some layers wrap the same memory in a new tensor at each load.
-        # Compare forms: ``param.data = param.data.t()`` changes strides at the same address.
-        return (
-            thing is not None
-            and form_of(thing) == self.form
-            and bool(thing.data_ptr() == self.address)
-        )
-
-
 @dataclass(eq=False)
 class CopyPlan:
     """Copies that switch a model to any version of one layout (names, dtypes and shapes).
@@ -305,7 +278,9 @@ class CopyPlan:
     verified_for: Mapping[str, int] | None = None
     """Digests of the published tensors that the verification could not vary, keyed by name. The
     plan is verified for versions with equal digests. None before the verification."""
-    places: Sequence[_Place] = ()
+    places: Mapping[tuple[torch.nn.Module, str, str], object] = field(default_factory=dict)
+    """Submodules, and addresses and forms of written tensors. Keyed by the parent module, the name
+    of the parent's dictionary, and the name in this dictionary."""
 
     @cached_property
     def written(self) -> Sequence[torch.Tensor]:
@@ -316,7 +291,12 @@ class CopyPlan:
 
     def replaced(self) -> str | None:
         """Return the name of a module or tensor that other code has replaced or moved, or None."""
-        return next((str(place) for place in self.places if not place.is_as_planned()), None)
+        for (module, table, name), planned in self.places.items():
+            thing = module.__dict__[table].get(name)
+            is_tensor = isinstance(thing, torch.Tensor)
+            if (_place_of(thing) if is_tensor else thing) != planned:
+                return f"{name} of a {type(module).__name__}"
+        return None
 
     @cached_property
     def is_in_main_memory(self) -> bool:
@@ -427,15 +407,26 @@ def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan) -> None:
         raise UnsupportedError(listed(left_out, "; "))
 
 
-def _places_of(model: torch.nn.Module, written: Sequence[torch.Tensor]) -> list[_Place]:
-    places = {id(tensor): (tensor.data_ptr(), form_of(tensor)) for tensor in written}
-    return [
-        _Place(module, table, name, thing, *places.get(id(thing), (0, None)))
+def _places_of(
+    model: torch.nn.Module, written: Sequence[torch.Tensor]
+) -> dict[tuple[torch.nn.Module, str, str], object]:
+    is_written = {*map(id, written)}
+    return {
+        (module, table, name): thing if table == "_modules" else _place_of(thing)
         for module in model.modules()
         for table in ("_modules", "_parameters", "_buffers")
         for name, thing in module.__dict__[table].items()
-        if id(thing) in places or isinstance(thing, torch.nn.Module)
-    ]
+        if id(thing) in is_written or isinstance(thing, torch.nn.Module)
+    }
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, Form]:
+    """Return a tensor's address and form, to see whether copies still reach it.
+
+    The identity does not matter: some layers wrap the same memory in a new tensor at each load. The
+    form matters: ``param.data = param.data.t()`` changes strides at the same address.
+    """
+    return tensor.data_ptr(), form_of(tensor)
 
 
 def layer_of(parameter: str) -> str:

@@ -127,7 +127,6 @@ class LoadTrace:
     twins: Mapping[str, str] = field(default_factory=dict)
     """Published tensors that no loader has read and that may duplicate an embedding's or a head's
     tensor. Each name maps to the name of such a tensor, with the same dtype and shape."""
-    embedded: frozenset[str] = frozenset()
 
     @property
     def refused(self) -> dict[str, str]:
@@ -151,7 +150,8 @@ class LoadRecorder:
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
         self.read: set[str] = set()
         """Published tensors that loaders have read."""
-        self._embedded: set[str] = set()
+        self.embedded: set[str] = set()
+        """Published tensors that loaders have read for an embedding or a head."""
         self._rewritten: dict[str, float | None] = {}
         """Published tensors that loaders have written into, by name. The value is the number that
         fills the tensor, or None for any other content."""
@@ -188,7 +188,7 @@ class LoadRecorder:
         if name is not None:
             self.read.add(name)
             if is_embedded:
-                self._embedded.add(name)
+                self.embedded.add(name)
         return name
 
     def note_registered(self, name: str, parameter: torch.Tensor) -> None:
@@ -252,7 +252,6 @@ class LoadRecorder:
             traced,
             offered=frozenset(name for name, _ in self._sources.values()),
             rewritten=frozenset(self._rewritten),
-            embedded=frozenset(self._embedded),
         )
 
     def _origin_of(self, tensor: torch.Tensor) -> str | None:

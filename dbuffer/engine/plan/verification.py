@@ -77,6 +77,19 @@ _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _BLOCK_BYTES = 64 << 20
 
 
+Mismatch = Mapping[str, str]
+"""Descriptions of changes that a reload makes and a switch does not, keyed by the layer's name."""
+
+_NOT_READ = frozenset({"weight_loader", "_weight_loader", "load_weights", "_is_in_target"})
+"""Attributes that only loading uses, and no computation reads."""
+
+_RANGE = (0.25, 0.75)
+"""Range of the numbers in stand-ins, the tensors loaded first. All numbers have roots and
+inverses."""
+
+_MODULES = re.compile(r"(?:\._modules\['[^']*'\])*")
+
+
 class ModelFingerprint:
     """Everything that can be reached from a model at one moment.
 
@@ -184,19 +197,6 @@ def _slots_of(thing: Any) -> Iterator[str]:
         slots = kind.__dict__.get("__slots__", ())
         names = (slots,) if isinstance(slots, str) else slots
         yield from (name for name in names if not name.startswith("__") and hasattr(thing, name))
-
-
-Mismatch = Mapping[str, str]
-"""Descriptions of changes that a reload makes and a switch does not, keyed by the layer's name."""
-
-_NOT_READ = frozenset({"weight_loader", "_weight_loader", "load_weights", "_is_in_target"})
-"""Attributes that only loading uses, and no computation reads."""
-
-_RANGE = (0.25, 0.75)
-"""Range of the numbers in stand-ins, the tensors loaded first. All numbers have roots and
-inverses."""
-
-_MODULES = re.compile(r"(?:\._modules\['[^']*'\])*")
 
 
 class UnverifiableError(Exception):

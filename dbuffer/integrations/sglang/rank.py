@@ -66,17 +66,13 @@ class SchedulerRank(EngineRank):
         self,
         tensors: Iterable[tuple[str, torch.Tensor]],
         *,
-        partial: bool = False,  # noqa: ARG002 - SGLang accepts loads with missing tensors
+        partial: bool,  # noqa: ARG002 - SGLang accepts loads with missing tensors
     ) -> None:
         with set_default_torch_dtype(dtype_of(self.module)):
             # SGLang makes these two calls when it reloads a checkpoint. Quantized layers need both
             # calls.
             DefaultModelLoader.restore_weights_before_loading(self.module, self.device)
             DefaultModelLoader.load_weights_and_postprocess(self.module, tensors, self.device)
-        # Wait for the copies: the engine's next step reads them, and staging may overwrite their
-        # sources.
-        if self.on_device:
-            torch.accelerator.synchronize(self.device)
 
     def require_reloadable(self) -> None:
         require_unchanged(self._forms, self._forms_now())
@@ -86,7 +82,7 @@ class SchedulerRank(EngineRank):
         ties = tied_to(parameters)
         return {name: (form_and_loader(tensor), ties[name]) for name, tensor in parameters.items()}
 
-    def load_checkpoint(self) -> None:
+    def read_checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:
         path = Path(get_model().model_path)
         if not path.is_dir():
             raise UnsupportedError(
@@ -94,7 +90,7 @@ class SchedulerRank(EngineRank):
                 "cannot be loaded again"
             )
         tensors, _ = read_checkpoint(path)
-        self.load((name, fetch(tensor)) for name, tensor in tensors.items())
+        return ((name, fetch(tensor)) for name, tensor in tensors.items())
 
     def refuse_to_serve(self, reason: str) -> None:
         def refuse(*_: Any, **__: Any) -> NoReturn:

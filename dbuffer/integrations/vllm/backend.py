@@ -34,6 +34,9 @@ from dbuffer.runtime import options as checks
 _MAX_INDEX = torch.iinfo(torch.int32).max
 
 
+_ARGUMENTS = ("config", "vllm_config", "device", "model")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DBufferUpdateInfo(UpdateRequest):
     """Argument of vLLM's ``update_weights``: ``{}`` for the newest version, or ``{"version": 7}``.
@@ -152,9 +155,6 @@ class CallbackEngine:
         if self._receiver is not None:
             self._receiver.close()
         self._receiver, self._loaded = None, 0
-
-
-_ARGUMENTS = ("config", "vllm_config", "device", "model")
 
 
 class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]

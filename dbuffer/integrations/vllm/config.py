@@ -30,6 +30,9 @@ LOAD_ADAPTER = "dbuffer_load_adapter"
 EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
 
 
+_MAIN_MEMORY = "CPUOffloadingSpec"
+
+
 def is_launched(parallel_config: Any) -> bool:
     """Whether torchrun started the ranks of an engine, each with an ``LLM`` in its own process."""
     return bool(parallel_config.distributed_executor_backend == "external_launcher")
@@ -188,9 +191,6 @@ def facts_of_server(config: Mapping[str, Any]) -> EngineFacts:
             f'\'{{"backend": "{BACKEND}"}}\', or with --worker-extension-cls {EXTENSION}'
         )
     return facts_of(config)
-
-
-_MAIN_MEMORY = "CPUOffloadingSpec"
 
 
 def require_droppable(config: Any, options: EngineOptions) -> None:

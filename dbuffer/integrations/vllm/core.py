@@ -49,6 +49,16 @@ ADMITTED = "dbuffer_label"
 """Attribute of vLLM's outputs: encoded label of the weights that generated the first token."""
 
 
+HOLD, RELEASE = "dbuffer_hold", "dbuffer_release"
+
+_REFUSED = "the engine cannot be held: "
+"""Prefix of a refusal's message. vLLM passes an error's text to the caller, without its type."""
+
+NOT_RESET = "the engine could not reset its prefix cache, or the cache of its KV connector"
+
+_UNTIL_THE_INPUT_ENDS = "with streamed input: the switch is made when the input has ended"
+
+
 @dataclass(slots=True)
 class _CoreState:
     label: str | None = None
@@ -58,6 +68,7 @@ class _CoreState:
     is_void: bool = False
     """Whether vLLM wrote weights after the last call of a follower to the workers."""
     is_ready: bool = False
+    hold: _Hold | None = None
 
 
 def _state_of(core: Any) -> _CoreState:
@@ -160,15 +171,6 @@ def tell_labels(request_state: Any) -> None:
     request_state._new_completion_output = make_labeled_output  # noqa: SLF001
 
 
-HOLD, RELEASE = "dbuffer_hold", "dbuffer_release"
-
-_HOLD = "dbuffer_current_hold"
-_REFUSED = "the engine cannot be held: "
-"""Prefix of a refusal's message. vLLM passes an error's text to the caller, without its type."""
-NOT_RESET = "the engine could not reset its prefix cache, or the cache of its KV connector"
-_UNTIL_THE_INPUT_ENDS = "with streamed input: the switch is made when the input has ended"
-
-
 @dataclass(slots=True)
 class _Hold:
     other_pause: Any
@@ -191,9 +193,9 @@ def add_pauses(process: Any, in_step: Any) -> None:
     if hasattr(process, HOLD):
         return
     for name in ("pause_scheduler", "sleep"):
-        setattr(process, name, _deferring(getattr(process, name)))
+        setattr(process, name, _unless_held(getattr(process, name), _defer))
     for kind in (process, in_step):
-        kind.resume_scheduler = _resuming(kind.resume_scheduler)
+        kind.resume_scheduler = _unless_held(kind.resume_scheduler, _drop_deferred)
     setattr(process, HOLD, _hold)
     setattr(process, RELEASE, _release)
 
@@ -208,8 +210,8 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
     if "weights" in core.model_executor.sleeping_tags:
         # vLLM logs a traceback for each raised error, and an engine can sleep for hours.
         return ASLEEP
-    hold: _Hold | None = vars(core).get(_HOLD)
-    hold = hold or _Hold(core.scheduler.pause_state if core.is_scheduler_paused() else None)
+    state = _state_of(core)
+    hold = state.hold or _Hold(core.scheduler.pause_state if core.is_scheduler_paused() else None)
     other_pause = getattr(hold.other_pause, "name", None)
     if (refusal := _refusal(core, mode, other_pause, drops_caches)) is not None:
         # An error, because vLLM returns only the first core's value to the caller.
@@ -218,17 +220,17 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
             raise error
         # The pause of the other cores completes only after this core is paused too.
         paused = core.pause_scheduler("keep", False)
-        setattr(core, _HOLD, hold)
+        state.hold = hold
         return _after(paused, functools.partial(_raise, error))
     if other_pause == "PAUSED_NEW":
         mode = "wait"  # other modes would stop requests that may still finish
     elif other_pause is not None and mode == "wait":
         mode = "keep"  # no request has begun, so none must finish
-    vars(core).pop(_HOLD, None)
+    state.hold = None
     try:
         paused = _pause(core, mode)
     finally:
-        setattr(core, _HOLD, hold)
+        state.hold = hold
     return _after(paused, functools.partial(_drop_caches, core)) if drops_caches else paused
 
 
@@ -283,7 +285,8 @@ def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) 
 
 
 def _release(core: Any) -> None:
-    hold: _Hold | None = vars(core).pop(_HOLD, None)
+    state = _state_of(core)
+    hold, state.hold = state.hold, None
     if hold is None:
         return
     try:
@@ -292,7 +295,7 @@ def _release(core: Any) -> None:
         elif not hold.deferred and not core.model_executor.is_sleeping:
             core.resume_scheduler()
     except BaseException:
-        setattr(core, _HOLD, hold)
+        state.hold = hold
         raise
     for pause, result in hold.deferred:
         _pass_on(pause, result)
@@ -328,30 +331,29 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-def _deferring(pause: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(pause)
+def _unless_held(
+    function: Callable[..., Any], if_held: Callable[[_Hold, Callable[[], Any]], Any]
+) -> Callable[..., Any]:
+    """Wrap a core's method, so that ``if_held`` gets each call during a hold."""
+
+    @functools.wraps(function)
     def call(core: Any, *args: Any, **kwargs: Any) -> Any:
-        hold: _Hold | None = vars(core).get(_HOLD)
-        if hold is None:
-            return pause(core, *args, **kwargs)
-        result: Future[Any] = Future()
-        hold.deferred.append((functools.partial(pause, core, *args, **kwargs), result))
-        return result
+        held = functools.partial(function, core, *args, **kwargs)
+        hold = _state_of(core).hold
+        return held() if hold is None else if_held(hold, held)
 
     return call
 
 
-def _resuming(resume: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(resume)
-    def call(core: Any) -> Any:
-        hold: _Hold | None = vars(core).get(_HOLD)
-        if hold is None:
-            return resume(core)
-        hold.other_pause = None
-        ended, hold.deferred = hold.deferred, []
-        error = RuntimeError("resumed before this pause began")
-        for _, result in ended:
-            _pass_on(functools.partial(_raise, error), result)
-        return None
+def _defer(hold: _Hold, pause: Callable[[], Any]) -> Future[Any]:
+    result: Future[Any] = Future()
+    hold.deferred.append((pause, result))
+    return result
 
-    return call
+
+def _drop_deferred(hold: _Hold, _resume: Callable[[], Any]) -> None:
+    hold.other_pause = None
+    ended, hold.deferred = hold.deferred, []
+    error = RuntimeError("resumed before this pause began")
+    for _, result in ended:
+        _pass_on(functools.partial(_raise, error), result)

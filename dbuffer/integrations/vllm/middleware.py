@@ -23,7 +23,7 @@ from dbuffer.integrations.vllm.config import adapters_of, engine_settings, optio
 from dbuffer.integrations.vllm.core import READY
 from dbuffer.integrations.vllm.follow_vllm import follow
 from dbuffer.integrations.vllm.plugin import log_as_vllm
-from dbuffer.integrations.vllm.requests import AdapterOutlook, Outlook
+from dbuffer.integrations.vllm.requests import Outlook
 from dbuffer.integrations.vllm.responses import observe, serve
 from dbuffer.integrations.vllm.vllm_engine import ask_core
 from dbuffer.runtime.trouble import message_of
@@ -83,7 +83,7 @@ class FollowStore:
                 return
             self._outlook = Outlook(engine, self._follower)
             for adapter in self._adapters:
-                self._outlook.adapters[adapter.name] = AdapterOutlook(engine, adapter)
+                self._outlook.adapters[adapter.name] = Outlook(engine, adapter=adapter)
             observe(engine)
             await self._app(scope, receive_after_us, send)
         finally:

@@ -43,25 +43,30 @@ from dbuffer.engine.rank_channel import RankChannel
 from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.errors import DBufferError, EngineBrokenError, UnsupportedError
 from dbuffer.format.layout import DRAFT_PREFIX
-from dbuffer.integrations.vllm import packing
+from dbuffer.integrations.vllm import layers
 from dbuffer.integrations.vllm.config import (
     default_engine_id,
     is_launched,
     replica_name,
     require_droppable,
 )
-from dbuffer.integrations.vllm.meta_layers import vllm_shape_check
-from dbuffer.integrations.vllm.packing import (
+from dbuffer.integrations.vllm.layers import (
     has_cpu_experts,
     has_cpu_kernel,
     has_optional_scales,
     onednn_kernels_keep_scales,
+    vllm_shape_check,
 )
 from dbuffer.integrations.vllm.workers import Draft, draft_of
 from dbuffer.runtime.cores import use_cores_of_parent
 from dbuffer.runtime.messages import listed
 
 logger = logging.getLogger(__name__)
+
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+LayerTensors = tuple[torch.nn.Module, list[dict[str, Any]]]
 
 
 class WorkerRank(EngineRank):
@@ -82,7 +87,7 @@ class WorkerRank(EngineRank):
         if draft is not None:
             self.module = DraftedModel(model, draft.model, draft.is_in_target)
         self.device = device
-        self.packing = packing
+        self.packing = layers
         if not self.on_device:
             use_cores_of_parent()
         self.ranks = RankChannel.of(worker_group(vllm_config.parallel_config))
@@ -112,7 +117,7 @@ class WorkerRank(EngineRank):
                 self._targets = self._reload_targets()
         return vllm_shape_check(self._vllm_config, self.module)
 
-    def load(self, tensors: Weights, *, partial: bool = False) -> None:
+    def load(self, tensors: Weights, *, partial: bool) -> None:
         """Load the weights of one version into the model; see :meth:`EngineRank.load`.
 
         If the version lacks scales of KV caches, the scales get vLLM's defaults, as at an engine's
@@ -136,10 +141,6 @@ class WorkerRank(EngineRank):
             restore_absent_names(before)
             repack_tied(self.module, loaded)
             repack_cpu_experts(loaded)
-        # Wait for the copies: the engine's next step reads them, and staging may overwrite their
-        # sources.
-        if self.on_device:
-            torch.accelerator.synchronize(self.device)
         if self._addresses() != places:
             raise EngineBrokenError("vLLM's reload has moved parameters to other addresses")
 
@@ -162,12 +163,12 @@ class WorkerRank(EngineRank):
                 finalize_layerwise_reload(part, model_config)
         return loaded
 
-    def load_checkpoint(self) -> None:
+    def read_checkpoint(self) -> Weights:
         config = self._vllm_config
         weights = _read_again(config.load_config, config.model_config, self._target)
-        if self._draft is not None and self._draft.target_config is None:
-            weights = itertools.chain(weights, self._weights_of_draft(self._draft))
-        self.load(weights)
+        if self._draft is None or self._draft.target_config is not None:
+            return weights
+        return itertools.chain(weights, self._weights_of_draft(self._draft))
 
     def draft_rank(self) -> EngineRank:
         draft = self._draft
@@ -180,9 +181,8 @@ class WorkerRank(EngineRank):
             )
         return DraftRank(self._vllm_config, self._target, self.device, draft)
 
-    def load_draft_checkpoint(self) -> None:
-        if self._draft is not None:
-            self.load(self._weights_of_draft(self._draft), partial=True)
+    def read_draft_checkpoint(self) -> Weights:
+        return () if self._draft is None else self._weights_of_draft(self._draft)
 
     def _weights_of_draft(self, draft: Draft) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the draft model's start weights, with their names in a published version."""
@@ -257,9 +257,9 @@ class DraftRank(WorkerRank):
     def make_check(self) -> ShapeCheck:
         return vllm_shape_check(self._vllm_config, self.module, self._of)
 
-    def load_checkpoint(self) -> None:
+    def read_checkpoint(self) -> Weights:
         weights = self._weights_of_draft(self._of)
-        self.load((name.removeprefix(DRAFT_PREFIX), tensor) for name, tensor in weights)
+        return ((name.removeprefix(DRAFT_PREFIX), tensor) for name, tensor in weights)
 
     def refuse_to_serve(self, reason: str) -> None:
         """Only log the reason: the target replaces wrong proposals."""
@@ -338,11 +338,6 @@ def _do(worker: Any, request: RankRequest) -> RankAnswer:
     if request.call == "update":
         worker.model_runner.reset_lora_state()
     return answer
-
-
-Weights = Iterable[tuple[str, torch.Tensor]]
-
-LayerTensors = tuple[torch.nn.Module, list[dict[str, Any]]]
 
 
 def tensors_of_layers(model: torch.nn.Module) -> list[LayerTensors]:

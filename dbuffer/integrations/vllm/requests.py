@@ -93,18 +93,26 @@ def _number(kind: Any, name: str, text: str, rule: str) -> Any:
 
 
 class Outlook:
-    """Reads labels of weights from an engine's cores, for requests that wait for a version.
+    """Reads labels of weights, for requests that wait for a version.
 
-    ``follower`` is None in an API server whose engine is followed by another API server.
+    The labels are of an engine's cores or, with ``adapter``, of a LoRA adapter that follows its own
+    store. ``follower`` is None in an API server whose engine is followed by another API server.
     """
 
-    def __init__(self, engine: Any, follower: BackgroundFollower | None = None) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        follower: BackgroundFollower | None = None,
+        *,
+        adapter: FollowedAdapter | None = None,
+    ) -> None:
         self._engine = engine
         self._follower = follower
+        self._adapter = adapter
         self._lock = asyncio.Lock()
         self._labels: list[WeightLabel] = []
         self._looked_at = 0.0
-        self.adapters: dict[str, AdapterOutlook] = {}
+        self.adapters: dict[str, Outlook] = {}
         """Outlooks of LoRA adapters that follow their own stores, by name of the adapter."""
 
     def of(self, model: str | None) -> Outlook:
@@ -145,12 +153,14 @@ class Outlook:
         async with self._lock:
             if self._looked_at < not_before:
                 looked_at = time.monotonic()
-                self._labels = await self._ask_cores()
+                self._labels = await self._read_labels()
                 self._looked_at = looked_at
             return self._labels
 
-    async def _ask_cores(self) -> list[WeightLabel]:
+    async def _read_labels(self) -> list[WeightLabel]:
         self._require_alive()
+        if self._adapter is not None:
+            return [self._adapter.label]
         replicas: list[int | None] = [*replicas_of(self._engine.vllm_config)]
         if len(replicas) == 1:
             replicas = [None]
@@ -173,18 +183,6 @@ class Outlook:
     def _require_alive(self) -> None:
         if self._engine.errored:
             raise EngineEndedError("the engine has ended")
-
-
-class AdapterOutlook(Outlook):
-    """Reads the label of a LoRA adapter, for requests that wait for a version of the adapter."""
-
-    def __init__(self, engine: Any, adapter: FollowedAdapter) -> None:
-        super().__init__(engine)
-        self._adapter = adapter
-
-    async def _ask_cores(self) -> list[WeightLabel]:
-        self._require_alive()
-        return [self._adapter.label]
 
 
 async def readiness(outlook: Outlook, requirement: Requirement) -> JSONResponse:

@@ -26,6 +26,12 @@ from dbuffer.integrations.vllm.core import KEEPS_WEIGHTS, RELOADS, TRANSFERS
 _loading: ContextVar[Any] = ContextVar("worker that loads its models", default=None)
 
 
+_PARTS = (WEIGHTS, "kv_cache")
+"""vLLM's tags of the memory that sleeps."""
+
+_Context = AbstractContextManager[None]
+
+
 @dataclass(frozen=True)
 class Draft:
     """Draft model of an engine, with the settings that vLLM made it from."""
@@ -87,12 +93,6 @@ def draft_of(worker: Any = None) -> Draft | None:
         "draft_model" if speculative.method == "draft_model" else "",
         config.model_config.hf_text_config if "mtp" in str(speculative.method) else None,
     )
-
-
-_PARTS = (WEIGHTS, "kv_cache")
-"""vLLM's tags of the memory that sleeps."""
-
-_Context = AbstractContextManager[None]
 
 
 def watch_workers(wrapper: type) -> None:

@@ -210,7 +210,7 @@ def test_pauses_called_in_a_switch_are_answered_although_one_caller_gave_up(end)
 
     vllm_core.add_pauses(Holding, type("InStep", (Core,), {}))
     core: Any = Holding()
-    core.dbuffer_current_hold = vllm_core._Hold(other_pause=None)
+    vllm_core._state_of(core).hold = vllm_core._Hold(other_pause=None)
     results = [core.pause_scheduler() for _ in range(3)]
     results[0].cancel()
     getattr(core, end)()

@@ -21,7 +21,6 @@ from dbuffer.integrations.vllm.core import ADMITTED, label_cores
 from dbuffer.integrations.vllm.middleware import FollowStore
 from dbuffer.integrations.vllm.requests import (
     HEADERS,
-    AdapterOutlook,
     Outlook,
     requirement_in,
     unmet_by,
@@ -405,7 +404,7 @@ def test_least_version_is_that_of_the_adapter_which_the_json_names(body, status)
     receive, app = body_in(body[:4], body[4:])
     outlook = outlook_on(Core(SERVED))
     adapter: Any = SimpleNamespace(label=WeightLabel("3", RUN))
-    outlook.adapters["adapter"] = AdapterOutlook(outlook._engine, adapter)
+    outlook.adapters["adapter"] = Outlook(outlook._engine, adapter=adapter)
     start, _ = messages_of(app, outlook, "/v1/completions", receive, X_Weight_Min_Version="4")
     assert start["status"] == status
 
