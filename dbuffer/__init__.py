@@ -1,7 +1,7 @@
 """Double-buffered weight transport over a filesystem, for reinforcement-learning post-training.
 
-The public names are those of `dbuffer.errors` and `dbuffer.api`. The latter need torch, which takes
-seconds to import: `dbuffer.api` is imported when the first of its names is used.
+The public names come from `dbuffer.errors` and `dbuffer.api`. The module `dbuffer.api` is imported
+when one of its names is first used, because it imports torch, which takes seconds.
 """
 
 import importlib

@@ -24,8 +24,8 @@ def main() -> None:
     except KeyboardInterrupt:  # before the command ran
         code = 128 + signal.SIGINT
     if code in _SIGNALED:
-        # Ended by the signal itself, it is taken for stopped and not for failed: by a shell, whose
-        # loop ends as well, and by service managers.
+        # End this process by the signal itself. So a shell also ends the loop that ran the command,
+        # and service managers count the command as stopped, not as failed.
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         signal.signal(code - 128, signal.SIG_DFL)
@@ -34,10 +34,10 @@ def main() -> None:
 
 
 def _replace_closed_streams() -> None:
-    """Let what goes to a closed stdout or stderr (``>&-``) be lost.
+    """Open /dev/null in place of closed standard streams (``>&-``), which Python sets to None.
 
-    Python makes None of these. And the first file of a store would get the number of stderr, and
-    with it what torch prints there.
+    Otherwise, the first file that dbuffer opens could get the number of stderr, and torch would
+    print its messages into the file.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)

@@ -50,7 +50,7 @@ class StoreCorruptError(DBufferError, ValueError):
 
 
 class StoreBusyError(DBufferError, BlockingIOError):
-    """Another sender has this store open, or another follower in this process has the engine.
+    """Another sender has this store open, or the engine has another follower in this process.
 
     Close the other sender or follower (the message names its process), or use another directory. If
     the sender's host crashed, an NFSv4 server keeps the sender's lock until the lease ends (90 s by

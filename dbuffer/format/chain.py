@@ -1,4 +1,4 @@
-"""Rule for the longest chain of deltas, after which a version is published whole."""
+"""Limits of a chain of deltas. At a limit, the next version is published whole."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def is_long(delta_bytes: Sequence[int], version_bytes: int) -> bool:
 def trimmed(
     delta_bytes: dict[VersionId, int], version_bytes: int, anchor: VersionId | None
 ) -> dict[VersionId, int]:
-    """Drop the oldest versions of a long chain of deltas, but not the anchor and its deltas.
+    """Drop the oldest versions of a chain above the limits, but not the anchor or a later version.
 
-    If the newest delta alone is too long, it is dropped too: then no delta leads to the version.
+    If the newest delta alone exceeds the limits, only the newest version is left, without a delta.
     ``delta_bytes`` has the size of the delta that leads to each version, oldest first; the first
-    version has 0. ``anchor`` is the earlier version in the weights file that the deltas start from,
-    or None if the weights file has the version itself.
+    version has 0. ``anchor`` is the earlier version that the weights file holds, or None if the
+    weights file holds the newest version.
     """
     versions = list(delta_bytes)
     while len(versions) > 1 and versions[0] != anchor:
@@ -45,5 +45,5 @@ def trimmed(
 
 
 def chain_of(delta_bytes: dict[VersionId, int]) -> list[VersionId]:
-    """Return the versions that deltas connect, or [] if no delta leads to the newest of them."""
+    """Return the versions in ``delta_bytes``, or [] if there is only one, without a delta."""
     return list(delta_bytes) if len(delta_bytes) > 1 else []

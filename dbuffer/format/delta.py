@@ -192,7 +192,7 @@ def _decompressor() -> Any:
 
 
 def pack(data: Any) -> bytes:
-    """Return the bytes to store for ``data``: compressed if they are shorter then."""
+    """Return ``data`` as it is stored: compressed if that makes it shorter."""
     packed: bytes = _compressor().compress(data)
     return packed if len(packed) < memoryview(data).nbytes else bytes(data)
 

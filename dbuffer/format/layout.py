@@ -330,7 +330,8 @@ class Layout:
             num_elements = math.prod(size or 1 for size in shape)
             if dtype not in ITEM_BYTES or num_elements * ITEM_BYTES[dtype] > _MAX_TENSOR_BYTES:
                 raise StoreCorruptError(
-                    f"layout: no tensor is {name!r:.80} {dtype!r:.20}{shape!r:.80}"
+                    f"layout: tensor {name!r:.80} has an invalid dtype ({dtype!r:.20}) or is too "
+                    f"large ({shape!r:.80})"
                 )
             spec = TensorSpec(name, dtype, shape)
             if offset % ALIGNMENT_BYTES or offset < free or offset + spec.num_bytes > end:
@@ -352,7 +353,7 @@ class Layout:
 
         Empty if the data is in parts.
 
-        It has nested metadata and their length, in the form that tensordict 0.10 to 0.15 writes.
+        This end has nested metadata and their length, in the form of tensordict 0.10 to 0.15.
         """
         if self.is_in_parts:  # tensordict would find no data, and refuses a file without this end
             return b""

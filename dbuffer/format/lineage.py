@@ -1,8 +1,8 @@
 """`VersionId`, and `relation`, which compares a reader's version with a store's newest version.
 
 Each start of a sender begins a *run*, which continues from the store's newest version. A version
-names its run and the runs that led to it. These names alone decide which of two versions is later,
-or that the two versions have forked. Copied, replaced or renamed files change nothing.
+has the ids of its run and of the runs that led to it. Only these ids and the versions' numbers
+decide which of two versions is later, or that the two versions have forked.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Lineage(NamedTuple):
         return version is not None and version.number >= number and self.reaches(version)
 
     def at(self, number: int) -> VersionId | None:
-        """Return the version with this number that leads to this version, or None."""
+        """Return the version with the number ``number`` in this lineage, or None."""
         if number > self.id.number:
             return None
         for run in self.runs:

@@ -143,7 +143,7 @@ class Pointer(Versioned, frozen=True, kw_only=True):
 
 @decodable
 class Manifest(Versioned, frozen=True, kw_only=True):
-    """Contents of ``A/manifest.json``: describes a buffer's version, or marks a rewrite of it."""
+    """Contents of ``A/manifest.json``: a buffer's version, or a mark that a rewrite has begun."""
 
     NAME: ClassVar = "manifest"
 
@@ -196,7 +196,7 @@ class Manifest(Versioned, frozen=True, kw_only=True):
                 f"{self.NAME}: its chain of deltas leads nowhere: {chain!r:.80}"
             )
         if self.anchor is None and self.anchor_buffer is not None:  # a bucket has no buffers
-            raise StoreCorruptError(f"{self.NAME}: an anchor_buffer, and no anchor")
+            raise StoreCorruptError(f"{self.NAME}: it has an anchor_buffer, but no anchor")
         if self.anchor is not None and self.anchor not in chain[:-1]:
             raise StoreCorruptError(f"{self.NAME}: its chain does not begin at its anchor")
         if self.state == "complete" and chain and chain[-1] != self.id:
@@ -222,7 +222,7 @@ class Manifest(Versioned, frozen=True, kw_only=True):
         return self.deltas_after(self.file_version)
 
     def upon(self, buffer: str) -> dict[str, Any]:
-        """Return fields for a later version that uses the weights file of this manifest."""
+        """Return the fields of a later manifest whose version starts from this weights file."""
         fields = self.of_file | {"file": self.file}
         directory = self.anchor_buffer or buffer
         return fields | {"anchor": self.file_version, "anchor_buffer": directory}
@@ -335,9 +335,9 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
     def copied(self) -> VersionId | None:
         """Newest version that a mirror has copied.
 
-        None if none, or if the receiver is not a mirror.
+        None if the receiver is not a mirror, or has copied no version.
         """
-        # A receiver's id can look like a mirror's; but only a receiver applies versions.
+        # Another receiver's id can look like a mirror's, but a mirror never applies a version.
         is_mirror = self.applied is None and _MIRROR_ID.fullmatch(self.receiver)
         return self.staged if is_mirror else None
 
@@ -391,7 +391,7 @@ def lag_between(
 
 
 def metadata_for_record(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata that a receiver's record repeats: all of it, or only ``step``."""
+    """Return the metadata for a receiver's record: all of it or, if too long, only ``step``."""
     step = {name: value for name, value in metadata.items() if name == "step"}
     for kept in (metadata, step):
         text = json.dumps(kept, separators=(",", ":"))
@@ -463,7 +463,7 @@ def made_of(kind: type[RecordT], values: Any) -> RecordT:
         return msgspec.convert(values, kind)
     except UnicodeEncodeError as error:  # a lone surrogate, which only text fields may have
         text = error.object
-        raise StoreCorruptError(f"{kind.NAME}: {text!r:.80} is not valid in any field") from None
+        raise StoreCorruptError(f"{kind.NAME}: invalid characters in {text!r:.80}") from None
     except (msgspec.ValidationError, OverflowError) as error:  # an integer is too large for a float
         raise StoreCorruptError(f"{kind.NAME}: {error!s:.200}") from None
 

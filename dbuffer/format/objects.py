@@ -81,11 +81,11 @@ class BucketVersion(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.xxh3 != _joint_digest(asdict(self)):
-            raise StoreCorruptError(f"{self.NAME}: it is not as it was written")
+            raise StoreCorruptError(f"{self.NAME}: it was damaged after it was written")
         if self.manifest.state != "complete":
             raise StoreCorruptError(f"{self.NAME}: field 'manifest' describes no mirrored version")
         if len(self.deltas) != len(self.manifest.chain[1:]):
-            raise StoreCorruptError(f"{self.NAME}: field 'deltas' is not of its chain")
+            raise StoreCorruptError(f"{self.NAME}: field 'deltas' does not fit its chain")
 
     @property
     def id(self) -> VersionId:
@@ -120,7 +120,7 @@ class BucketReceivers(Record, frozen=True, kw_only=True):
 
 
 def version_of(name: str) -> VersionId | None:
-    """Return the version that a file belongs to, given the file's name; None for other names.
+    """Return the version in a file's name, or None if the name is not of a version's file.
 
     A weights file belongs to the version that it holds, a delta to the version that it leads to.
     """

@@ -131,8 +131,8 @@ class ChainReader:
         base, record = chain[chain.index(version) - 1], header.record
         if (record.base, record.id) != (base, version):
             raise StoreCorruptError(
-                f"leads from {record.base} to {record.id}, and is named for one from {base} to "
-                f"{version}; publish again to replace it"
+                f"leads from {record.base} to {record.id}, but must lead from {base} to {version}; "
+                "publish again to replace it"
             )
         return header
 

@@ -47,8 +47,8 @@ class _Batch:
     """
 
     def __init__(self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]) -> None:
-        # Only the slices refer to ``work``, and so to tensors. A thread that starts late keeps this
-        # batch alive, and must not keep a file mapped: the file's room is free once it is unmapped.
+        # Let only the slices refer to ``work``, and so to tensors. A thread that starts late keeps
+        # this batch alive. With ``work``, it would also keep a removed file's space in use.
         self._left = collections.deque(functools.partial(work, *bounds) for bounds in slices)
         self._streams = _callers_streams()
         self._errors: list[BaseException] = []
@@ -72,7 +72,8 @@ class _Batch:
         self._has_stopped.put(None)
 
     def work_off(self) -> None:
-        # Each thread has its own grad mode; targets may be parameters or inference tensors.
+        # Set the mode here, because each thread has its own. Without it, torch refuses to copy into
+        # parameters and inference tensors.
         with torch.inference_mode():
             while True:
                 try:
@@ -86,7 +87,7 @@ class _Batch:
         interrupt: BaseException | None = None
         while True:
             try:
-                # A thread that has not counted itself yet will find no slice.
+                # Don't wait for a thread that starts later, uncounted: it will find no slice.
                 self._left.clear()
                 while self._num_helping:
                     self._has_stopped.get()
@@ -154,8 +155,9 @@ class Copier(ProcessBound):
     ) -> list[int] | None:
         """Copy each tensor out of the file; return the file's checksums if ``hashed``.
 
-        Bytes are hashed after they were copied. A writer that overwrites the file never writes the
-        old bytes again, so a correct checksum proves that the earlier copy was correct.
+        The threads copy each piece of the file first, and hash it second. A writer that overwrites
+        the file never restores the old bytes. So if a checksum is correct, the file still had the
+        right bytes when they were copied.
         """
         if hashed:
             return self._copy_and_hash(contents, targets, into_file=False)
@@ -194,7 +196,8 @@ class Copier(ProcessBound):
         ``slices``: equal shares of the tensors, for copies without a GPU. By default they are
         computed.
         """
-        # Looking at each of 18,867 tensors would take 8 ms, perhaps in an engine's pause.
+        # Without CUDA, skip the loop below. It takes 8 ms for 18,867 tensors, which would prolong
+        # an engine's pause.
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._copy_slices(destinations, sources, slices)
             return
@@ -263,9 +266,9 @@ class Copier(ProcessBound):
     def _plain_addresses(
         self, contents: FileTensors, tensors: Sequence[torch.Tensor], *, into_file: bool
     ) -> list[int]:
-        """Copy the tensors whose bytes differ from the file's in order, dtype or device.
+        """Return the address of each plain tensor. Copy all other tensors, and return 0 for them.
 
-        Return the address of each other tensor, and 0 for each copied tensor.
+        A tensor is plain if it has the order, dtype and device of the file's bytes.
         """
         addresses = [0] * len(tensors)
         views, not_plain = [], []
@@ -301,7 +304,9 @@ class Copier(ProcessBound):
             self._begin()
         with self._lock:
             if self._is_closed:
-                raise ClosedError("what copies here was closed: make a new sender or receiver")
+                raise ClosedError(
+                    "the sender or receiver was closed: make a new sender or receiver"
+                )
             if num_helpers > 0 and self._pool is None:
                 self._pool = ThreadPoolExecutor(self.num_threads - 1, "dbuffer-copy", leave_core)
             try:

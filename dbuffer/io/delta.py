@@ -70,7 +70,7 @@ def apply_delta(
             places = _decode_places(header, chunk, streams)
             zigzag = _join_planes(streams[GAP_BYTES:], chunk, WORDS[chunk.word_bytes])
             differences = (zigzag >> 1) ^ -(zigzag & 1)
-            # torch reads and writes each place once, and has signed numbers alone.
+            # Add with torch, which reads and writes each place once, and adds only signed numbers.
             signed = torch.from_numpy(differences.view(f"<i{chunk.word_bytes}"))
             memory.view(signed.dtype).scatter_add_(0, torch.from_numpy(places), signed)
 
@@ -102,7 +102,7 @@ def elements_at(layout: Layout, places: Integers) -> dict[int, Integers]:
         index, first = int(tensors.tensors[row]), int(ends[row - 1]) if row else 0
         inside = places[first : ends[row]] - tensors.starts[row]
         positions = inside // ITEM_BYTES[layout.specs[index].dtype]
-        # np.unique makes a table of hashes, and takes ten times as long.
+        # Don't call np.unique, which builds a hash table and takes ten times as long.
         is_first = np.append(True, positions[1:] != positions[:-1])
         elements[index] = positions if is_first.all() else positions[is_first]
     return elements
@@ -116,12 +116,13 @@ def _streams(header: DeltaHeader, number: int, body: bytes | memoryview) -> list
     chunk = header.chunks[number]
     if len(body) != chunk.stored_bytes or digest(body) != chunk.xxh3:
         raise StoreCorruptError(
-            f"chunk {number} of delta {header.record.id} is not as it was written; publish again"
+            f"chunk {number} of delta {header.record.id} was damaged after it was written; publish "
+            "again"
         )
     lengths = struct.unpack_from(f"<{chunk.num_streams}I", body)
     ends = list(itertools.accumulate(lengths, initial=4 * chunk.num_streams))
     if ends[-1] != len(body):
-        raise StoreCorruptError(f"delta: the streams of chunk {number} do not make it up")
+        raise StoreCorruptError(f"delta: the streams of chunk {number} do not fill the chunk")
     view = memoryview(body)
     return [view[start:end] for start, end in itertools.pairwise(ends)]
 

@@ -58,7 +58,7 @@ def gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
 
 
 def fork_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], contextlib.ExitStack]:
-    """Return a function that makes a ``with`` block with new CUDA streams, for another thread.
+    """Return a function that gives another thread new CUDA streams in a ``with`` block.
 
     Work in the block begins after all work that the calling thread has queued so far. The streams
     have CUDA's lowest priority, which is torch's default.
@@ -186,7 +186,7 @@ class _Transfer(Closing):
 
     def close(self) -> None:
         if self._device.type == "cuda":
-            # The device uses the slots' memory until then. It may be allocated again from now on.
+            # Wait until the device has read or written the slots. Their memory is freed afterwards.
             torch.cuda.current_stream(self._device).synchronize()
 
     def pieces(self) -> Iterator[_Piece]:
@@ -268,7 +268,7 @@ class PageLock(ProcessBound):
         flags = _REGISTER_READ_ONLY if read_only else 0
         status = int(_cuda_runtime().cudaHostRegister(address, num_bytes, flags))
         if status:
-            # CUDA reports the error once more when the process starts its next kernel.
+            # Start a kernel, in which CUDA reports the error again, so that no later kernel fails.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
             raise StoreAccessError(

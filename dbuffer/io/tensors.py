@@ -107,7 +107,7 @@ class MappedTensors(FileTensors):
         self._bytes[:: mmap.PAGESIZE].amax()
 
     def is_unwritten(self) -> bool:
-        """Whether all mapped pages are the file's: a write replaces a page by a private copy."""
+        """Whether no user has written to the mapping, which replaces pages by private copies."""
         if self._access != mmap.ACCESS_COPY:
             return True
         first, num_pages = self.address // mmap.PAGESIZE, -(-len(self.raw) // mmap.PAGESIZE)
@@ -125,8 +125,8 @@ class MappedTensors(FileTensors):
         """Prepare for a copy between the file and a GPU; page-lock the file at the second call.
 
         Page-locking takes as long as four later copies, so a file that is copied only once is not
-        locked. Callers must not call this for a file on a
-        disk: it is unsafe to lock pages that the kernel writes to a disk.
+        locked. Don't call this for a file on a disk: it is unsafe to lock pages that the kernel
+        writes to a disk.
         """
         if self._device_copies == 1:
             try:
@@ -162,9 +162,9 @@ class KeptMappings:
         self._mapped: dict[Path, MappedTensors] = {}
 
     def get(self, path: Path, file: int) -> MappedTensors | None:
-        """Return the kept mapping of an open file.
+        """Return the kept mapping of an open file, or None.
 
-        If there is none, unmap the file's predecessor.
+        Before None is returned, all files of the same buffer and all removed files are unmapped.
         """
         mapped = self._mapped.get(path)
         if (
@@ -173,7 +173,7 @@ class KeptMappings:
             and mapped.is_unwritten()
         ):
             return mapped
-        # Each buffer has one file. An unlinked file's room is free only once it is unmapped.
+        # A buffer has only one weights file, and a removed file takes up space while it is mapped.
         self._mapped = {
             kept_path: kept
             for kept_path, kept in self._mapped.items()
@@ -253,7 +253,8 @@ def map_file(file: int, file_bytes: int, access: int) -> torch.Tensor:
         ) from error
     if access != mmap.ACCESS_READ:
         return torch.frombuffer(mapped, dtype=torch.uint8)
-    # torch warns if a buffer is read-only. It does not know that memory at an address is.
+    # Pass torch a ctypes array at the mapping's address: torch warns about read-only buffers, and
+    # does not notice that this array is one.
     array = np.frombuffer(mapped, np.uint8)
     memory = (ctypes.c_ubyte * file_bytes).from_address(array.ctypes.data)
     memory.owner = array  # type: ignore[attr-defined] # keeps the mapping
@@ -267,13 +268,13 @@ def copy_one(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 def can_cast_to(dtype: torch.dtype) -> bool:
     """Whether floating-point tensors can be published in this dtype."""
-    # Not in a dtype with two numbers in one element, or in a dtype for scales, without a sign.
+    # Exclude float4_e2m1fn_x2, with two numbers in an element, and float8_e8m0fnu, without a sign.
     is_special = DTYPE_NAMES.get(dtype) in ("float4_e2m1fn_x2", "float8_e8m0fnu")
     return dtype in DTYPE_NAMES and dtype.is_floating_point and not is_special
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype, *, device: str = "cpu") -> bool:
-    """Whether a tensor on ``device`` has its bytes exactly as a file of ``dtype`` has them."""
+    """Whether a tensor is on ``device`` and has the same bytes as in a file with ``dtype``."""
     return (
         tensor.dtype is dtype
         and tensor.device.type == device

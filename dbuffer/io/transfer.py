@@ -49,14 +49,14 @@ def read_tensors(
 ) -> list[int] | None:
     """Read all tensors of an open weights file and its part files; return checksums if ``hashed``.
 
-    The tensors go into memory, or into another open file that gets no part files.
+    The tensors go into memory, or into another open file, which joins the part files.
 
     Raises:
         StoreCorruptError: a file is shorter than its layout says, or a part file is longer.
         StoreAccessError: a file cannot be read, or other users can write to a part file.
         StoreNotFoundError: a file was removed meanwhile.
     """
-    # If a version is in parts, no part has the empty tensors.
+    # An empty tensor keeps this digest if the version is in parts: no part file contains it.
     digests = [DIGEST_OF_NOTHING] * len(layout.blocks)
 
     def work(first: int, end: int) -> None:

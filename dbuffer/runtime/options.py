@@ -73,7 +73,7 @@ def path(name: str, value: str | os.PathLike[str]) -> Path:
 def directory(name: str, value: Any) -> Path:
     """Return a directory's absolute path, which stays valid if the process changes its directory.
 
-    An empty path is refused: an unset variable of a shell gives one.
+    An empty path is refused, because it often comes from an unset shell variable.
     """
     is_path = isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
     if not is_path or not os.fspath(value) or "\0" in os.fspath(value):
@@ -118,7 +118,7 @@ def _no_url(rule: str, url: SplitResult) -> str:
 
 
 def _mirror_between(url: SplitResult) -> str:
-    # A `Path` made of the URL has one slash.
+    # A URL that became a `Path` has lost a slash: s3:/BUCKET/PREFIX.
     bucket = f"{url.scheme}://{url.netloc}{url.path if url.netloc else url.path.lstrip('/')}"
     local = f"/dev/shm/{PurePosixPath(url.path).name or 'policy'}"  # noqa: S108 - an example
     command = ("dbuffer", "mirror")

@@ -41,12 +41,12 @@ class RetryLoop:
     The block raises only final errors, which end the retries. All other errors are stored in
     :attr:`error`, and the caller waits :attr:`retry_s` before the next attempt.
 
-    A failure is logged if it is the first one, or of another type than all before it. A failure
-    that continues is logged again after a minute, after two more minutes, and so on up to every
-    hour. The first success is logged, too.
+    The first failure is logged, and the first failure of each other type. A failure that continues
+    is logged again after a minute, after two more minutes, and so on up to every hour. The first
+    success is logged, too.
 
-    Messages about failures begin with the text ``failed``, such as ``"cannot look: "``. Errors
-    after the event ``stop`` are ignored.
+    Each message about a failure begins with the argument ``failed``, such as ``"cannot look: "``.
+    Once the event ``stop`` is set, errors are ignored.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class RetryLoop:
     ) -> None:
         """Log a failure, unless it was logged recently, and set the backoff.
 
-        ``is_short``: whether a retry costs little. ``is_lasting``: whether the caller does not
-        retry the operation.
+        ``is_short``: whether a retry costs little, so that the backoff stays short.
+        ``is_lasting``: whether the caller waits for a newer version instead of a retry.
         """
         now_s = time.monotonic()
         failures = self._failures = self._failures or _Failures(now_s)
         failures.number += 1
-        # A replaced store and an emptied store are two types of failures.
+        # Log a replaced store (``is_forked``) and an emptied store as two types of failures.
         kind = type(error), getattr(error, "is_forked", None)
         if kind not in failures.kinds:
             failures.log_at = now_s + failures.log_s
@@ -145,7 +145,7 @@ class RetryLoop:
 
 
 def message_of(error: Exception) -> str:
-    """Return an error's message, and its type if users cannot expect the error."""
+    """Return an error's message, with its type unless it is a DBufferError or an OSError."""
     return str(error) if _is_known(error) else described(error)
 
 
@@ -153,7 +153,7 @@ def without_frames(error: ErrorT) -> ErrorT:
     """Drop the frames of an error that is kept, and return the error.
 
     Frames refer to weights and mapped files, and would keep that memory until Python collects
-    garbage. If users cannot expect the error, the text of its traceback is added as a note.
+    garbage. Unless it is a DBufferError or an OSError, the error gets its traceback as a note.
     """
     if not _is_known(error):
         error.add_note("".join(traceback.format_exception(error)))
@@ -177,9 +177,9 @@ def log_once(logger: logging.Logger, message: str, *arguments: object) -> None:
 class TranslatedErrors(contextlib.AbstractContextManager[None]):
     """Calls ``translate`` with each exception that leaves a ``with`` block.
 
-    To replace the exception, ``translate`` raises another one. If a `contextlib.contextmanager`
-    replaced an exception on Python 3.13, its frame and contextlib's would refer to each other, and
-    keep all objects of the callers (memory of a version) until Python collects garbage.
+    To replace the exception, ``translate`` raises another one. On Python 3.13, a generator of
+    `contextlib.contextmanager` that did this would leave a cycle of frames. The cycle would keep
+    all objects of the callers (memory of a version) until Python collects garbage.
     """
 
     def __init__(self, translate: Callable[[BaseException], None]) -> None:

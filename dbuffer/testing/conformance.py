@@ -213,7 +213,7 @@ def check_half_updates(bench: Bench) -> None:
 
 
 def check_sleep(bench: Bench) -> None:
-    """Check that sleep mixes no weights, and that an update restores weights lost in sleep."""
+    """Check that an update in sleep leaves no mix, and that an update restores lost weights."""
     with bench.training() as trainer:
         second = trainer.send(bench.second)
         bench.llm.sleep(level=1)

@@ -49,7 +49,7 @@ class Pattern:
 class Sparse(Pattern):
     """Pattern whose versions differ in few elements, to test deltas.
 
-    Each tensor shows its version all the same.
+    The largest element of each tensor shows the version.
 
     Args:
         one_in: a version changes one of ``one_in`` elements of each tensor.

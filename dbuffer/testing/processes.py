@@ -29,7 +29,7 @@ FORK_SERVER.set_forkserver_preload([__name__])  # an import of torch takes secon
 
 
 class Child:
-    """Child process that runs ``function(connection, *args)``, and is killed after its block.
+    """Child process that runs ``function(connection, *args)``. Its ``with`` block kills it.
 
     The child has the environment and timings of its parent at the time of the start.
 

@@ -154,9 +154,9 @@ def _settled(
 ) -> tuple[list[Checkpoint], dict[Path, tuple[Checkpoint, float]]]:
     """Return checkpoints after ``last`` that have stopped changing, in the order of their saves.
 
-    A checkpoint is returned once, and again after each later change. Also return the state of each
-    checkpoint after ``last``, with the time of the state's last change, or infinity if the
-    checkpoint was returned since. The next call gets these states as ``before``.
+    A checkpoint is returned once, and again after each later change. The second result is for the
+    next call, as its ``before``. It has all checkpoints after ``last``, each with the time of its
+    last change, or with infinity if it was returned after this change.
     """
     now = time.monotonic()
     settled, seen = [], {}

@@ -372,7 +372,7 @@ def change_tensors(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
 
 
 def _matcher(text: str) -> Callable[[str], tuple[list[str], int] | None]:
-    """Return a function that finds a name's parts at ``*`` in ``text``, and the number at ``#``."""
+    """Return a function that matches a name with ``text``: parts at ``*``, the number at ``#``."""
     escaped = re.escape(text).replace(r"\*", r"([^.]+)").replace(r"\#", r"(\d+)")
     pattern, place = re.compile(escaped), text.partition("#")[0].count("*")
 

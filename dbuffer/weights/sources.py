@@ -97,7 +97,7 @@ class Source:
                 refuse_not_finite(specs, tensors)
 
     def finish(self) -> None:
-        """Finish reading the weight source of `reader`, because other ranks wait; call `check`."""
+        """Read the rest of a weight source, because other ranks wait for it, and call `check`."""
         if self.reader is not None:
             self.reader.finish()
         self.check()
@@ -355,9 +355,8 @@ def _gatherable(
             return _gatherable(name, shard.detach().to_local(), sharded=sharded)
         shape = tuple(shard.ds_shape if is_zero3 else shard.shape)
         gather = _fetch_zero3 if is_zero3 else shard.detach().full_tensor
-        # Tied tensors are one object, and so have the same id. Their address is no identity,
-        # because a rank's part of a tensor can be empty. The id is negated, because no address is
-        # negative.
+        # Identify tied tensors by id(), because they are one object. An address would not do,
+        # because a rank's part of a tensor can be empty. Negate the id, so that it is no address.
         return LazyTensor(tensor.dtype, shape, gather, -id(tensor), sharded=tensor)
     if problem := problem_of_memory(tensor):
         raise InvalidWeightsError(f"tensor {name!r} {problem}")
@@ -365,7 +364,7 @@ def _gatherable(
 
 
 def _fetch_zero3() -> torch.Tensor:
-    raise NotImplementedError("ZeRO-3 gathers a parameter only inside a block: see `shards`")
+    raise NotImplementedError("ZeRO-3 gathers a parameter only in a block of `gathered`")
 
 
 def _without_ties(named: Tensors) -> tuple[Tensors, dict[str, str]]:

@@ -140,7 +140,7 @@ class Matcher:
             return None
         if not all(map(torch.Tensor.is_contiguous, tensors)):
             return None
-        # A lazily conjugated view cannot be filled, although its address equals its tensor's.
+        # A lazily conjugated or negated view has the address of a tensor, but cannot be filled.
         if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
             return None
         # If no address has changed, the checks below have the same results as at the last load.
@@ -489,7 +489,7 @@ def advice(unknown: Sequence[str], missing: Iterable[str], fits: Callable[[NameM
 
 
 def _changed_prefix(unknown: Iterable[str], missing: Iterable[str]) -> tuple[str, str] | None:
-    """Return the prefixes of an unknown and a missing name that otherwise are the same."""
+    """Return the prefixes in which an unknown and a missing name differ, or None."""
     name_with = {
         end: name for name in sorted(missing, key=len, reverse=True) for end in _ends(name)
     }

@@ -97,13 +97,13 @@ class SourceReader:
         self._held = _held_names(source, metadata)
 
     def held_on(self, rank: int) -> list[int]:
-        """Return the indices of the tensors that this process publishes as rank ``rank``."""
+        """Return the indices of the tensors that this rank, whose number is ``rank``, publishes."""
         if self._held is None:
             return [] if rank else list(self._place.values())
         return [place for name, place in self._place.items() if name in self._held]
 
     def require_all(self) -> None:
-        """Refuse a source if only other ranks have some of its tensors."""
+        """Refuse a source if this rank does not have all of its tensors."""
         if self._held is not None and (missing := self._place.keys() - self._held):
             raise UnsupportedError(
                 f"this rank does not have {listed(sorted(missing))} of the "
@@ -161,7 +161,7 @@ def _held_names(source: Any, metadata: Iterable[Any]) -> frozenset[str] | None:
     owners = {entry.name: getattr(entry, "owners", None) for entry in metadata}
     if all(ranks is None for ranks in owners.values()):
         return None
-    # vLLM's ``owners`` are ranks of torch.distributed in the trainer.
+    # The numbers in vLLM's ``owners`` are the trainer's ranks in torch.distributed.
     has_ranks = distributed.is_available() and distributed.is_initialized()
     rank = distributed.get_rank() if has_ranks else 0
     return frozenset(name for name, ranks in owners.items() if ranks is None or rank in ranks)

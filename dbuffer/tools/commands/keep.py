@@ -62,7 +62,7 @@ def rollback(
     instead.
     """
     view = shared.view_of(store, allow_shared_store=allow_shared_store)
-    # Before a sender takes the store over, refuse a version that cannot be read.
+    # Refuse a version that cannot be read, before the sender below takes over the store.
     opened = open_version(view, version)
     if opened is None:
         raise kept.missing(view, version)

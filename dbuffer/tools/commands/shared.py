@@ -134,7 +134,8 @@ def stopped_by_signals() -> Iterator[threading.Event]:
 
     If a signal arrived, the command exits with the signal's code when the block ends.
     """
-    # The handlers raise no exception: Python would drop it in the callback of a weak reference.
+    # Don't raise an exception in the handlers: if a callback of a weak reference is running, Python
+    # drops the exception.
     stop, received = threading.Event(), list[int]()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 

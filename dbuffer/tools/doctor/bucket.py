@@ -14,7 +14,7 @@ NAME = ".dbuffer-doctor"
 
 
 def examine_bucket(url: str) -> list[Finding]:
-    """Test whether a mirror can use a bucket: at the trainer to write, and on a node to read."""
+    """Test a mirror's rights to a bucket: to write at the trainer, and to read on a node."""
     record, version = f"{RECEIVERS_PREFIX}/{NAME}", f"{VERSIONS_PREFIX}/{NAME}"
 
     def get() -> Outcome:

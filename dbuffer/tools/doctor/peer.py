@@ -73,7 +73,7 @@ def _receive(receiver: WeightReceiver) -> int:
         try:
             with receiver.open(version, timeout_s=8 * TIMING.peer_answer_s) as snapshot:
                 version, num_seen = snapshot.version, num_seen + 1
-        # The first host removes the store file by file.
+        # The first host is done and removes the store file by file: either error can come first.
         except (errors.StoreNotFoundError, errors.VersionRegressedError):
             return num_seen
         except errors.WaitTimeoutError as error:
@@ -120,7 +120,8 @@ def _measure(place: Path) -> list[Finding]:
                 record = view.receiver(_RECEIVER)
                 assert record is not None  # noqa: S101 - the peer has just acknowledged
                 host = record.host
-                # The peer wrote its record between these two times, which bound its clock's lead.
+                # The peer wrote its record after ``began_at`` and before now. This gives the least
+                # and the largest time by which the peer's clock can be ahead.
                 ahead_s.append((record.updated_at - time.time(), record.updated_at - began_at))
     except errors.WaitTimeoutError:
         problem = f"a version was not seen within {TIMING.peer_answer_s:g} s"

@@ -90,7 +90,7 @@ def existing(path: Path) -> Path:
             raise NotADirectoryError(20, "not a directory", str(base))
     if base == base.parent != path:
         raise OptionError(
-            f"{path}: there is no {base / path.parts[1]}, and probes of {base} would tell of "
+            f"{path}: there is no {base / path.parts[1]}, and probes of {base} would test "
             "another mount; check the path"
         )
     return base
@@ -99,7 +99,7 @@ def existing(path: Path) -> Path:
 @contextlib.contextmanager
 def scratch(directory: Path, kind: str = "probe") -> Iterator[Path]:
     """Make a private temporary directory, and remove it when the ``with`` block ends."""
-    # The name comes first: a Ctrl-C can come right after the directory is made.
+    # Choose the name before ``try``: a Ctrl-C can come right after the directory is made.
     place = directory / f"{PREFIX}{kind}-{secrets.token_hex(4)}"
     try:
         with os_errors("make a directory", directory):

@@ -116,7 +116,7 @@ def test_names_of_all_objects_are_known():
 def test_a_damaged_version_is_refused(fields):
     with pytest.raises(dbuffer.StoreCorruptError) as caught:
         decode(BucketVersion, changed(**fields))
-    assert "not as it was written" not in str(caught.value)
+    assert "damaged after it was written" not in str(caught.value)
 
 
 def test_a_version_that_was_changed_is_refused():
@@ -125,7 +125,7 @@ def test_a_version_that_was_changed_is_refused():
         {"epoch": 2},
         {"weights": RUN},
     ):
-        with pytest.raises(dbuffer.StoreCorruptError, match="not as it was written"):
+        with pytest.raises(dbuffer.StoreCorruptError, match="damaged after it was written"):
             structs.replace(VERSION, **other)
     assert VERSION.by(RUN, 2).writer == RUN
     assert VERSION.by(RUN, 2).by(WRITER, 1) == VERSION

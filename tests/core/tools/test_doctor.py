@@ -99,7 +99,7 @@ def test_what_is_no_place_or_has_none(capsys, place):
     for more in (), ("--peer",):
         code, out, err = call(capsys, "doctor", "/shraed/policy", *more)
         assert (code, out) == (2, "")
-        assert "there is no /shraed, and probes of / would tell of another mount" in err
+        assert "there is no /shraed, and probes of / would test another mount" in err
     path = place / "shraed" / "policy"
     finding = found_by(examine(path), "trust")
     assert finding.verdict == "adapted"
