@@ -119,7 +119,7 @@ class BackgroundFollower(Closing):
             raise self.error
 
     def done(self) -> None:
-        """Let the engine leave the version that the option ``until_done`` makes it keep."""
+        """Let the engine switch again. With ``until_done``, it keeps a version until this call."""
         for follower in self.replicas:
             follower.done()
 

@@ -86,7 +86,7 @@ class RankEndpoint:
             self.note_foreign_load("load_weights")
 
     def note_foreign_load(self, cause: str) -> None:
-        # Return early: loaders that load tensor by tensor call this method for each tensor.
+        # Skip dbuffer's own loads, and repeated calls: some loaders cause one for each tensor.
         if self.state.is_updating or self.state.must_reload:
             return
         if self.receiver is not None:
@@ -95,9 +95,10 @@ class RankEndpoint:
             self.state.note_foreign_load()
 
     def note_asleep(self, parts: Collection[str] = (WEIGHTS,), *, is_lost: bool) -> None:
-        """Stop using parts of the engine's memory, and free dbuffer's memory beside them.
+        """Stop using ``parts`` of the engine's memory, and free dbuffer's memory on the device.
 
-        Call it before the parts fall asleep. ``is_lost``: whether the engine discards the weights.
+        Call this method before the parts fall asleep. ``is_lost``: whether the engine discards the
+        weights, and does not keep a copy of them.
         """
         self.state.asleep |= set(parts)
         if self.receiver is not None:
@@ -108,7 +109,7 @@ class RankEndpoint:
             self.note_foreign_load("going to sleep without a copy of the weights")
 
     def note_awake(self, parts: Collection[str] | None = None) -> None:
-        """Use parts of the engine's memory again; None: all parts."""
+        """Use ``parts`` of the engine's memory again. None means all parts."""
         were_asleep = self.state.is_asleep
         self.state.asleep -= self.state.asleep if parts is None else set(parts)
         if self.receiver is not None:
@@ -121,7 +122,7 @@ class RankEndpoint:
     def do(self, request: RankRequest, make_rank: Callable[[], EngineRank]) -> RankAnswer:
         """Serve a request; return the answer or raise an error.
 
-        A request that needs an :class:`EngineRank` calls ``make_rank``.
+        ``make_rank`` makes this rank's :class:`EngineRank`, for requests that need it.
         """
         if request.of_draft:
             if self._draft is None:
@@ -284,7 +285,7 @@ def loading(model_of: Callable[[], Any], cause: str) -> Iterator[None]:
 def falling_asleep(model: Any, parts: Collection[str], *, is_lost: bool) -> Iterator[None]:
     """Stop using parts of an engine before a ``with`` block that puts these parts to sleep.
 
-    ``is_lost``: whether the engine discards the weights.
+    ``is_lost``: whether the engine discards the weights, and does not keep a copy of them.
     """
     endpoint = RankEndpoint.of(model)
     endpoint.note_asleep(parts, is_lost=is_lost)
@@ -297,6 +298,6 @@ def falling_asleep(model: Any, parts: Collection[str], *, is_lost: bool) -> Iter
 
 @contextlib.contextmanager
 def waking_up(model_of: Callable[[], Any], parts: Collection[str] | None) -> Iterator[None]:
-    """Use parts of an engine again after a ``with`` block that wakes these, or (None) all parts."""
+    """Use ``parts`` of an engine again after a ``with`` block that wakes them. None: all parts."""
     yield
     RankEndpoint.of(model_of()).note_awake(parts)

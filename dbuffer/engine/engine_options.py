@@ -119,7 +119,8 @@ class EngineOptions:
         for name in ("store", "local_store", "draft_store"):
             if (place := getattr(self, name)) is not None or name == "store":
                 path = checks.directory(name, place)
-                # The directory need not exist. Path.is_file() would raise the errors of a mount.
+                # The directory need not exist. On a failed mount, os.path.isfile() is False, but
+                # Path.is_file() may raise an error.
                 is_file = os.path.isfile(path)  # noqa: PTH113
                 _require(self, name, not is_file, "the path of a directory")
                 # A `Path` becomes a text: options are sent to other processes as JSON.
@@ -171,9 +172,9 @@ class EngineOptions:
 
     @property
     def record_token(self) -> str:
-        """Token of the records of this start of the engine.
+        """Token that marks the records which the engine writes after one start.
 
-        Replicas, and later starts, can have the same id, but have other tokens.
+        Replicas, and later starts, can have the same engine id, but have other tokens.
         """
         return digest((self.instance_id or "").encode())
 
@@ -188,11 +189,11 @@ class EngineOptions:
         return self.every > 1 or self.when is not None
 
     def may_skip(self, newest: VersionId) -> bool:
-        """Whether the options may exclude the store's newest version."""
+        """Whether the engine may skip the newest version, by an option or a canary's refusal."""
         return self.skips or self.refusal(newest) is not None
 
     def takes(self, manifest: Manifest) -> bool:
-        """Whether the options include this version."""
+        """Whether the engine takes a version: its options select it, and no canary refused it."""
         is_due = is_multiple(manifest.version, manifest.metadata, self.every, self.when or {})
         return is_due and self.refusal(manifest.id) is None
 
@@ -202,9 +203,9 @@ class EngineOptions:
         return store.refusal(version)
 
     def of_other(self, store: str) -> Self:
-        """Return these options for another store, without those that are for one store's versions.
+        """Return these options for another store, from which the engine takes every newest version.
 
-        The engine then takes each newest version of the other store.
+        Options about this store and its versions get their defaults.
         """
         return replace(
             self,
@@ -243,7 +244,7 @@ class EngineOptions:
         )
 
     def admit(self, request: UpdateRequest) -> UpdateRequest:
-        """Return the request, changed to ask for the option ``version`` if it is set."""
+        """Return the request, or a request for the option ``version`` if the option is set."""
         if self.version is None:
             return request
         if request.version in (None, self.version) and (request.at_least or 0) <= self.version:
@@ -316,7 +317,7 @@ class UpdateRequest:
 
     @property
     def goal(self) -> int | VersionId | None:
-        """Id or (without a run) number of the version to switch to, or None for the newest."""
+        """Version to switch to: its id, or (without a run) its number. None: the newest version."""
         number = self.version or self.at_least
         return VersionId(self.run, number) if self.run is not None and number else number
 
@@ -342,7 +343,7 @@ def _is_prompt_canary(canary: Any) -> bool:
 
 
 def _is_token_ids(prompt: Any) -> bool:
-    """Whether a prompt is a list of ids, with more than the first token, whose odds are unknown."""
+    """Whether a prompt is a list of two or more token ids. The first gets no log-probability."""
     is_list = isinstance(prompt, list) and len(prompt) > 1
     return is_list and all(type(token) is int and token >= 0 for token in prompt)
 

@@ -10,8 +10,8 @@
    answers with the engine's record, which alone decides whether the switch succeeded. Then the
    engine gets the version's label.
 4. `_label_and_resume` ends the pause.
-5. `_acknowledge` lets the first rank write the engine's record, which senders wait for. The ranks
-   compare their weights with the version (attestation), and release it.
+5. `_acknowledge` lets the first rank write the engine's record, which senders wait for. Then each
+   rank compares its weights with the staged version (attestation), and releases the version.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Follower(Closing):
 
     @property
     def applied_metadata(self) -> dict[str, Any]:
-        """Metadata of the version :attr:`applied`. If over 1,024 bytes, only its ``step``."""
+        """Metadata of the version :attr:`applied`, or only ``step`` if it exceeds 1,024 bytes."""
         return self._record.metadata if self._record and self._applied else {}
 
     @property
@@ -164,7 +164,7 @@ class Follower(Closing):
         if view is None or applied is None:
             return False
         record = view.readable_record()
-        # The new record is being written.
+        # If the record in the store is older, the ranks are still writing the newer one.
         is_older = record is not None and self._is_earlier(record)
         recorded = applied if is_older else served_by(record)
         return (
@@ -259,7 +259,7 @@ class Follower(Closing):
                 self._engine.resume()
 
     def _options_for(self, facts: EngineFacts) -> EngineOptions:
-        """Return the options, completed with the engine's name and the id of its start."""
+        """Return the options. Fill in the engine's name, its instance id, and its canary."""
         options = self._options or facts.configured
         if options is None:
             raise errors.OptionError(
@@ -320,15 +320,15 @@ class Follower(Closing):
             return
         with self._translating("report its version"):
             if served_by(record) != self._applied:
-                # If another program has loaded weights, vLLM's core ignores labels until a request
-                # reaches the ranks. A record read after this request is newer than that program's
-                # load.
+                # Another program may have loaded weights. Then vLLM's core ignores labels until a
+                # request reaches the ranks. A record that is read after the request tells what the
+                # ranks have after this load.
                 self._engine.call(RankRequest("awake"))
                 record = view.readable_record() or record
             self._adopt_and_label(record)
 
     def _is_earlier(self, record: ReceiverRecord) -> bool:
-        """Whether a record is older than the last one, as can be in a store replaced by a copy."""
+        """Whether a record is older than the last one read, as in a store replaced by a copy."""
         return self._record is not None and record.updated_at < self._record.updated_at
 
     def _adopt_and_label(self, record: ReceiverRecord | None) -> None:
@@ -401,8 +401,8 @@ class Follower(Closing):
             try:
                 view = self._ensure_started()
             finally:
-                # An earlier attempt may have left the engine paused. It can resume: its weights are
-                # of one version, or its model refuses to serve.
+                # If an earlier attempt left the engine paused, resume it. This is safe: the weights
+                # are of one version, or the model refuses to serve.
                 if self._owes_resume:
                     self._label_and_resume()
             if force and view.newer_than(None) is not None:
@@ -504,7 +504,7 @@ class Follower(Closing):
         return None if reason is None else f"was refused by {self.engine_id}: {reason}"
 
     def _learn_attested(self) -> None:
-        """Read whether the weights equal the version, once all ranks have compared theirs."""
+        """Ask the ranks whether their weights equal the version, if this is not known yet."""
         record = self._record
         if record is None or not record.is_attestable or self._engine.is_idle():
             return
@@ -548,15 +548,15 @@ class Follower(Closing):
         started, left_s = time.monotonic(), timeout_s
         while True:
             view.wait_ready(goal, self._applied, left_s, stop_event, require_alive=require_alive)
-            # While the engine's event loop is not running, a background follower waits. This is no
-            # failure.
+            # While the engine's event loop is not running, a background follower waits, and reports
+            # no failure.
             while stop_event is not None and self._engine.is_idle():
                 if stop_event.wait(TIMING.stop_check_s):
                     raise errors.ClosedError("following was stopped")
             left_s = max(0.0, started + timeout_s - time.monotonic())
-            # Without a reservation, a rank could drop the version for a newer one, and would
-            # prepare the newer version in the pause. If a rank is preparing a newer version
-            # already, wait again.
+            # Reserve the version. Otherwise a rank could drop it for a newer version, and prepare
+            # the newer version in the pause. If a rank is already preparing a newer version, wait
+            # again.
             with self._translating("keep the version that is ready"):
                 try:
                     self._engine.do(RankRequest("reserve", update=_update_to(goal)))
@@ -595,7 +595,8 @@ class Follower(Closing):
         self._report.switched(switch)
         view.is_kept = view.options.until_done
         self._acknowledge()
-        # The switch is done. The next attempt reports problems with the store.
+        # Report the lag. If the store cannot be read, the next attempt raises the error: this
+        # switch is done.
         with contextlib.suppress(errors.DBufferError, OSError):
             self._find_goal(view)
         return switch
@@ -606,8 +607,8 @@ class Follower(Closing):
         if engine.has_own_pause or not engine.is_paused():
             self._note("paused")  # before the call: even if it fails, the pause may have begun
         else:
-            # Another program has paused the engine. Pause again: its mode may treat requests
-            # differently.
+            # Another program has paused the engine, perhaps in another mode. Pause it in this
+            # follower's mode, too, unless the weights are asleep.
             engine.do(RankRequest("awake"))
         engine.pause(self._pause_mode)
         if not engine.has_own_pause and engine.is_paused() is False:
@@ -691,7 +692,7 @@ class Follower(Closing):
             self._set_label = label
 
     def _correct_label(self, goal: int | VersionId | None) -> None:
-        """Set the engine's label again if another program or the goal's run has changed it."""
+        """Set the engine's label again if another program changed it, or a new run has begun."""
         if self._applied is None or self._engine.is_idle():
             return
         with contextlib.suppress(errors.EngineUnreachableError):  # the event loop is stopping
@@ -743,7 +744,7 @@ class Follower(Closing):
             self.start()
 
     def done(self) -> None:
-        """Let the engine leave the version that the option ``until_done`` makes it keep.
+        """Let the engine switch again. With ``until_done``, it keeps a version until this call.
 
         Any thread may call this method.
         """
@@ -818,7 +819,7 @@ class Follower(Closing):
 
 
 class _DraftOf(Engine):
-    """Draft model of an engine, as an engine of its own. Its label is in no response."""
+    """Draft model of an engine, driven by a follower like an engine. No response has its label."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

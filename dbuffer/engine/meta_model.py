@@ -41,8 +41,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             checkpoint has the padding, and the loaders check the number of rows.
         default_loader: loader for tensors without a ``weight_loader``.
         tp_size: number of ranks that may share a tensor. A subclass can override it for a tensor.
-        serving: the model that serves, or None. Parameters that are tied in this model, or that its
-            loaders have registered, must be tied or registered in the copy, too.
+        serving: the model that serves, or None. The copy's parameters are tied as in this model.
+            Loads into the copy must register the same parameters as the load of this model did.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def require_late_parameters(self) -> None:
-        """Refuse a version whose loaders register other parameters than at the engine's start."""
+        """Refuse a version if its load registers other parameters than the load at the start."""
         for path, (module, name) in self._late.items():
             served = self._served_late.get(path)
             shape = tables_of(module)[0][name].shape
@@ -170,13 +170,14 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return not (self.leaves_draft and is_of_draft(f"{name}."))
 
     def _watch_late_parameters(self, serving: torch.nn.Module | None) -> None:
-        """Watch for parameters that loaders register, as they do with some biases."""
+        """Watch for parameters, such as some biases, that loaders register during a load."""
         served = dict(serving.named_parameters()) if serving is not None else {}
         shapes = {unwrapped(name): tensor.shape for name, tensor in served.items()}
         for prefix, module in self.model.named_modules():
             lacking = [name for name, tensor in tables_of(module)[0].items() if tensor is None]
             paths = {f"{prefix}.{name}".lstrip("."): name for name in lacking}
-            # Other parameters that only the serving model has are derived from loaded ones.
+            # Loaders register only biases. The engine computes other parameters that only the
+            # serving model has.
             late = [path for path, name in paths.items() if name == "bias" and path in shapes]
             self._served_late |= {path: shapes[path] for path in late}
             if paths:
@@ -198,8 +199,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Making a view does not count as reading the tensor: a model that only keeps the view would
-        # compute with a later version's bytes.
+        # Making a view is not a read: if a model only keeps a view, its tensor is refused as
+        # unread, because the model would later compute with another version's bytes.
         if not func.is_view:
             for value in tree_leaves(args):
                 if isinstance(value, torch.Tensor):
@@ -289,8 +290,8 @@ def built_without_data(make: Callable[[], Any], kind: str, keep: Collection[str]
     try:
         with torch.device("meta"):
             return make()
-    # A constructor may raise any error. If missing data is not the cause, the second attempt raises
-    # the error again.
+    # After any error, try again with data. If missing data was not the cause, the second attempt
+    # raises the error again.
     except Exception:  # noqa: BLE001
         try:
             with torch.device("meta"), _NumbersWithData():
@@ -427,7 +428,7 @@ class DraftedModel(torch.nn.Module):
 
 
 class DraftAlone(torch.nn.Module):
-    """A draft model that follows a store of its own, without the layers that are its target's."""
+    """A draft model with a store of its own, without layers that it shares with its target."""
 
     def __init__(self, draft: Any, target: torch.nn.Module) -> None:
         super().__init__()

@@ -62,15 +62,15 @@ class RankChannel:
     def of(cls, group: Any) -> RankChannel:
         """Return the channel of a group.
 
-        A process group has the same channel as long as it lives.
+        Each call for a process group with several ranks returns the same channel.
         """
         if group.world_size == 1:
             return cls(group)
         store = _get_default_store()
         key = (store, *distributed.get_process_group_ranks(group.cpu_group))
         if key not in _channels:
-            # If torch.distributed was initialized again, drop the old channels, so that all ranks
-            # meet again.
+            # If torch.distributed was initialized again, its store is new. Drop the channels of the
+            # old store.
             for old in [old for old in _channels if old[0] is not store]:
                 del _channels[old]
             _channels[key] = cls(group)
@@ -95,7 +95,7 @@ class RankChannel:
             except Exception as error:  # noqa: BLE001 - raised in the caller's thread
                 result.put(error)
 
-        # A call to the store hangs while the process that runs the store is stopped.
+        # Use a thread: a call to torch's store hangs while the store's process is stopped.
         threading.Thread(target=exchange, name="dbuffer-ranks", daemon=True).start()
         try:
             answers = result.get(timeout=self.timeout_s + _STORE_S)
@@ -153,7 +153,7 @@ class RankChannel:
     def _require_coming(
         self, store: PrefixStore, step: tuple[int, int], keys: list[str], *, is_over: bool
     ) -> None:
-        """Raise :class:`RankFailedError` if a rank without an answer is dead, ahead, or late."""
+        """Raise :class:`RankFailedError` if a rank without an answer is dead, late, or gave up."""
         problems = []
         for rank, key in enumerate(keys):
             given_up = _GIVEN_UP.format(rank)
@@ -175,7 +175,7 @@ class RankChannel:
         return RankFailedError("; ".join(problems))
 
     def _store_failure(self, error: Exception) -> RankFailedError:
-        # The kernel closes a dead process's connections before the process counts as dead.
+        # Wait a moment for a rank to count as dead: the kernel closes its connections earlier.
         deadline = time.monotonic() + TIMING.ranks_end_within_s
         problems: list[str] = []
         while not problems and time.monotonic() < deadline:

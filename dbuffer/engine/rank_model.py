@@ -93,7 +93,7 @@ class _Planning:
     def drop_plan(self) -> None:
         """Drop the plan; the next version makes a new one.
 
-        Switches of the old plan need a reload.
+        Versions that were prepared with the old plan are loaded by a reload.
         """
         if self.plan is not None:
             self.plan.verified_for = None
@@ -175,7 +175,7 @@ class RankModel:
             if not self._has_draft(layout) and self._draft_store is None:
                 message = "a version of %s has no draft, so the engine's draft keeps its weights"
                 log_once(logger, message, self._store)
-            # Versions with a draft and without one may alternate.
+            # Reuse an equal trace, and its plan: versions with and without a draft may alternate.
             same = (known for of, known in self._traces if of == layout and known == trace)
             trace = next(same, trace)
         elif layout.draft is not None:
@@ -191,8 +191,8 @@ class RankModel:
         self.unused.compare(self._trace_of(layout), snapshot)
         tensors = self._as_offered(snapshot.tensors, layout)
         with self.reading:
-            # Another program's load may be in progress, with layers on the meta device. These must
-            # not be planned, so the next version is loaded by a reload that verifies no plan.
+            # If another program is loading weights, layers may be on the meta device. Make no plan
+            # for such layers: the next version is reloaded, and no plan is verified.
             if self._state.is_asleep or self._state.must_reload:
                 return None
             switch = self._bind(tensors, snapshot)
@@ -284,7 +284,7 @@ class RankModel:
                 except (MemoryError, torch.OutOfMemoryError) as error:
                     self._set_aside(f"no memory for an image of {packed.name}: {described(error)}")
                     return []
-                # A quantization may raise any error for a layer that a reload would load.
+                # Quantization may raise any error, even for a layer that a reload can load.
                 except Exception as error:  # noqa: BLE001
                     failed[packed.name] = f"no image of it can be made: {described(error)}"
         if failed:
@@ -294,7 +294,7 @@ class RankModel:
         return images
 
     def _changed_loader(self, plan: CopyPlan, tensors: Tensors) -> str | None:
-        """Load a random parameter; return its name if the result is not as traced, else None."""
+        """Load a random parameter; return its name if loaders do not match the trace, or None."""
         if not self._rechecks_loaders or not plan.traced:
             return None
         name = str(self._random.choice(list(plan.traced)))
@@ -315,7 +315,7 @@ class RankModel:
         return None if all(same_bytes(*copy) for copy in copies) else name
 
     def _add_patches(self, switch: PreparedSwitch, snapshot: Snapshot) -> None:
-        """Add patches to a switch, if a comparison found the patches' base version in the model."""
+        """Add patches to a switch, if attestation found the model's weights equal to a version."""
         if not self._may_patch or self._loaded is None:
             return
         changed = snapshot.changed_since(self._loaded)
@@ -514,9 +514,9 @@ class RankModel:
         # sources.
         if self._rank.device.type != "cpu":
             torch.accelerator.synchronize(self._rank.device)
-        # Some output heads keep a float32 copy of their weight, and renew the copy if this counter
-        # went up. vLLM's reload, which writes to `param.data`, and direct copies leave it
-        # unchanged.
+        # Some output heads keep a float32 copy of their weight, and renew the copy when torch's
+        # version counter of the weight goes up. vLLM's reload, which writes to `param.data`, and
+        # direct copies leave the counter unchanged.
         increment_version(self._model.parameters())
 
     def _for_loaders(
@@ -567,7 +567,7 @@ class RankModel:
         return next(trace for of, trace in self._traces if of is layout or of == layout)
 
     def _as_offered(self, stored: Mapping[str, T], layout: Layout) -> dict[str, T]:
-        """Return a version's tensors, keyed by the names that the model's loaders took."""
+        """Return a version's tensors, keyed by the names that loaders took in the check."""
         offered = self._trace_of(layout).offered
         names = {**{name: name for name in stored}, **layout.aliases}
         return {name: stored[stored_as] for name, stored_as in names.items() if name in offered}

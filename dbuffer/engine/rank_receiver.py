@@ -109,8 +109,8 @@ class RankReceiver:
             forked=options.forked,
             version=options.version,
             selection=options,
-            # Do not stage a version that no newer version replaces for long: the sender would wait
-            # for this receiver.
+            # Do not stage the engine's version again if the engine keeps it for long: the sender
+            # would wait for this receiver.
             applied=self._id if options.skips or self._version == options.version else None,
             on_found=self._show_engine,
             attest=self._model.attest if self._attests else None,
@@ -180,8 +180,8 @@ class RankReceiver:
 
         The engine must not be generating.
 
-        If the request names no attempt, the engine's record is written at once. An invalid request
-        is passed as its error, so that all ranks refuse.
+        If the request names no attempt, write the engine's record at once. In place of an invalid
+        request, pass its error: all ranks then refuse the request.
 
         Raises:
             OptionError: (a ``ValueError``) all ranks got an invalid request.
@@ -201,8 +201,8 @@ class RankReceiver:
             # The failed rank may have agreed to the version, and load it once it continues.
             raise EngineBrokenError(self._refuse(str(error))) from None
         except (EngineUpdateError, EngineBrokenError, EngineBusyError, OptionError):
-            # All ranks raise this error, so the record can name the attempt. After any other error
-            # the weights of other ranks are unknown, and the record must not name it.
+            # All ranks raise this error, so the record can name the attempt. After any other error,
+            # the weights of other ranks are unknown, and the record must not name the attempt.
             self._write_record()
             raise
         finally:
@@ -225,8 +225,8 @@ class RankReceiver:
                 named = [offer.id for offer in offers if offer.version == highest and offer.id]
                 run = VersionId.parse(named[0]).run if named else None
                 request = UpdateRequest(version=highest, run=run)
-                # One rank holds the highest version, so the version stays in the store until all
-                # ranks hold it.
+                # Let all ranks take the highest version. The rank that has it keeps it in the store
+                # until then.
                 if staged is None or staged.version != highest:
                     self._stager.release()
             elif len(ids) > 1:
@@ -251,7 +251,7 @@ class RankReceiver:
                 raise request
             request = self.options.admit(request)
             self._state.require_awake()
-            # The follower may not have collected this comparison's result yet.
+            # The last comparison may have found other weights, unknown to the follower so far.
             if self._is_compared and self._stager.differing:
                 self._note_other_weights(listed(self._stager.differing))
             if is_first and request.version is not None:
@@ -439,7 +439,7 @@ class RankReceiver:
     # After a switch
 
     def attest(self) -> bool:
-        """Collect the ranks' comparisons of their weights; return whether the record has them."""
+        """Collect the ranks' comparisons of their weights; return whether to write the record."""
         result = [self._stager.differing] if self._is_compared else None
         answers = self.ranks.gather(result, begins=True)
         results = [answer[0] for answer in answers if answer is not None]
@@ -455,7 +455,7 @@ class RankReceiver:
 
     @property
     def _is_compared(self) -> bool:
-        """Whether this rank's weights were compared with the version that they are of."""
+        """Whether this rank's weights were compared with the version that the rank has loaded."""
         return self._id is not None and self._stager.compared == self._id
 
     def _note_unattested(self) -> None:
@@ -545,9 +545,9 @@ class RankReceiver:
         self.acknowledge()
 
     def _show_engine(self) -> None:
-        """Write the engine's record into a store that was created after the record.
+        """Write the engine's record if the store did not exist when the engine began to follow it.
 
-        A version that does not fit the model causes no update, so no update writes the record.
+        An update would write the record, but a version that does not fit the model causes none.
         """
         if not self._record.is_open:
             self.acknowledge()

@@ -54,8 +54,8 @@ class ShapeCheck:
     ) -> LoadTrace:
         """Check that tensors fit the model; return the trace of how its loaders load them.
 
-        ``aliases`` maps further names of tensors to their stored names. If a load by stored names
-        leaves the model incomplete, the tensors are also offered under their further names. If the
+        ``aliases`` maps other names of tied tensors to their names in the store. If a load by
+        stored names leaves the model incomplete, it is repeated with the other names, too. If the
         model has no draft, a version's draft is left out. Raise :class:`WeightsMismatchError` if a
         shape does not fit, or a tensor is missing.
         """
@@ -78,7 +78,7 @@ class ShapeCheck:
         surplus = [
             str(spec)
             for spec in further
-            # Skip a tied tensor that an embedding or a head has taken under its stored name.
+            # Skip other names of a tensor that an embedding or a head has read by its stored name.
             if stored[spec.name] not in self._meta.recorder.embedded
             if spec.name not in self._meta.names
         ]
@@ -145,7 +145,7 @@ class ShapeCheck:
         specs = list(specs)
         while specs and len(unknown) < _MAX_UNKNOWN:
             tensors, refused, _ = self._offer(specs)
-            # If the error had another cause, `_load` raises it.
+            # If loaders have read the tensor, its name is known. `_load` then raises their error.
             if refused is None or refused.name in self._meta.recorder.read:
                 break
             unknown.add(refused.name)
@@ -187,7 +187,7 @@ class ShapeCheck:
                 self._meta.model.load_weights(shapes())
         # Loaders refuse tensors by any error: AssertionError, KeyError, ValueError, RuntimeError.
         except Exception as error:  # noqa: BLE001
-            # Some loaders first take all tensors, and then load them.
+            # Some loaders take all tensors before they load any, so ask which tensor they load.
             name = self._meta.loading or getattr(self._meta.model, "last_of_draft", None)
             current = next((spec for spec in specs if spec.name == name), current)
             return tensors, current, error
@@ -282,9 +282,9 @@ class UnusedTensors:
     ) -> tuple[dict[str, str | None], dict[str, str]]:
         """Return two dictionaries of the tensors that this rank of a pipeline does not read.
 
-        The first describes tensors that the rank's model has no place for. Its value is None for a
-        duplicate of a tied tensor that the model has. The second describes duplicates that differ
-        from the tied tensor.
+        The first maps names of tensors that the rank's model has no place for to descriptions, or
+        to None for a duplicate of a tied tensor that the model has. The second maps names of
+        duplicates that differ from the tied tensor to descriptions.
         """
         differing = self._differing[1] if self._differing[0] == version else {}
         if not self._is_pipeline or layout == self._agreed:

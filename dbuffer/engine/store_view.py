@@ -27,7 +27,7 @@ The pause grows with the time waited."""
 
 
 class StoreView:
-    """The store's versions, and the records of one start of an engine and its ranks."""
+    """A store's versions, and the records that an engine and its ranks wrote since their start."""
 
     def __init__(self, facts: EngineFacts, options: EngineOptions) -> None:
         self.facts = facts
@@ -146,7 +146,7 @@ class StoreView:
         return None if goal is None else goal.id
 
     def _taken_in(self, store: DoubleBuffer, newest: Lineage) -> Lineage | None:
-        """Return the newest version in a store that the engine does not skip, or None."""
+        """Return the newest of a store's versions that the engine does not skip, or None."""
         options = self.options
         if not options.may_skip(newest.id):
             return newest
@@ -156,7 +156,7 @@ class StoreView:
         if not before or before[0] != newest.id or (before[1] and options.refusal(before[1].id)):
             self._choice = before = newest.id, kept.newest_taken(store, options.takes)
         taken = before[1]
-        # The ranks may have copied a version that the store no longer has.
+        # All ranks may have staged a later version, which the store no longer has.
         records = self._rank_records().values()
         staged = [record.staged for record in records if record is not None and record.staged]
         staged = [version for version in staged if options.refusal(version) is None]
@@ -319,7 +319,7 @@ class StoreView:
         for rank, record in records.items():
             before = at_start[rank]
             is_old = before and record and before.updated_at == record.updated_at
-            # An old problem with the store itself may be over.
+            # A problem from before this wait may be over, unless a version is the problem.
             if record is None or (is_old and record.problem_version is None):
                 continue
             if record.has_problem_with(goal.number, newest):
@@ -334,7 +334,7 @@ class StoreView:
             )
 
     def _has_lost(self, version: VersionId, newest: Lineage | None) -> bool:
-        """Whether neither ``newest`` nor the sender's newest version descends from a version."""
+        """Whether a version is lost: ``newest`` and the sender's newest do not descend from it."""
         if newest is None or newest.reaches(version):
             return False
         if self._origin is self._store:

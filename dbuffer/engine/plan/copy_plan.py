@@ -70,13 +70,13 @@ class Packing(Protocol):
     def pack(self, shadow: Any, layer: torch.nn.Module) -> Sequence[tuple[Any, Any]]:
         """Process a shadow (second copy) of the layer, into which weights were loaded.
 
-        Return pairs of an object of the layer that processing also changes, and the shadow's
-        processed copy of this object. Raise `NotAloneError` if processing needs other ranks.
+        Return further objects that processing changes, in pairs: the layer's object, and the
+        shadow's processed copy of it. Raise `NotAloneError` if processing needs other ranks.
         """
         ...
 
     def computed(self, layer: Any) -> torch.Tensor | None:
-        """Return the layer's output for a fixed input, or None if comparing tensors is enough."""
+        """Return the layer's output for a fixed input, or None if the layer cannot be called."""
         ...
 
 
@@ -182,7 +182,7 @@ class _Changed(NamedTuple):
         return getattr(self.owner, self.name, None)
 
     def is_copied(self) -> bool:
-        """Whether the value can be copied into the live tensor: equal forms, and its own memory."""
+        """Whether the value can be copied: the live tensor has its form, and shares no memory."""
         live = self.live
         return (
             isinstance(live, torch.Tensor)
@@ -208,8 +208,8 @@ def _changed_by(changed: Sequence[tuple[Any, Any]]) -> Iterator[_Changed]:
     for owner, copy in changed:
         for name, value in list(vars(copy).items()):
             if isinstance(value, MethodType) and value.__self__ is copy:
-                # Bind the method to the live object: else the copy would refer to itself, and its
-                # memory would be freed only by garbage collection.
+                # Bind the method to the live object. If it stayed bound to the copy, this cycle of
+                # references would keep the copy's memory until garbage collection.
                 vars(copy)[name] = value = MethodType(value.__func__, owner)
             before = vars(owner).get(name)
             is_same = value is before or (isinstance(value, MethodType) and value == before)
@@ -228,7 +228,7 @@ def _waiting(tensor: torch.Tensor) -> torch.Tensor:
 def packed_layers(
     model: torch.nn.Module, packing: Packing, trace: LoadTrace, derived: Collection[str]
 ) -> dict[str, PackedLayer]:
-    """Return the layers that the engine processes after loading, and that copies can load.
+    """Return the layers that loaders fill by copies only, and that the engine then processes.
 
     ``derived``: names of layers that the engine's reload changes further after copying.
     """
@@ -328,9 +328,9 @@ def plan_copies(
 ) -> CopyPlan:
     """Make the plan of a trace, for the live parameters of a model.
 
-    ``reloaded`` names the layers to leave to the engine's reload, with the reasons, and ``check``
-    traces how these layers are loaded alone. ``derived`` names layers that a reload changes further
-    after copying. Raise :class:`UnsupportedError` if copies would load too little of the model.
+    ``reloaded`` maps layers to leave to the engine's reload to the reasons. ``check`` traces a load
+    of these layers alone. ``derived`` names layers that a reload changes further after copying.
+    Raise :class:`UnsupportedError` if copies would load too little of the model.
     """
     live = {
         unwrapped(name): tensor
@@ -370,8 +370,8 @@ def _sources_to_reload(
 ) -> Collection[str]:
     """Return the published tensors that are loaded into these layers, and into no others.
 
-    Raise an error if the layers cannot be loaded from these tensors alone, or if the other layers
-    have too few elements.
+    Raise an error if the layers cannot be loaded from these tensors alone, or if copies would load
+    too small a part of the model.
     """
     reasons = listed(list(dict.fromkeys(layers.values())), "; ")
     reloaded = {name: t for name, t in trace.tensors.items() if layer_of(name) in layers}
@@ -391,7 +391,7 @@ def _sources_to_reload(
 
 def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan) -> None:
     """Refuse a plan that leaves out a parameter which the engine's reload would fill."""
-    # A buffer may be a view of a parameter.
+    # Include buffers: loaders may fill a parameter through a buffer that is a view of it.
     tensors = [*model.named_parameters(), *model.named_buffers()]
     loaded = {address_of(tensor) for tensor in plan.written} | {
         address_of(tensor) for name, tensor in tensors if layer_of(unwrapped(name)) in plan.reloaded

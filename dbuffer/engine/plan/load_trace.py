@@ -46,7 +46,7 @@ class View(NamedTuple):
         return cls(offset, tuple(part.shape), part.stride())
 
     def in_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this part of a tensor, which must have the recorded form."""
+        """Return this part of a tensor that has the form of the tensor given to :meth:`of`."""
         if self.shape == tensor.shape and self.stride == tensor.stride():
             return tensor
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)

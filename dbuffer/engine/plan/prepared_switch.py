@@ -87,8 +87,8 @@ class Patches(NamedTuple):
             for patch in self.patches[first:end]:
                 patch.apply()
 
-        # Use the copier's threads. They made these views in inference mode, and torch refuses to
-        # write to such views outside of this mode.
+        # Use the copier's threads, which made the targets (views) in inference mode: torch refuses
+        # to write to such views outside of this mode.
         copier.in_parallel(work, [(0, len(self.patches))])
 
 
@@ -138,7 +138,7 @@ class PreparedSwitch:
         yield from ((image.name, image.copies()) for image in self.images)
 
     def of(self, tensors: Tensors) -> PreparedSwitch:
-        """Return this switch for other tensors of the same content, keyed by their stored names."""
+        """Return a switch that reads other tensors with equal content, keyed by stored names."""
         offered = {name: tensors[self.aliases.get(name, name)] for name in self.tensors}
         patches = self.patches
         if patches is not None and patches.copies:  # the copies in the patches read the old tensors
@@ -163,7 +163,8 @@ class PreparedSwitch:
     ) -> PreparedSwitch:
         """Copy the switch's sources into two memories; return a switch that reads these copies.
 
-        The first memory gets the parameters' new values, as long as they fit.
+        The first memory gets the parameters' new values until it is full. The second memory gets
+        the other sources.
         """
         parameters = self.plan.parameters
         sizes = [align(tensor.nbytes) for tensor in parameters.values()]
@@ -314,7 +315,7 @@ def _positions_in(
 
 
 def _positions(places: torch.Tensor, view: View) -> torch.Tensor:
-    """Return flat positions of elements of a view. ``places`` has their indices in the view."""
+    """Return flat positions of elements of a view. A row of ``places`` is an element's index."""
     return (places * torch.tensor(view.stride, dtype=torch.int64)).sum(1) + view.offset
 
 
@@ -371,7 +372,7 @@ def digest_of_all(parameters: Iterable[torch.Tensor]) -> int:
         torch.cat(views, out=words.view(torch.uint8)[:num_bytes])
         if numbers.numel() < words.numel():
             numbers = _numbers(words.numel(), words.device)
-        # Without this step, changes of the highest bits of two words would cancel out.
+        # Mix each word's halves. Otherwise, changes of the highest bits of two words cancel out.
         mixed = _upper_half(words)
         mixed ^= words
         mixed *= numbers[: words.numel()]

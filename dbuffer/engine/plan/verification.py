@@ -224,8 +224,8 @@ class Verifier:
         If there are no differences, the plan is verified.
 
         Raises:
-            UnverifiableError: reload and switch cannot be compared. The version is loaded. Any
-                other error: the reload failed.
+            UnverifiableError: reload and switch cannot be compared, but the version is loaded.
+            Exception: the reload failed.
         """
         plan = switch.plan
         plan.verified_for = None
@@ -239,15 +239,15 @@ class Verifier:
         # A model may contain anything. A switch must not fail because a part cannot be inspected.
         try:
             self.reload(stand_ins())
-            # Reload these layers as a switch does, so that further changes by a reload of the model
-            # show.
+            # Load the version into the layers that the switch reloads, too. The fingerprints then
+            # differ only by changes that the switch would not make.
             self.reload_part(switch)
             before = self._fingerprint(switch)
         except Exception as error:
             self.reload(tensors.items())
             reason = "stand-ins for a version's values cannot be loaded"
             raise UnverifiableError(reason, error) from error
-        # After the stand-ins, this reload changes everything that derives from a loaded value.
+        # This reload replaces the stand-ins, so it changes everything that derives from a value.
         self.reload(tensors.items())
         try:
             mismatch = self._mismatch(switch, before)
@@ -276,8 +276,8 @@ class Verifier:
     def _mismatch(self, switch: PreparedSwitch, before: ModelFingerprint) -> Mismatch:
         """Compare a model that was just reloaded with the result of a switch.
 
-        ``before``: fingerprint of the model with stand-ins (other values than the version's), taken
-        after the layers that the switch does not copy were reloaded.
+        ``before``: fingerprint of the model before this reload. The layers that the switch copies
+        then had stand-ins (other values than the version's). Layers that it reloads did not.
         """
         mismatch: dict[str, str] = {}
         for place in before.changes_to(self._fingerprint(switch)):
@@ -306,7 +306,10 @@ class Verifier:
 
 
 def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
-    """Return the layers at a place of a :class:`ModelFingerprint`, or else the nearest layers."""
+    """Return the layers of the innermost module that has layers and contains a place.
+
+    ``place`` is a name in a :class:`ModelFingerprint`. If no module has layers, return all layers.
+    """
     matched = _MODULES.match(place)
     path = re.findall(r"\['([^']+)'\]", matched[0]) if matched else []  # a target has no name
     for length in range(len(path), 0, -1):
@@ -317,12 +320,12 @@ def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
 
 
 def _stand_in(tensor: torch.Tensor, number: float, *, is_reloaded: bool) -> torch.Tensor:
-    """Return a tensor of the same form with other elements, or the tensor if it has none to vary.
+    """Return a tensor of the same form with other elements, or the tensor if they cannot vary.
 
     A floating-point tensor is filled with ``number``, or with twice ``number`` if its first element
-    is ``number``. Integers may be indices or codes, so a matrix of integers gets only integers that
-    it has already, in another order and in other shares. Other integers are not changed, unless
-    they are reloaded with each switch.
+    is ``number``. Integers may be indices or codes, so only integers of the tensor are used.
+    If each switch reloads the tensor, the stand-in is filled with the last integer. Otherwise a
+    matrix is reversed and half of it filled with one integer, and a vector is returned unchanged.
     """
     if not tensor.numel():
         return tensor

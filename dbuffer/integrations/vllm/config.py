@@ -1,6 +1,6 @@
-"""Options of dbuffer in vLLM's configuration, and facts that are read from it.
+"""dbuffer's options in vLLM's configuration, and facts about an engine from the configuration.
 
-The facts are an engine's `EngineFacts`, and its caches whose content depends on the weights.
+The facts are `EngineFacts`, and the names of caches whose content depends on the weights.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
     from vllm.plugins import load_general_plugins
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    # vLLM has not loaded its plugins here if another process made the configuration.
+    # If another process made the configuration, vLLM has loaded no plugins in this process yet.
     load_general_plugins()
     if CALL not in vars(WorkerWrapperBase):
         raise UnsupportedError(

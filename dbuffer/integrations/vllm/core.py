@@ -204,8 +204,8 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
     """Pause a core for a switch. Return :data:`ASLEEP` if its weights are asleep.
 
     Raises:
-        EngineBusyError: the core cannot be paused for a switch now. A core that steps together
-            with other cores was paused nevertheless, until :data:`RELEASE`.
+        EngineBusyError: the core cannot be paused for a switch now. If it steps together with
+            other cores, it is paused nevertheless, until a call of :data:`RELEASE`.
     """
     if "weights" in core.model_executor.sleeping_tags:
         # vLLM logs a traceback for each raised error, and an engine can sleep for hours.
@@ -214,7 +214,7 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
     hold = state.hold or _Hold(core.scheduler.pause_state if core.is_scheduler_paused() else None)
     other_pause = getattr(hold.other_pause, "name", None)
     if (refusal := _refusal(core, mode, other_pause, drops_caches)) is not None:
-        # An error, because vLLM returns only the first core's value to the caller.
+        # Refuse by an error: of all cores' return values, vLLM passes on only the first.
         error = EngineBusyError(f"{_REFUSED}{refusal}")
         if not _steps_with_others(core) or core.is_scheduler_paused():
             raise error
@@ -248,9 +248,9 @@ def _pause(core: Any, mode: str) -> Any:
     """Pause a core. Return a future that completes with the pause, or None if it is complete."""
     if not _steps_with_others(core) or not core.is_scheduler_paused():
         return core.pause_scheduler(mode, False)
-    # A second pause of a paused core makes the core step once more, together with the other cores.
-    # If another core's two pauses ended together, that core does not step, and this core would wait
-    # forever.
+    # Complete this pause without a further step. vLLM makes a paused core that is paused again step
+    # once more, together with the other cores. But a core whose two pauses ended together does not
+    # step, and this core would wait forever.
     core._pause_complete = lambda: not core.has_work()  # noqa: SLF001
     try:
         return core.pause_scheduler(mode, False)

@@ -1,4 +1,4 @@
-"""vLLM's layers, in two kinds of copies: without data, and processed beside the engine.
+"""Copies of vLLM's layers: without data, to check versions, or processed, to switch to them.
 
 `VllmMetaModel` is a copy of a vLLM model without data, which checks published weights.
 
@@ -48,7 +48,7 @@ def vllm_shape_check(
 ) -> ShapeCheck:
     """Return a check of published weights, which uses a copy of the serving model without data.
 
-    If ``draft`` is given, the serving model is a :class:`DraftedModel`, or the :class:`DraftAlone`.
+    If ``draft`` is given, ``serving`` is a :class:`DraftedModel` or a :class:`DraftAlone`.
     Call this function on the worker's main thread.
 
     Raises:
@@ -95,7 +95,7 @@ def vllm_shape_check(
 
 def _make_model(vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
     config = copy.copy(vllm_config)
-    # vLLM's Transformers backend makes parameters on this device, and ignores torch's default
+    # vLLM's Transformers backend makes parameters on the config's device, not on torch's default
     # device.
     config.device_config = copy.copy(config.device_config)
     config.device_config.device = torch.device("meta")
@@ -317,8 +317,8 @@ def pack(shadow: Any, layer: torch.nn.Module) -> list[tuple[Any, Any]]:
     alone = _WithoutOtherRanks()  # type: ignore[no-untyped-call]
     with alone, onednn_kernels_keep_scales(_dtype_of(shadow)):
         if isinstance(method, UnquantizedFusedMoEMethod):
-            # vLLM packs experts when it makes their kernel, and the kernel keeps nothing from
-            # packing.
+            # At the start, vLLM packs experts as it makes their kernel. A copy of the kernel can
+            # pack the shadow, because packing leaves no state in the kernel.
             copy.copy(method.moe_kernel.fused_experts).process_weights_after_loading(shadow)
         else:
             method.process_weights_after_loading(shadow)

@@ -70,8 +70,8 @@ class FollowStore:
                 state = getattr(scope.get("app"), "state", None)
                 engine = getattr(state, "engine_client", None)
                 await self._start(engine, getattr(state, "openai_serving_models", None))
-            # If this raised, the server would assume that the application has no lifespan, and
-            # would start to serve. The message below makes the server exit.
+            # Do not raise the error: the server would assume that the application has no lifespan,
+            # and would start to serve. The message below makes the server exit.
             except Exception as error:  # noqa: BLE001
                 try:
                     await self._end()

@@ -73,7 +73,7 @@ class WorkerRank(EngineRank):
     """One rank of a vLLM engine."""
 
     module: Any
-    # The last two names: adapters of vLLM, and the seconds that vLLM spent on quantizing.
+    # The last two attributes have vLLM's adapters, and the seconds that vLLM spent on quantizing.
     not_weights = ("kv_cache", ENDPOINT_ATTR, "lora_manager", "online_quantization_time")
 
     def __init__(
@@ -199,7 +199,7 @@ class WorkerRank(EngineRank):
         require_unchanged(self._targets, self._reload_targets())
 
     def _reload_targets(self) -> dict[str, object]:
-        """Return layers and parameters, to compare before vLLM's reload with those at the start.
+        """Return the model's layers and parameters, to detect whether one was replaced later.
 
         A layer that was replaced since the start would lose its weights in vLLM's reload.
         """
@@ -406,8 +406,8 @@ def finish_caches_without_scales(model: torch.nn.Module) -> None:
     """Make vLLM's reload set missing scales of KV caches to their defaults, as at the start."""
     for module in model.modules():
         if has_optional_scales(module) and not has_loaded(module):
-            # vLLM's reload sets the defaults when it finishes a layer, which needs a loaded
-            # element.
+            # Pretend that an element was loaded: vLLM's reload finishes only layers with loaded
+            # elements, and sets the defaults when it finishes a layer.
             get_layerwise_info(module).load_numel = 1
 
 

@@ -144,8 +144,8 @@ class Outlook:
             if reason is None or left_s <= 0:
                 return reason, labels
             await asyncio.sleep(min(_LOOK_S, left_s))
-            # Waiting requests share labels that are up to _LOOK_S old. The last look needs new
-            # labels.
+            # Waiting requests share labels that are up to _LOOK_S old. At its deadline, a request
+            # reads new labels.
             now_s = time.monotonic()
             not_before = now_s if now_s >= deadline else now_s - _LOOK_S
 

@@ -95,7 +95,7 @@ class Exchange:
         if not isinstance(choices, list):
             return body
         if not is_chunk:
-            # A beam search that generates one token is recognized by its number of choices.
+            # A beam search for one token calls the engine once. Its number of choices shows it.
             self.is_search |= len(choices) != sum(num_choices for num_choices, _ in self.calls)
         with_fields = [
             choice | {"weight_versions": self._spans_of(choice.get("index", 0))}

@@ -1,8 +1,8 @@
 """vLLM's workers: their draft models, and calls that write or discard weights without dbuffer.
 
-A draft model of speculative decoding is EAGLE, Medusa, MTP, or a small model. vLLM makes a weight
-transfer backend without the worker, which has the draft model. So dbuffer records the worker that
-is loading its models, and the backend gets the draft from this worker.
+A draft model of speculative decoding is EAGLE, Medusa, MTP, or a small model. The worker has the
+draft model, but vLLM does not pass the worker to a weight transfer backend. So dbuffer records the
+worker that is loading its models, and the backend gets the draft from this worker.
 """
 
 from __future__ import annotations
