@@ -49,8 +49,8 @@ class VLLMWeightBridge:
 
     Args:
         config: see :class:`BridgeConfig`.
-        store: the store's directory. The default in local mode is a directory in shared memory.
-            With several nodes, the default is ``dbuffer-atropos`` in ``log_dir`` or ``LOGDIR``.
+        store: the store's directory. Default in local mode (``num_inference_nodes=0``): a directory
+            in shared memory. Otherwise: ``dbuffer-atropos`` in ``log_dir`` or ``LOGDIR``.
         rank_timeout_s: how long ranks wait for a missing or hung rank, in addition to the
             ``timeout_seconds`` of an update.
         **sender: fields of :class:`dbuffer.SenderOptions`. A ``rename`` replaces the parameter
@@ -194,7 +194,8 @@ class VLLMWeightBridge:
     def barrier(self) -> None:
         """Wait until the engines of all inference nodes have applied the newest version.
 
-        In local mode, first notify the server; a second call for the same version does nothing.
+        In local mode, rank 0 first notifies the server. If an earlier call already returned for
+        this version, this call returns at once.
 
         Raises:
             WaitTimeoutError: some engine did not apply the version within ``timeout_seconds``.
@@ -250,11 +251,11 @@ class VLLMWeightBridge:
             raise NotReadyError("this bridge is not open: call initialize()")
         return self._sender
 
-    # The trainer's processes
+    # Connection of the trainer's ranks
 
     @property
     def _rank_patience_s(self) -> float:
-        """Longest wait of a rank for another rank, including rank 0's wait for servers."""
+        """Seconds that a rank waits for the other ranks, while rank 0 can wait for servers."""
         return self.config.timeout_seconds + self._rank_timeout_s
 
     def _join_ranks(self) -> None:

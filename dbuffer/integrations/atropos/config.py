@@ -63,7 +63,7 @@ class BridgeConfig:
 
     @property
     def directory(self) -> str | None:
-        """Directory with the mapping file and the default store of several nodes, or None."""
+        """Atropos' log directory, in which its servers write the mapping file, or None."""
         return self.log_dir or os.environ.get("LOGDIR") or None
 
     @classmethod

@@ -48,9 +48,9 @@ def mapping_path(directory: str | None) -> Path:
 
 
 def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the trainer's names of each parameter, keyed by the servers' name.
+    """Return the trainer's parameter names, grouped by the name that the servers use.
 
-    ``param_mappings`` is the field of this name in a mapping file. A parameter without
+    ``param_mappings`` is the field ``param_mappings`` of a mapping file. A parameter without
     ``vllm_name`` has the same name on the servers.
     """
     conversions: dict[str, list[str]] = {}
@@ -72,7 +72,7 @@ class ParameterMapping:
         renamed = [rule for rule in rules if targets[rule.to] > 1 and not _is_part(rule)]
         if renamed:
             raise OptionError(
-                f"{path} also gives parts of fused projections other names: {listed(renamed)}. An "
+                f"{path} renames parts of fused projections: {listed(renamed)}. An "
                 "engine fuses the parts itself, and expects them under its checkpoint's names: map "
                 "each part to its name in the checkpoint"
             )

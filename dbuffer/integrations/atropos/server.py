@@ -17,7 +17,7 @@ _RETRY_S = 0.25
 
 
 def notify(server: VllmServer, notification: dict[str, Any], timeout_s: float) -> None:
-    """Call Atropos' notification route if the server has the route. Wait for a starting server."""
+    """Call Atropos' notification route if the server has it. Retry until the server has started."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

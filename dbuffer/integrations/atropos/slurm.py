@@ -48,9 +48,9 @@ def get_inference_urls(
     """Return the addresses of Atropos' process groups, and the nodes that run engines.
 
     The first three values are ``host:port`` of the NCCL, Gloo and inference groups; the last value
-    is the list of nodes. If ``num_inference_nodes`` is 0, all addresses are on this machine. If the
-    SLURM job has fewer nodes, all its nodes are returned, as in Atropos. All four values are None
-    if the number is negative, or outside of a SLURM job.
+    is the list of nodes. If ``num_inference_nodes`` is 0, all addresses are on this machine. If it
+    is above the number of nodes in the SLURM job, the job's nodes are returned, as in Atropos. If
+    it is negative, or outside of a SLURM job, all four values are None.
     """
     if num_inference_nodes == 0:
         first, nodes = "localhost", ["localhost"]

@@ -36,8 +36,8 @@ class BroadcastManager(Closing):
     """Brings an actor's weights to its inference engines through a store.
 
     Every rank makes a manager, and all ranks make each call together. Each rank writes its part of
-    a version. Only ZeRO-3 gathers weights, tensor by tensor. In each engine, either all ranks
-    switch to the version or none.
+    a version. Weights are gathered only with ZeRO-3, one tensor at a time. In each engine, either
+    all ranks switch to the version or none.
 
     Args:
         actor: LightRFT's actor. Its ``model`` is a module sharded by FSDP2's ``fully_shard``, or a
@@ -46,9 +46,9 @@ class BroadcastManager(Closing):
         inference_engine: this rank's ``vllm.LLM``, LightRFT's wrapper of an ``sglang.Engine``, or
             None if this rank has no engine.
         store: the store's directory, the same on all ranks and engines. Default: a directory in
-            this machine's shared memory, which only one manager of the job can use. The directory
-            stays when the job ends.
-        timeout_s: how long an engine can take to read a version into its memory, while it serves.
+            this machine's shared memory, which stays when the job ends. If a job has several
+            managers, pass a different ``store`` to each manager.
+        timeout_s: how long a broadcast waits until an engine has read the version into its memory.
         rank_timeout_s: how long ranks wait for a rank that hangs.
         unused_tensors: see :class:`EngineOptions`.
         **sender: fields of :class:`dbuffer.SenderOptions`. The defaults of ``dtype`` and ``rename``

@@ -48,9 +48,9 @@ class Cut(NamedTuple):
         """Return the cut of a tensor, or None if its parts cannot be published.
 
         The parts can be published if the tensor is cut by rows, or if it is cut evenly along
-        another dimension over one of the ``groups`` of ranks. ``owners`` is the exported tensor,
-        with each element replaced by the number of the element's parameter. ``parameters`` has the
-        names of this rank's parameters by number.
+        another dimension over one of the ``groups`` of ranks. ``owners`` has the exported tensor's
+        shape; each element is the number of the parameter from which the exported element comes.
+        ``parameters`` maps the numbers of this rank's parameters to names.
         """
         if not owners.ndim:
             return None

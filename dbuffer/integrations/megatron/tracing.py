@@ -74,7 +74,8 @@ class Tracer:
                 yield name, tensor
 
         self._for_each(noted(), compare)
-        # A tensor that the bridge computes can be in no rank's parameters: count the ranks.
+        # Count the ranks that have a part of each tensor: a tensor that the bridge computes can be
+        # in no rank's parameters.
         flags = [*(name in parts for name in names), self._error is not None]
         counts = torch.tensor(flags, dtype=torch.int32, device=self._device)
         distributed.all_reduce(counts)

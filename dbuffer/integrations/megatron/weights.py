@@ -28,15 +28,15 @@ class MegatronWeights:
 
     ``bridge`` is mbridge's bridge of the model. ``models`` is this rank's part of the model, in the
     form that ``bridge.export_weights`` accepts. Pass the weights to `ShardedWeightSender.send` on
-    all ranks. The first publish exports the model three times: twice with four bytes per element,
-    and once to compare the ranks' parts with the exported weights. On a network mount, tensors that
-    are cut by columns are gathered.
+    all ranks. The first publish exports the model three times to find each rank's parts: twice as
+    32-bit numbers, and once as weights, to verify the parts. On a network mount, tensors that are
+    cut by columns are gathered.
 
     Raises:
         InvalidWeightsError: (raised by ``send``) parameters have other names, shapes or dtypes than
             at the first publish.
-        UnsupportedError: (raised by ``send``) the bridge computes a tensor from parameters, or a
-            rank has several separate parts of a tensor.
+        UnsupportedError: (raised by ``send``) the bridge computes a tensor instead of copying it
+            from parameters, or a rank has several separate parts of a tensor.
     """
 
     def __init__(self, bridge: Any, models: Sequence[nn.Module]) -> None:
@@ -49,7 +49,8 @@ class MegatronWeights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
         tensors = tensors_of(self._models)
-        # Tracing is collective: after an error on any rank, no rank has parts, and all ranks trace.
+        # Tracing needs all ranks. If it fails on one rank, `_parts` stays None on all ranks, so
+        # that all ranks trace again at the next publish.
         if self._parts is None:
             self._parts = self._trace()
             self._shapes = shapes_of(

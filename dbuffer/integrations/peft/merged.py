@@ -1,9 +1,9 @@
 """`merged_weights`: a peft model's merged weights, computed layer by layer during a publish.
 
 peft merges a model in place, so dbuffer lets peft merge copies. First, peft merges a copy of the
-model without data, which shows the names of the merged tensors, and whether peft can merge the
-model. When a tensor is published, peft merges a copy of the tensor's layer with data, which is then
-freed.
+model that has shapes but no data. This merge shows the names of the merged tensors, and whether
+peft can merge the model. Later, to publish a tensor, peft merges a full copy of the tensor's layer.
+The copy is freed after the tensor is published.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 def _merge_whole(peft_model: PeftModel) -> nn.Module:
     try:
         merged: nn.Module = peft_model.merge_and_unload()
-    # Methods of peft raise errors of different classes.
+    # The class of the error depends on the adapters' type, such as LoRA.
     except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
         raise InvalidWeightsError(
             f"peft cannot merge these adapters: {described(error)}"
@@ -160,8 +160,8 @@ class _Layers:
                     "adapters were switched, merged or disabled since merged_weights() was called: "
                     "call it again"
                 )
-            # A single deepcopy keeps ties: merging also changes a copied tensor that is tied to the
-            # layers.
+            # Copy layers and tensor in one deepcopy, which keeps ties: if the tensor is tied
+            # to a layer, merging the layer's copy also changes the tensor's copy.
             layers, tied_copy = copy.deepcopy(({key: self._layers[key] for key in keys}, tensor))
             merged = {key: _merge_layer(layer) for key, layer in layers.items()}
             if key is None:
@@ -201,7 +201,7 @@ def _layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             inside = f"{key}."
-            # A wrapper without such layers has a fully trained module, which merging does not
-            # change.
+            # An AuxiliaryTrainingWrapper without adapter layers has a fully trained module, which
+            # merging does not change.
             if any(isinstance(part, BaseTunerLayer) for part in module.modules()):
                 yield key, module

@@ -1,7 +1,7 @@
 """SGLang: engines and servers that follow a store, with any tensor-parallel size.
 
-:func:`load_from_store` is the ``custom_weight_loader`` through which SGLang's processes receive
-weights; :mod:`.rank` loads them. A name is imported when it is first used, and SGLang with it.
+SGLang's processes receive weights through :func:`load_from_store`, their ``custom_weight_loader``.
+Importing this package does not import SGLang: a name is imported when it is first used.
 """
 
 from __future__ import annotations

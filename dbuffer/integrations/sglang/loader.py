@@ -4,9 +4,9 @@ SGLang calls `load_from_store` on all ranks, between two steps. An error would e
 `load_from_store` raises none: it writes problems into the engine's record in the store, which the
 follower reads.
 
-The first call begins to detect calls that write or discard SGLang's weights without dbuffer. When
-an engine serves, the functions in SGLang's dispatch table can no longer be replaced. So this module
-replaces functions that the dispatched functions look up at each call.
+From its first call on, `load_from_store` also detects other calls that write or discard SGLang's
+weights. To detect them, this module replaces functions of SGLang. The functions in the dispatch
+table of a running engine cannot be replaced, so this module replaces functions that they call.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
     if endpoint.receiver is not None:
         endpoint.receiver.record_problem(str(answer))
     elif (options := request.options) and get_parallel().tp_group.rank_in_group == 0:
-        # Without a receiver, nothing else would write the record.
+        # There is no receiver to write the engine's record, so the first rank writes the problem.
         record = RecordFile(Path(options.read_store), options.engine_id or "")
         record.write(token=options.record_token, problem=str(answer))
         record.close()

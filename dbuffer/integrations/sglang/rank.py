@@ -136,7 +136,7 @@ def form_and_loader(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_undone(method: Any) -> bool:
-    """Whether SGLang restores the parameters of this method's layers before it loads new ones."""
+    """Whether SGLang undoes a quantization method's changes to parameters before it loads again."""
     undo = getattr(type(method), "restore_weights_before_loading", None)
     without = (QuantizeMethodBase, CompressedTensorsMoEScheme)
     return undo not in (None, *(base.restore_weights_before_loading for base in without))

@@ -34,9 +34,9 @@ LOADER = "dbuffer.integrations.sglang.load_from_store"
 _PAUSES = {"keep": "retract", "abort": "abort"}
 """Names of dbuffer's pause modes in SGLang, which has no mode that waits for requests to finish."""
 
-# With this selector, SGLang neither restores weights when an update session opens, nor packs
-# weights when the session closes. Each rank restores and packs in one call, after all ranks have
-# agreed to load.
+# Update sessions select the draft model, which the engine does not have. So SGLang neither restores
+# weights when a session opens, nor packs weights when it closes. Instead, each rank restores and
+# packs in one call, after all ranks have agreed to load.
 _SESSION = "draft"
 
 
@@ -93,8 +93,8 @@ class _Sglang(Engine):
     def call(self, request: RankRequest) -> list[RankAnswer]:
         if request.call == "check":
             raise UnsupportedError("SGLang's ranks cannot check whether tensors fit")
-        # An update already acknowledges the version. SGLang cannot reserve, because ranks cannot
-        # answer.
+        # `load_from_store` already acknowledged the version. "reserve" needs the ranks' answers,
+        # which SGLang does not return.
         if request.call in ("acknowledge", "reserve"):
             return [None]
         self._send(request)
@@ -107,7 +107,7 @@ class _Sglang(Engine):
     def _flush_caches(self) -> None:
         """Make SGLang flush its caches, by an update that loads nothing.
 
-        SGLang's route that only flushes would also collect garbage, which takes 0.3 s, or release
+        SGLang's route for flushing does more: it collects garbage, which takes 0.3 s, or releases
         GPU memory that the next step allocates again.
         """
         self._send(None, flush_cache=True)
@@ -118,15 +118,14 @@ def _refusal(options: EngineOptions) -> RankAnswer:
     if not store.exists():
         return None
     record = store.record(options.engine_id or "", options.record_token)
-    # After a load that failed halfway (is_broken), following goes on: the next update repairs the
-    # weights.
+    # If a load failed halfway (`is_broken`), keep following: the next update repairs the weights.
     if record is None or record.problem is None or record.is_broken:
         return None
     return UnsupportedError(record.problem)
 
 
 class OfflineEngine(_Sglang):
-    """``Engine`` of an ``sglang.Engine``. It computes only during its calls, and needs no pause."""
+    """``Engine`` of an ``sglang.Engine``, which is idle between calls and needs no pause."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -191,8 +190,8 @@ class ServerEngine(_Sglang, EngineServer):
         return facts
 
     def _send(self, request: RankRequest | None, *, flush_cache: bool = False) -> None:
-        # If the server is not paused, SGLang first waits for all requests. An in-place pause keeps
-        # them.
+        # While the server is not paused, SGLang updates only after all requests have ended. So
+        # pause the server in place, which keeps the requests in flight.
         is_ours = not self._has_paused
         try:
             if is_ours:
@@ -238,7 +237,7 @@ class ServerEngine(_Sglang, EngineServer):
         self._flush_caches()
 
     def resume(self) -> None:
-        # Cleared even if the request fails, because a restarted server is not paused.
+        # Clear the flag even if the request fails: a restarted server is not paused.
         self._has_paused = False
         self._request_resume("/continue_generation", json={"torch_empty_cache": False})
 

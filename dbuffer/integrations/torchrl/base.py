@@ -1,4 +1,4 @@
-"""`StoreScheme`: base class of TorchRL schemes with a store. `TransportOptions`: their options."""
+"""`StoreScheme` and `TransportOptions`: base class and options of dbuffer's TorchRL schemes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ def find_model(context: Any, model_id: str) -> Any:
         ValueError,
     ):  # an index in a path can raise any of these
         model = None
-    # If workers make their own policies, the collector may keep a policy only as source of weights.
+    # If workers make their policies with a factory, the collector runs no policy itself, and can
+    # have one only as the source of weights.
     if model is None and model_id == DEFAULT_MODEL_ID:
         return getattr(context, "_fallback_policy", None)
     return model

@@ -113,7 +113,8 @@ def unpacked(packed: torch.Tensor) -> Any:
 def _packed(states: Mapping[str, Any]) -> torch.Tensor:
     """Return modules' extra states as JSON, because reading JSON cannot execute code."""
     plain = {
-        # Flat, because TorchRL's receivers pass a flat dictionary to set_extra_state too.
+        # Flatten the state: TorchRL's own receivers also call set_extra_state with a flat
+        # dictionary.
         clean_path(path): state.flatten_keys(".").to_dict()
         if isinstance(state, TensorDictBase)
         else state

@@ -26,9 +26,9 @@ class ForwardGuard:
     The guard does not detect calls that bypass the module: a replayed CUDA graph, or a method other
     than ``forward``.
 
-    While a load waits for running calls to end, new calls wait too, because overlapping calls could
-    delay the load forever. A running call can also depend on a new call in another thread, so new
-    calls wait at most 10 s for a load that has not begun.
+    While a load waits for running calls to end, new calls wait too. Otherwise overlapping calls
+    could delay the load forever. But a running call can depend on a new call in another thread, so
+    a new call waits at most 10 s for a load that has not begun.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class ForwardGuard:
 
 
 def _is_over(frame: FrameType) -> bool:
-    """Whether a call has ended. After a KeyboardInterrupt or SystemExit, torch calls no hook."""
+    """Whether a call has ended, even without its hook (after KeyboardInterrupt or SystemExit)."""
     try:
         frame.clear()
     except RuntimeError:  # frame.clear() refuses a running frame

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StagedVersion:
-    """Copy of a version in this process's memory: a load can wait without blocking the sender."""
+    """Copy of a version in this process's memory, so that a waiting load blocks no sender."""
 
     version: int
     layout: Layout
@@ -34,7 +34,7 @@ class StagedVersion:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Self:
-        """Copy a version from a snapshot, which must then close without an error."""
+        """Copy a version from a snapshot. Discard the copy if closing the snapshot fails."""
         return cls(snapshot.version, snapshot.layout, snapshot.copy())
 
     def load(self, model: Any, guard: ForwardGuard, matcher: Matcher) -> None:
@@ -69,7 +69,8 @@ class StagedVersion:
             for name, tensor in targets.items()
             if tensor.is_meta and isinstance(model, nn.Module)
         }
-        # Extra state is matched with itself, because the matcher refuses tensors without a match.
+        # Extra state is not a tensor of the model. Match it with itself, because the matcher
+        # refuses tensors without a target.
         extra = {name: self.tensors[name] for name in (EXTRA_STATE,) if name in self.tensors}
         match = matcher.match(targets | to_install | extra, self.layout)
         match.require_ties(self._tensor)
@@ -102,21 +103,21 @@ def own_memory(model: Any, guard: ForwardGuard) -> None:
         for tensor in shared:
             tensor.data = tensor.data.clone()
     if shared:
-        logger.info("%d tensors of the model no longer share memory", len(shared))
+        logger.info("copied %d tensors of the model out of shared memory", len(shared))
 
 
 def unshared(policy: Any) -> Any:
-    """Return a policy, or a copy of it, that new processes do not share memory with.
+    """Return a policy to pass to new processes, which then get their own copies of its tensors.
 
-    Multiprocessing moves tensors in a process's arguments into shared memory.
+    When multiprocessing pickles a policy, it moves the policy's tensors into shared memory.
     """
     if not isinstance(policy, nn.Module):
         return policy
-    # get_start_method() alone would fix the method if the program has not chosen a method.
+    # Use allow_none=True: otherwise get_start_method() would set a method for the whole program.
     by_default, *_ = multiprocessing.get_all_start_methods()
     if (multiprocessing.get_start_method(allow_none=True) or by_default) != "fork":
         return _CopiedOnArrival(policy)
-    # A forked process gets a copy of all memory except shared memory.
+    # A fork copies all memory except shared memory, so only shared tensors need a copy.
     return copy.deepcopy(policy) if _shared_tensors(policy) else policy
 
 
@@ -138,7 +139,8 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
         tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors |= model.named_buffers(remove_duplicate=False)
         saved = model.state_dict(keep_vars=True).keys()
-        # If there is no extra state, a TensorDictModule publishes "module.weight" as "weight".
+        # Clean the names together with extra state's, as the sender does: clean_names removes
+        # "module." only if all names begin with it.
         extra = [EXTRA_STATE] if EXTRA_STATE in published else []
         return {
             name: tensors[name]

@@ -39,7 +39,7 @@ def store_of(address: str | Path, model_id: str, worker: int | None = None) -> P
 
 
 def receiver_id(worker: int) -> str:
-    """Return the id of a worker as a receiver of stores."""
+    """Return the receiver id of a worker, by which a sender waits for the worker."""
     return f"worker-{worker}"
 
 

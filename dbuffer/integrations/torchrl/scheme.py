@@ -41,7 +41,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         remote_addr: a directory. The model's store is ``remote_addr/MODEL_ID``.
         local_addr: directory that workers read. Default: ``remote_addr``. If the directory is in
             shared memory, one worker on each node copies every version into it. It can also be
-            another path of ``remote_addr``.
+            the path of ``remote_addr`` on the workers' hosts, if that path differs.
         num_threads: number of copying threads, in the trainer and in each worker.
         strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``.
         sync: whether ``send`` waits until the workers have applied the weights.
@@ -66,7 +66,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         super().__init__(remote_addr, local_addr, num_threads, strategy, options)
         self.sync = sync
         self.timeout_s = checks.positive_seconds("timeout_s", timeout_s)
-        # Workers get the next three values with the pickled scheme.
+        # The trainer's side sets the next three values; workers get them with the pickled scheme.
         self._has_first_weights = True
         self._earlier = 0
         self._first_worker_idx = 0
@@ -83,7 +83,7 @@ class DoubleBufferSyncScheme(StoreScheme):
     def model(self, model: Any) -> None:
         before = self._model_ref() if self._model_ref is not None else None
         WeightSyncScheme.model.fset(self, model)
-        # A worker's collector may run a copy of the scheme's first policy.
+        # A worker's collector can replace the first policy, for instance by a copy that it runs.
         if self._receiver is not None and model is not before:
             self._receiver.use(model)
 
@@ -115,9 +115,9 @@ class DoubleBufferSyncScheme(StoreScheme):
             source = self._trained_model()
             self._has_first_weights = source is not None and bool(self._extract(source))
             if isinstance(context, DistributedCollector) and context.launcher == "mp":
-                # A node starts its workers with this policy before it initializes the scheme, when
-                # it is too late to unshare memory. TorchRL has no public name for the policy that
-                # it passes to nodes.
+                # Unshare the policy that is sent to the nodes, because a node starts its workers
+                # with this policy before it initializes the scheme. TorchRL has no public name for
+                # the policy.
                 context._policy_to_send = unshared(context._policy_to_send)  # noqa: SLF001
         except BaseException:
             self.shutdown()
@@ -284,8 +284,8 @@ class DoubleBufferSyncScheme(StoreScheme):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         if not self.initialized_on_sender and not self.initialized_on_receiver:
-            # An RPC collector pickles its scheme before it has a sender, and sends its first
-            # weights after all workers have connected. So workers must not wait for first weights.
+            # An RPC collector pickles the scheme before the scheme has a sender, and sends the
+            # first weights after all workers have connected. So workers must not wait for weights.
             state["_has_first_weights"] = False
             state["_earlier"] = last_version_below(self.remote_addr, self.options)
         return state | {"_kept_model": None}

@@ -139,9 +139,10 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
 
 
 class VLLMDoubleBufferTransport:
-    """Transport of TorchRL that publishes into a store and reads from a store, without threads.
+    """Transport of TorchRL that publishes into a store and reads from the store.
 
-    The receiver reads ``local_addr``. If ``options`` are given, ``num_threads`` is ignored.
+    Weights are published into ``remote_addr`` and read from ``local_addr``. If ``options`` are
+    given, ``num_threads`` is ignored.
     """
 
     def __init__(
@@ -313,7 +314,7 @@ class VLLMDoubleBufferWeightReceiver:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     break
-                # Poll, because weights may appear at the other address, or disappear.
+                # Wait in short steps: weights can appear at the other address, or be removed.
                 wait_s = min(left_s, self._scheme.options.poll_interval_s)
                 receiver.wait_or_follow_fork(newest, wait_s, self._closed)
                 self._require_open()
@@ -423,10 +424,10 @@ class VLLMDoubleBufferWeightReceiver:
     def _sync(self, version: int) -> bool:
         """Switch all engines to a version; return whether any engine had an older version.
 
-        If an engine fails, the other engines still switch. Afterwards the worst error is raised.
+        If engines fail, the other engines still switch. Then the most severe error is raised.
         """
         if len(self._followers) == 1:
-            # The first engine may run in this process, and must then be loaded by this thread.
+            # A single engine can be an LLM in this process, which must be loaded by this thread.
             switches = [self._followers[0].sync(at_least=version, stop_event=self._closed)]
         else:
             with ThreadPoolExecutor(len(self._followers)) as pool:

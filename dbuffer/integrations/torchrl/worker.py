@@ -50,7 +50,7 @@ class WorkerReceiver:
         self._applied = applied
         self._guard = ForwardGuard()
         self._matcher = Matcher()
-        # Both following threads, `load_newer` and `use` can load, but only one of them at a time.
+        # Held during each load: the two following threads, `load_newer` and `use` can all load.
         self._lock = threading.RLock()
         self._earlier = earlier
         self._loaded = earlier
@@ -66,7 +66,8 @@ class WorkerReceiver:
             remote = store_of(remote_addr, model_id, only)
             local = store_of(local_addr, model_id, only)
             receiver, mirror = options.open_reader(remote, local, receiver_id(worker))
-            # The store for this worker alone exists only after weights were sent to it alone.
+            # Do not log a wait for this worker's own store, which exists only after weights were
+            # sent to some of the workers, including this worker.
             receiver.notes_wait = only is None
             self._opened.callback(receiver.close)
             if mirror is not None:
@@ -84,7 +85,7 @@ class WorkerReceiver:
             self._load_if_newer(receiver)
 
     def wait_loaded(self, timeout_s: float) -> bool:
-        """Wait until a version was loaded since the last call. Return False after ``timeout_s``."""
+        """Return True once a version was loaded since the last call, or False after a timeout."""
         if not self._has_loaded.wait(timeout_s):
             return False
         if self._stop_event.is_set():
@@ -147,7 +148,7 @@ class WorkerReceiver:
                     with receiver.open(seen, timeout_s, acknowledge=False) as snapshot:
                         version = snapshot.version
                         is_initial = bool(snapshot.metadata.get(IS_INITIAL))
-                        # Copied, so that waiting for forward calls does not hold the store.
+                        # Copy the version, to close the snapshot before waiting for forward calls.
                         staged = StagedVersion.of(snapshot) if version > self._loaded else None
                     break
                 except errors.SnapshotEvictedError as error:

@@ -47,7 +47,7 @@ class StoreWeightTransfer:
 
     def init_weight_transfer(self) -> None:
         """Open the store. TRL calls the methods of this object only in TRL's main process."""
-        # The constructor must not open the store: it also runs in ranks that publish nothing.
+        # The constructor does not open the store, because it also runs in ranks that never publish.
         if self._sender is None:
             self._sender = WeightSender(self.store, **self._options)
 

@@ -33,9 +33,9 @@ def over_store(
     that uses TRL's ``VLLMGeneration``. Its ``args`` must have ``use_vllm=True`` and
     ``vllm_mode="server"``.
 
-    Before TRL generates, it publishes weights that have changed, and waits up to ``timeout_s``
-    until the servers, which follow the store, have applied the weights. The trainer gets an
-    additional attribute, ``weight_sync``: a :class:`WeightSync`.
+    If its weights have changed, the trainer publishes them before it generates. It then waits up to
+    ``timeout_s`` until the servers, which follow the store, have applied the weights. The trainer
+    gets an additional attribute, ``weight_sync``: a :class:`WeightSync`.
 
     ``receivers`` is the number of engines in the servers, or the engines' ids (``engine_id``). With
     ids, an engine that cannot apply a version causes an error at once. ``sender`` has fields of

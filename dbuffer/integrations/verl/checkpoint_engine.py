@@ -42,7 +42,7 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
 
     Raises:
         OptionError: (a ``ValueError``) ``config.backend`` is neither ``dbuffer`` nor ``naive``
-            (a sync by verl alone). Other backends cannot send before a receiver is waiting.
+            (verl's own sync). Other backends cannot send before a receiver is waiting.
     """
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:

@@ -175,7 +175,7 @@ class StoreSync:
         self._receiver.acknowledge(snapshot.version)
 
     def waiting(self) -> Iterator[None]:
-        """Open the current sync's version. Yield as long as the version is not published."""
+        """Open the current sync's version. Yield between checks until the version is published."""
         sync, timeout_s = self._sync, self._timeout_s
         if sync is None:
             raise NotReadyError("no sync has begun: call init_process_group() before each sync")
@@ -210,7 +210,7 @@ class StoreSync:
                 self._newest = version.manifest.version
                 return version.manifest.metadata.get(_SYNC) == sync
         except (StoreNotFoundError, VersionRegressedError) as error:
-            logger.warning("%s (following it)", str(error))
+            logger.warning("%s; still waiting for the version of this sync", str(error))
             self._receiver.follow_fork()
             self._newest = None
             return False
