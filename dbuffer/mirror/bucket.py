@@ -1,8 +1,8 @@
 """`Bucket`: the objects under a prefix of an object storage, accessed through obstore.
 
 obstore uploads large files in parts, and retries each part. `Bucket` retries all other requests
-itself, so that it can count the retries. Also, if a conditional put succeeds but its response is
-lost, the repeated put fails, and only `Bucket` can tell its caller so.
+itself, so that it can count the retries. `Bucket.put_if` says what the retry of a conditional put
+means for the caller.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Bucket(Closing):
     def _open(self, silence_s: float, *, retry_s: float) -> Any:
         return self._obstore.store.from_url(
             self.url,
-            # Plain HTTP is used only if the environment sets an endpoint's URL with it.
+            # obstore uses plain HTTP only if the environment sets an endpoint with ``http://``.
             client_options={
                 "allow_http": True,
                 "connect_timeout": timedelta(seconds=_CONNECT_S),
@@ -353,7 +353,8 @@ class Bucket(Closing):
                 self._has_credentials = True
                 return result
             logger.debug("%s of %s failed: %s", kind, name, first_line(failure))
-            # The caller logs only the last error, which comes late in a download.
+            # A download's range is retried for minutes, and the caller logs only the last error.
+            # So log an earlier error here.
             if attempt == _ATTEMPTS < attempts:
                 log_once(logger, "trying again to %s %s: %s", kind, name, first_line(failure))
             # A random pause keeps many clients from retrying at the same time.

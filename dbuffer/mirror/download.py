@@ -69,7 +69,7 @@ class OpenBucketVersion(OpenVersion):
             if version not in self._deltas:
                 self._deltas[version] = self._fetch_delta(version)
             self._used.add(version)
-            # Return a second descriptor of the file, because the caller closes the descriptor.
+            # Open the file in memory once more, because the caller closes what it gets.
             path = f"/proc/self/fd/{self._deltas[version].number}"
             return name, Descriptor.open(path, os.O_RDONLY)
 

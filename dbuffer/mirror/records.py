@@ -98,8 +98,8 @@ class BucketRecords:
     def write(self, records: Collection[ReceiverRecord]) -> None:
         """Put receivers' records into the bucket, unless the last put was too recent."""
         self._current = [replace(self._mirror.current, is_relayed=True), *records]
-        # If only the mirror's progress has changed, don't put the records yet. Another put must
-        # wait, and the receivers are about to acknowledge the copied version.
+        # If only the mirror's progress has changed, don't put the records yet: the receivers are
+        # about to acknowledge the copied version, and after each put the next put must wait.
         has_changed = _significant(self._current) != _significant(self._put)
         limit_s = TIMING.bucket_records_s if has_changed else TIMING.bucket_heartbeat_s
         if time.monotonic() - self._put_at >= limit_s:
@@ -152,8 +152,8 @@ class ReceiversOfBucket:
         changed = [name for name in listed if before.get(name, "") != listed[name].e_tag]
         self._bucket.in_parallel(lambda name: self._read(name, listed[name]), changed)
         records = [(read, record) for read in self.objects.values() for record in read.records]
-        # If a mirror was restarted with another id, two objects hold each record of its
-        # receivers. The later record counts.
+        # If a mirror was restarted with another id, its old and its new object can both hold a
+        # receiver's record. The later record counts.
         records.sort(key=lambda pair: (pair[1].updated_at, pair[0].changed_at))
         self.latest = {_key_of(record): (read, record) for read, record in records}
         return self.last_read()

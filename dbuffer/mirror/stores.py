@@ -68,7 +68,7 @@ class StoreSource:
         return self.store.newest_pointer() if self.store.exists() else None
 
     def copied_from(self) -> str | None:
-        """Return the source of the mirror that copied the newest version, or None for no mirror."""
+        """Return the source of the newest version if a mirror copied the version, or None."""
         pointer = self.store.undamaged_pointer()
         manifest = None if pointer is None else self.store.undamaged_manifest(pointer.buffer)
         if manifest is None or not manifest.is_copy:
@@ -104,7 +104,8 @@ def copy_deltas(
     dictionary if some delta cannot be copied.
     """
     manifest, copied = opened.manifest, dict[VersionId, T]()
-    # A copy joins tensors that the source has in parts, so the source's deltas do not fit it.
+    # The copy is one file. If trainer ranks wrote the source's file in parts, the layouts differ,
+    # and the source's deltas do not fit the copy.
     if last not in manifest.chain[:-1] or manifest.layout_xxh3 != layout.xxh3:
         return {}
     try:
@@ -313,11 +314,11 @@ class StoreTarget:
         return draft.finish_parts(World())
 
     def _put_earlier(self, draft: Draft, opened: OpenUpstream) -> VersionId | None:
-        """Return the version in a draft's file, or None if the file has no version.
+        """Prepare a draft's file for deltas; return the version in the file, or None.
 
-        Deltas are applied to the returned version. If no deltas lead from the version in the file,
-        first copy the target's newest version into the file. Reading the target's memory is faster
-        than reading the source over a network.
+        If no deltas lead from the version in the file to the open version, first copy the target's
+        newest version into the file. Reading the target's memory is faster than reading the source
+        over a network.
         """
         since, chain = draft.claim.earlier, opened.manifest.chain
         if since in chain or not chain:
@@ -371,8 +372,8 @@ class StoreTarget:
     def _is_prepared(self) -> bool:
         """Whether another mirror is copying a version of the source into the target."""
         newest, contents = self._source.newest(), Contents(self._store)
-        # The manifest is complete before the pointer moves: its generation shows the copy until
-        # then. Read the manifests first, or a version that is published meanwhile would count.
+        # A copy is in progress while its manifest has a higher generation than the pointer. Read
+        # the manifests first: otherwise a version that is published meanwhile would count.
         manifests = [manifest for manifest in contents.manifests.values() if manifest is not None]
         published = 0 if contents.pointer is None else contents.pointer.generation
         return newest is not None and any(

@@ -151,8 +151,8 @@ class BucketTarget:
         """
         record = self._read_record()
         if not self._epoch:
-            # Numbers begin with the time, so that a later mirror has a higher number even if the
-            # record was lost.
+            # An epoch is at least the current time, so that a later mirror has a higher epoch even
+            # if the record was lost.
             self._epoch = max(int(time.time()), 0 if record is None else record.epoch + 1)
         if record is not None and record.writer != self._writer:
             if record.epoch >= self._epoch:

@@ -5,13 +5,13 @@ version's file, and writes the delta into a second file. If the weights are on a
 free memory (`_GPU_SHARE`), the sender compares them there, with a `KeptCopy` of the last version.
 
 On a network mount, the sender compares the weights with a `KeptCopy` of the last version. Most
-versions with a delta have no weights file. Such a version
-consists of an anchor (an earlier version with a weights file) and of the deltas after the anchor.
+versions with a delta have no weights file. Such a version consists of an anchor (an earlier version
+with a weights file) and of the deltas after the anchor.
 
 A version has no delta if
 
 - it is the sender's first, or the publish before it failed;
-- it has other tensors than the last version, or ranks hold other tensors;
+- it has other tensors than the last version, or other ranks hold them;
 - too much changed (`MAX_CHANGED_SHARE`);
 - it has a weights file, and its delta would be too long (`is_long`);
 - the store has no room for the delta of a version with a weights file.
@@ -89,7 +89,7 @@ class DeltaBase:
         store = writer.store
         manifest = store.undamaged_manifest(self.buffer)
         if manifest is None or manifest.id != self.manifest.id:
-            # The next claim removes files that no manifest names.
+            # No manifest names the last version's files, so the next claim removes them.
             return "the store lost the manifest of the version before"
         _, *later = self.delta_bytes.items()
         files = {store.delta_path(name): num_bytes for name, num_bytes in later}
@@ -140,8 +140,8 @@ class Deltas:
     def patch_of(self, patches: Iterable[SparsePatch], *, must_be_finite: bool) -> Patch:
         if self._part is None or not self._has_last:
             raise VersionError(
-                f"this sender has not published what patches in {self._store.root} could follow: "
-                "send all weights first, and after each error"
+                f"this sender has no last version in {self._store.root} that patches could change: "
+                "send all weights first, and again after each error"
             )
         return patch_of(patches, self._part.whole, must_be_finite=must_be_finite)
 
@@ -156,7 +156,7 @@ class Deltas:
         is_first = not self._has_last
         if is_first:
             self._explain(self._why_none)
-        # If this publish fails in any way, `keep` is not called, and there is no last version.
+        # This publish may fail at any step: until it calls `keep`, there is no last version.
         self._has_last, self._why_none, self._changes = False, _FAILED, None
         self._part = part
         gpu = self._gpu_for_copy(part, source) if self._maps_files else None
@@ -221,7 +221,7 @@ class Deltas:
         sizes = [base.delta_bytes[version] for version in base.manifest.since_anchor]
         if is_long(sizes, base.manifest.num_bytes):
             logger.info(
-                "%s: version %d gets a whole file: its anchor is many deltas, or bytes, back",
+                "%s: version %d gets a whole file: the deltas since its anchor are too long",
                 self._store.root,
                 self._version,
             )

@@ -99,9 +99,8 @@ class Draft:
     def begin(self, writer: BufferWriter, version: Lineage, *, with_file: bool = True) -> list[Any]:
         """Claim the idle buffer, on rank 0 for all ranks; return the arguments of :meth:`join`.
 
-        The claim removes files, so all ranks must have unmapped them before
-        (`KeptMappings.keep_only`). Without ``with_file``, the version consists of an earlier
-        version's file and of deltas.
+        All ranks must first unmap the files that the claim may remove (`KeptMappings.keep_only`).
+        Without ``with_file``, the version consists of an earlier version's file and of deltas.
         """
         layout = None if self._part is None else self._part.whole
         self._claim = claim = writer.claim(version, layout, with_file=with_file)
@@ -379,7 +378,7 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
-        # JSON makes strings of other keys, and two keys can become the same string.
+        # JSON turns other keys into strings, and two keys can become the same string.
         if keys := [key for key in value if not isinstance(key, str)]:
             raise InvalidWeightsError(f"metadata has a key that is no string: {keys[0]!r:.80}")
         return value.values()

@@ -26,7 +26,7 @@ _BATCH_BYTES = 32 << 20
 class KeptCopy:
     """Copy of this rank's part of the last version. Its layout has one tensor per part ("box").
 
-    The copy is in the memory of ``device``, or in main memory if that is None.
+    The copy is in the memory of ``device``, or in main memory if ``device`` is None.
     """
 
     def __init__(self, part: Part, copier: Copier, device: torch.device | None = None) -> None:
@@ -47,15 +47,15 @@ class KeptCopy:
         return FileTensors.in_memory(self.part.layout, self.device)
 
     def take_changes(self) -> Changes:
-        """Return the changes that `write` has made. If too much changed, some are left out."""
+        """Return the changes that `write` has found. If too much changed, some are missing."""
         changes, self._changes = Changes.joined(self._changes or ()), []
         has_all = changes.num_bytes <= self._max_bytes
         self._forget_digests(changes.tensors if has_all else set(self._digests))
         return changes
 
     def write(self, numbers: Sequence[int], elements: list[torch.Tensor]) -> None:
-        """Compare parts ("boxes") of tensors with the copy, then copy their elements, casting."""
-        # Each of the trainer's elements is read once, so that the delta and the copy agree.
+        """Compare parts ("boxes") of tensors with the copy, then copy and cast them into it."""
+        # Read each element only once: the trainer may write to it, and delta and copy must agree.
         contents, specs = self.contents, self.part.layout.specs
         by_number = dict(zip(numbers, elements, strict=True))
         for batch in self._batches(numbers):

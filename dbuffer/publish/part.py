@@ -165,8 +165,8 @@ def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Whether rectangular parts ("boxes") cover a tensor and do not overlap.
 
     torch describes a shard of a dimension by its first index and its length, also if the shard is
-    strided. If these ranges tile the dimension, no shard is strided: from the front, the indices
-    before the next shard's first index can only belong to the shard before it.
+    strided. If these ranges tile the dimension, no shard is strided: all indices before the second
+    shard's first index belong to the first shard, which has no other indices, and so on.
     """
     num_boxes = 1
     for dimension, extent in enumerate(shape):
@@ -195,7 +195,8 @@ class HeldParts:
         if not isinstance(tensor, LazyTensor) or tensor.sharded is None:
             return whole_box(index, tensor.shape)
         box, is_strided = self._box_of(tensor.sharded)
-        # Boxes of strided shards overlap, which only shows in the whole tensor, not in a view.
+        # Boxes of strided shards overlap. `_covers` detects this in a whole tensor, but not in a
+        # view, so gather the view.
         if box is None or (tensor.view is not None and is_strided):
             return None
         box = box._replace(tensor=index)
@@ -237,7 +238,7 @@ class HeldParts:
 def _overlap(box: Box, view: View) -> tuple[Box, View]:
     """Intersect a held part ("box") of a tensor with a view of the tensor.
 
-    Return the intersection as a part of the view, and its place in the box.
+    Return the intersection twice: as a box in the view, and as a view of the held box.
     """
     index: list[int | slice] = []
     starts, shape = [], []

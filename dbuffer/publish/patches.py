@@ -118,7 +118,7 @@ def _checked(patch: SparsePatch, spec: TensorSpec) -> tuple[Integers, torch.Tens
     if patch.values.dtype is not dtype:
         raise WeightsMismatchError(f"{label} holds {patch.values.dtype}, and the tensor {dtype}")
     places: Integers = patch.indices.detach().reshape(-1).to("cpu", torch.int64).numpy()
-    # A copy, which the trainer cannot change. It also resolves lazy conjugation and negation.
+    # Clone, so that the trainer cannot change the values. This also resolves lazy conjugation.
     values = patch.values.detach().reshape(-1).cpu().clone(memory_format=torch.contiguous_format)
     if not (places[1:] > places[:-1]).all():  # the check is faster than a sort
         places, values = _in_order(label, places, values)
@@ -132,6 +132,6 @@ def _in_order(label: str, places: Integers, values: torch.Tensor) -> tuple[Integ
     places = places[order]
     if (places[1:] == places[:-1]).any():
         raise InvalidWeightsError(f"{label} names one place twice")
-    # Their bytes, because neither torch nor numpy can index tensors of all dtypes.
+    # Reorder the values as bytes: neither torch nor numpy can index tensors of all dtypes.
     rows = values.view(torch.uint8).reshape(len(places), values.dtype.itemsize)
     return places, rows[torch.from_numpy(order)].reshape(-1).view(values.dtype)

@@ -238,7 +238,7 @@ class Publisher(Closing, ProcessBound):
         return self._writer_on_0
 
     def _part_of(self, source: Source) -> Part | None:
-        """Return this rank's part of the weights: the last part, if the tensors are the same.
+        """Return this rank's part of the weights. Reuse the last part if the tensors are the same.
 
         Return None if an iterator yields the weights: their layout is not known yet.
         """
@@ -278,7 +278,7 @@ class Publisher(Closing, ProcessBound):
         try:
             if deltas is not None and part is not None:
                 deltas.begin(part, source, number)
-            # A mapping keeps the room of a removed file, which the new version may need.
+            # A removed file takes space while it is mapped, and the new version may need space.
             self._mappings.keep_only(part.whole if part and self._rewrites_files else None)
             with world.step("claim a buffer") as claiming:
                 if world.rank == 0:

@@ -183,7 +183,7 @@ class WeightSender(Publisher):
             options.refuse("wait", False, "True with an iterator, which only its owner may run")
         if source.is_lazy:
             options.refuse("wait", False, "True with lazy tensors, which only their owner makes")
-        # A forward pass may write to short tensors.
+        # Copy small buffers, because a forward pass may write to them (BatchNorm's statistics).
         tensors = [
             tensor
             if tensor.requires_grad or tensor.nbytes > _COPIED_BYTES
@@ -201,7 +201,7 @@ class WeightSender(Publisher):
 
         pending = PendingPublication()
         try:
-            # Noted first: if this call is interrupted, the publish may go on, and `close` waits.
+            # Append it first: an interrupted call may leave a publish for which `close` must wait.
             self._pending.append(pending)
             pending.begin(publish)
         except BaseException:
@@ -246,8 +246,8 @@ class WeightSender(Publisher):
                 options.refuse("delta", False, "True, for a sender of patches")
             if self._is_behind:
                 raise VersionError(
-                    f"the weights that were sent last to {self.store} were not published, so there "
-                    "is nothing that patches of them could follow: send all weights once"
+                    f"the weights that were sent last to {self.store} were not published, so "
+                    "patches have no version to change: send all weights once"
                 )
             version = self._writer.next_version(version)
             checked = checked_metadata(metadata)
@@ -313,8 +313,8 @@ class WeightSender(Publisher):
         return steps.register_step_pre_hook(lambda *_: self._settle())
 
     def _settle(self) -> None:
-        """Wait for pending publications; raise an error of theirs that was not raised before."""
-        # In a forked child no thread publishes, and a publishing thread would wait for itself.
+        """Wait for pending publications; raise the first error that was not raised before."""
+        # A forked child has no thread that publishes. A publishing thread must not wait for itself.
         if self._is_inherited or self._publishing_thread == threading.get_ident():
             return
         settled = list(self._pending)
@@ -456,7 +456,7 @@ class PendingPublication(ProcessBound):
         return None
 
     def _check_not_forked(self) -> None:
-        # The publishing thread is not in this process, where a lock held in the fork stays locked.
+        # A forked child lacks the publishing thread, and locks held during the fork stay locked.
         if self._is_inherited:
             raise ClosedError(
                 "this version is being published by the process that sent it, and this is a forked "
@@ -487,9 +487,9 @@ def watch_writes(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Calla
         changed = [name for name, tensor, count in watched if tensor._version != count]  # noqa: SLF001
         if changed:
             raise InvalidWeightsError(
-                f"{listed(changed)} changed while they were being published, so nothing was: call "
-                "wait() on what send(wait=False) returned before optimizer.step(), or "
-                "sender.guard(optimizer) once; before the next forward pass, if that writes them"
+                f"{listed(changed)} changed while they were being published, so nothing was "
+                "published: call wait() on the result of send(wait=False) before optimizer.step() "
+                "(or sender.guard(optimizer) once), and before a forward pass that writes to them"
             )
 
     return require_unchanged

@@ -207,7 +207,7 @@ class ShardedWeightSender(Publisher):
         if not all(are_known):
             # On a network mount each rank writes a file of its own, of contiguous boxes.
             self._assignment = join(ranks, source, inventory, rows_only=not self._maps_files)
-            # Only after all checks passed: the next publish of these tensors relies on it.
+            # Set it after all checks: the next publish skips the checks if it is unchanged.
             self._inventory = inventory
             self._part = None
         return self._placed(source), number, checked
@@ -319,7 +319,7 @@ def _part_ranks(sharded: Any, group_rank: Mapping[int, int], name: str) -> tuple
         mesh = sharded.device_mesh
         coordinate = mesh.get_coordinate()
         is_held = coordinate is not None
-        # Only the ranks of this rank's replica: other replicas hold the same.
+        # List only the ranks of this rank's replica. All replicas hold the same parts.
         pairs = zip(coordinate or [0] * mesh.ndim, sharded.placements, strict=True)
         index = tuple(at if placement.is_replicate() else slice(None) for at, placement in pairs)
         of_job = mesh.mesh[index].flatten().tolist()
@@ -417,8 +417,9 @@ def _decode_boxes(encoded: list[Any], index_of: Sequence[int]) -> Boxes:
 def _check_parts(spec: TensorSpec, describing: dict[Ranks, list[int]]) -> None:
     """Raise if the parts of a tensor overlap or leave a gap.
 
-    ``describing`` maps each set of ranks that hold one part of the tensor to the ranks whose
-    inventories list that part.
+    ``describing`` has all inventories that list the tensor: it maps each set of ranks that hold
+    parts of the tensor, as an inventory says, to the ranks with such an inventory. The set is empty
+    if the rank holds the whole tensor.
     """
     unsharded = describing.get((), [])
     for holding, ranks in describing.items():
@@ -463,8 +464,8 @@ def _sample_replicas(source: Source, inventory: Inventory) -> dict[str, str]:
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
     for index in inventory.boxes if source.reader is None else ():
         tensor = source.tensors[index]
-        # Small tensors may drift apart, as statistics of each rank's batches do: one rank writes
-        # them all. Parts of a large tensor could come from several ranks.
+        # Skip small tensors: one rank writes all of them, so they may differ between ranks, for
+        # instance as batch statistics. Several ranks may write parts of a large tensor.
         is_large = source.specs[index].num_bytes >= SPREAD_FROM_BYTES
         if inventory.ranks[index] == () and is_large and isinstance(tensor, torch.Tensor):
             flat = tensor.detach().reshape(-1)
@@ -494,6 +495,6 @@ def _require_alike(samples: Sequence[Mapping[str, str]]) -> None:
         raise InvalidWeightsError(
             f"rank {holder} and rank {rank} hold different tensors of one name, and one of the two "
             f"would be lost: {listed(sorted(differing))}; give layers and experts the names that "
-            "they have in the whole model (rename), or parts of one tensor as a DTensor; of "
-            "replicas that are to differ, give one alone"
+            "they have in the whole model (rename), or give parts of one tensor as a DTensor; if "
+            "replicas may differ, give only one of them"
         )

@@ -68,7 +68,7 @@ class _Outcome(NamedTuple):
         return self._replace(
             error=str(error) if ours else described(error),
             kind=(ours or [RankFailedError])[0].__name__,
-            # gloo raises a plain RuntimeError.
+            # gloo raises a plain RuntimeError if it loses another rank.
             may_follow=isinstance(error, lost) or type(error) is RuntimeError,
         )
 
@@ -222,7 +222,8 @@ class Agreement(World):
 
     def _lose(self, action: str, cause: Exception) -> NoReturn:
         self.close()
-        # The connections of a killed process close a moment before the process has ended.
+        # Wait for the end of the lost rank's process, in order to name the rank: a killed process
+        # ends a moment after its connections close.
         deadline = time.monotonic() + TIMING.ranks_end_within_s
         while not any(peer.has_ended() for peer in self.peers) and time.monotonic() < deadline:
             time.sleep(TIMING.look_s)
@@ -266,12 +267,12 @@ def store_of_meeting(
     """Wait for all ranks of a group; return an empty part of torch's store for this meeting."""
     ranks = "-".join(map(str, distributed.get_process_group_ranks(group)))
     store = PrefixStore(f"dbuffer/{purpose}/{ranks}", _get_default_store())
-    # The number is in the store, which all ranks see: a rank that was interrupted during a meeting,
-    # or that restarted, gets the same number as the other ranks.
+    # Number the meetings in torch's store: a rank that was interrupted during a meeting, or that
+    # restarted, gets the same number as the other ranks.
     number = store.add(_LAST, 0) + 1
     store_of_one = PrefixStore(str(number), store)
     meet(PrefixStore("here", store_of_one), rank, size, timeout_s=timeout_s)
-    # Only once all ranks have met.
+    # Set the number only now: before all ranks have met, each rank must get the same number.
     store.set(_LAST, str(number))
     return store_of_one
 
@@ -305,8 +306,8 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
             ) from error
         if not away:
             return  # the last rank came just now
-        # A rank that comes later must not find the word of a rank that left, and continue without
-        # it.
+        # Delete this rank's word: a rank that comes later must not find it, and continue without
+        # this rank.
         store.delete_key(f"{_HERE} {rank}")
         missing = never or away
         reason = "did not come" if never else "came, but did not wait that long"

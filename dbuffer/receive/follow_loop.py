@@ -39,7 +39,7 @@ class Followed(abc.ABC):
     @property
     @abc.abstractmethod
     def store(self) -> Path | str:
-        """The store, for messages."""
+        """Directory or URL of the store, for messages."""
 
     @property
     @abc.abstractmethod
@@ -172,7 +172,7 @@ class FollowLoop(RetryLoop):
             version = self._receiver.wait_for_version(newer_than, left_s, interrupt)
         self._version = version if version is None or exactly is None else exactly
         if version is not None:
-            # `retry_now` applies to one attempt. If that fails, the backoff applies again.
+            # `retry_now` skips the backoff once. If this attempt fails, the next attempt waits.
             self._is_due = False
         return self._version
 
@@ -197,7 +197,7 @@ class FollowLoop(RetryLoop):
             and isinstance(error, errors.VersionRegressedError)
             and error.is_forked
         ):
-            self._logger.warning("%s (%s that)", str(error), self._doing)
+            self._logger.warning("%s (%s it anyway)", str(error), self._doing)
             self.used()
             self._receiver.follow_fork()
             self.has_forked = True
@@ -232,7 +232,7 @@ class FollowLoop(RetryLoop):
             above = MAX_INTEGER if self._is_exact else max(self.failed_version, newer_than or 0)
             return self._receiver.wait_for_version(above, left_s, interrupt)
         if not interrupt.wait(left_s):
-            # Look at once whether the store can be read again: a new version may never come.
+            # The store could not be read. Read it now, because a new version may never come.
             self._receiver.wait_for_version(None, 0.0)
             self.used()
         return None

@@ -80,9 +80,9 @@ class VersionVerifier:
 
     @contextlib.contextmanager
     def reporting_unreadable(self, opened: OpenVersion) -> Iterator[None]:
-        """Report in the record that a ``with`` block could not read a version made of deltas.
+        """Report in the receiver's record if a ``with`` block cannot read a version's deltas.
 
-        A sender that sees this in the receiver's record publishes its next version in full.
+        A sender that sees this report publishes its next version in full.
         """
         try:
             yield
@@ -199,7 +199,7 @@ class VersionReader(VersionVerifier):
             self._in_memory = opened.manifest, tensors
 
     def expect_device(self, tensors: FileTensors) -> None:
-        """Prepare a version with a kept mapping for copies to a GPU."""
+        """Prepare a mapped file in main memory for copies to a GPU (`MappedTensors`)."""
         if isinstance(tensors, MappedTensors) and self._store.medium.is_in_memory:
             tensors.expect_device()
 
@@ -430,7 +430,7 @@ class Snapshot(ProcessBound):
     def changed_since(self, version: VersionId) -> dict[str, Integers] | None:
         """Return the positions of the elements that changed since an earlier version.
 
-        The positions are ascending, in the flattened tensor, and keyed by the tensor's name.
+        Positions are ascending indices into the flattened tensor, keyed by the tensor's name.
         Unchanged tensors have no entry. Return None if no deltas lead from the earlier version to
         this one, or if the deltas cannot be read.
         """

@@ -213,8 +213,8 @@ class WeightReceiver(Followed, Closing, ProcessBound):
     def reporting(self, version: VersionId | None) -> Iterator[None]:
         """Report an error that leaves the ``with`` block in the receiver's record.
 
-        If ``version`` is given, the problem ends when a version is acknowledged. If not, the
-        problem is the store's, and ends when a block like this succeeds.
+        If ``version`` is given, the report stays until a version is acknowledged. If not, the
+        report concerns the store, and stays until such a block ends without an error.
         """
         try:
             yield
@@ -264,6 +264,9 @@ class WeightReceiver(Followed, Closing, ProcessBound):
     ) -> int | None:
         """Load the newest version, unless this receiver has loaded it already.
 
+        If a sender overwrites a version during the load, the newest version is loaded instead. If
+        that load fails, the target can hold parts of both versions. A note on the error says so.
+
         Args:
             target: a module or a dictionary of tensors, filled in place; or a function such as
                 vLLM's ``model.load_weights``, called with an iterator of ``(name, tensor)`` pairs
@@ -278,13 +281,10 @@ class WeightReceiver(Followed, Closing, ProcessBound):
             Number of the loaded version, or None if there is no newer version, or none at all.
 
         Raises:
-            WeightsMismatchError: names, shapes or dtypes differ, the version lacks a tensor of an
-                earlier version, or a draft, or is an adapter. The target is unchanged.
+            WeightsMismatchError: names, shapes or dtypes differ; or the version is an adapter, has
+                no draft, or lacks a tensor of an earlier version. The target is unchanged.
             VersionRegressedError: the newest version does not follow the last one seen.
             StoreCorruptError: the store is damaged.
-
-            If a sender overwrites a version during the load, the newest version is loaded instead.
-            If this fails, the target can hold parts of both: a note on the error says so.
         """
         overwritten: int | None = None
         while True:

@@ -59,7 +59,7 @@ class Prepared(Protocol):
         """Free memory on the engine's device that is not needed."""
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
-        """Return this part for ``tensors``, which have the same contents."""
+        """Return this part, read from ``tensors`` instead, which have the same contents."""
 
     def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
         """Return the bytes to stage on the device (at most ``device_bytes``) and in main memory."""
@@ -161,7 +161,7 @@ class _Request:
             return False
         if self.id is not None:
             return staged.lineage.reaches(self.id)
-        # The number was not published when the call was made. A fork's version does not count.
+        # The number was not published when `take` was called. Ignore this number in a fork.
         return self.newest is None or relation(staged.lineage, self.newest) != Relation.FORKED
 
     def concerns(self, number: int) -> bool:
@@ -213,7 +213,8 @@ class DeviceMemory:
             return 0
         in_use = self._bytes.numel()
         num_bytes = max(0, free_on(self.device) - DEVICE_RESERVE_BYTES + in_use)
-        # Free memory changes all the time. If all of it were used, each version would reallocate.
+        # Keep the current size if little more is free: free memory changes all the time, and using
+        # all of it would reallocate the memory for each version.
         is_near = in_use <= num_bytes < in_use + DEVICE_RESERVE_BYTES
         return in_use if in_use and is_near else num_bytes
 
@@ -253,7 +254,8 @@ class Stager(ProcessBound):
             result is staged.
         device: an engine's device. As much of a version as fits is copied into its memory.
         copy: whether to copy a mapped version into the stager's memory. ``"auto"``: copy if
-            ``pin_memory`` or ``device`` is set, unless later versions will have less to copy.
+            ``pin_memory`` or ``device`` is set, unless both the tensors and a result of ``prepare``
+            are staged: later versions will be staged as the shorter result alone.
         pin_memory: page-lock the stager's memory, for faster copies to a device.
         version: stage only this version until it has been applied. Default: stage each newest
             version.
@@ -261,9 +263,9 @@ class Stager(ProcessBound):
         applied: version that the engine has at the start. Only later versions are staged.
         forked: ``"follow"`` stages the newest version after a fork; ``"refuse"`` reports a problem.
         on_found: called before each version is staged.
-        attest: compares an engine's weights with each applied version before its release, while its
-            second argument returns True. It returns the names of parameters and layers that differ,
-            or None if it cannot compare them.
+        attest: called with each applied version before its release, to compare the engine's weights
+            with it. It returns the names of parameters and layers that differ, or None if it cannot
+            compare them. It stops early once its second argument, a function, returns False.
     """
 
     def __init__(
@@ -510,7 +512,7 @@ class Stager(ProcessBound):
         return is_staged and self._staged is not None and self._request.is_met_by(self._staged)
 
     def _may_stage(self) -> bool:
-        # A version that meets the request is about to be taken.
+        # If the request is answered, `take` is about to return the version or raise the error.
         if self._state in (State.CLOSED, State.TAKEN) or self._is_answered():
             return False
         if self._request is None and self._reserved_s > 0:
@@ -548,7 +550,7 @@ class Stager(ProcessBound):
                 # longer needed.
                 record.count(evictions=1)
             else:
-                # It is released nevertheless. Opening the next version will raise the error again.
+                # The version is released anyway. The next open raises the error if it persists.
                 logger.warning("releasing a version of %s: %s", self._receiver.store, str(error))
             # The error's frames keep a mapping alive, and with it the space of a removed file.
             traceback.clear_frames(error.__traceback__)
@@ -603,8 +605,8 @@ class Stager(ProcessBound):
             self._enter(State.EMPTY)
             self._staged = None
             snapshot = self._snapshot.pop_all()
-        # Without the lock: the engine may call while a record is written over a slow network.
-        # If the version was overwritten during the comparison, the result is invalid.
+        # Release it without the lock: writing the record over a network can be slow, and the
+        # engine may call meanwhile. If the version was overwritten, the comparison is invalid.
         is_valid = self._let_go(snapshot)
         self.differing, self.compared = differing if is_valid else None, applied.id
         self._receiver.record.write()
@@ -653,7 +655,7 @@ class Stager(ProcessBound):
             request = self._request
             if request is not None and request.is_exact and request.number != version:
                 return False
-            # The store was read since `_run` called this, so the result can differ.
+            # `_run` called `_aim` before it read the store. Now the result can differ.
             newer_than, exactly = self._aim()
             if exactly is None and newer_than is not None and version <= newer_than:
                 return False
@@ -759,7 +761,7 @@ class Stager(ProcessBound):
                 self._receiver.reader.unmap()  # the store may have been removed
             if error is not None and self._request is not None:
                 if self._request is not request:
-                    # The waiting call was made during the attempt; the cause may be gone by now.
+                    # The call came during the attempt. Try again: the cause may be gone by now.
                     self._loop.retry_now()
                 # A store that cannot be read concerns every request.
                 elif version is None or request.concerns(version):
@@ -786,6 +788,6 @@ _stagers: weakref.WeakSet[Stager] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all stagers at exit: a thread that still runs torch code then aborts the process."""
+    """Close all stagers at exit: a thread that runs torch code during exit aborts the process."""
     for stager in list(_stagers):
         stager.close()

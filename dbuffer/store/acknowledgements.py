@@ -89,13 +89,12 @@ class _Wait:
     def look(self) -> int:
         """Read all receivers' records; return how many receivers have applied the version."""
         records = self.store.receivers()
-        # Read after the records: versions that receivers have applied lead to this one.
+        # Read the pointer after the records: each applied version leads to the pointer's version.
         pointer = self.store.newest_pointer()
         self.newest = None if pointer is None else pointer.lineage
-        self.store.require_writer(
-            self.writer.record
-        )  # the records are of its versions, or of earlier ones
-        # The engine's record acknowledges; its ranks' records only name staged versions.
+        # While this writer has the store, the records are of its versions or of earlier ones.
+        self.store.require_writer(self.writer.record)
+        # An engine's record acknowledges versions. Its ranks' records only name staged versions.
         by_id: defaultdict[str, list[ReceiverRecord]] = defaultdict(list)
         ranks: defaultdict[tuple[str, str], list[ReceiverRecord]] = defaultdict(list)
         for record in records:

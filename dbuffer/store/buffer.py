@@ -147,7 +147,7 @@ class DoubleBuffer:
             return None
         message = "%s has no %s: going by its manifests"
         log_once(logger, message, self.root, places.POINTER_FILE)
-        # Generations go up within a store, also from one run to the next.
+        # Return the earlier version: generations only go up in a store, also across runs.
         return min(complete, key=lambda pointer: pointer.generation)
 
     def weights_path(self, buffer: str, manifest: Manifest) -> Path:
@@ -343,7 +343,7 @@ class DoubleBuffer:
 
 
 def _file_state(status: os.stat_result, now_s: float) -> _FileState | None:
-    # Two changes within one tick of the clock have one time, and maybe one inode.
+    # If a file changed just now, another change may keep its time, and even its inode.
     if now_s - max(status.st_mtime, status.st_ctime) < _MTIME_GRANULARITY_S:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
@@ -499,7 +499,8 @@ class Contents:
 
     @property
     def idle_buffer(self) -> str:
-        # B comes first: a version that a dead writer began in B must not count as the older one.
+        # The first version goes into B, over a version that a dead writer began there: otherwise
+        # the dead writer's version could count as an earlier published version.
         return places.BUFFERS[1] if self.newest_buffer is None else other_buffer(self.newest_buffer)
 
     def has_published(self, manifest: Manifest) -> bool:
@@ -552,8 +553,8 @@ class Contents:
             )
         if in_store < version <= last:
             raise errors.VersionError(
-                f"version {version} was lost from {root}, or readers may know one of that number "
-                f"whose publishing failed: the next is {last + 1}"
+                f"the number {version} was used in {root}: that version was lost, or its publish "
+                f"failed when readers may have seen it; the next number is {last + 1}"
             )
         if version <= last:
             raise errors.VersionError(

@@ -68,16 +68,16 @@ being written."""
 def real_path(path: Path) -> Path:
     """Resolve a path and its links. The path need not exist."""
     try:
-        with os_errors("follow the path", path):
+        with os_errors("resolve links", path):
             return path.resolve()
     except RuntimeError as error:  # Python's error for a loop of links
-        raise StoreAccessError(f"cannot follow the path at {path}: {error}") from None
+        raise StoreAccessError(f"cannot resolve links at {path}: {error}") from None
 
 
 def os_errors(action: str, path: Path | str, num_bytes: int = 0) -> TranslatedErrors:
     """Translate an OSError of an action into dbuffer's error.
 
-    The action needs ``num_bytes`` of free space.
+    ``num_bytes``: free space that the action needs, for the message.
     """
 
     def translate(error: BaseException) -> None:
@@ -413,7 +413,7 @@ def check_room(path: Path, num_bytes: int) -> None:
     """
     with os_errors("look for room", path, num_bytes):
         status = os.statvfs(path.parent)
-        # Filesystems that are no disks may report no size.
+        # A filesystem without a disk may report no size.
         if status.f_blocks and status.f_bavail * status.f_frsize < num_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -431,8 +431,8 @@ def sync_directory(path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
-        # SMB and some FUSE mounts, whose server decides when a rename is durable.
-        message = "%s cannot be flushed as a directory: renames rest on its server"
+        # SMB and some FUSE mounts cannot flush a directory.
+        message = "%s cannot be flushed as a directory: its server decides when renames are durable"
         log_once(logger, message, path)
     finally:
         os.close(descriptor)
@@ -535,7 +535,7 @@ def share_lock(path: Path) -> Descriptor | None:
             if not try_lock(file.number, exclusive=False):
                 file.close()
                 return None
-            # It may have been replaced and unlocked since it was opened.
+            # Another process may have replaced and unlocked the file since it was opened here.
             if is_at(file, path):
                 return file
             file.close()
@@ -546,7 +546,7 @@ def was_touched_since(path: Path, since_s: float) -> bool:
     try:
         with os_errors("look at", path):
             refresh(path.parent)
-            # Of a file that is not open, an NFS client may report times from a minute ago.
+            # Open the file: otherwise an NFS client may report its time from a minute ago.
             with open_regular(path, os.O_RDONLY, owner_only=False) as file:
                 return os.fstat(file.number).st_mtime > since_s
     except StoreNotFoundError:  # it was removed just now
@@ -614,7 +614,7 @@ class Descriptor(Closing, ProcessBound):
             is_alone = _fork_moment == before and not _forking
             if is_alone or num_retries == _FORK_RETRIES:
                 break
-            # A child that another thread has just forked may have inherited the file.
+            # Another thread forked meanwhile, and the child may have the file. Open it again.
             file.close()
             flags &= ~os.O_EXCL
         return file

@@ -28,7 +28,7 @@ def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool)
 
     Raises:
         StoreNotFoundError: a file of the version was removed meanwhile.
-        VersionError: the directory for the kept version has remains of the dropped version.
+        VersionError: the version was kept and dropped before, and its directory still exists.
     """
     kept = places.kept_buffer(manifest.id)
     if store.undamaged_manifest(kept) is not None:
@@ -54,8 +54,8 @@ def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool)
         shutil.rmtree(made, ignore_errors=True)
     if store.undamaged_manifest(kept) is None:
         raise VersionError(
-            f"{path} has remains of version {manifest.version}, which a sender removes as it "
-            "publishes"
+            f"{path} has remains of version {manifest.version}, which was dropped; the sender's "
+            "next publish removes them"
         )
     return kept
 
@@ -89,7 +89,7 @@ def newest_taken(store: DoubleBuffer, takes: Callable[[Manifest], bool]) -> Line
     patience = Patience()
     while (pointer := store.newest_pointer() if store.exists() else None) is not None:
         newest, manifests = pointer.lineage, [m for _, m in Contents(store).published()]
-        # On a network mount, the manifest may be seen later than the pointer.
+        # On a network mount, a new pointer may be visible here before its manifest. Then wait.
         if newest.id in [m.id for m in manifests] or not patience.wait(newest.id):
             taken = [m.lineage for m in manifests if newest.reaches(m.id) and takes(m)]
             return max(taken, key=lambda lineage: lineage.id.number, default=None)

@@ -55,7 +55,7 @@ class Process:
 
     @property
     def state(self) -> str:
-        """Problem of the process in words, or "" if it has none or is hidden from this process."""
+        """Problem of the process, such as "has ended", or "" if none can be seen from here."""
         if self.has_ended():
             return "has ended"
         is_stopped = self.can_be_seen and _state_of(self.pid)[0] in ("T", "t")
@@ -99,7 +99,7 @@ def _of_pid(pid: int) -> Process:
 def _state_of(pid: int) -> tuple[str, int]:
     """Return state and start time of a process from ``/proc``, or "" and 0 if they are unknown."""
     try:
-        # In a /proc of another PID namespace the numbers are of other processes.
+        # If /proc is of another PID namespace, its process ids name other processes.
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
             return "", 0
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

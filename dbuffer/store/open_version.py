@@ -188,7 +188,7 @@ def open_buffer(
     opened = _try_open(store, buffer, manifest, announce)
     if isinstance(opened, OpenStoreVersion):
         return opened
-    # A writer locks a file before it marks the buffer: if it is locked, it is being written.
+    # A locked file is being written: a writer locks the file before it marks the manifest.
     if opened != _LOCKED and store.manifest(buffer) == manifest:
         raise errors.StoreCorruptError(f"{store.root}: {opened}")
     return None
@@ -199,8 +199,8 @@ def open_version(
 ) -> OpenStoreVersion | None:
     """Open a version of the store, in a buffer or kept; return None if the store lacks it.
 
-    ``version`` is a version's id, or the number of a version that leads to the newest version. If
-    the store may hold the version in a damaged buffer, raise a `StoreCorruptError`.
+    A version that does not lead to the newest version is found only by its id. If a damaged buffer
+    may hold the version, raise a `StoreCorruptError`.
     """
     store.check()
     contents = Contents(store)
@@ -219,7 +219,7 @@ def open_version(
     if damage is not None:
         raise damage
     for buffer in places.BUFFERS:
-        # Raises an error if the manifest is damaged: it may be this version's.
+        # Raise an error if a manifest is damaged: it may be the requested version's.
         store.manifest(buffer)
     return None
 
@@ -268,7 +268,7 @@ def _require_readable(store: DoubleBuffer, manifest: Manifest) -> None:
 def _reason_not_to_read(
     store: DoubleBuffer, file: Descriptor, path: Path, buffer: str, manifest: Manifest
 ) -> str | None:
-    # No lock on a network mount: it may have no effect, and no file is rewritten there.
+    # Take no lock on a network mount: locks may have no effect, and no file is rewritten there.
     if store.medium.maps_files and not filesystem.try_lock(file.number, exclusive=False):
         return _LOCKED
     # Now the version is locked or announced, so read the manifest again. A writer locks the file
@@ -287,7 +287,7 @@ def _reason_not_to_read(
 
 
 class Patience:
-    """Decides whether a read failed because of a race with a writer, or of permanent damage."""
+    """Decides whether reads fail because of a race with a writer or of permanent damage."""
 
     def __init__(self) -> None:
         self._about: object = None
@@ -295,7 +295,7 @@ class Patience:
         self._pauses_s = doubling(*filesystem.LOCK_PAUSES_S)
 
     def wait(self, about: object) -> bool:
-        """Wait a moment; return False if ``about`` has not changed for `Timing.settle_s`."""
+        """Wait to read again; return False if ``about`` has been the same for `Timing.settle_s`."""
         now_s = time.monotonic()
         if about != self._about:
             self._about, self._since_s = about, now_s

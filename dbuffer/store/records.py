@@ -151,7 +151,8 @@ class RecordFile(OwnRecord):
         super().__init__(receiver_id)
         self._store = DoubleBuffer(store, allow_shared_store=True)
         self._directory = store / RECEIVERS_DIRECTORY
-        # Not `_lock`: the network may be down, and `set` is called while an engine is paused.
+        # A write to the file may hang while the network is down. So it does not hold `_lock`,
+        # which `set` needs while an engine is paused.
         self._file_lock = threading.Lock()
         self._can_write = True
         self._is_closed = False
@@ -244,13 +245,13 @@ class RecordFile(OwnRecord):
 
 
 def _anew(record: ReceiverRecord, **changes: Any) -> ReceiverRecord:
-    # It goes up even if the host's clock is set back: it tells which of two records is later.
+    # `updated_at` tells which of two records is later, so it goes up even if the clock is set back.
     updated_at = max(time.time(), math.nextafter(record.updated_at, math.inf))
     return replace(record, **changes, updated_at=updated_at)
 
 
 def _remove_ended(store: DoubleBuffer, newcomer: ReceiverRecord) -> None:
-    """Remove ended receivers' records with a new receiver's id: no sender must wait for them."""
+    """Remove records of ended receivers with a new receiver's id: no sender must wait for them."""
     for record in store.records_of(newcomer.receiver):
         if record.token == newcomer.token:
             continue
@@ -275,8 +276,8 @@ def _has_ended(store: DoubleBuffer, record: ReceiverRecord) -> bool:
         return file is None or not file.is_open
     if not store.may_live(record):
         return True
-    # Without locks, an equal host name and process id mean a restarted container. If the earlier
-    # process lives after all, its next heartbeat writes its record again.
+    # On a mount without locks, an equal host name and process id mean that this container was
+    # restarted. If the earlier process lives after all, its next heartbeat writes its record again.
     is_alike = (process.host, process.pid) == (this_process.host, this_process.pid)
     return is_alike and store.medium.reaches_other_hosts and not record.is_relayed
 

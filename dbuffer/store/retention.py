@@ -30,8 +30,8 @@ a version that was being kept                        older than a minute: as the
                                                      and with a commit, but at most every ten
                                                      seconds
 ``receivers/ID.TOKEN.json``            receiver,     `Retention.clear_up`, once no sender can
-                                       mirror        wait for the receiver; or at once a new
-                                                     receiver with this id (`RecordFile`)
+                                       mirror        wait for the receiver. A new receiver with
+                                                     this id removes it at once (`RecordFile`)
 ``refused/ID``                         a canary      `Retention.clear_up`, if old and if the
                                        engine        version is gone
 ``receivers/*``, damaged               the disk      the user: the log names the file
@@ -136,7 +136,7 @@ class Retention:
         It drops kept versions that do not lead to ``next_one`` (the version about to be written),
         and the oldest kept versions if there are more than ``num_kept``.
         """
-        # List the files first: a version that is pinned after that is not removed.
+        # List the files first: files of a version that is pinned later are then not removed.
         directories = self.store.kept_directories()
         files = self._files_in([*places.BUFFERS, places.DELTAS_DIRECTORY, *directories])
         kept_versions = self._kept_versions()
@@ -174,7 +174,7 @@ class Retention:
 
     def _remove_old_records(self, now_s: float) -> None:
         """Remove records of receivers that ended long ago."""
-        # By the times of the files: the times in records are of many hosts' clocks.
+        # Compare the files' times, because times in records come from many hosts' clocks.
         aged: list[tuple[float, Path, ReceiverRecord]] = []
         for record in self.store.receivers():
             path = self.store.record_path(record.receiver, record.token)
@@ -275,13 +275,13 @@ class Retention:
         return reasons
 
     def _ages_s(self, files: dict[Path, list[Path]], unknown: Set[Path]) -> dict[Path, float]:
-        """Return how long, at least, each file of a dead writer has been without a manifest.
+        """Return a lower bound of how long each file of a dead writer has not been in a manifest.
 
-        No manifest has named such a file since a manifest of A or B was last replaced. Without
-        deltas, a buffer's manifest stops naming one file before the next file is made, so no
-        manifest has named the file since the next file was written. Times are by the filesystem's
-        clock. If they were counted from this writer's start, they would never grow if all writers
-        live only for a moment, as `dbuffer publish` does.
+        The bound is the time since a manifest of A or B was last replaced. In a store without
+        deltas, a longer time is certain: a buffer's manifest stops naming a file before the next
+        file is made, so the bound is the time since the next file was written. Times are by the
+        filesystem's clock. Counted from this writer's start, they would stay short in a store whose
+        writers all live only for a moment, as `dbuffer publish` does.
         """
         if not (unknown and self.store.medium.reaches_other_hosts):
             return {}
@@ -291,7 +291,7 @@ class Retention:
             for directory in (root / buffer for buffer in places.BUFFERS):
                 filesystem.refresh(directory)
                 marked_at[directory] = filesystem.touched_at(directory / places.MANIFEST_FILE)
-            # This writer has just written one of these files.
+            # The latest time is now: this writer has just written one of these files.
             now_s = max(*marked_at.values(), filesystem.touched_at(root / places.WRITER_FILE))
             ages_s = dict.fromkeys(unknown, now_s - max(marked_at.values()))
             if any(places.is_delta_file(file.name) for file in files):

@@ -88,13 +88,13 @@ class Watcher(ProcessBound):
         except OSError:  # the caller gets the error when it reads the pointer
             return
         identity = (status.st_dev, status.st_ino)
-        # A new directory may have the inode of the removed one, so look whether the emitter has
-        # ended.
+        # A new directory may have the inode of the removed one, so also check whether the emitter
+        # has ended.
         is_unwatched = identity != self._watched or self._has_ended()
         if is_unwatched and time.monotonic() >= self._watch_from:
             self._stop()
             self._watched = identity if self._start() else None
-            # No event tells of a replacement before the watch began.
+            # Wake the waiter: a change before the watch began caused no event.
             self._changed.set()
 
     def _start(self) -> bool:
@@ -130,7 +130,7 @@ class Watcher(ProcessBound):
 
     def _stop(self) -> None:
         if self._is_inherited:
-            # The parent process shares the kernel's watch: removing it here would end it there.
+            # Don't remove the kernel's watch: the parent process shares it, and would lose it.
             self._observer = self._watched = None
         if self._observer is not None:
             self._dropped.detach()
@@ -142,7 +142,8 @@ class Watcher(ProcessBound):
 
 def _stop_dropped(observer: BaseObserver, pid: int) -> None:
     if pid == os.getpid():
-        # In another thread: garbage may be collected while this thread has watchdog's locks.
+        # Stop it in another thread: the garbage collector may call this function while this thread
+        # has watchdog's locks.
         with contextlib.suppress(RuntimeError):  # no more threads
             threading.Thread(target=observer.stop, daemon=True).start()
 

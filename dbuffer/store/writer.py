@@ -136,7 +136,7 @@ class BufferWriter:
         """Time of each receiver's record when this writer began, keyed by receiver id and token."""
         self._last_number = 0
         """Number of the last version of this writer. The store may have lost this version since."""
-        # A mount between hosts may lack locks: there the writer's record shows a second writer.
+        # A network mount may lack locks. There a writer detects a second writer by its record.
         path, may_lack_locks = self.root / places.WRITER_LOCK_FILE, self.medium.reaches_other_hosts
         lock = filesystem.take_lock(path, "writer's", may_lack_locks=may_lack_locks)
         if lock is None:
@@ -208,7 +208,7 @@ class BufferWriter:
             not_idle = {other_buffer(buffer): newest}
             file, name, earlier = None, None, None
             if with_file and not self._keep and old is not None:
-                # The newest version may be a chain of deltas that begins with this buffer's file.
+                # Don't overwrite the file if the newest version consists of it and of deltas.
                 if self.root / buffer / old.file not in self._retention.named_by(not_idle):
                     file = self._reuse_file(buffer, old, layout)
                 if file is not None:
@@ -232,7 +232,7 @@ class BufferWriter:
 
     def _reuse_file(self, buffer: str, old: Manifest, layout: Layout | None) -> Descriptor | None:
         """Lock the idle buffer's file and return it, or None if it cannot be overwritten."""
-        # A file that is never rewritten stays intact for its readers, even if it is removed.
+        # Don't wait for readers of a file that is never rewritten. `Retention` removes the file.
         if self.medium.reaches_other_hosts or old.is_final:
             return None
         path = self.root / buffer / old.file
@@ -300,11 +300,11 @@ class BufferWriter:
 
     def _make_file(self, path: Path, num_bytes: int) -> Descriptor:
         is_remote = self.medium.reaches_other_hosts
-        # Write-only: an NFS client that may read the file would read each page that it changes.
+        # Open it write-only: with read access, an NFS client would first read each page.
         file = filesystem.make_file(path, os.O_WRONLY if is_remote else os.O_RDWR)
         try:
             if is_remote:
-                # The file has no size yet: over a network, allocated blocks may be missing.
+                # Only check for space: some network filesystems cannot allocate blocks in advance.
                 filesystem.check_room(path, num_bytes)
             else:
                 # Lock it now, before another process learns its name.
@@ -325,8 +325,8 @@ class BufferWriter:
     def _mark(
         self, buffer: str, version: Lineage, last_generation: int, file: str | None
     ) -> Manifest:
-        # Also above this writer's own last generation: the record with it may be damaged by now.
-        # Two higher, because the commit adds one.
+        # Also exceed this writer's own last generation, whose record may be damaged by now.
+        # Add two, because the commit adds one.
         self._generation = generation = max(self._generation, last_generation) + 2
         no_file: dict[str, Any] = dict.fromkeys(FILE_FIELDS, 0)
         no_file |= {"layout_xxh3": None, "checksums_xxh3": None}
