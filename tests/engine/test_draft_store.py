@@ -123,7 +123,8 @@ def test_a_follower_without_the_option_leaves_the_draft(scene, draft, drafts):
 
 
 def test_an_engine_without_a_draft_is_refused(scene, shm_path):
-    with pytest.raises(dbuffer.UnsupportedError, match="this engine has none"):
-        scene.follower(draft_store=str(shm_path / "drafts")).start()
+    refused = pytest.raises(dbuffer.UnsupportedError, match="this engine has none")
+    with scene.follower(draft_store=str(shm_path / "drafts")) as follower, refused:
+        follower.start()
     with pytest.raises(dbuffer.OptionError, match="another directory"):
         scene.follower(draft_store=str(scene.store))

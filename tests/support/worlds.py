@@ -15,6 +15,7 @@ from torch import distributed
 
 from dbuffer.testing.timings import timings
 from tests.support.children import Child
+from tests.support.ports import free_port
 
 OUTCOME_TIMEOUT_S = 120.0
 
@@ -39,13 +40,15 @@ class Coordinator:
 class World:
     """So many processes in one process group, killed at the end of the block.
 
+    They meet in a file; with ``tcp``, in a store that the first one has, as an engine's ranks do.
     ``how``: options of :class:`Child`.
     """
 
-    def __init__(self, directory: Path, size: int, **how: Any) -> None:
+    def __init__(self, directory: Path, size: int, *, tcp: bool = False, **how: Any) -> None:
         self._stack = contextlib.ExitStack()
         self._waits: set[int] = set()
-        rendezvous = f"file://{directory / uuid.uuid4().hex}"
+        place = f"file://{directory / uuid.uuid4().hex}"
+        rendezvous = f"tcp://127.0.0.1:{free_port()}" if tcp else place
         self.ranks = [
             self._stack.enter_context(Child(_serve, rank, size, rendezvous, **how))
             for rank in range(size)

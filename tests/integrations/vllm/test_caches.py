@@ -63,7 +63,9 @@ def offline(calls: list[str], _: asyncio.AbstractEventLoop) -> Engine:
 
         return call
 
-    engine = SimpleNamespace(engine_core=None, has_unfinished_requests=lambda: False)
+    engine = SimpleNamespace(
+        engine_core=None, vllm_config=config(), has_unfinished_requests=lambda: False
+    )
     engine.reset_encoder_cache = note(ENCODER)
     reset = note(PREFIX, reset_connector=True)
     return OfflineVllm(SimpleNamespace(llm_engine=engine, reset_prefix_cache=reset))
