@@ -176,8 +176,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for prefix, module in self.model.named_modules():
             lacking = [name for name, tensor in tables_of(module)[0].items() if tensor is None]
             paths = {f"{prefix}.{name}".lstrip("."): name for name in lacking}
-            # Loaders register only biases. The engine computes other parameters that only the
-            # serving model has.
+            # Some loaders register a bias that the model was made without. Other parameters that
+            # only the serving model has are no weights: the engine computes them.
             late = [path for path, name in paths.items() if name == "bias" and path in shapes]
             self._served_late |= {path: shapes[path] for path in late}
             if paths:
@@ -437,7 +437,7 @@ class DraftAlone(torch.nn.Module):
         self._shared = {name: m for name, m in draft.named_modules() if id(m) in of_target}
 
     def without_shared(self, copy: torch.nn.Module) -> torch.nn.Module:
-        """Return a copy of the draft, from which this method removes the target's layers."""
+        """Remove the layers that are the target's from ``copy``, a copy of the draft; return it."""
         for name in self._shared:
             parent, _, child = name.rpartition(".")
             with contextlib.suppress(AttributeError):  # it was removed with the layer around it

@@ -239,9 +239,10 @@ class RankModel:
         return self._planning.plan
 
     def _change_trace(self, trace: LoadTrace) -> None:
-        """Plan another layout.
+        """Make a plan for another layout of published tensors.
 
-        If the layouts differ only by a draft, keep the old plan for later.
+        If only one of the two layouts has a draft, and they do not differ otherwise, keep the old
+        plan until its layout returns.
         """
         last, earlier = self._planning, self._planning_before
         self._planning, self._planning_before = _Planning(trace), None

@@ -164,9 +164,10 @@ def _owners(index: int, boxes: Sequence[Boxes]) -> dict[Box, list[int]] | None:
 def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Whether rectangular parts ("boxes") cover a tensor and do not overlap.
 
-    torch describes a shard of a dimension by its first index and its length, also if the shard is
-    strided. If these ranges tile the dimension, no shard is strided: all indices before the second
-    shard's first index belong to the first shard, which has no other indices, and so on.
+    torch describes a shard of a dimension only by its first index and its length, even if the
+    shard's indices are not contiguous. If the ranges made from these numbers tile the dimension,
+    each shard is contiguous: only the first shard can have the indices before the second shard's
+    first index, and these are as many as its length. The same holds for each later shard.
     """
     num_boxes = 1
     for dimension, extent in enumerate(shape):

@@ -413,7 +413,10 @@ class Stager(ProcessBound):
             self._wake()
 
     def stage_again(self, *, applied: VersionId | None = None) -> None:
-        """Drop the staged version unless it is taken; stage the newest one above ``applied``."""
+        """Stage anew the newest version, if it is above ``applied``.
+
+        The staged version is dropped first, unless the engine is already loading it.
+        """
         with self._condition:
             self._applied = applied
             self._is_outdated = True

@@ -251,7 +251,10 @@ def _anew(record: ReceiverRecord, **changes: Any) -> ReceiverRecord:
 
 
 def _remove_ended(store: DoubleBuffer, newcomer: ReceiverRecord) -> None:
-    """Remove records of ended receivers with a new receiver's id: no sender must wait for them."""
+    """Remove the records that have a new receiver's id and are of receivers that have ended.
+
+    Senders would otherwise wait for these receivers.
+    """
     for record in store.records_of(newcomer.receiver):
         if record.token == newcomer.token:
             continue

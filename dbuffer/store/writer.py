@@ -536,7 +536,10 @@ class BufferWriter:
                     path.unlink(missing_ok=True)
 
     def _recover(self, run_name: str | None) -> tuple[WriterRecord, list[Run]]:
-        """Begin a run in the store, as another writer left it; return its record and its runs."""
+        """Begin a run in a store that an earlier writer may have left.
+
+        Return the new writer's record, and the new run with the runs that led to it.
+        """
         before = self.store.undamaged_writer()
         contents = Contents(self.store)
         self._generation = contents.last_generation

@@ -97,7 +97,7 @@ def refuse_adapter(metadata: Mapping[str, Any]) -> None:
 
 
 class Matcher:
-    """Finds the tensor of a load's target for each published tensor of a layout."""
+    """Finds, for each published tensor, the tensor of a module or mapping to load it into."""
 
     def __init__(self) -> None:
         self._last: _LastMatch | None = None

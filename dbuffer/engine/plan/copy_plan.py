@@ -70,8 +70,8 @@ class Packing(Protocol):
     def pack(self, shadow: Any, layer: torch.nn.Module) -> Sequence[tuple[Any, Any]]:
         """Process a shadow (second copy) of the layer, into which weights were loaded.
 
-        Return further objects that processing changes, in pairs: the layer's object, and the
-        shadow's processed copy of it. Raise `NotAloneError` if processing needs other ranks.
+        Return the objects that processing changes besides the layer's tensors, in pairs: the
+        layer's object, and the shadow's. Raise `NotAloneError` if processing needs other ranks.
         """
         ...
 
@@ -368,10 +368,10 @@ def _refused_layers(live: Tensors, trace: LoadTrace, *, without: Collection[str]
 def _sources_to_reload(
     trace: LoadTrace, layers: Mapping[str, str], check: ShapeCheck
 ) -> Collection[str]:
-    """Return the published tensors that are loaded into these layers, and into no others.
+    """Return the published tensors that the engine's own reload loads into these layers.
 
-    Raise an error if the layers cannot be loaded from these tensors alone, or if copies would load
-    too small a part of the model.
+    Raise an error if one of these tensors is also loaded into another layer, or if the reload would
+    load so much of the model that copies are not worthwhile.
     """
     reasons = listed(list(dict.fromkeys(layers.values())), "; ")
     reloaded = {name: t for name, t in trace.tensors.items() if layer_of(name) in layers}

@@ -146,7 +146,7 @@ class PreparedSwitch:
         return replace(self, tensors=offered, copies=self.plan.copies_of(offered), patches=patches)
 
     def leave_device(self) -> None:
-        """Release the patches, which take up memory on the parameters' device."""
+        """Free the prepared patches (changed elements), which are in the device's memory."""
         self.patches = None
 
     def staging_bytes(self, device_bytes: int) -> tuple[int, int]:

@@ -73,7 +73,7 @@ class WorkerRank(EngineRank):
     """One rank of a vLLM engine."""
 
     module: Any
-    # The last two attributes have vLLM's adapters, and the seconds that vLLM spent on quantizing.
+    # `lora_manager` has vLLM's adapters; the last attribute is the time that quantizing took.
     not_weights = ("kv_cache", ENDPOINT_ATTR, "lora_manager", "online_quantization_time")
 
     def __init__(
