@@ -119,14 +119,15 @@ class BackgroundFollower(Closing):
             raise self.error
 
     def done(self) -> None:
-        """Let the engine switch again. With ``until_done``, it keeps a version until this call."""
+        """Let the engine switch again, if the option ``until_done`` made it keep its version."""
         for follower in self.replicas:
             follower.done()
 
     def close(self) -> None:
-        """Finish the switch in progress, then stop. The engine's event loop must be running.
+        """Finish the switch in progress, then stop.
 
-        If a server does not answer, stop waiting for it after 30 seconds.
+        The switch runs in the event loop of an ``AsyncLLM``, so the loop must be running. If a
+        server does not answer, stop waiting for it after 30 seconds.
         """
         self._stop.set()
         with contextlib.ExitStack() as stack:
@@ -178,7 +179,8 @@ def _end(follower: Follower, thread: threading.Thread) -> None:
     join(thread, _SERVER_CLOSE_S if follower.drives_server else math.inf)
     if thread.is_alive():
         logger.error(
-            "%s has not answered for %g s: a switch is in progress, and it may be left paused",
+            "%s has not answered for %g s during a switch: closing stops waiting for it, and the "
+            "engine may be left paused",
             follower.engine_id,
             _SERVER_CLOSE_S,
         )

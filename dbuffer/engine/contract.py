@@ -71,7 +71,7 @@ class WeightLabel:
         *,
         is_attested: bool = False,
     ) -> Self:
-        """Make the label of an engine that serves ``version``, and may prepare ``newest``."""
+        """Make the label of an engine that serves ``version``. The store's newest is ``newest``."""
         if version is None:
             return cls()
         run, number = version.id
@@ -297,13 +297,13 @@ class EngineRank:
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
         """Load the tensors of a version, which the check of :meth:`make_check` has accepted.
 
-        If loading fails, the caller must repair the model. ``partial``: whether the tensors are for
-        some layers only, and the other layers keep their weights.
+        If loading fails, the caller must repair the model. ``partial``: whether the tensors fill
+        only some layers. The other layers then keep their weights.
         """
         raise NotImplementedError
 
     def require_reloadable(self) -> None:
-        """Raise :class:`UnsupportedError` if :meth:`load` cannot fill every tensor in use."""
+        """Raise :class:`UnsupportedError` if :meth:`load` cannot fill some tensor of the model."""
 
     def read_checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Read the checkpoint that the engine was started with, from its original path."""
@@ -375,13 +375,13 @@ class ModelState:
 class RankRequest:
     """Request to all ranks of an engine.
 
-    * ``begin``: follow a store with these options, and no other store;
+    * ``begin``: follow a store with the request's options, and no other store;
     * ``reserve``: keep the version that is ready for the next update, or answer an error;
     * ``update``: switch to a version, and answer with the engine's record;
-    * ``acknowledge``: write the engine's record in a thread, and answer with it;
-    * ``attest``: collect all ranks' comparisons of their weights, and answer with the record;
+    * ``acknowledge``: write the engine's record in a thread, and answer with the record;
+    * ``attest``: record whether each rank's weights equal the version; answer with the record;
     * ``accept``: end the canary's trial of the version, and ``acknowledge`` the version;
-    * ``check``: answer an error if the model has no place for some of these tensors;
+    * ``check``: answer an error if the model has no place for some of the request's tensors;
     * ``forget``: treat the model's weights as unknown, so that the next update reloads them;
     * ``awake``: answer an error if the weights are asleep;
     * ``end``: stop following; the model keeps its weights.

@@ -1,7 +1,8 @@
 """`RankEndpoint`: the object in each worker of an engine that answers a follower's requests.
 
 The endpoint must also notice if other code writes or discards the weights. So an integration passes
-the engine's functions that do this to `watch`, with `loading`, `falling_asleep` or `waking_up`.
+each engine function that loads weights, puts them to sleep or wakes them to `watch`, together with
+the context manager `loading`, `falling_asleep` or `waking_up`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class RankEndpoint:
             self.note_foreign_load("load_weights")
 
     def note_foreign_load(self, cause: str) -> None:
-        # Skip dbuffer's own loads, and repeated calls: some loaders cause one for each tensor.
+        # Skip dbuffer's own loads. Also skip calls after the first, because some loaders cause a
+        # call for each tensor.
         if self.state.is_updating or self.state.must_reload:
             return
         if self.receiver is not None:
@@ -170,12 +172,13 @@ class RankEndpoint:
         *,
         takes_over: bool = True,
     ) -> None:
-        """Make all ranks follow a store, or none.
+        """Make all ranks follow a store. If a rank cannot follow it, no rank does.
 
         If all ranks follow the store already, they write their records.
 
-        ``takes_over``: whether to begin even if a rank follows with other options. Raise
-        :class:`UnsupportedError` if a retry cannot help, else :class:`EngineUpdateError`.
+        ``takes_over``: whether to begin even if a rank already follows with other options. A
+        failure raises :class:`UnsupportedError` if a retry cannot help, else
+        :class:`EngineUpdateError`.
         """
         rank = self._rank = self._rank or make_rank()
         options = replace(
@@ -274,7 +277,7 @@ def watch(
 
 @contextlib.contextmanager
 def loading(model_of: Callable[[], Any], cause: str) -> Iterator[None]:
-    """Treat a model's weights as unknown after a ``with`` block, since its code loads weights."""
+    """Treat a model's weights as unknown after the ``with`` block, which loads weights."""
     try:
         yield
     finally:

@@ -343,7 +343,7 @@ def _is_prompt_canary(canary: Any) -> bool:
 
 
 def _is_token_ids(prompt: Any) -> bool:
-    """Whether a prompt is a list of two or more token ids. The first gets no log-probability."""
+    """Whether a prompt is a list of token ids: two or more, as the first has no log-probability."""
     is_list = isinstance(prompt, list) and len(prompt) > 1
     return is_list and all(type(token) is int and token >= 0 for token in prompt)
 

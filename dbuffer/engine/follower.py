@@ -148,7 +148,7 @@ class Follower(Closing):
 
     @property
     def applied_metadata(self) -> dict[str, Any]:
-        """Metadata of the version :attr:`applied`, or only ``step`` if it exceeds 1,024 bytes."""
+        """Metadata of the version :attr:`applied`. If above 1,024 bytes, only its ``step``."""
         return self._record.metadata if self._record and self._applied else {}
 
     @property
@@ -242,9 +242,9 @@ class Follower(Closing):
         view = _followers.get((facts.instance_id, facts.replica), self)._view  # noqa: SLF001
         if view is not None and view is not self._view:
             raise errors.StoreBusyError(
-                f"another follower in this process makes {view.engine_id} follow "
-                f"{view.options.store}, and an engine has one follower: use that one, or close it "
-                "first"
+                f"{view.engine_id} has another follower in this process, for "
+                f"{view.options.store}, and an engine has one follower: use the other follower, "
+                "or close it first"
             )
 
     def _end_pause_left(self, engine_id: str) -> None:
@@ -270,8 +270,8 @@ class Follower(Closing):
         canary = options.canary if self._canary is None else True
         if canary is True and self._canary is None:
             raise errors.OptionError(
-                "the option canary is true, and the follower of this engine has no function that "
-                "judges it: pass one as canary=, or give prompts as the option"
+                "the option canary is true, but this follower has no function that tests a "
+                "version: pass a function as canary=, or set the option to prompts"
             )
         if isinstance(canary, Mapping) and not self._engine.scores_prompts:
             raise errors.UnsupportedError(
@@ -299,7 +299,7 @@ class Follower(Closing):
     def _begin_ranks(
         self, begin: RankRequest, doing: str, facts: EngineFacts, *, was_paused: bool | None
     ) -> None:
-        """Make the ranks follow the store, in a pause of the engine if the engine needs one."""
+        """Make the ranks follow the store. Pause the engine meanwhile if ``facts`` require it."""
         with contextlib.ExitStack() as pause:
             if facts.begins_paused and (self._engine.has_own_pause or not was_paused):
                 self._note("paused")
@@ -321,14 +321,14 @@ class Follower(Closing):
         with self._translating("report its version"):
             if served_by(record) != self._applied:
                 # Another program may have loaded weights. Then vLLM's core ignores labels until a
-                # request reaches the ranks. A record that is read after the request tells what the
-                # ranks have after this load.
+                # request reaches the ranks, so send a request. The record that is read afterwards
+                # describes the weights after that load.
                 self._engine.call(RankRequest("awake"))
                 record = view.readable_record() or record
             self._adopt_and_label(record)
 
     def _is_earlier(self, record: ReceiverRecord) -> bool:
-        """Whether a record is older than the last one read, as in a store replaced by a copy."""
+        """Whether a record is older than the last one read, as in a store that was restored."""
         return self._record is not None and record.updated_at < self._record.updated_at
 
     def _adopt_and_label(self, record: ReceiverRecord | None) -> None:
@@ -574,8 +574,8 @@ class Follower(Closing):
             record, load_s = self._load(view, goal)
         except BaseException as error:
             if isinstance(error, errors.EngineBusyError) and not self._engine.has_own_pause:
-                # No pause is left to end. Either the engine fell asleep, and must not compute
-                # before it wakes, or another program has resumed it.
+                # Do not resume the engine. Either it fell asleep, and must not compute before it
+                # wakes up, or another program has resumed it already.
                 self._note("resumed")
             # Raise the load's error, which says more than an error from resuming.
             try:
@@ -595,8 +595,8 @@ class Follower(Closing):
         self._report.switched(switch)
         view.is_kept = view.options.until_done
         self._acknowledge()
-        # Report the lag. If the store cannot be read, the next attempt raises the error: this
-        # switch is done.
+        # Report the lag. Ignore errors of the store, because this switch has succeeded. The next
+        # attempt to switch raises them.
         with contextlib.suppress(errors.DBufferError, OSError):
             self._find_goal(view)
         return switch
@@ -744,7 +744,7 @@ class Follower(Closing):
             self.start()
 
     def done(self) -> None:
-        """Let the engine switch again. With ``until_done``, it keeps a version until this call.
+        """Let the engine switch again, if the option ``until_done`` made it keep its version.
 
         Any thread may call this method.
         """

@@ -57,7 +57,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         if serving is not None:
             _tie_as_serving(model, serving)
-        # Do not move buffers: engines share rotary embeddings among their models and this copy.
+        # Leave buffers on their devices: an engine's models share rotary embeddings, and this copy
+        # uses the same ones.
         for parameter in list(model.parameters()):
             if not parameter.is_meta:
                 _put_in_place(model, parameter, _empty_like(parameter, "meta"))
@@ -176,8 +177,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for prefix, module in self.model.named_modules():
             lacking = [name for name, tensor in tables_of(module)[0].items() if tensor is None]
             paths = {f"{prefix}.{name}".lstrip("."): name for name in lacking}
-            # Some loaders register a bias that the model was made without. Other parameters that
-            # only the serving model has are no weights: the engine computes them.
+            # Some loaders register a bias that the model was made without. Ignore other parameters
+            # that only the serving model has: the engine computes them.
             late = [path for path, name in paths.items() if name == "bias" and path in shapes]
             self._served_late |= {path: shapes[path] for path in late}
             if paths:
@@ -199,8 +200,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Making a view is not a read: if a model only keeps a view, its tensor is refused as
-        # unread, because the model would later compute with another version's bytes.
+        # Making a view does not count as a read. If a model only keeps a view of a tensor, it would
+        # later compute with another version's bytes, so the tensor must be refused as unread.
         if not func.is_view:
             for value in tree_leaves(args):
                 if isinstance(value, torch.Tensor):
@@ -263,8 +264,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = self.model.named_parameters()
         name = next((name for name, tensor in named if tensor is parameter), "its embedding")
         raise WeightsMismatchError(
-            f"{name} of the engine has the {num_rows} rows of its vocabulary, not {len(loaded)}: "
-            f"publish {num_rows} rows, without a trainer's padding, or start the "
+            f"{name} has {num_rows} rows in the engine (its vocabulary), but {len(loaded)} rows "
+            f"were published: publish {num_rows} rows, without a trainer's padding, or start the "
             "engine from a checkpoint with this vocabulary"
         )
 
@@ -437,7 +438,7 @@ class DraftAlone(torch.nn.Module):
         self._shared = {name: m for name, m in draft.named_modules() if id(m) in of_target}
 
     def without_shared(self, copy: torch.nn.Module) -> torch.nn.Module:
-        """Remove the layers that are the target's from ``copy``, a copy of the draft; return it."""
+        """Return ``copy``, a copy of the draft, without the layers that the target shares."""
         for name in self._shared:
             parent, _, child = name.rpartition(".")
             with contextlib.suppress(AttributeError):  # it was removed with the layer around it

@@ -80,8 +80,8 @@ class RankChannel:
         """Send this rank's answer to all ranks; return all ranks' answers, ordered by rank.
 
         Answers are JSON values. ``begins``: whether this is the first of several gathers that
-        belong together. Such a gather brings ranks back in step if some had stopped waiting for
-        others. Raise :class:`RankFailedError`, which names the rank, if a rank did not answer in
+        belong together. Such a gather brings ranks back in step if an earlier gather failed on some
+        ranks. Raise :class:`RankFailedError`, which names the rank, if a rank did not answer in
         time, or if its process has ended.
         """
         if self.size == 1:
@@ -175,7 +175,7 @@ class RankChannel:
         return RankFailedError("; ".join(problems))
 
     def _store_failure(self, error: Exception) -> RankFailedError:
-        # Wait a moment for a rank to count as dead: the kernel closes its connections earlier.
+        # If a rank died, the kernel closes its connections before its process ends: wait for that.
         deadline = time.monotonic() + TIMING.ranks_end_within_s
         problems: list[str] = []
         while not problems and time.monotonic() < deadline:

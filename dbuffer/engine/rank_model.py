@@ -127,7 +127,7 @@ class RankModel:
         self._plans = options.plan
         self._may_patch = rank.on_device and options.attests(on_device=True)
         self._packing = rank.packing if options.images else None
-        # Do not draw from the engine's generators: they are seeded, and sample tokens.
+        # Do not use the engine's random generators: drawing would change the tokens it samples.
         self._random = np.random.default_rng()
         self._verifier = Verifier(
             rank.module,
@@ -199,7 +199,7 @@ class RankModel:
             if switch is not None and switch.plan.verified_for is not None:
                 try:
                     self._add_patches(switch, snapshot)
-                # Memory may be short for a moment, for instance. The version can be copied without
+                # For instance, memory may be short for a moment. The version is then copied without
                 # patches.
                 except Exception as error:  # noqa: BLE001
                     log_copied_whole(error)
@@ -303,11 +303,12 @@ class RankModel:
         try:
             part = [(n, t) for n, t in tensors.items() if n in sources]
             loaded = self._check.loaded(name, self._for_loaders(part))
-        # Some models' loaders do not load a few tensors alone.
+        # Some models' loaders cannot load a few tensors without the others.
         except Exception as error:  # noqa: BLE001
             self._rechecks_loaders = False
             logger.info(
-                "the plan is not verified again: loaders cannot load the tensors of %s alone: %s",
+                "loaders are not compared with the plan for later versions, because they cannot "
+                "load the tensors of %s alone: %s",
                 name,
                 described(error),
             )
@@ -336,7 +337,7 @@ class RankModel:
         switch = self._switch_of(staged)
         try:
             return None if switch is None else self._differing(switch, is_wanted)
-        # The device may have no room, for instance. The record says that nothing was attested.
+        # The device may be out of memory, for instance. The record then names no attestation.
         except Exception as error:  # noqa: BLE001
             message = "the engine's weights could not be compared with the published ones: %s"
             log_once(logger, message, described(error))
@@ -359,7 +360,7 @@ class RankModel:
                 return digest_of_all(plan.parameters.values()) if may_read() else None
 
         with fork_streams(plan.written)():
-            # Take the digest before and after: something may write during the comparison.
+            # Digests before and after the comparison show whether something wrote during it.
             before = digest() if self._comes_as_deltas else None
             for name, copies in switch.compared():
                 with self.reading:
@@ -426,8 +427,8 @@ class RankModel:
             increment_version(switch.plan.written)
             self._reload_part(switch)
         except BaseException:
-            # Repair by a reload, which verifies the plan again: a switch by copies may have been
-            # the cause.
+            # A reload repairs the model. Drop the plan, because its copies may have caused the
+            # failure: the reload then verifies a plan again.
             switch.plan.verified_for = None
             self._planning.drop_plan()
             raise
@@ -499,8 +500,8 @@ class RankModel:
         """Treat the weights as unknown, so that the next version is not patched onto them."""
         self._loaded = self._digest = None
         self._drop_plan_of_replaced()
-        # Values that derive from tensors in ``verified_for`` may have changed, so verify the plan
-        # again.
+        # The verification could not vary the tensors in ``verified_for``. Values that derive from
+        # them may have changed, so verify the plan again.
         for planning in (self._planning, self._planning_before):
             if planning is not None and planning.plan is not None and planning.plan.verified_for:
                 planning.plan.verified_for = None
@@ -549,7 +550,7 @@ class RankModel:
         self._planning.drop_plan()
         self._planning.num_verifications, self._planning.num_skipped = 0, _NUM_SKIPPED
         logger.warning(
-            "no fast path for %d versions: switches go through the engine's reload: %s",
+            "no fast path for the next %d versions: switches go through the engine's reload: %s",
             _NUM_SKIPPED,
             reason,
         )
@@ -568,7 +569,7 @@ class RankModel:
         return next(trace for of, trace in self._traces if of is layout or of == layout)
 
     def _as_offered(self, stored: Mapping[str, T], layout: Layout) -> dict[str, T]:
-        """Return a version's tensors, keyed by the names that loaders took in the check."""
+        """Return a version's tensors, keyed by the names that the check gave to loaders."""
         offered = self._trace_of(layout).offered
         names = {**{name: name for name in stored}, **layout.aliases}
         return {name: stored[stored_as] for name, stored_as in names.items() if name in offered}
@@ -589,4 +590,4 @@ def _log_verified(plan: CopyPlan, verified_s: float) -> None:
         1e3 * verified_s,
     )
     for layer, reason in plan.reloaded.items():
-        logger.info("%s stays with the engine's reload: %s", layer, reason)
+        logger.info("%s is left to the engine's reload: %s", layer, reason)

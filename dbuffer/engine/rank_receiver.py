@@ -76,7 +76,7 @@ class RankReceiver:
         self._attempt: str | None = None
         self._is_on_trial = options.canary is not None
         self._attests = options.attests(on_device=rank.on_device)
-        # Start the mirror before any read: it removes an earlier run's versions from local_store.
+        # Start the mirror before reading local_store, where the start removes versions of old runs.
         self._mirror = options.start_mirror()
         receiver = options.make_receiver(rank_id(engine_id, self.ranks.rank))
         token = options.record_token
@@ -109,8 +109,8 @@ class RankReceiver:
             forked=options.forked,
             version=options.version,
             selection=options,
-            # Do not stage the engine's version again if the engine keeps it for long: the sender
-            # would wait for this receiver.
+            # If the engine keeps its version for long, do not stage that version again: the sender
+            # would wait for this receiver to release it.
             applied=self._id if options.skips or self._version == options.version else None,
             on_found=self._show_engine,
             attest=self._model.attest if self._attests else None,
@@ -198,7 +198,7 @@ class RankReceiver:
             if self._attempt is None:
                 self.acknowledge()
         except RankFailedError as error:
-            # The failed rank may have agreed to the version, and load it once it continues.
+            # The failed rank may continue, and load the version alone: ranks would then differ.
             raise EngineBrokenError(self._refuse(str(error))) from None
         except (EngineUpdateError, EngineBrokenError, EngineBusyError, OptionError):
             # All ranks raise this error, so the record can name the attempt. After any other error,
@@ -225,13 +225,13 @@ class RankReceiver:
                 named = [offer.id for offer in offers if offer.version == highest and offer.id]
                 run = VersionId.parse(named[0]).run if named else None
                 request = UpdateRequest(version=highest, run=run)
-                # Let all ranks take the highest version. The rank that has it keeps it in the store
-                # until then.
+                # Let all ranks take the highest version. A rank that has staged this version
+                # does not release it, so that the version stays in the store.
                 if staged is None or staged.version != highest:
                     self._stager.release()
             elif len(ids) > 1:
-                # Two runs have versions with this number: take the version again. Or some ranks
-                # have loaded it already and others have not: then all ranks must load it.
+                # Either ranks took versions of two runs with one number: take the version again. Or
+                # only some ranks have loaded the version already: then all ranks must load it.
                 must_load = "" in ids
                 self._stager.release()
             else:
@@ -251,7 +251,7 @@ class RankReceiver:
                 raise request
             request = self.options.admit(request)
             self._state.require_awake()
-            # The last comparison may have found other weights, unknown to the follower so far.
+            # The last comparison may have found wrong weights, which the follower may not know yet.
             if self._is_compared and self._stager.differing:
                 self._note_other_weights(listed(self._stager.differing))
             if is_first and request.version is not None:
@@ -439,7 +439,7 @@ class RankReceiver:
     # After a switch
 
     def attest(self) -> bool:
-        """Collect the ranks' comparisons of their weights; return whether to write the record."""
+        """Collect all ranks' results of comparing weights; return whether to write the record."""
         result = [self._stager.differing] if self._is_compared else None
         answers = self.ranks.gather(result, begins=True)
         results = [answer[0] for answer in answers if answer is not None]
@@ -490,7 +490,7 @@ class RankReceiver:
         self._write_record()
 
     def note_asleep(self) -> None:
-        """Free dbuffer's memory on the device, before a part of the engine's falls asleep.
+        """Free dbuffer's memory on the device, before a part of the engine's memory falls asleep.
 
         First, wait until no thread reads the weights.
         """
@@ -499,7 +499,7 @@ class RankReceiver:
         self._stager.leave_device()
 
     def note_awake(self, *, weights: bool) -> None:
-        """Use the device's memory again, if no part of the engine's sleeps.
+        """Use the device's memory again, if no part of the engine's memory is asleep.
 
         If the weights woke, also stage again: during their sleep, no version could be prepared.
         """
@@ -547,7 +547,7 @@ class RankReceiver:
     def _show_engine(self) -> None:
         """Write the engine's record if the store did not exist when the engine began to follow it.
 
-        An update would write the record, but a version that does not fit the model causes none.
+        An update writes the record too, but there is no update if no version fits the model.
         """
         if not self._record.is_open:
             self.acknowledge()

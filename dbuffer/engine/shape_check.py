@@ -54,10 +54,10 @@ class ShapeCheck:
     ) -> LoadTrace:
         """Check that tensors fit the model; return the trace of how its loaders load them.
 
-        ``aliases`` maps other names of tied tensors to their names in the store. If a load by
-        stored names leaves the model incomplete, it is repeated with the other names, too. If the
-        model has no draft, a version's draft is left out. Raise :class:`WeightsMismatchError` if a
-        shape does not fit, or a tensor is missing.
+        ``aliases`` maps other names of tied tensors to their names in the store. If
+        tensors under their stored names leave the model incomplete, the check also loads them under
+        the other names. If the model has no draft, a version's draft is left out. Raise
+        :class:`WeightsMismatchError` if a shape does not fit, or a tensor is missing.
         """
         aliases = dict(aliases or {})
         if isinstance(model := self._meta.model, DraftedModel):
@@ -78,7 +78,7 @@ class ShapeCheck:
         surplus = [
             str(spec)
             for spec in further
-            # Skip other names of a tensor that an embedding or a head has read by its stored name.
+            # Skip other names of a tensor if an embedding or a head has read its stored name.
             if stored[spec.name] not in self._meta.recorder.embedded
             if spec.name not in self._meta.names
         ]
@@ -145,7 +145,7 @@ class ShapeCheck:
         specs = list(specs)
         while specs and len(unknown) < _MAX_UNKNOWN:
             tensors, refused, _ = self._offer(specs)
-            # If loaders have read the tensor, its name is known. `_load` then raises their error.
+            # If loaders have read the tensor, they know its name: `_load` will raise their error.
             if refused is None or refused.name in self._meta.recorder.read:
                 break
             unknown.add(refused.name)

@@ -41,7 +41,7 @@ class StoreView:
         """Store that the sender publishes in. A local store, its mirror, may be behind."""
         if options.store != options.read_store:
             self._origin = DoubleBuffer(options.store, allow_shared_store=is_trusted)
-        # This receiver only waits for new versions. It holds none, and so writes no record.
+        # This receiver only waits for new versions. It opens no version, so it writes no record.
         self._receiver = options.make_receiver()
         self._rank_ids = [rank_id(self.engine_id, rank) for rank in range(facts.num_ranks)]
         self._seen: set[str] = set()
@@ -125,7 +125,7 @@ class StoreView:
             newest = self._newest_in(self._store, served)
             is_published = newest is not None and newest.id.number >= only
             return kept.require(self._store, only) if is_published else None
-        # A published version may not have arrived in the local store yet.
+        # The version ``at_least`` may still be missing in the local store: ask the sender's store.
         store = self._origin if at_least is not None and self._origin.exists() else self._store
         newest = self._newest_in(store, served)
         goal = None if newest is None else self._taken_in(store, newest)
@@ -156,7 +156,7 @@ class StoreView:
         if not before or before[0] != newest.id or (before[1] and options.refusal(before[1].id)):
             self._choice = before = newest.id, kept.newest_taken(store, options.takes)
         taken = before[1]
-        # All ranks may have staged a later version, which the store no longer has.
+        # If all ranks have staged a later version, switch to it, even if it left the store.
         records = self._rank_records().values()
         staged = [record.staged for record in records if record is not None and record.staged]
         staged = [version for version in staged if options.refusal(version) is None]
@@ -186,7 +186,7 @@ class StoreView:
         elif newest is None or relation(served, newest) is Relation.AHEAD:
             raise errors.VersionRegressedError(
                 f"{store.root} went back from version {served.id.number} to "
-                f"{newest.id.number if newest else 'none'}: the engine follows the next publish"
+                f"{newest.id.number if newest else 'none'}: the engine waits for the next publish"
             )
         return newest
 
@@ -319,7 +319,7 @@ class StoreView:
         for rank, record in records.items():
             before = at_start[rank]
             is_old = before and record and before.updated_at == record.updated_at
-            # A problem from before this wait may be over, unless a version is the problem.
+            # Skip a problem from before this wait, as it may be over, unless a version causes it.
             if record is None or (is_old and record.problem_version is None):
                 continue
             if record.has_problem_with(goal.number, newest):
@@ -329,12 +329,12 @@ class StoreView:
                 )
         if self._has_lost(goal, newest):
             raise errors.VersionRegressedError(
-                f"version {goal.number} of {self.options.store} was lost before it was ready on "
-                f"all ranks: it does not lead to the store's newest version; {serves_on}"
+                f"version {goal.number} of {self.options.store} was lost before all ranks had it "
+                f"ready: the store's newest version does not descend from it; {serves_on}"
             )
 
     def _has_lost(self, version: VersionId, newest: Lineage | None) -> bool:
-        """Whether a version is lost: ``newest`` and the sender's newest do not descend from it."""
+        """Whether neither ``newest`` nor the sender's newest version descends from a version."""
         if newest is None or newest.reaches(version):
             return False
         if self._origin is self._store:

@@ -889,7 +889,7 @@ def test_a_layer_that_cannot_be_processed_beside_itself_is_reloaded_alone(log):
     )
     assert switched.switch_often(mixed_tensors) == PLANNED
     assert switched.parts[-1] == {"a.weight"}
-    assert "layers.a stays with the engine's reload: no image of it can be made" in log.text
+    assert "layers.a is left to the engine's reload: no image of it can be made" in log.text
 
 
 def test_ranks_that_process_layers_together_reload_all(log):
@@ -921,7 +921,7 @@ def test_a_layer_whose_loader_computes_is_reloaded_alone(loader, staged, log):
     assert switched.parts == [{"a.weight"}] * (NUM_SWITCHES + 1)  # twice where it is proven
     [summary, reason] = log.messages
     assert "copies into 2 parameters" in summary
-    assert reason.startswith("layers.a stays with the engine's reload: layers.a.weight ")
+    assert reason.startswith("layers.a is left to the engine's reload: layers.a.weight ")
 
 
 @pytest.mark.parametrize("derive", DERIVING)
@@ -995,7 +995,7 @@ def test_a_pause_has_a_bounded_number_of_reloads(log):
         assert not switched.switch(tensors())
         assert switched.reloads == num_reloads
     [message] = log.messages
-    assert "for 16 versions" in message
+    assert "for the next 16 versions" in message
     assert "verified 4 times" in message
     assert not any(switched.switch(tensors()) for _ in range(15))
     assert switched.reloads == 24
@@ -1170,7 +1170,7 @@ def test_a_loader_that_comes_to_do_something_else_ends_the_plan(caplog):
 def test_loaders_that_want_all_tensors_are_not_asked_again(log):
     switched = Switched(lambda: Demanding(a=Layer(), b=Layer()), two_tensors())
     assert switched.switch_often(two_tensors) == PLANNED
-    assert sum("not verified again" in message for message in log.messages) == 1
+    assert sum("not compared with the plan for later" in message for message in log.messages) == 1
 
 
 @mapped_and_staged
@@ -1632,5 +1632,5 @@ def test_an_image_that_failed_is_made_again_after_some_versions(caplog):
     planned = [switched.switch(mixed_tensors()) for _ in range(19)]
     assert planned == [*[False] * 17, True, True]
     [warning] = plan_lines(caplog)
-    assert "for 16 versions" in warning
+    assert "for the next 16 versions" in warning
     assert "no room on this device" in warning

@@ -56,7 +56,7 @@ def follow_both(directory: Path, name: str, form: str) -> None:
     store, drafts = directory / "store", directory / "drafts"
     if engines.is_mtp:
         refusal = error_of(lambda: follow(llm, store, draft_store=drafts))
-        assert "MTP draft follows the target's weights" in str(refusal)
+        assert "MTP draft is loaded with the target's weights" in str(refusal)
         return
     alone = start_llm(engines.targets[0])
     assert "this engine has none" in str(error_of(lambda: follow(alone, store, draft_store=drafts)))

@@ -74,7 +74,7 @@ NAMED = {
     "layer too many": [f"no place for {K_PROJ.replace('1', '2')}"],
     "padded vocabulary": [
         f"{EMBEDDING} float32[512, 64] does not fit",
-        "has the 500 rows of its vocabulary, not 512",
+        "has 500 rows in the engine (its vocabulary), but 512 rows were published",
     ],
 }
 

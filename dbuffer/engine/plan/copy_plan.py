@@ -142,7 +142,8 @@ class Image:
         for change in self._tensors:
             if not change.is_copied():
                 raise UnsupportedError(
-                    f"{self.name}.{change.name} has another form in the layer than after processing"
+                    f"{self.name}.{change.name} cannot be copied into: its form is not the form "
+                    "after processing, or it shares memory with other tensors"
                 )
         return [(change.live.detach(), change.value) for change in self._tensors]
 
@@ -162,7 +163,7 @@ class Image:
         return live is not None and computed is not None and same_bytes(live, computed)
 
     def hand_over(self) -> None:
-        """Set the shadow's attributes on the layer, and keep the old ones.
+        """Set the shadow's attributes on the layer, and keep the layer's old attributes alive.
 
         Calling it twice is safe.
         """
@@ -182,7 +183,7 @@ class _Changed(NamedTuple):
         return getattr(self.owner, self.name, None)
 
     def is_copied(self) -> bool:
-        """Whether the value can be copied: the live tensor has its form, and shares no memory."""
+        """Whether copying works: the live tensor has the value's form, and memory of its own."""
         live = self.live
         return (
             isinstance(live, torch.Tensor)
@@ -421,7 +422,7 @@ def _places_of(
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[int, Form]:
-    """Return a tensor's address and form, to see whether copies still reach it.
+    """Return a tensor's address and form. If they change, copies no longer reach the tensor.
 
     The identity does not matter: some layers wrap the same memory in a new tensor at each load. The
     form matters: ``param.data = param.data.t()`` changes strides at the same address.

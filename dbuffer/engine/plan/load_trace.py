@@ -46,7 +46,7 @@ class View(NamedTuple):
         return cls(offset, tuple(part.shape), part.stride())
 
     def in_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this part of a tensor that has the form of the tensor given to :meth:`of`."""
+        """Return this part of ``tensor``, which has the form of the tensor given to :meth:`of`."""
         if self.shape == tensor.shape and self.stride == tensor.stride():
             return tensor
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
@@ -144,7 +144,7 @@ class LoadRecorder:
     """Records how the operations of one load use a model's parameters and buffers."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        # A tied tensor has several names. The last one is kept here.
+        # A tied tensor has several names. This dictionary has only the last name.
         self._tensors = {storage_of(tensor): (name, tensor) for name, tensor in tensors.items()}
         self._lock = threading.Lock()  # some models load in threads
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
@@ -317,7 +317,7 @@ def _not_once(ops: tuple[CopyOp, ...], num_elements: int) -> str | None:
         for view, end in zip(views, ends, strict=False)
     ):
         return None
-    # Parts that are columns of a matrix alternate in memory, so mark each element.
+    # Columns of a matrix alternate in memory, so their ends show no overlap: mark each element.
     is_written = torch.zeros(max(ends), dtype=torch.bool, device="cpu")
     for view in views:
         is_written.as_strided(view.shape, view.stride, view.offset).fill_(True)

@@ -5,10 +5,10 @@ weights on a device are patched, because copies from main memory to a device are
 in main memory, patches shortened a pause by half at most.
 
 After a switch, `RankModel.attest` compares the parameters with the staged version, byte by byte, in
-a background thread. `RankModel.attest` also computes a digest of the parameters, for later checks
-without the version. This attestation does not detect writes after the comparison, unless the next
-switch patches. It does not check layers that the engine's reload fills, buffers that are not
-published, or a kernel's own memory.
+a background thread. It also computes a digest of the parameters. If the next switch patches, it
+first compares this digest, to detect writes since the comparison. A switch that only copies does
+not look for such writes. Attestation does not check layers that the engine's reload fills, buffers
+that are not published, or a kernel's own memory.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Patches(NamedTuple):
             for patch in self.patches[first:end]:
                 patch.apply()
 
-        # Use the copier's threads, which made the targets (views) in inference mode: torch refuses
-        # to write to such views outside of this mode.
+        # The targets are views that the copier's threads made in inference mode. torch refuses to
+        # write to such views outside of this mode, so use the copier's threads.
         copier.in_parallel(work, [(0, len(self.patches))])
 
 
@@ -247,14 +247,14 @@ class PreparedSwitch:
         try:
             if digest_of_all(self.plan.parameters.values()) != digest:
                 logger.warning(
-                    "something wrote to the weights since they were seen to equal version %d: all "
-                    "of them are copied",
+                    "something wrote to the weights after they were compared with version %d: the "
+                    "switch copies all weights, not only changes",
                     self.patches.base.number,
                 )
                 return self.copies
             self.patches.apply(copier)
-        # The device may have no room, for instance. Copying everything needs no more room, and
-        # overwrites values that were patched.
+        # For instance, the device may have no memory left. Copying everything needs no additional
+        # memory, and overwrites values that were patched.
         except Exception as error:  # noqa: BLE001
             log_copied_whole(error)
             return self.copies

@@ -239,15 +239,16 @@ class Verifier:
         # A model may contain anything. A switch must not fail because a part cannot be inspected.
         try:
             self.reload(stand_ins())
-            # Load the version into the layers that the switch reloads, too. The fingerprints then
-            # differ only by changes that the switch would not make.
+            # The switch leaves some layers to the engine's reload. Load the version into these
+            # layers, so that they do not differ between the two fingerprints.
             self.reload_part(switch)
             before = self._fingerprint(switch)
         except Exception as error:
             self.reload(tensors.items())
             reason = "stand-ins for a version's values cannot be loaded"
             raise UnverifiableError(reason, error) from error
-        # This reload replaces the stand-ins, so it changes everything that derives from a value.
+        # This reload replaces the stand-ins by the version, so it changes everything that derives
+        # from a loaded value.
         self.reload(tensors.items())
         try:
             mismatch = self._mismatch(switch, before)
@@ -276,8 +277,9 @@ class Verifier:
     def _mismatch(self, switch: PreparedSwitch, before: ModelFingerprint) -> Mismatch:
         """Compare a model that was just reloaded with the result of a switch.
 
-        ``before``: fingerprint of the model before this reload. The layers that the switch copies
-        then had stand-ins (other values than the version's). Layers that it reloads did not.
+        ``before``: fingerprint of the model before this reload. At that time, the layers to copy
+        had stand-ins (other values than the version's). The layers to reload had
+        the version's values.
         """
         mismatch: dict[str, str] = {}
         for place in before.changes_to(self._fingerprint(switch)):
@@ -306,9 +308,9 @@ class Verifier:
 
 
 def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
-    """Return the layers of the innermost module that has layers and contains a place.
+    """Return the layers in the innermost module that contains both ``place`` and a layer.
 
-    ``place`` is a name in a :class:`ModelFingerprint`. If no module has layers, return all layers.
+    ``place`` is a name in a :class:`ModelFingerprint`. If no module fits, return all layers.
     """
     matched = _MODULES.match(place)
     path = re.findall(r"\['([^']+)'\]", matched[0]) if matched else []  # a target has no name
@@ -323,7 +325,8 @@ def _stand_in(tensor: torch.Tensor, number: float, *, is_reloaded: bool) -> torc
     """Return a tensor of the same form with other elements, or the tensor if they cannot vary.
 
     A floating-point tensor is filled with ``number``, or with twice ``number`` if its first element
-    is ``number``. Integers may be indices or codes, so only integers of the tensor are used.
+    is ``number``. Integers may be indices or codes, so only integers that occur in the
+    tensor are used.
     If each switch reloads the tensor, the stand-in is filled with the last integer. Otherwise a
     matrix is reversed and half of it filled with one integer, and a vector is returned unchanged.
     """

@@ -196,8 +196,8 @@ class FollowedAdapter:
         request.__dict__[ADAPTER] = self.name, label
         for replica in self._replicas:
             replica.load_adapter(request)
-        # The event loop runs this call before later requests, so a client that waited for this
-        # version gets it.
+        # Requests that arrive later use this version, because the event loop runs this call first.
+        # So a client that has waited for the version gets it.
         self._loop.call_soon_threadsafe(self._requests.__setitem__, self.name, request)
         self._receiver.acknowledge(saved.version)
         self._applied = saved.version

@@ -106,8 +106,8 @@ def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
     replicas = replicas_of(config)
     if replica is None and len(replicas) > 1:
         raise UnsupportedError(
-            f"{len(replicas)} replicas are followed independently: by "
-            "dbuffer.integrations.vllm.follow with an AsyncLLM, or by the server itself with "
+            f"this engine has {len(replicas)} replicas that switch independently: call "
+            "dbuffer.integrations.vllm.follow with an AsyncLLM, or start the server with "
             "--middleware dbuffer.integrations.vllm.FollowStore"
         )
     in_step = _num_in_step(parallel)
@@ -207,9 +207,10 @@ def require_droppable(config: Any, options: EngineOptions) -> None:
     if kept:
         raise UnsupportedError(
             f"this engine loads caches through {' and '.join(kept)}, and a switch cannot drop "
-            "them: it would answer from what older weights computed. Start the engine without "
-            "them, or with a KV connector whose reset_cache() drops everything, such as "
-            "OffloadingConnector. To accept such answers, pass allow_stale_kv=True"
+            "these caches, so the engine would use results of older weights. Start the engine "
+            f"without {' and '.join(kept)}, or with a KV connector whose reset_cache() drops "
+            "everything, such as OffloadingConnector. To accept old results, pass "
+            "allow_stale_kv=True"
         )
 
 
@@ -222,7 +223,8 @@ def _connectors_of(transfer: Any) -> Iterator[tuple[str, bool]]:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     options = transfer.kv_connector_extra_config
-    # MultiConnector reports success even if one of its connectors has no reset_cache().
+    # Check each connector of a MultiConnector: its own reset reports success even if one of them
+    # has no reset_cache().
     if transfer.kv_connector == "MultiConnector":
         for connector in options["connectors"]:
             yield from _connectors_of(KVTransferConfig(**connector))

@@ -218,7 +218,7 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
         error = EngineBusyError(f"{_REFUSED}{refusal}")
         if not _steps_with_others(core) or core.is_scheduler_paused():
             raise error
-        # The pause of the other cores completes only after this core is paused too.
+        # Pause this core nevertheless: the pauses of the other cores complete only after it.
         paused = core.pause_scheduler("keep", False)
         state.hold = hold
         return _after(paused, functools.partial(_raise, error))
@@ -248,9 +248,9 @@ def _pause(core: Any, mode: str) -> Any:
     """Pause a core. Return a future that completes with the pause, or None if it is complete."""
     if not _steps_with_others(core) or not core.is_scheduler_paused():
         return core.pause_scheduler(mode, False)
-    # Complete this pause without a further step. vLLM makes a paused core that is paused again step
-    # once more, together with the other cores. But a core whose two pauses ended together does not
-    # step, and this core would wait forever.
+    # Complete this pause without a further step. If a paused core is paused again, vLLM makes it
+    # step once more, together with the other cores. But a core whose two pauses ended together
+    # does not step, and this core would wait for it forever.
     core._pause_complete = lambda: not core.has_work()  # noqa: SLF001
     try:
         return core.pause_scheduler(mode, False)
@@ -272,14 +272,14 @@ def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) 
     if num_waiting and drops_caches:
         sessions = counted(num_waiting, "waiting session")
         return f"vLLM cannot drop the caches of {sessions} {_UNTIL_THE_INPUT_ENDS}"
-    # Requests that have begun, including preempted requests.
+    # Requests that have begun must finish before a pause "wait". Preempted requests count too.
     num_begun = sum(
         bool(request.num_computed_tokens or request.num_output_tokens) for request in requests
     )
     if mode == "wait" and other_pause == "PAUSED_ALL" and num_begun:
         return (
             f"another program has paused {counted(num_begun, 'request')} in flight, which "
-            'pause="wait" lets finish first: the switch is made when the engine was resumed'
+            'pause="wait" lets finish first: the switch must wait until that program resumes them'
         )
     return None
 

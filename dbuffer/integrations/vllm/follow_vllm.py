@@ -42,7 +42,7 @@ class LaunchedFollower(Closing):
     """Switches, on demand, an engine whose ranks are ``LLM`` objects that torchrun started.
 
     All ranks must make the same calls, with equal options. Do not use the engine after a
-    ``RankFailedError``: vLLM's collectives have lost the failed rank too.
+    ``RankFailedError``: vLLM's own collectives need the failed rank, too.
     """
 
     def __init__(self, llm: Any, options: EngineOptions | None) -> None:

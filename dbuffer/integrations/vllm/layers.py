@@ -100,7 +100,7 @@ def _make_model(vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
     config.device_config = copy.copy(config.device_config)
     config.device_config.device = torch.device("meta")
     config.compilation_config = copy.copy(config.compilation_config)
-    # Layers register by name in this dictionary, which must not have the serving layers.
+    # Layers register here by name. Start empty: the serving layers have the same names.
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
     with (
@@ -139,7 +139,7 @@ def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
         if origin not in served or storage_of(served[name]) != storage_of(served[origin]):
             raise UnsupportedError(
                 f"{name} was a view of {origin} until vLLM packed {origin}, and vLLM's reload "
-                f"would not update {name}: this {type(model).__name__} cannot follow in its dtype"
+                f"would not update {name}: {type(model).__name__} cannot follow in this dtype"
             )
 
 
@@ -223,8 +223,9 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         is_new = self.count_of(tensor) < _count_loadable(tensor)
         if counted >= total and (is_new or (is_part and tensor.is_floating_point())):
             raise WeightsMismatchError(
-                f"vLLM's reload finishes {prefix} before this tensor, because its parts have more "
-                "elements than the layer: only an engine's start can load such a layer"
+                f"vLLM's reload would finish {prefix} before it loads this tensor, because the "
+                "layer's parts have more elements than the layer: only an engine's start can load "
+                "such a layer"
             )
         self._loaded_of_layer[prefix] = counted + min(count, _count_loadable(tensor))
 
@@ -317,8 +318,8 @@ def pack(shadow: Any, layer: torch.nn.Module) -> list[tuple[Any, Any]]:
     alone = _WithoutOtherRanks()  # type: ignore[no-untyped-call]
     with alone, onednn_kernels_keep_scales(_dtype_of(shadow)):
         if isinstance(method, UnquantizedFusedMoEMethod):
-            # At the start, vLLM packs experts as it makes their kernel. A copy of the kernel can
-            # pack the shadow, because packing leaves no state in the kernel.
+            # vLLM packs experts when it makes their kernel, at the engine's start. Here, a copy of
+            # the kernel packs the shadow. This works, because packing leaves no state in a kernel.
             copy.copy(method.moe_kernel.fused_experts).process_weights_after_loading(shadow)
         else:
             method.process_weights_after_loading(shadow)
@@ -391,7 +392,7 @@ class _WithoutOtherRanks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            raise NotAloneError("all ranks quantize a layer with the same scales")
+            raise NotAloneError("vLLM processes this layer on all ranks together")
         return func(*args, **(kwargs or {}))
 
 

@@ -111,8 +111,8 @@ class FollowStore:
             )
         if is_shared and options.until_done:
             raise UnsupportedError(
-                "until_done needs one API server (--api-server-count 1): of several, the first "
-                "alone could answer /weights/done, but clients reach any of them"
+                "until_done needs one API server (--api-server-count 1): clients can reach any "
+                "of several servers, but only the first could answer /weights/done"
             )
         if is_shared and parallel._api_process_rank != 0:  # noqa: SLF001 - vLLM has no public name
             while not await ask_core(engine, None, READY):

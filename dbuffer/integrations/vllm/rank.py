@@ -176,8 +176,8 @@ class WorkerRank(EngineRank):
             return super().draft_rank()
         if draft.target_config is not None:
             raise UnsupportedError(
-                "an MTP draft follows the target's weights, which contain it: follow without "
-                "draft_store"
+                "an MTP draft is loaded with the target's weights, which contain the draft: follow "
+                "without draft_store"
             )
         return DraftRank(self._vllm_config, self._target, self.device, draft)
 
@@ -249,7 +249,9 @@ class DraftRank(WorkerRank):
         of_target = set(map(id, target.parameters()))
         names = [n for n, tensor in self.module.named_parameters() if id(tensor) in of_target]
         if names:
-            raise UnsupportedError(f"{listed(names)} of the draft is also the target's")
+            raise UnsupportedError(
+                f"the draft shares {listed(names)} with its target: follow without draft_store"
+            )
 
     def engine_id(self, options: EngineOptions) -> str:
         return f"{super().engine_id(options)}.draft"
@@ -297,7 +299,8 @@ def worker_group(parallel: Any) -> Any:
     """Return vLLM's process group of all workers of an engine.
 
     The group includes all data-parallel replicas that step together. If torchrun started several
-    engines, vLLM's world group has the workers of all engines, so the group is a smaller one.
+    engines, vLLM's world group has the workers of all engines. The tensor-parallel group then has
+    the workers of one engine.
     """
     world, tensor_parallel = get_world_group(), get_tp_group()
     if not is_launched(parallel) or world.world_size == parallel.world_size:

@@ -95,7 +95,8 @@ class Exchange:
         if not isinstance(choices, list):
             return body
         if not is_chunk:
-            # A beam search for one token calls the engine once. Its number of choices shows it.
+            # A beam search for one token calls the engine once, like a plain request. The number of
+            # choices tells them apart.
             self.is_search |= len(choices) != sum(num_choices for num_choices, _ in self.calls)
         with_fields = [
             choice | {"weight_versions": self._spans_of(choice.get("index", 0))}

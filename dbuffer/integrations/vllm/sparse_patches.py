@@ -22,8 +22,8 @@ def publish_patches(
     """Publish the sender's last version with patches applied. Return the version's number.
 
     Return None if there are no patches. :func:`patches_of` describes patches. The sender must have
-    ``delta=True``. ``is_behind`` tells whether publishing the trainer's last weights has failed, in
-    which case patches do not apply.
+    ``delta=True``. ``is_behind``: whether publishing the trainer's last weights has failed. Patches
+    then raise :class:`VersionError`, because they change weights that the store does not have.
     """
     merged = patches_of(patches or ())
     if not merged:

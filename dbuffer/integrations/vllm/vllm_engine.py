@@ -150,7 +150,7 @@ class AsyncVllm(Engine):
     @staticmethod
     def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
         """Return the event loop of an ``AsyncLLM``. This function is thread-safe."""
-        # The first coroutine that needs the output handler creates it in the event loop.
+        # The output handler is a task in the event loop. It is None until a coroutine needs it.
         handler = engine.output_handler
         if handler is not None:
             loop: asyncio.AbstractEventLoop = handler.get_loop()
@@ -176,13 +176,14 @@ class AsyncVllm(Engine):
         config = self._engine.vllm_config
         if config.model_config.runner_type == "pooling":
             raise UnsupportedError(
-                "a pooling model is followed as an LLM alone: in an AsyncLLM, an answer that is "
-                "computed during a switch would mix two versions"
+                "a pooling model can follow a store only in an LLM: in an AsyncLLM, an answer that "
+                "is computed during a switch would mix two versions"
             )
         if mode == "in_place" and (shared := shared_caches(config)):
             raise UnsupportedError(
                 f'pause="in_place" drops no cache, and this engine has {" and ".join(shared)}: '
-                "requests after a switch would use cached results of old weights"
+                "requests after a switch would use cached results of old weights. Choose another "
+                "pause"
             )
 
     def facts(self) -> EngineFacts:
@@ -315,7 +316,7 @@ class VllmServer(EngineServer):
         if self._follows_by_itself():
             raise UnsupportedError(
                 f"{self.url} follows a store by itself (FollowStore), and an engine has one "
-                "follower: leave it to that, or start the server without the middleware"
+                "follower: close this follower, or start the server without the middleware"
             )
         if facts.configured is not None:  # the workers already follow under this name
             return facts
