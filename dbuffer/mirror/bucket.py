@@ -204,7 +204,10 @@ class Bucket(Closing):
             digests = self.in_parallel(get_range, range(0, size, RANGE_BYTES))
             if _content(size, digests) == file.content:
                 return
-        raise StoreCorruptError(f"{self.name_of(file.name)} differs from the published file")
+        raise StoreCorruptError(
+            f"{self.name_of(file.name)} was downloaded twice, and both times differed from the "
+            "published file"
+        )
 
     def _download_range(
         self, file: FileObject, start: int, end: int, place: Callable[[int, memoryview], None]
@@ -353,8 +356,8 @@ class Bucket(Closing):
                 self._has_credentials = True
                 return result
             logger.debug("%s of %s failed: %s", kind, name, first_line(failure))
-            # A download's range is retried for minutes, and the caller logs only the last error.
-            # So log an earlier error here.
+            # The retries of a download's range take minutes, and the caller logs only the last
+            # error. So log one earlier error here, after ``_ATTEMPTS`` attempts.
             if attempt == _ATTEMPTS < attempts:
                 log_once(logger, "trying again to %s %s: %s", kind, name, first_line(failure))
             # A random pause keeps many clients from retrying at the same time.

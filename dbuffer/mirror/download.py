@@ -55,8 +55,8 @@ class OpenBucketVersion(OpenVersion):
         return self._bucket.name_of(self._record.weights_file.name)
 
     def close(self) -> None:
-        # Keep the deltas of this version. The target's other buffer holds an earlier version, and
-        # the next copy, into that buffer, applies these deltas again.
+        # Keep the deltas of this version for the next copy. That copy goes into the target's other
+        # buffer, which holds an earlier version, so it applies these deltas again.
         for version in self._deltas.keys() - self._used:
             self._deltas.pop(version).close()
 

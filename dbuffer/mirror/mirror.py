@@ -210,7 +210,8 @@ class MirrorLoop:
             raise
 
     def _close(self) -> None:
-        # Close the receiver first: then the relay's last records say that the receiver has ended.
+        # Close the mirror's receiver before the relay: then the last records that the relay writes
+        # show that this receiver has ended.
         receiver, self._receiver = self._receiver, None
         try:
             if receiver is not None:
@@ -297,7 +298,7 @@ class Mirror(Closing, ProcessBound):
 
     @property
     def is_elected(self) -> bool:
-        """Whether this mirror copies into the local store, not a mirror in another process."""
+        """Whether this mirror is elected: it copies versions, and other mirrors stand by."""
         return self._target.is_elected
 
     @property
@@ -307,7 +308,7 @@ class Mirror(Closing, ProcessBound):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Counts of versions (``copied``), ``copied_bytes``, seconds (``copy_s``), ``failures``."""
+        """Totals: versions (``copied``), ``copied_bytes``, seconds (``copy_s``), ``failures``."""
         return {**NO_STATS, **self._loop.record.current.stats}
 
     @property
@@ -323,8 +324,8 @@ class Mirror(Closing, ProcessBound):
 
         Raises:
             OptionError: a sender publishes in the local store.
-            WaitTimeoutError: for 10 s the local store has held versions of another run of the
-                sender, and no mirror has been replacing these versions.
+            WaitTimeoutError: the local store holds versions of another run of the sender, and no
+                mirror has begun to replace them for 10 s.
             StoreAccessError, StoreCorruptError: for 10 s the mirror could not compare the stores.
             ClosedError, NotReadyError: the mirror was closed, or already runs.
         """
@@ -383,8 +384,8 @@ class Mirror(Closing, ProcessBound):
             if isinstance(error, OneStoreError) and not is_awaited:
                 logger.info("%s", str(error))
                 return
-            # `run`, `start` or `wait_until_current` raises the error. If none of these methods is
-            # waiting, only the log shows the error.
+            # `run`, `start` and `wait_until_current` raise this error. If no caller waits in one of
+            # these methods, only the log shows the error.
             self.error = error
             if not is_awaited and self._loop.is_fit.is_set():
                 logger.exception("the mirror of %s has ended", self._source.name)

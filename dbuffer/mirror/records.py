@@ -99,7 +99,7 @@ class BucketRecords:
         """Put receivers' records into the bucket, unless the last put was too recent."""
         self._current = [replace(self._mirror.current, is_relayed=True), *records]
         # If only the mirror's progress has changed, don't put the records yet: the receivers are
-        # about to acknowledge the copied version, and after each put the next put must wait.
+        # about to acknowledge the copied version, and a put now would delay this news.
         has_changed = _significant(self._current) != _significant(self._put)
         limit_s = TIMING.bucket_records_s if has_changed else TIMING.bucket_heartbeat_s
         if time.monotonic() - self._put_at >= limit_s:
@@ -187,8 +187,9 @@ class ReceiversOfBucket:
 class AcknowledgementRelay:
     """Copies receivers' records from a mirror's target to its source, in a thread.
 
-    While a receiver may be alive, the relay keeps the copied record fresh. When the receiver has
-    ended, the relay copies the record a last time, marked as ended.
+    While a receiver may be alive, the relay renews the copied record regularly, which shows senders
+    that the receiver lives. When the receiver has ended, the relay copies the record a last time,
+    marked as ended.
     """
 
     def __init__(
@@ -220,7 +221,8 @@ class AcknowledgementRelay:
                 last()
 
     def _relay(self) -> None:
-        # Check first which receivers have ended: the record of an ended receiver does not change.
+        # Find out which receivers have ended before reading the records: an ended receiver does not
+        # change its record, so the record that is read now is its last.
         ended = {_key_of(record) for record in self._records if not self._reader.may_live(record)}
         self._records = self._reader.receivers()
         self._writer.write([_relayed(record, ended) for record in self._records])

@@ -314,11 +314,11 @@ class StoreTarget:
         return draft.finish_parts(World())
 
     def _put_earlier(self, draft: Draft, opened: OpenUpstream) -> VersionId | None:
-        """Prepare a draft's file for deltas; return the version in the file, or None.
+        """Prepare a draft's file for deltas; return the version that the file then holds, or None.
 
         If no deltas lead from the version in the file to the open version, first copy the target's
-        newest version into the file. Reading the target's memory is faster than reading the source
-        over a network.
+        newest version into the file. This reads the target's memory, which is faster than reading
+        the source over a network.
         """
         since, chain = draft.claim.earlier, opened.manifest.chain
         if since in chain or not chain:
@@ -365,15 +365,15 @@ class StoreTarget:
         if not any(kept.is_pinned(store, buffer) for buffer in store.kept()):
             remedy = f"remove it (rm -r {shlex.quote(self.name)}), or {remedy}"
         raise WaitTimeoutError(
-            f"{self.name} holds versions of an earlier run, and {self._source.name} holds none "
-            f"yet (is it the right one?): {remedy}"
+            f"{self.name} holds versions of an earlier run, and {self._source.name} holds no "
+            f"version yet: check the source's name; if it is right, {remedy}"
         )
 
     def _is_prepared(self) -> bool:
         """Whether another mirror is copying a version of the source into the target."""
         newest, contents = self._source.newest(), Contents(self._store)
         # A copy is in progress while its manifest has a higher generation than the pointer. Read
-        # the manifests first: otherwise a version that is published meanwhile would count.
+        # the manifests first: a copy that is published between the reads is not in progress.
         manifests = [manifest for manifest in contents.manifests.values() if manifest is not None]
         published = 0 if contents.pointer is None else contents.pointer.generation
         return newest is not None and any(
@@ -392,25 +392,25 @@ class StoreTarget:
         of_sender = state_of_senders(self._store)
         if of_sender is not None:
             raise OptionError(
-                f"{self.name} {of_sender}, and {self._source.name} was to be copied into it: "
+                f"{self.name} {of_sender}, so {self._source.name} cannot be copied into it: "
                 f"{SWAPPED}"
             )
 
 
 def state_of_senders(local: DoubleBuffer) -> str | None:
-    """Return why a store belongs to a sender, or None for a new store or a mirror's target."""
+    """Return how a sender uses a store, for messages, or None if no sender uses it."""
     pointer = local.undamaged_pointer()
     manifest = None if pointer is None else local.undamaged_manifest(pointer.buffer)
     if manifest is not None and not manifest.is_copy:
-        return f"holds version {manifest.version} of a sender, which is no mirror's copy"
+        return f"holds version {manifest.version}, which a sender published there"
     return "is open for writing by a sender" if _has_sender(local) else None
 
 
 def _has_sender(local: DoubleBuffer) -> bool:
     """Whether a sender, not a mirror, has the writer's lock.
 
-    A mirror takes the mirror's lock before the writer's lock, and releases the writer's lock before
-    the mirror's lock. So while this process shares the mirror's lock, no mirror has the writer's.
+    A mirror has the mirror's lock whenever it has the writer's lock. So while this process shares
+    the mirror's lock, only a sender can have the writer's lock.
     """
     writers = local.root / places.WRITER_LOCK_FILE
     mirrors = local.root / places.MIRROR_LOCK_FILE

@@ -105,7 +105,7 @@ class BucketTarget:
         source = self._source
         if source.copied_from() == self.name:
             raise OptionError(
-                f"{source.name} is copied from {self.name}, and was to be copied into it: {SWAPPED}"
+                f"{source.name} is a copy of {self.name}, so it cannot be copied back: {SWAPPED}"
             )
         self._take_over()
 
@@ -177,7 +177,7 @@ class BucketTarget:
         raise StoreCorruptError(f"{self.name}: {loss}; uploading the newest version again")
 
     def _is_whole(self, version: BucketVersion) -> bool:
-        """Whether all files of a version exist. If so, delete objects that no reader needs."""
+        """Return whether all files of a version exist; if so, delete objects no reader needs."""
         listed = self._bucket.list(VERSIONS_PREFIX)
         if missing_files(listed, version):
             return False

@@ -90,7 +90,7 @@ class DeltaBase:
         manifest = store.undamaged_manifest(self.buffer)
         if manifest is None or manifest.id != self.manifest.id:
             # No manifest names the last version's files, so the next claim removes them.
-            return "the store lost the manifest of the version before"
+            return "the store lost the last version's manifest"
         _, *later = self.delta_bytes.items()
         files = {store.delta_path(name): num_bytes for name, num_bytes in later}
         files[store.weights_path(self.buffer, manifest)] = manifest.file_bytes
@@ -210,7 +210,7 @@ class Deltas:
         if problem is not None:
             self._base = replace(base, delta_bytes={base.manifest.id: 0})
             logger.warning(
-                "%s: the deltas before version %d are not used, and it gets a whole file: %s",
+                "%s: version %d gets a whole file, because earlier deltas cannot be used: %s",
                 self._store.root,
                 self._version,
                 problem,
@@ -291,7 +291,7 @@ class Deltas:
                 ChainReader(newest, mapped.layout).read(mapped, self._copier, since=since)
                 if not _damaged(mapped, base, self._copier):
                     return True
-                logger.warning("%s was damaged since it was written: writing it anew", draft.path)
+                logger.warning("%s was damaged after it was written: writing it again", draft.path)
         return False
 
     def commit(

@@ -291,8 +291,8 @@ class Draft:
                     size = None
                 if size != num_bytes:
                     raise StoreAccessError(
-                        f"{part_path(path, part)} has {size} bytes here, and {num_bytes} where it "
-                        "was written: is the store on one mount that all ranks see alike?"
+                        f"{part_path(path, part)} has {size} bytes here, but its rank wrote "
+                        f"{num_bytes} bytes: do all ranks have the store on the same mount?"
                     )
 
     def abandon(self) -> None:

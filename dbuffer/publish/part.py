@@ -165,9 +165,10 @@ def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Whether rectangular parts ("boxes") cover a tensor and do not overlap.
 
     torch describes a shard of a dimension only by its first index and its length, even if the
-    shard's indices are not contiguous. If the ranges made from these numbers tile the dimension,
-    each shard is contiguous: only the first shard can have the indices before the second shard's
-    first index, and these are as many as its length. The same holds for each later shard.
+    shard's indices have gaps. This check is right even so: if the ranges made from these numbers
+    tile the dimension, no shard has a gap. Only the first shard begins before the second shard, so
+    it has all indices up to there, and these are as many as its length. The same holds for each
+    later shard.
     """
     num_boxes = 1
     for dimension, extent in enumerate(shape):
@@ -196,8 +197,8 @@ class HeldParts:
         if not isinstance(tensor, LazyTensor) or tensor.sharded is None:
             return whole_box(index, tensor.shape)
         box, is_strided = self._box_of(tensor.sharded)
-        # Boxes of strided shards overlap. `_covers` detects this in a whole tensor, but not in a
-        # view, so gather the view.
+        # The boxes of strided shards overlap. `_covers` detects the overlap in a whole tensor, but
+        # not in a view. So return None for a view, which is then gathered.
         if box is None or (tensor.view is not None and is_strided):
             return None
         box = box._replace(tensor=index)
@@ -215,8 +216,8 @@ class HeldParts:
                 local = self._local[id(tensor.sharded)] = tensor.sharded.to_local()
         if tuple(local.shape) != box.shape:
             raise InvalidWeightsError(
-                f"of {name!r} this rank holds {list(local.shape)}, and its placements "
-                f"{tensor.sharded.placements} give it {list(box.shape)}"
+                f"this rank's shard of {name!r} has shape {list(local.shape)}, but the placements "
+                f"{tensor.sharded.placements} give it shape {list(box.shape)}"
             )
         return local if tensor.view is None else _overlap(box, tensor.view)[1].of(local)
 

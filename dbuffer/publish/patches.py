@@ -45,7 +45,7 @@ class SparsePatch:
 def patch_of(patches: Iterable[SparsePatch], layout: Layout, *, must_be_finite: bool) -> Patch:
     """Check patches of a layout's tensors, and merge them into one patch of the weights file.
 
-    The words of the merged patch are as long as the smallest patched elements.
+    The merged patch replaces words of one size, the size of the smallest patched element.
     `WeightSender.send_patches` lists the errors.
     """
     if not isinstance(patches, Iterable):
@@ -56,9 +56,13 @@ def patch_of(patches: Iterable[SparsePatch], layout: Layout, *, must_be_finite: 
         name = layout.aliases.get(patch.name, patch.name)
         index = layout.indices.get(name)
         if index is None:
-            raise WeightsMismatchError(f"a patch of {patch.name!r:.200}, which was not published")
+            raise WeightsMismatchError(
+                f"there is a patch of {patch.name!r:.200}, but no tensor of this name was published"
+            )
         if index in by_tensor:
-            raise InvalidWeightsError(f"two patches of {patch.name!r}, or of a tensor tied to it")
+            raise InvalidWeightsError(
+                f"two patches change {patch.name!r} or a tensor tied to it: pass one patch for both"
+            )
         spec = layout.specs[index]
         patch = _cast(patch, spec)
         if must_be_finite:
@@ -95,7 +99,7 @@ def require_form(patch: Any) -> None:
 
 
 def _cast(patch: SparsePatch, spec: TensorSpec) -> SparsePatch:
-    # Dtypes of eight bits are not cast: they need scales, which the patch does not have.
+    # Don't cast from or to eight bits: FP8 values need scales, which the patch does not have.
     pair = (patch.values.dtype, dtype := DTYPES[spec.dtype])
     if pair[0] is dtype or not all(kind.is_floating_point and kind.itemsize > 1 for kind in pair):
         return patch

@@ -150,7 +150,7 @@ class Publisher(Closing, ProcessBound):
         Args:
             version: number of a version that `send` returned.
             receivers: the number of receivers, or the ids of the receivers, to wait for.
-            timeout_s: how long to wait. If the sender has several ranks, it must be less than
+            timeout_s: how long to wait. With several ranks, this timeout must be less than
                 ``rank_timeout_s + reader_timeout_s``.
 
         Raises:

@@ -180,9 +180,9 @@ class WeightSender(Publisher):
         metadata: dict[str, Any],
     ) -> PendingPublication:
         if source.stream is not None:
-            options.refuse("wait", False, "True with an iterator, which only its owner may run")
+            options.refuse("wait", False, "True with an iterator, which only your thread may run")
         if source.is_lazy:
-            options.refuse("wait", False, "True with lazy tensors, which only their owner makes")
+            options.refuse("wait", False, "True with lazy tensors, which only your thread may load")
         # Copy small buffers, because a forward pass may write to them (BatchNorm's statistics).
         tensors = [
             tensor
@@ -201,7 +201,7 @@ class WeightSender(Publisher):
 
         pending = PendingPublication()
         try:
-            # Append it first: an interrupted call may leave a publish for which `close` must wait.
+            # Append it before it begins: if this call is interrupted, `close` must wait for it.
             self._pending.append(pending)
             pending.begin(publish)
         except BaseException:
@@ -441,7 +441,8 @@ class PendingPublication(ProcessBound):
             options.seconds("timeout_s", timeout_s)
         if not futures.wait([self._future], timeout_s).done:
             raise WaitTimeoutError(
-                f"weights were not published within {timeout_s:g} s, and still are being read"
+                f"the weights were not published within {timeout_s:g} s; do not change them yet, "
+                "and call wait() again"
             )
         self._unreported.clear()
         return self._future.result()
@@ -459,8 +460,8 @@ class PendingPublication(ProcessBound):
         # A forked child lacks the publishing thread, and locks held during the fork stay locked.
         if self._is_inherited:
             raise ClosedError(
-                "this version is being published by the process that sent it, and this is a forked "
-                "child of that: wait for it there"
+                "this process is a forked child of the one that publishes this version: wait in "
+                "the process that called send()"
             )
 
 
@@ -472,9 +473,9 @@ def _log_unreported(unreported: list[str], pid: int) -> None:
 
 
 def watch_writes(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Return a function that raises `InvalidWeightsError` if a tensor was written to meanwhile.
+    """Return a check that raises `InvalidWeightsError` if a tensor was written to since now.
 
-    The function compares autograd's counts of writes. It does not detect writes that bypass
+    The check compares autograd's counts of writes. It does not detect writes that bypass
     autograd (``tensor.data``, NumPy, another process) or writes to inference tensors.
     """
     watched = [

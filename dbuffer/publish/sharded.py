@@ -207,7 +207,8 @@ class ShardedWeightSender(Publisher):
         if not all(are_known):
             # On a network mount each rank writes a file of its own, of contiguous boxes.
             self._assignment = join(ranks, source, inventory, rows_only=not self._maps_files)
-            # Set it after all checks: the next publish skips the checks if it is unchanged.
+            # Note the inventory only after the checks in `join`: the next publish skips these
+            # checks if its inventory is equal.
             self._inventory = inventory
             self._part = None
         return self._placed(source), number, checked
@@ -224,13 +225,13 @@ class ShardedWeightSender(Publisher):
 def _step_timeout_s(rank_timeout_s: Any, options: SenderKeywords) -> float:
     """Return how long, in seconds, ranks wait for another rank in a collective step.
 
-    If an option is not a valid time, use its default: the first collective step then refuses the
-    option on all ranks.
+    If an option is not a valid time, return a default. The first collective step, which needs a
+    timeout, then refuses the option on all ranks.
     """
     reader_timeout_s = options.get("reader_timeout_s", SenderOptions.reader_timeout_s)
     try:
         rank_s = checks.positive_seconds("rank_timeout_s", rank_timeout_s)
-        # Rank 0 may wait for readers while the other ranks wait for rank 0.
+        # Add both times: while the other ranks wait for rank 0, it may wait for readers.
         return rank_s + checks.seconds("reader_timeout_s", reader_timeout_s)
     except OptionError:
         return DEFAULT_RANK_TIMEOUT_S
@@ -250,7 +251,7 @@ Ranks: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Tensors that a rank lists, and the parts of them that it holds. It may hold no part."""
+    """Tensors that a rank lists, and the parts of them that the rank holds, if any."""
 
     specs: tuple[TensorSpec, ...]
     aliases: dict[str, str]
@@ -417,9 +418,8 @@ def _decode_boxes(encoded: list[Any], index_of: Sequence[int]) -> Boxes:
 def _check_parts(spec: TensorSpec, describing: dict[Ranks, list[int]]) -> None:
     """Raise if the parts of a tensor overlap or leave a gap.
 
-    ``describing`` has all inventories that list the tensor: it maps each set of ranks that hold
-    parts of the tensor, as an inventory says, to the ranks with such an inventory. The set is empty
-    if the rank holds the whole tensor.
+    ``describing`` maps a set of ranks to the ranks whose inventories say that this set holds parts
+    of the tensor. The set is empty for the ranks that hold the whole tensor.
     """
     unsharded = describing.get((), [])
     for holding, ranks in describing.items():
@@ -475,7 +475,7 @@ def _sample_replicas(source: Source, inventory: Inventory) -> dict[str, str]:
             on_device[source.specs[index].name] = sample.view(torch.uint8)
     digests: dict[str, str] = {}
     for samples in by_device.values():
-        # One copy from the device for all samples.
+        # Copy all samples of a device to main memory at once.
         sizes = list(map(len, samples.values()))
         parts = torch.split(torch.cat(list(samples.values())).cpu(), sizes)
         digests.update(zip(samples, map(digest, map(as_bytes, parts)), strict=True))

@@ -1,9 +1,10 @@
 """`Agreement`: the ranks of a trainer take each step together, or learn together that one failed.
 
 If a rank raised an error alone, the other ranks would wait in the next collective. So all ranks
-exchange the outcome of each step at its end, as JSON, over a separate process group. If an error
-leaves a call on one rank alone, this rank drops its connections, and the other ranks notice this at
-once. Ranks at different steps must never exchange messages.
+exchange the outcome of each step at its end, as JSON, over a separate process group.
+
+If an error leaves a call on one rank alone, this rank drops its connections, which the other ranks
+notice at once. With open connections, ranks at different steps could exchange messages.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ class Agreement(World):
                 raise RankFailedError(
                     f"the ranks are out of step: rank {rank} is to {outcome.step} (its step "
                     f"{outcome.number}), and rank 0 to {first.step} (its step {first.number}); "
-                    "close this on all ranks, and make it anew: every rank must make each call"
+                    "every rank must make each call; now close the object that raised this error "
+                    "on all ranks, and make a new one"
                 ) from cause
         return outcomes
 
@@ -272,7 +274,8 @@ def store_of_meeting(
     number = store.add(_LAST, 0) + 1
     store_of_one = PrefixStore(str(number), store)
     meet(PrefixStore("here", store_of_one), rank, size, timeout_s=timeout_s)
-    # Set the number only now: before all ranks have met, each rank must get the same number.
+    # Count the meeting only now: until all ranks have met, a rank that tries again must get the
+    # same number.
     store.set(_LAST, str(number))
     return store_of_one
 
@@ -306,8 +309,8 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
             ) from error
         if not away:
             return  # the last rank came just now
-        # Delete this rank's word: a rank that comes later must not find it, and continue without
-        # this rank.
+        # Delete the word that says that this rank is here: otherwise a rank that comes later would
+        # continue without this rank.
         store.delete_key(f"{_HERE} {rank}")
         missing = never or away
         reason = "did not come" if never else "came, but did not wait that long"
@@ -331,7 +334,7 @@ def place_of(store: Store) -> str:
 
 
 def _ranks_without(word: str, store: Store, ranks: Iterable[int]) -> list[int] | None:
-    """Return the ranks without this word in the store, or None if the store does not answer."""
+    """Return the ranks that have not written a word, or None if the store does not answer."""
     try:
         return [rank for rank in ranks if not store.check([f"{word} {rank}"])]
     except RuntimeError:

@@ -177,7 +177,7 @@ class FollowLoop(RetryLoop):
         return self._version
 
     def uses(self, version: int) -> None:
-        """Name the version that the attempt uses, if the version is older than the newest."""
+        """Note that the attempt uses this version, and not the newest, for messages."""
         self._used = version
 
     def used(self) -> None:
@@ -191,7 +191,8 @@ class FollowLoop(RetryLoop):
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, errors.SnapshotEvictedError):
-            self._logger.warning("%s was overtaken, starting again: %s", self._doing, str(error))
+            message = "a sender overwrote the version during %s, trying again: %s"
+            self._logger.warning(message, self._doing, str(error))
         elif (
             self._forked == "follow"
             and isinstance(error, errors.VersionRegressedError)
@@ -215,7 +216,7 @@ class FollowLoop(RetryLoop):
             isinstance(error, errors.StoreCorruptError) and error.is_lasting
         )
         self._back_off(error, problem, is_short=version is None, is_lasting=is_lasting)
-        # The error's frames keep a mapping alive, and with it the space of a removed file.
+        # Clear the error's frames: they keep a mapping alive, and so the space of a removed file.
         traceback.clear_frames(error.__traceback__)
         self.failed_version = version
         self._retry_at = None if is_lasting else time.monotonic() + self.retry_s

@@ -113,12 +113,13 @@ class VersionVerifier:
             checksums = self._copier.checksums(tensors)
             wrong = wrong_tensors(opened, tensors.layout, checksums, self._verified)
         except (*UNDECODABLE, StoreNotFoundError) as error:
-            logger.warning("reading all of version %d: %s", manifest.version, str(error))
+            message = "cannot use the deltas of version %d, reading it in full: %s"
+            logger.warning(message, manifest.version, str(error))
             return None
         if wrong:
             logger.warning(
-                "%s: reading all of version %d: with its deltas, %s differs from the published "
-                "version, because the earlier version was changed in memory",
+                "%s: reading version %d in full: its deltas gave other values of %s than were "
+                "published, because the earlier version was changed in memory",
                 opened.name,
                 manifest.version,
                 listed(wrong),

@@ -203,7 +203,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
                     self._store.newest_pointer(self._pointer)  # raises if the store was emptied
                     raise errors.SnapshotEvictedError(
                         f"version {opened.manifest.version} of {self.store} was open for longer "
-                        "than the sender waits, and its buffer was taken; open the newest version"
+                        "than the sender waits, so its buffer was reused; open the newest version"
                     )
                 if acknowledge:
                     self._set_applied(opened.manifest.lineage)
@@ -214,7 +214,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         """Report an error that leaves the ``with`` block in the receiver's record.
 
         If ``version`` is given, the report stays until a version is acknowledged. If not, the
-        report concerns the store, and stays until such a block ends without an error.
+        report concerns the store, and stays until a block without ``version`` succeeds.
         """
         try:
             yield
@@ -364,7 +364,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
                     shard_bytes=shard_bytes,
                     on_bytes=on_bytes,
                 )
-            # Rename only now: closing the snapshot has shown that no writer took its buffer.
+            # Rename only after the ``with`` block, which raises if a writer overwrote the version.
             filesystem.rename(made, path)
         return snapshot.id
 
@@ -540,7 +540,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
             )
         if version is None:
             return self._open_newest(newer_than, reread=False)
-        # The requested version is opened without opening the newest, which may be damaged.
+        # Open only the requested version: the newest version may be damaged.
         if not isinstance(version, VersionId) and self._pointer is not None:
             version = self._pointer.lineage.at(version) or version
         opened = open_version(self._store, version, self._announce)
@@ -578,7 +578,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         self._remember_names(opened, part.all_names, partial)
         if any_on_gpu(match.targets):
             self.reader.expect_device(tensors)
-        # A writer that locks do not stop can overwrite the version now; verify the copy as well.
+        # Verify the copy as well: a writer that ignores locks can overwrite the version meanwhile.
         hashed = self.reader.verifies_copies
         checksums = match.fill(loaded, self._copier, hashed=hashed and part is layout)
         if hashed and checksums is None:
@@ -586,7 +586,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         self.reader.verify(opened, tensors.layout, checksums)
 
     def _remember_names(self, opened: OpenStoreVersion, names: Set[str], partial: bool) -> None:
-        """Remember the names about to be loaded. With ``partial``, require all earlier names."""
+        """Remember the names to load. With ``partial``, raise if an earlier name is missing."""
         version = opened.manifest.version
         if partial:
             require_names(self._loaded_names, names, version)

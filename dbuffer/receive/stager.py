@@ -161,7 +161,8 @@ class _Request:
             return False
         if self.id is not None:
             return staged.lineage.reaches(self.id)
-        # The number was not published when `take` was called. Ignore this number in a fork.
+        # No version had this number when `take` was called. A version with this number that has
+        # forked from the version that was newest then is not the requested one.
         return self.newest is None or relation(staged.lineage, self.newest) != Relation.FORKED
 
     def concerns(self, number: int) -> bool:
@@ -185,7 +186,7 @@ class StagingMemory:
                 message = "switches take longer: %d bytes of a version are too many to page-lock"
                 log_once(logger, message, num_bytes)
             elif self.is_pinned and num_bytes:
-                # torch's pinned memory rounds the size up to a power of two: up to twice as much.
+                # Don't use torch's pinned memory: its size is rounded up to a power of two.
                 self._lock = PageLock(memory.data_ptr(), num_bytes)
             self._bytes = memory
         return self._bytes
@@ -208,7 +209,7 @@ class DeviceMemory:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def room(self) -> int:
-        """Return the number of bytes to use: the current size, or another if it fits better."""
+        """Return how many bytes to use: the current size if it still fits the free memory."""
         if not self.may_use:
             return 0
         in_use = self._bytes.numel()
@@ -254,8 +255,8 @@ class Stager(ProcessBound):
             result is staged.
         device: an engine's device. As much of a version as fits is copied into its memory.
         copy: whether to copy a mapped version into the stager's memory. ``"auto"``: copy if
-            ``pin_memory`` or ``device`` is set, unless both the tensors and a result of ``prepare``
-            are staged: later versions will be staged as the shorter result alone.
+            ``pin_memory`` or ``device`` is set. But keep a version mapped if it is staged together
+            with a result of ``prepare``: later versions will be staged as the shorter result alone.
         pin_memory: page-lock the stager's memory, for faster copies to a device.
         version: stage only this version until it has been applied. Default: stage each newest
             version.
@@ -364,9 +365,9 @@ class Stager(ProcessBound):
             at_least: take this version or a later one. Default: the version that the stager was
                 made for, or the newest version when the call is made.
             needs_tensors: whether the version must be staged with all its tensors.
-            timeout_s: how long to wait; then, :class:`WaitTimeoutError` is raised.
+            timeout_s: how long to wait. After this time, :class:`WaitTimeoutError` is raised.
 
-        Any other error: the version, or the store, cannot be used.
+        Any other error means that the version or the store cannot be used.
         """
         self._require_open()  # before the lock, which can stay locked forever in a forked process
         with self._condition:
@@ -515,7 +516,7 @@ class Stager(ProcessBound):
         return is_staged and self._staged is not None and self._request.is_met_by(self._staged)
 
     def _may_stage(self) -> bool:
-        # If the request is answered, `take` is about to return the version or raise the error.
+        # Stage nothing if the request is answered: `take` is about to return the version or raise.
         if self._state in (State.CLOSED, State.TAKEN) or self._is_answered():
             return False
         if self._request is None and self._reserved_s > 0:
@@ -555,7 +556,7 @@ class Stager(ProcessBound):
             else:
                 # The version is released anyway. The next open raises the error if it persists.
                 logger.warning("releasing a version of %s: %s", self._receiver.store, str(error))
-            # The error's frames keep a mapping alive, and with it the space of a removed file.
+            # Clear the error's frames: they keep a mapping, and the space of a removed file.
             traceback.clear_frames(error.__traceback__)
             return False
         return True
@@ -764,7 +765,7 @@ class Stager(ProcessBound):
                 self._receiver.reader.unmap()  # the store may have been removed
             if error is not None and self._request is not None:
                 if self._request is not request:
-                    # The call came during the attempt. Try again: the cause may be gone by now.
+                    # This request came during the attempt. Retry: the error's cause may be gone.
                     self._loop.retry_now()
                 # A store that cannot be read concerns every request.
                 elif version is None or request.concerns(version):

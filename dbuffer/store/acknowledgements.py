@@ -89,12 +89,12 @@ class _Wait:
     def look(self) -> int:
         """Read all receivers' records; return how many receivers have applied the version."""
         records = self.store.receivers()
-        # Read the pointer after the records: each applied version leads to the pointer's version.
+        # Read the pointer after the records: then it is as new as each version that they name.
         pointer = self.store.newest_pointer()
         self.newest = None if pointer is None else pointer.lineage
-        # While this writer has the store, the records are of its versions or of earlier ones.
+        # Raise if another writer took the store over: records could name that writer's versions.
         self.store.require_writer(self.writer.record)
-        # An engine's record acknowledges versions. Its ranks' records only name staged versions.
+        # Don't count the records of an engine's ranks: they name staged versions, not applied ones.
         by_id: defaultdict[str, list[ReceiverRecord]] = defaultdict(list)
         ranks: defaultdict[tuple[str, str], list[ReceiverRecord]] = defaultdict(list)
         for record in records:
@@ -191,7 +191,7 @@ class _Wait:
         return manifest is not None and not record.takes(manifest.version, manifest.metadata)
 
     def _is_old(self, record: ReceiverRecord) -> bool:
-        # Only equality counts: the times may come from two hosts' clocks.
+        # Test for equality, not for order: the times may come from two hosts' clocks.
         before = self.writer.written_before.get((record.receiver, record.token))
         return before == record.updated_at
 

@@ -96,7 +96,7 @@ class DoubleBuffer:
             # Unlike is_dir(), this raises for a loop of links, or a file in the way.
             with contextlib.suppress(FileNotFoundError):
                 return stat.S_ISDIR(self.root.stat().st_mode)
-            # A host's cache may say for a minute that the directory does not exist.
+            # Look again without this host's cache, which may hide a new directory for a minute.
             for directory in reversed(self.root.parents):
                 with contextlib.suppress(OSError):
                     filesystem.refresh(directory)
@@ -147,7 +147,7 @@ class DoubleBuffer:
             return None
         message = "%s has no %s: going by its manifests"
         log_once(logger, message, self.root, places.POINTER_FILE)
-        # Return the earlier version: generations only go up in a store, also across runs.
+        # The earlier version has the lower generation: generations only go up, also across runs.
         return min(complete, key=lambda pointer: pointer.generation)
 
     def weights_path(self, buffer: str, manifest: Manifest) -> Path:
@@ -268,7 +268,7 @@ class DoubleBuffer:
         """Read the records of all receivers with this id, in order of their files' last changes."""
         entries = self._record_entries()
         paths = [Path(e.path) for e in entries if places.receiver_of(e.name) == receiver_id]
-        # Files' times come from one clock; times in records come from many hosts' clocks.
+        # Sort by the files' times, of one clock: times in records come from many hosts' clocks.
         paths.sort(key=filesystem.touched_at)
         return [record for path in paths if (record := self._read_usable(path)) is not None]
 
@@ -311,8 +311,8 @@ class DoubleBuffer:
     def may_live(self, record: ReceiverRecord | WriterRecord) -> bool:
         """Whether the process that wrote a record may still be alive.
 
-        If this host can see the process, the process decides. Otherwise the record's lock or time
-        decides. If a mirror relays the record, the receiver counts as alive until its record says
+        If this host can see the process, check the process. Otherwise check the record's lock or
+        time. If a mirror relays the record, the receiver counts as alive until its record says
         that it has ended: its last acknowledgement may still be on its way when its process has
         ended.
         """
@@ -343,7 +343,8 @@ class DoubleBuffer:
 
 
 def _file_state(status: os.stat_result, now_s: float) -> _FileState | None:
-    # If a file changed just now, another change may keep its time, and even its inode.
+    # Return None for a file that changed just now: another change could leave its time, and even
+    # its inode, as they are, and the file would not be read again.
     if now_s - max(status.st_mtime, status.st_ctime) < _MTIME_GRANULARITY_S:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
@@ -449,9 +450,9 @@ def require_own_directory(root: Path) -> None:
 class Contents:
     """Version pointer and manifests of a store, each read at its first use.
 
-    A writer that opens a store finds them as the previous writer left them. That writer may have
-    been killed at any instruction, and records may be damaged. A damaged record is ignored, but its
-    file shows that the store is not new.
+    A writer that opens a store finds these records as the previous writer left them. That
+    writer may have been killed at any instruction, and records may be damaged. A damaged record is
+    ignored, but its file shows that the store is not new.
     """
 
     def __init__(self, store: DoubleBuffer) -> None:
@@ -512,8 +513,9 @@ class Contents:
     def published(self, *, lost: bool = False) -> Iterator[tuple[str, Manifest]]:
         """Yield the buffer and manifest of the newest version and of versions that lead to it.
 
-        Kept versions come last. With ``lost``, also yield kept versions that do not lead to the
-        newest version. A version is kept before its buffer is reused, so no version is missed.
+        Kept versions come last: a sender keeps a version before it reuses the version's buffer, so
+        this order misses no version. With ``lost``, also yield kept versions that do not lead to
+        the newest version.
         """
         for buffer, manifest in self.manifests.items():
             if manifest is not None and self.has_published(manifest):
@@ -553,8 +555,8 @@ class Contents:
             )
         if in_store < version <= last:
             raise errors.VersionError(
-                f"the number {version} was used in {root}: that version was lost, or its publish "
-                f"failed when readers may have seen it; the next number is {last + 1}"
+                f"the number {version} was already used in {root}: the version was lost, or its "
+                f"publish failed after readers may have seen it; use a number from {last + 1}"
             )
         if version <= last:
             raise errors.VersionError(

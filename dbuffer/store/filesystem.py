@@ -304,7 +304,7 @@ def _rename(temporary: Path, path: Path, made: tuple[int, int]) -> None:
         os.replace(temporary, path)
     except FileNotFoundError:
         # An NFS client repeats a request that got no answer. If the server was restarted in
-        # between, the second rename fails: then the name already leads to the file.
+        # between, the repeated rename fails although the first one succeeded.
         if identity_at(path) != made:
             raise
 

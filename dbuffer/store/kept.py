@@ -54,8 +54,8 @@ def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool)
         shutil.rmtree(made, ignore_errors=True)
     if store.undamaged_manifest(kept) is None:
         raise VersionError(
-            f"{path} has remains of version {manifest.version}, which was dropped; the sender's "
-            "next publish removes them"
+            f"version {manifest.version} was dropped, and {path} still has files of it; the "
+            "sender's next publish removes them"
         )
     return kept
 
@@ -116,7 +116,8 @@ def pin(store: DoubleBuffer, version: int | VersionId) -> None:
         open_kept(store, version, durable=store.medium.reaches_other_hosts) as opened,
     ):
         pinned = store.root / opened.buffer / places.PIN_FILE
-        # A sender that drops a version removes the manifest, then looks for this file once more.
+        # Make the pin, then check the manifest. A sender that drops the version removes the
+        # manifest, then checks for the pin. So at least one of the two notices the other.
         with contextlib.suppress(FileNotFoundError):
             pinned.touch(mode=0o600)
         if not opened.is_still_named():

@@ -145,7 +145,7 @@ def _mount_of(path: Path) -> tuple[str, str]:
     places_above = {str(place) for place in (path, *path.parents)}
     mounted, longest = ("unknown", "unknown"), -1
     for point, mount in _mounts():
-        # Later mounts hide earlier ones at the same path.
+        # Of two mounts at one path, use the later one: it hides the earlier one.
         if point in places_above and len(point) >= longest:
             mounted, longest = mount, len(point)
     return mounted

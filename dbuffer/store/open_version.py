@@ -188,7 +188,7 @@ def open_buffer(
     opened = _try_open(store, buffer, manifest, announce)
     if isinstance(opened, OpenStoreVersion):
         return opened
-    # A locked file is being written: a writer locks the file before it marks the manifest.
+    # A locked file is no damage: a writer locks the file before it marks the manifest.
     if opened != _LOCKED and store.manifest(buffer) == manifest:
         raise errors.StoreCorruptError(f"{store.root}: {opened}")
     return None
@@ -219,7 +219,7 @@ def open_version(
     if damage is not None:
         raise damage
     for buffer in places.BUFFERS:
-        # Raise an error if a manifest is damaged: it may be the requested version's.
+        # Read both manifests, to raise if one is damaged: it may be the requested version's.
         store.manifest(buffer)
     return None
 
@@ -258,8 +258,8 @@ def _require_readable(store: DoubleBuffer, manifest: Manifest) -> None:
     may_be_mixed = not manifest.is_final and manifest.checksums_xxh3 is None
     if may_be_mixed and store.medium.reaches_other_hosts:
         raise errors.StoreAccessError(
-            f"version {manifest.version} in {store.root} was published for one host only: there "
-            "the store is a local disk, and here a network mount "
+            f"version {manifest.version} in {store.root} was published on a local disk, for "
+            "readers on the same host, but here the store is on a network mount "
             f"({store.medium.filesystem}); set {filesystem.MOUNT_VARIABLE}=network in the "
             "sender's environment"
         )

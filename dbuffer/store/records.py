@@ -55,7 +55,7 @@ class PublishedRecord:
         """Touch the record's file, unless its lock already shows that the receiver lives."""
         if self.record is None or not self._store.medium.reaches_other_hosts:
             return
-        # Another host may have removed the record of a receiver that seemed dead.
+        # Put the record back if another host removed it, because this receiver seemed dead.
         if not self.is_there():
             self.put(self.record)
             return
@@ -151,8 +151,8 @@ class RecordFile(OwnRecord):
         super().__init__(receiver_id)
         self._store = DoubleBuffer(store, allow_shared_store=True)
         self._directory = store / RECEIVERS_DIRECTORY
-        # A write to the file may hang while the network is down. So it does not hold `_lock`,
-        # which `set` needs while an engine is paused.
+        # A write to the file holds this lock, and not `_lock`: the write may hang while the network
+        # is down, but `set`, which needs `_lock`, must not hang while an engine is paused.
         self._file_lock = threading.Lock()
         self._can_write = True
         self._is_closed = False
@@ -251,9 +251,9 @@ def _anew(record: ReceiverRecord, **changes: Any) -> ReceiverRecord:
 
 
 def _remove_ended(store: DoubleBuffer, newcomer: ReceiverRecord) -> None:
-    """Remove the records that have a new receiver's id and are of receivers that have ended.
+    """Remove the records of receivers that have ended and that had a new receiver's id.
 
-    Senders would otherwise wait for these receivers.
+    Otherwise senders would wait for the ended receivers.
     """
     for record in store.records_of(newcomer.receiver):
         if record.token == newcomer.token:

@@ -96,8 +96,8 @@ class Reason(NamedTuple):
 class Retention:
     """Removes the files that a store no longer needs. The store's writer calls it.
 
-    On a network mount, a file that no manifest names any more is removed `Timing.keep_superseded_s`
-    after a newer version was published, since some readers cannot write a record. If a record
+    On a network mount, a file that no manifest names any more stays for `Timing.keep_superseded_s`
+    after a newer version was published: it may have readers that cannot write a record. If a record
     announces a version that needs the file, the file stays longer, up to ``reader_timeout_s``.
     Besides the versions in buffers A and B, the store keeps ``num_kept`` versions.
     """
@@ -132,11 +132,13 @@ class Retention:
     def sweep(self, manifests: Manifests, next_one: Lineage | None = None) -> None:
         """Remove all weights files, deltas and kept versions that the store no longer needs.
 
-        Call it just after one of the ``manifests`` of buffers A and B was replaced, never before.
-        It drops kept versions that do not lead to ``next_one`` (the version about to be written),
-        and the oldest kept versions if there are more than ``num_kept``.
+        Call this method just after one of the ``manifests`` of buffers A and B was replaced, never
+        before: the replaced manifest may name files that are removed here. Kept versions are
+        dropped if they do not lead to ``next_one`` (the version about to be written), and the
+        oldest ones if there are more than ``num_kept``.
         """
-        # List the files first: files of a version that is pinned later are then not removed.
+        # List the files first. If a version is pinned after this, its files are not in the list,
+        # so they are not removed.
         directories = self.store.kept_directories()
         files = self._files_in([*places.BUFFERS, places.DELTAS_DIRECTORY, *directories])
         kept_versions = self._kept_versions()
@@ -275,13 +277,13 @@ class Retention:
         return reasons
 
     def _ages_s(self, files: dict[Path, list[Path]], unknown: Set[Path]) -> dict[Path, float]:
-        """Return a lower bound of how long each file of a dead writer has not been in a manifest.
+        """Return for how long, at least, no manifest has named each file of a dead writer.
 
-        The bound is the time since a manifest of A or B was last replaced. In a store without
-        deltas, a longer time is certain: a buffer's manifest stops naming a file before the next
-        file is made, so the bound is the time since the next file was written. Times are by the
-        filesystem's clock. Counted from this writer's start, they would stay short in a store whose
-        writers all live only for a moment, as `dbuffer publish` does.
+        The time since a manifest of A or B was last replaced is certain. In a store without deltas,
+        the time since the buffer's next file was written is certain, too, and may be longer: the
+        buffer's manifest stops naming a file before the next file is made. All times are by the
+        filesystem's clock. The time since this writer's start would not do: a writer such as
+        `dbuffer publish` lives only for a moment.
         """
         if not (unknown and self.store.medium.reaches_other_hosts):
             return {}
@@ -291,7 +293,7 @@ class Retention:
             for directory in (root / buffer for buffer in places.BUFFERS):
                 filesystem.refresh(directory)
                 marked_at[directory] = filesystem.touched_at(directory / places.MANIFEST_FILE)
-            # The latest time is now: this writer has just written one of these files.
+            # Use the latest of these times as the current time: this writer just wrote a file.
             now_s = max(*marked_at.values(), filesystem.touched_at(root / places.WRITER_FILE))
             ages_s = dict.fromkeys(unknown, now_s - max(marked_at.values()))
             if any(places.is_delta_file(file.name) for file in files):

@@ -9,9 +9,9 @@ If the writer is killed before the pointer moves, the pointer still names the ot
 intact. The kernel drops the writer's locks. The next writer finds the idle buffer marked
 ``writing`` and overwrites it. `retention` says which files a writer removes, and when.
 
-On a local mount that allows it, each buffer has one weights file, which each version overwrites.
-The writer first locks the file, so it waits for readers. A version gets a new file if the layout
-changed, if the sender keeps versions, or on any other mount.
+On a local mount where files can be rewritten in place, each buffer has one weights file, and each
+version in the buffer overwrites it. The writer first locks the file, so it waits for readers. A
+version gets a new file on any other mount, if the layout changed, or if the sender keeps versions.
 """
 
 from __future__ import annotations
@@ -186,10 +186,10 @@ class BufferWriter:
         """Claim the idle buffer: lock it and mark it as being written.
 
         If versions are kept, first keep the buffer's version. On a local mount, wait for readers of
-        the buffer. Once the buffer is marked, remove files that need not stay (`Retention.sweep`).
-        If the buffer's file cannot be overwritten, make a new file: with all its blocks, unless the
-        ``layout`` is not known yet. Without ``with_file``, the version consists of an earlier
-        version's file and deltas, and gets no file.
+        the buffer. Once the buffer is marked, remove files that the store no longer needs
+        (`Retention.sweep`). If the buffer's file cannot be overwritten, make a new file, and
+        allocate all its blocks if the ``layout`` is known. Without ``with_file``, the version
+        consists of an earlier version's file and deltas, and gets no file.
 
         Raises:
             StoreFullError: the filesystem has no room for a new file.
@@ -208,7 +208,7 @@ class BufferWriter:
             not_idle = {other_buffer(buffer): newest}
             file, name, earlier = None, None, None
             if with_file and not self._keep and old is not None:
-                # Don't overwrite the file if the newest version consists of it and of deltas.
+                # Don't overwrite a file that the deltas of the newest version start from.
                 if self.root / buffer / old.file not in self._retention.named_by(not_idle):
                     file = self._reuse_file(buffer, old, layout)
                 if file is not None:
@@ -325,8 +325,8 @@ class BufferWriter:
     def _mark(
         self, buffer: str, version: Lineage, last_generation: int, file: str | None
     ) -> Manifest:
-        # Also exceed this writer's own last generation, whose record may be damaged by now.
-        # Add two, because the commit adds one.
+        # Exceed the generations in the store, and this writer's last one, whose manifest may be
+        # damaged by now. Add two: the commit of the last claim has added one.
         self._generation = generation = max(self._generation, last_generation) + 2
         no_file: dict[str, Any] = dict.fromkeys(FILE_FIELDS, 0)
         no_file |= {"layout_xxh3": None, "checksums_xxh3": None}
@@ -445,7 +445,7 @@ class BufferWriter:
         return complete
 
     def _saying_if_published(self, pointer: Pointer) -> TranslatedErrors:
-        """Add to a commit's error that the version was published, if it was published anyway."""
+        """Return a ``with`` block whose error says if the version was published anyway."""
 
         def translate(error: BaseException) -> None:
             if not isinstance(error, OSError | StoreCorruptError):
@@ -467,7 +467,7 @@ class BufferWriter:
     def open_kept(self, version: int | VersionId) -> Iterator[OpenStoreVersion]:
         """Keep a version of the store, unless it is kept already, and open it for a ``with`` block.
 
-        No publish drops the version during the block, so it survives if the publish fails.
+        No publish drops the version during the block, even if a publish in the block fails.
         """
         self._check_open()
         with os_errors("publish", self.root):
@@ -514,8 +514,8 @@ class BufferWriter:
                     raise
         if read != (pointer, complete, sizes):
             raise StoreAccessError(
-                f"{self.root} does not give back version {pointer.version} as it was written: "
-                f"{read!r:.400}; is it a mount that all hosts see alike?"
+                f"version {pointer.version} of {self.root} was read back, and differs from what "
+                f"was written: {read!r:.400}; does the mount show all hosts the same files?"
             )
 
     def withdraw(self) -> None:

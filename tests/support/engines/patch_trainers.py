@@ -132,7 +132,7 @@ def require_patched(store: Path, llm: Any, version_of: Callable[[Any], str]) -> 
         if step == WRONG_AFTER:
             right = trainer.some_of(VARIED[0])
             wrong = patch_of("lm_head", right.indices, right.values, right.full_shape)
-            problem = "^a patch of 'lm_head', which was not"
+            problem = "^there is a patch of 'lm_head', but no tensor"
             with pytest.raises(dbuffer.WeightsMismatchError, match=problem):
                 engine.send_weights([right, wrong])
             require_served()
