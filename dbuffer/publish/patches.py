@@ -135,7 +135,7 @@ def _in_order(label: str, places: Integers, values: torch.Tensor) -> tuple[Integ
     order = np.argsort(places)
     places = places[order]
     if (places[1:] == places[:-1]).any():
-        raise InvalidWeightsError(f"{label} names one place twice")
+        raise InvalidWeightsError(f"{label} names one index twice")
     # Reorder the values as bytes: neither torch nor numpy can index tensors of all dtypes.
     rows = values.view(torch.uint8).reshape(len(places), values.dtype.itemsize)
     return places, rows[torch.from_numpy(order)].reshape(-1).view(values.dtype)

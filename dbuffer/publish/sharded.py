@@ -391,7 +391,7 @@ def _join(
             if aliases.setdefault(alias, name) != name:
                 raise InvalidWeightsError(
                     f"rank {ranks[0]} ties {alias!r} to {name!r}, and another rank to "
-                    f"{aliases[alias]!r}"
+                    f"{aliases[alias]!r}: tie the same tensors on all ranks"
                 )
     if not specs:
         raise InvalidWeightsError("no rank holds a tensor to publish")

@@ -90,7 +90,9 @@ class Agreement(World):
             )
         self.rank = distributed.get_rank(group)
         if self.rank < 0:
-            raise OptionError("this process is not in the group: make a sender on its ranks only")
+            raise OptionError(
+                "this process is not in the group: make a sender on the group's ranks only"
+            )
         self.size = distributed.get_world_size(group)
         self.timeout_s = timeout_s
         self.peers: list[Process] = []

@@ -441,7 +441,8 @@ class Snapshot(ProcessBound):
         try:
             changes = ChainReader(self._opened, layout).changed_since(version, self._copier)
         except DBufferError as error:  # also if the package that unpacks deltas is missing
-            logger.warning("%s: reading all of it: %s", self.path, str(error))
+            message = "%s: cannot tell what changed, because deltas cannot be read: %s"
+            logger.warning(message, self.path, str(error))
             return None
         return {layout.specs[index].name: positions for index, positions in changes.items()}
 

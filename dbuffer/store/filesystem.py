@@ -108,7 +108,7 @@ def _room(path: Path, num_bytes: int) -> str:
 
 
 def list_matching(directory: Path, pattern: str) -> list[Path]:
-    """List the paths in a directory that match a pattern; return [] without a directory."""
+    """List the paths in a directory that match a pattern; return [] if it does not exist."""
     with os_errors("list", directory):
         return list(directory.glob(pattern))
 

@@ -124,7 +124,9 @@ class OpenStoreVersion(OpenVersion):
         `StoreCorruptError`.
         """
         logger.warning(
-            "version %d was removed while it was read: %s", self.manifest.version, str(error)
+            "a file of version %d was removed while it was read: %s",
+            self.manifest.version,
+            str(error),
         )
         if patience.wait(self.manifest.id):
             raise OvertakenError from error

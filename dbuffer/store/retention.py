@@ -172,7 +172,11 @@ class Retention:
             self._remove_old_records(now_s)
             self._remove_old_refusals(now_s)
         except (DBufferError, OSError) as error:
-            logger.warning("cannot clear up %s: %s", self.store.root, str(error))
+            logger.warning(
+                "cannot remove temporary files and old records of %s: %s",
+                self.store.root,
+                str(error),
+            )
 
     def _remove_old_records(self, now_s: float) -> None:
         """Remove records of receivers that ended long ago."""
@@ -323,7 +327,8 @@ class Retention:
             except (DBufferError, OSError) as error:
                 # A publish must not fail because an old file cannot be removed.
                 logger.warning(
-                    "cannot look for readers of old versions, keeping them: %s", str(error)
+                    "keeping old versions, because their readers cannot be determined: %s",
+                    str(error),
                 )
                 return
         in_buffers = {manifest.version for manifest in manifests.values() if manifest is not None}

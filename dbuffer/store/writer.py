@@ -266,7 +266,9 @@ class BufferWriter:
         except FileNotFoundError:
             return None
         except StoreCorruptError as error:
-            logger.warning("making a new weights file: %s", str(error))
+            logger.warning(
+                "making a new weights file, because the old one cannot be reused: %s", str(error)
+            )
             return None
         self._open_files[path] = file
         return file
