@@ -24,8 +24,8 @@ def main() -> None:
     except KeyboardInterrupt:  # before the command ran
         code = 128 + signal.SIGINT
     if code in _SIGNALED:
-        # End this process by the signal itself. So a shell also ends the loop that ran the command,
-        # and service managers count the command as stopped, not as failed.
+        # End this process by the signal itself, so that a shell also ends the loop that ran the
+        # command, and service managers count the command as stopped, not as failed.
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         signal.signal(code - 128, signal.SIG_DFL)
@@ -36,8 +36,8 @@ def main() -> None:
 def _replace_closed_streams() -> None:
     """Open /dev/null in place of closed standard streams (``>&-``), which Python sets to None.
 
-    Otherwise, the first file that dbuffer opens could get the number of stderr, and torch would
-    print its messages into the file.
+    Otherwise, the first file that dbuffer opens could get stderr's file descriptor (2), and torch
+    would print its messages into the file.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)

@@ -128,15 +128,15 @@ class UnsupportedError(DBufferError, NotImplementedError):
 
 
 class WeightsMismatchError(DBufferError, ValueError):
-    """The published weights do not fit the target. It was not changed, unless a note says it was.
+    """The published weights do not fit the target, which is unchanged unless a note says otherwise.
 
     The message lists the differences. Correct names with ``rename=`` and dtypes with ``dtype=``. If
-    a partial version lacks tensors, publish those too.
+    a partial version lacks tensors, publish them too.
     """
 
 
 class SnapshotEvictedError(DBufferError, RuntimeError):
-    """A snapshot was open for longer than the sender waits, so the sender reused its buffer.
+    """A snapshot was open for longer than the sender waits for readers, so its buffer was reused.
 
     Discard the data that you read from the snapshot: the sender may have overwritten the file
     meanwhile. Open the newest version. To prevent this error, copy faster, or raise the sender's
@@ -145,9 +145,10 @@ class SnapshotEvictedError(DBufferError, RuntimeError):
 
 
 class RankFailedError(DBufferError, RuntimeError):
-    """A rank of a sharded trainer or of an engine failed or was lost, so all ranks stopped.
+    """A rank of a sharded trainer or of an engine failed or no longer answers. All ranks stopped.
 
-    The message names the rank and the reason. If a rank was lost, make a new sender in a new job.
+    The message names the rank and the reason. If a rank no longer answers, make a new sender in
+    a new job.
     """
 
 
@@ -173,9 +174,9 @@ class EngineEndedError(ClosedError):
 
 
 class NotReadyError(DBufferError, RuntimeError):
-    """A call was made in the wrong order: before another call that it requires, or too late.
+    """A call was made too early, before another call or a file that it needs, or too late.
 
-    The message names the call that must come first.
+    The message says what is missing.
     """
 
 
@@ -189,8 +190,8 @@ class EngineBusyError(DBufferError, RuntimeError):
 class EngineUpdateError(DBufferError, RuntimeError):
     """An engine could not switch to a version. It still serves the previous weights.
 
-    The message names the rank and the tensor. Publish weights that fit the engine: it tries the
-    next version by itself.
+    The message names the rank and the tensor. Publish weights that fit the engine. The engine
+    tries the next version by itself.
     """
 
 

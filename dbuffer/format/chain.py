@@ -15,8 +15,8 @@ MAX_CHAIN_SHARE = 0.5
 def until_anchor(num_deltas: int, delta_bytes: int, version_bytes: int) -> tuple[int, int]:
     """Return how many more deltas, and how many more bytes of deltas, a chain can have.
 
-    If no more deltas are allowed, or the bytes are negative, the next version is an anchor: a
-    version that is published whole.
+    If the first number is not positive, or the second is negative, the next version is an anchor:
+    a version that is published whole.
     """
     return MAX_CHAIN - num_deltas, int(MAX_CHAIN_SHARE * version_bytes) - delta_bytes
 
@@ -29,12 +29,13 @@ def is_long(delta_bytes: Sequence[int], version_bytes: int) -> bool:
 def trimmed(
     delta_bytes: dict[VersionId, int], version_bytes: int, anchor: VersionId | None
 ) -> dict[VersionId, int]:
-    """Drop the oldest versions of a chain above the limits, but not the anchor or a later version.
+    """Drop the oldest versions of a chain until the chain is within the limits.
 
-    If the newest delta alone exceeds the limits, only the newest version is left, without a delta.
-    ``delta_bytes`` has the size of the delta that leads to each version, oldest first; the first
-    version has 0. ``anchor`` is the earlier version that the weights file holds, or None if the
-    weights file holds the newest version.
+    The anchor and later versions are never dropped. If there is no anchor, and the newest delta
+    alone exceeds the limits, only the newest version is left, without a delta. ``delta_bytes`` has
+    the size of the delta that leads to each version, oldest first; the first version has 0.
+    ``anchor`` is the earlier version that the weights file holds, or None if the weights file holds
+    the newest version.
     """
     versions = list(delta_bytes)
     while len(versions) > 1 and versions[0] != anchor:
@@ -45,5 +46,5 @@ def trimmed(
 
 
 def chain_of(delta_bytes: dict[VersionId, int]) -> list[VersionId]:
-    """Return the versions in ``delta_bytes``, or [] if there is only one, without a delta."""
+    """Return the versions that deltas connect, or [] if there is only one version."""
     return list(delta_bytes) if len(delta_bytes) > 1 else []

@@ -2,9 +2,11 @@
 
 ``docs/design.md`` ("Deltas") specifies the file: a prefix, a header (:class:`DeltaRecord`), and
 chunks, each with its digest in the header. A chunk changes *words*: unsigned numbers of 1, 2, 4 or
-8 bytes, each an element or a part of an element. A chunk consists of streams. They hold the *gaps*
-between changed words and the differences of the words, with one stream for each byte of these
-numbers. The header and each stream are compressed with zstd if that makes them shorter.
+8 bytes, each an element or a part of an element. For each changed word, a chunk has two numbers:
+the *gap* (the number of unchanged words before the word), and the difference of the word's values.
+The numbers are stored in *streams*: one stream has the lowest byte of all gaps, the next stream has
+the next byte, and so on. The header and each stream are compressed with zstd if that makes them
+shorter.
 """
 
 from __future__ import annotations
@@ -121,7 +123,7 @@ def decode_header(
         )
     if not 0 < stored_bytes <= raw_bytes <= MAX_HEADER_BYTES:
         raise StoreCorruptError(
-            f"delta: a header cannot have {stored_bytes} bytes, and {raw_bytes} unpacked"
+            f"delta: impossible size of the header: {stored_bytes} bytes, {raw_bytes} unpacked"
         )
     data = read(PREFIX_BYTES, stored_bytes)
     if int(digest(data), 16) != xxh3:
@@ -129,7 +131,8 @@ def decode_header(
     record = decode(DeltaRecord, bytes(unpack(data, raw_bytes)))
     if record.layout_xxh3 != layout_xxh3:
         raise StoreCorruptError(
-            f"delta: made for the layout {record.layout_xxh3}; this version has {layout_xxh3}"
+            f"delta: made for the layout {record.layout_xxh3}, but this version has the layout "
+            f"{layout_xxh3}"
         )
     indices = [-1, *(index for index, _ in record.checksums or ()), len(layout.specs)]
     if any(index >= following for index, following in itertools.pairwise(indices)):
@@ -170,8 +173,9 @@ def require_compression() -> ModuleType:
 def _compressor() -> Any:
     if not hasattr(_of_thread, "compressor"):
         zstandard = require_compression()
-        # The bytes are nearly random: Huffman coding shortens them, and matches only cost time and
-        # space. These parameters find few matches: 2 to 10 % fewer bytes than plain level 1.
+        # The bytes are nearly random, so Huffman coding shortens them, but zstd's matches only cost
+        # time and space. With these parameters, zstd finds few matches, and the result has 2 to
+        # 10 % fewer bytes than with plain level 1.
         parameters = zstandard.ZstdCompressionParameters.from_level(
             1,
             strategy=zstandard.STRATEGY_FAST,
@@ -206,9 +210,10 @@ def unpack(stored: bytes | memoryview, raw_bytes: int) -> bytes | memoryview:
         return stored
     zstandard = require_compression()
     try:
-        # zstandard allocates the size that a frame states, even if it is above max_output_size.
+        # Check the size first: zstandard allocates the size that a frame states, even if that size
+        # is above max_output_size.
         if zstandard.frame_content_size(stored) != raw_bytes:
-            raise StoreCorruptError(f"delta: a stream is not of {raw_bytes} bytes")
+            raise StoreCorruptError(f"delta: a stream does not unpack to {raw_bytes} bytes")
         data: bytes = _decompressor().decompress(
             stored, max_output_size=raw_bytes, allow_extra_data=False
         )

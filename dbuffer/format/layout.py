@@ -326,7 +326,7 @@ class Layout:
         aliases = record.aliases
         specs, offsets, free = [], [], 0
         for name, dtype, shape, offset in record.tensors:
-            # torch limits the product of the sizes, even if one of them is 0.
+            # Count a size of 0 as 1: torch limits the product of the other sizes even then.
             num_elements = math.prod(size or 1 for size in shape)
             if dtype not in ITEM_BYTES or num_elements * ITEM_BYTES[dtype] > _MAX_TENSOR_BYTES:
                 raise StoreCorruptError(
@@ -343,7 +343,9 @@ class Layout:
         if len(names) != len(specs):
             raise StoreCorruptError("layout: a name occurs twice")
         if not names.issuperset(aliases.values()) or not names.isdisjoint(aliases):
-            raise StoreCorruptError("layout: an alias is not another name of a tensor")
+            raise StoreCorruptError(
+                "layout: an alias is itself a tensor's name, or names no tensor"
+            )
         _check_pieces(record.parts, record.pieces, specs)
         return cls(tuple(specs), tuple(offsets), aliases, record.parts, record.pieces)
 
@@ -351,14 +353,13 @@ class Layout:
     def tail(self) -> bytes:
         """End of the file, which ``TensorDict.from_consolidated`` reads.
 
-        Empty if the data is in parts.
-
-        This end has nested metadata and their length, in the form of tensordict 0.10 to 0.15.
+        It has the metadata that tensordict 0.10 to 0.15 expects there, and their length. Empty if
+        the data is in parts.
         """
         if self.is_in_parts:  # tensordict would find no data, and refuses a file without this end
             return b""
         padding = 0
-        # Tensors that tensordict cannot hold are left out.
+        # Leave out tensors that tensordict cannot hold.
         leaves = {
             spec.name: [f"torch.{spec.dtype}", spec.shape, at, at + spec.num_bytes, padding]
             for spec, at in zip(self.specs, self.offsets, strict=True)
@@ -389,7 +390,9 @@ def _check_pieces(
     covered = [0] * len(specs)
     for before, piece in itertools.pairwise((Piece(0, 0, 0, 0, 0), *pieces)):
         if piece.tensor >= len(specs) or not _is_inside(piece, parts):
-            raise StoreCorruptError(f"layout: {piece} is not a piece of a tensor")
+            raise StoreCorruptError(
+                f"layout: a piece is of no tensor, or not inside its part: {piece}"
+            )
         if piece.tensor < before.tensor or piece.offset != covered[piece.tensor]:
             raise StoreCorruptError(f"layout: a piece is missing, or out of place: {piece}")
         covered[piece.tensor] += piece.num_bytes

@@ -97,7 +97,7 @@ class Lineage(NamedTuple):
         return Lineage(version, runs)
 
     def has_since(self, number: int, version: VersionId | None) -> bool:
-        """Whether ``version`` leads to this version and is numbered ``number`` or higher."""
+        """Whether ``version`` leads to this version, and its number is at least ``number``."""
         return version is not None and version.number >= number and self.reaches(version)
 
     def at(self, number: int) -> VersionId | None:

@@ -193,7 +193,7 @@ class Manifest(Versioned, frozen=True, kw_only=True):
         chain = self.chain
         if len(set(chain)) < len(chain) or len(chain) == 1:
             raise StoreCorruptError(
-                f"{self.NAME}: its chain of deltas leads nowhere: {chain!r:.80}"
+                f"{self.NAME}: its chain has one version only, or a version twice: {chain!r:.80}"
             )
         if self.anchor is None and self.anchor_buffer is not None:  # a bucket has no buffers
             raise StoreCorruptError(f"{self.NAME}: it has an anchor_buffer, but no anchor")
@@ -213,7 +213,7 @@ class Manifest(Versioned, frozen=True, kw_only=True):
 
     @property
     def file_version(self) -> VersionId:
-        """Version in the weights file: this version, or the version that its deltas start from."""
+        """Version in the weights file: the anchor or, without an anchor, this version."""
         return self.anchor or self.id
 
     @property
@@ -222,7 +222,7 @@ class Manifest(Versioned, frozen=True, kw_only=True):
         return self.deltas_after(self.file_version)
 
     def upon(self, buffer: str) -> dict[str, Any]:
-        """Return the fields of a later manifest whose version starts from this weights file."""
+        """Return fields for the manifest of a later version: this weights file, plus deltas."""
         fields = self.of_file | {"file": self.file}
         directory = self.anchor_buffer or buffer
         return fields | {"anchor": self.file_version, "anchor_buffer": directory}
@@ -482,10 +482,10 @@ def _finite(text: str) -> float:
 def parse_object(data: bytes, name: str) -> dict[str, Any]:
     """Parse a record's JSON object, check its ``format``, and return the other fields."""
     try:
-        # msgspec's parser refuses lone surrogates, which names of tensors can have.
-        # Python's parser accepts numbers that JSON does not have, such as NaN.
+        # Don't use msgspec's parser, which refuses lone surrogates: names of tensors can have them.
+        # Python's parser accepts numbers that JSON does not have, such as NaN: refuse them.
         values = json.loads(data, parse_float=_finite, parse_constant=_finite)
-    # ValueError: also bad UTF-8, and huge integers. RecursionError: deeply nested brackets.
+    # A ValueError can also mean bad UTF-8 or a huge integer, a RecursionError many open brackets.
     except (ValueError, RecursionError) as error:
         raise StoreCorruptError(f"{name}: not JSON ({error!s:.80})") from None
     if not isinstance(values, dict):

@@ -110,7 +110,7 @@ class BucketVersion(Record, frozen=True, kw_only=True):
 
 @decodable
 class BucketReceivers(Record, frozen=True, kw_only=True):
-    """Contents of ``receivers/MIRROR.json``: records of a mirror and its store's receivers."""
+    """Contents of ``receivers/MIRROR.json``: records of a mirror and of its store's receivers."""
 
     NAME: ClassVar = "bucket's receivers"
 
@@ -120,7 +120,7 @@ class BucketReceivers(Record, frozen=True, kw_only=True):
 
 
 def version_of(name: str) -> VersionId | None:
-    """Return the version in a file's name, or None if the name is not of a version's file.
+    """Return the version that a file belongs to, by the file's name, or None for other files.
 
     A weights file belongs to the version that it holds, a delta to the version that it leads to.
     """

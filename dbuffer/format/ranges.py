@@ -34,7 +34,7 @@ class ByteRanges(NamedTuple):
         return type(self)(*(column[rows] for column in self))
 
     def in_words(self, width: int) -> Self:
-        """Return the ranges in words of ``width`` bytes. Ranges with shorter words are rounded."""
+        """Return the ranges in words of ``width`` bytes. Starts and ends are rounded down."""
         return self._replace(starts=self.starts // width, ends=self.ends // width)
 
     def counts(self, places: Integers) -> Integers:
@@ -42,7 +42,7 @@ class ByteRanges(NamedTuple):
         return counts
 
     def owners(self, places: Integers) -> Integers:
-        """Return, for each place, the row of the range that contains it, or -1 if none does."""
+        """Return, for each place, the index of the range that contains it, or -1 if none does."""
         rows = self.ends.searchsorted(places, side="right")
         rows[rows == len(self.ends)] = -1
         rows[self.starts[rows] > places] = -1

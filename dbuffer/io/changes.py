@@ -116,7 +116,7 @@ def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copi
 
 
 def _ranges(layout: Layout) -> list[_Range]:
-    """Cut memory into ranges. The words of each range are as long as its smallest elements."""
+    """Cut a version into ranges. A range's word size is that of the smallest elements in it."""
     ranges = []
     for start in range(0, layout.checksums_offset, CHUNK_BYTES):
         end = min(start + CHUNK_BYTES, layout.checksums_offset)
@@ -173,7 +173,8 @@ class _Scratch(threading.local):
 def _compare(old: Words, new: Words, scratch: _Scratch) -> tuple[Integers, Words]:
     """Return the positions of the words that differ, and for each word its new minus its old value.
 
-    Eight bytes are compared at a time: the length of a range is a multiple of `ALIGNMENT_BYTES`.
+    Eight bytes are compared at a time. This is possible because the length of a range is a multiple
+    of `ALIGNMENT_BYTES`.
     """
     differences = scratch.differences[: new.nbytes].view(new.dtype)
     np.subtract(new, old, out=differences)

@@ -47,8 +47,9 @@ class _Batch:
     """
 
     def __init__(self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]) -> None:
-        # Let only the slices refer to ``work``, and so to tensors. A thread that starts late keeps
-        # this batch alive. With ``work``, it would also keep a removed file's space in use.
+        # Let only the slices refer to ``work``, which refers to tensors. A thread that starts late
+        # still refers to this batch, but no slice is left then. So the thread does not keep the
+        # space of a removed file in use.
         self._left = collections.deque(functools.partial(work, *bounds) for bounds in slices)
         self._streams = _callers_streams()
         self._errors: list[BaseException] = []
@@ -72,7 +73,7 @@ class _Batch:
         self._has_stopped.put(None)
 
     def work_off(self) -> None:
-        # Set the mode here, because each thread has its own. Without it, torch refuses to copy into
+        # Outside of inference mode, which each thread must enter, torch refuses to copy into
         # parameters and inference tensors.
         with torch.inference_mode():
             while True:
@@ -87,7 +88,7 @@ class _Batch:
         interrupt: BaseException | None = None
         while True:
             try:
-                # Don't wait for a thread that starts later, uncounted: it will find no slice.
+                # Don't wait for threads that have not begun to help: they will find no slice.
                 self._left.clear()
                 while self._num_helping:
                     self._has_stopped.get()

@@ -70,7 +70,7 @@ def apply_delta(
             places = _decode_places(header, chunk, streams)
             zigzag = _join_planes(streams[GAP_BYTES:], chunk, WORDS[chunk.word_bytes])
             differences = (zigzag >> 1) ^ -(zigzag & 1)
-            # Add with torch, which reads and writes each place once, and adds only signed numbers.
+            # Add with torch, which reads and writes each place once. It adds only signed numbers.
             signed = torch.from_numpy(differences.view(f"<i{chunk.word_bytes}"))
             memory.view(signed.dtype).scatter_add_(0, torch.from_numpy(places), signed)
 
@@ -92,7 +92,7 @@ def changed_places(header: DeltaHeader, read_chunk: ReadChunk, copier: Copier) -
 
 
 def elements_at(layout: Layout, places: Integers) -> dict[int, Integers]:
-    """Return the ascending positions of elements with bytes at these places, by tensor index."""
+    """Return the ascending positions of the elements at these places, keyed by tensor index."""
     if not (places[1:] > places[:-1]).all():
         places = np.sort(places)
     tensors = layout.byte_ranges
@@ -128,7 +128,7 @@ def _streams(header: DeltaHeader, number: int, body: bytes | memoryview) -> list
 
 
 def _decode_places(header: DeltaHeader, chunk: Chunk, streams: list[memoryview]) -> Integers:
-    """Return the ascending places of a chunk's words. Raise if a place is not a tensor's word."""
+    """Return a chunk's places in ascending order. Refuse a place that is no word of a tensor."""
     width = chunk.word_bytes
     steps = _join_planes(streams[:GAP_BYTES], chunk, np.dtype(np.int64))
     first = steps[0]

@@ -186,7 +186,7 @@ class _Transfer(Closing):
 
     def close(self) -> None:
         if self._device.type == "cuda":
-            # Wait until the device has read or written the slots. Their memory is freed afterwards.
+            # The pieces' memory is freed next: wait until the device has read or written it.
             torch.cuda.current_stream(self._device).synchronize()
 
     def pieces(self) -> Iterator[_Piece]:
@@ -268,7 +268,8 @@ class PageLock(ProcessBound):
         flags = _REGISTER_READ_ONLY if read_only else 0
         status = int(_cuda_runtime().cudaHostRegister(address, num_bytes, flags))
         if status:
-            # Start a kernel, in which CUDA reports the error again, so that no later kernel fails.
+            # CUDA reports the error again when the next kernel starts. Start one here, so that the
+            # user's next kernel does not fail.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
             raise StoreAccessError(

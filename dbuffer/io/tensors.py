@@ -107,7 +107,7 @@ class MappedTensors(FileTensors):
         self._bytes[:: mmap.PAGESIZE].amax()
 
     def is_unwritten(self) -> bool:
-        """Whether no user has written to the mapping, which replaces pages by private copies."""
+        """Whether no user has written to the mapping. A write replaces a page by a private copy."""
         if self._access != mmap.ACCESS_COPY:
             return True
         first, num_pages = self.address // mmap.PAGESIZE, -(-len(self.raw) // mmap.PAGESIZE)
@@ -173,7 +173,8 @@ class KeptMappings:
             and mapped.is_unwritten()
         ):
             return mapped
-        # A buffer has only one weights file, and a removed file takes up space while it is mapped.
+        # Unmap other files of this buffer, which has only one weights file. Also unmap removed
+        # files, which take up space while they are mapped.
         self._mapped = {
             kept_path: kept
             for kept_path, kept in self._mapped.items()
@@ -234,13 +235,13 @@ def view_tensor(data: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
 def map_file(file: int, file_bytes: int, access: int) -> torch.Tensor:
     """Map an open file. The mapping does not hold the file's lock.
 
-    A mapping keeps a duplicate of its descriptor, and duplicates share a lock, also in forked
-    children. So the file is opened a second time, without a lock, for the mapping.
+    Python's ``mmap`` keeps a duplicate of the file's descriptor. A lock lasts until all duplicates
+    are closed, also in forked children. So the file is opened again, without a lock, to be mapped.
     """
     mode = os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY
     with filesystem.os_errors("map a weights file", path := f"/proc/self/fd/{file}"):
         opened = filesystem.Descriptor.open(path, mode)
-    # A reader writes to few pages, if any: the kernel need not reserve memory for private copies.
+    # Reserve no memory for private copies of pages: a reader writes to few pages, if any.
     flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if access == mmap.ACCESS_COPY else mmap.MAP_SHARED
     protection = mmap.PROT_READ if access == mmap.ACCESS_READ else mmap.PROT_READ | mmap.PROT_WRITE
     try:
@@ -253,8 +254,8 @@ def map_file(file: int, file_bytes: int, access: int) -> torch.Tensor:
         ) from error
     if access != mmap.ACCESS_READ:
         return torch.frombuffer(mapped, dtype=torch.uint8)
-    # Pass torch a ctypes array at the mapping's address: torch warns about read-only buffers, and
-    # does not notice that this array is one.
+    # torch warns about read-only buffers. Pass it a ctypes array at the mapping's address, which
+    # torch takes for writable.
     array = np.frombuffer(mapped, np.uint8)
     memory = (ctypes.c_ubyte * file_bytes).from_address(array.ctypes.data)
     memory.owner = array  # type: ignore[attr-defined] # keeps the mapping
@@ -300,7 +301,7 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
 
 
 def join_blocks(blocks: Sequence[Block], digests: Sequence[int]) -> list[int]:
-    """Return the checksums of tensors that consist of these blocks, by the blocks' digests."""
+    """Return the checksum of each tensor that the blocks belong to, given the blocks' digests."""
     pairs = zip(blocks, digests, strict=True)
     by_tensor = itertools.groupby(pairs, lambda pair: pair[0].tensor)
     return [join_digests([digest for _, digest in of_one]) for _, of_one in by_tensor]

@@ -49,19 +49,19 @@ def read_tensors(
 ) -> list[int] | None:
     """Read all tensors of an open weights file and its part files; return checksums if ``hashed``.
 
-    The tensors go into memory, or into another open file, which joins the part files.
+    ``into`` is memory, or another open file, which gets the data of all part files.
 
     Raises:
         StoreCorruptError: a file is shorter than its layout says, or a part file is longer.
         StoreAccessError: a file cannot be read, or other users can write to a part file.
         StoreNotFoundError: a file was removed meanwhile.
     """
-    # An empty tensor keeps this digest if the version is in parts: no part file contains it.
+    # If the version is in parts, no part has the empty tensors: they get their digest here.
     digests = [DIGEST_OF_NOTHING] * len(layout.blocks)
 
     def work(first: int, end: int) -> None:
         for part, spans in itertools.groupby(layout.spans[first:end], lambda span: span.part):
-            # Each thread opens the file: on a shared descriptor, the kernel's read-ahead fails.
+            # Each thread opens the file: the kernel reads ahead badly on a shared descriptor.
             name = f"/proc/self/fd/{files[part]}"
             with Descriptor.open(name, os.O_RDONLY) as opened:
                 for span in spans:
@@ -151,7 +151,10 @@ def _open_parts(
         status = os.fstat(opened.number)
         writable = stat.S_IMODE(status.st_mode) & ~stat.S_IMODE(trusted.st_mode) & 0o022
         if status.st_uid != trusted.st_uid or writable:
-            raise StoreAccessError(f"{name} has another owner or mode than {path.name}")
+            raise StoreAccessError(
+                f"{name} has another owner than {path.name}, or more users can write to it: other "
+                "users may have changed it; publish again"
+            )
         if status.st_size != num_bytes:
             raise StoreCorruptError(
                 f"{name} has {status.st_size} bytes, and was published with {num_bytes}"

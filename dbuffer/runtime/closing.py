@@ -36,8 +36,8 @@ class ProcessBound:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ClosedError(
-            f"a {type(self).__name__} belongs to the process that made it, and cannot be handed to "
-            "another one: make one there"
+            f"a {type(self).__name__} belongs to the process that made it: do not pass it to "
+            "another process, but make a new one there"
         )
 
 

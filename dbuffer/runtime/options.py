@@ -118,7 +118,7 @@ def _no_url(rule: str, url: SplitResult) -> str:
 
 
 def _mirror_between(url: SplitResult) -> str:
-    # A URL that became a `Path` has lost a slash: s3:/BUCKET/PREFIX.
+    # Restore the slash that a URL loses when it becomes a `Path` (s3:/BUCKET/PREFIX).
     bucket = f"{url.scheme}://{url.netloc}{url.path if url.netloc else url.path.lstrip('/')}"
     local = f"/dev/shm/{PurePosixPath(url.path).name or 'policy'}"  # noqa: S108 - an example
     command = ("dbuffer", "mirror")

@@ -1,4 +1,4 @@
-"""Intervals, time-outs and ages for removal that several modules share or that tests replace.
+"""Intervals, time-outs and other times that several modules share or that tests replace.
 
 A field of `Timing` is a number that several modules share, or that a test replaces in its process
 and in child processes. Code reads it at each use. A number that depends on another field is a
@@ -77,13 +77,13 @@ class Timing:
     @property
     def presumed_dead_after_s(self) -> float:
         """Age of a record after which a process that this host cannot see counts as dead."""
-        # Other hosts can see a file's time up to a minute late, and a process that compiles or
-        # swaps can miss some heartbeats.
+        # Allow for eight heartbeats: other hosts can see a file's time up to a minute late, and a
+        # process that compiles or swaps can miss some heartbeats.
         return 8 * self.heartbeat_s
 
     @property
     def bucket_presumed_dead_after_s(self) -> float:
-        """Time since a mirror's last put of its records after which receivers count as dead."""
+        """Time without a put of a mirror's records after which its receivers count as dead."""
         return 4 * self.bucket_heartbeat_s
 
 

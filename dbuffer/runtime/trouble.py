@@ -121,7 +121,8 @@ class RetryLoop:
         now_s = time.monotonic()
         failures = self._failures = self._failures or _Failures(now_s)
         failures.number += 1
-        # Log a replaced store (``is_forked``) and an emptied store as two types of failures.
+        # A replaced store (``is_forked``) and an emptied store raise errors of one type. Log them
+        # as two types of failures.
         kind = type(error), getattr(error, "is_forked", None)
         if kind not in failures.kinds:
             failures.log_at = now_s + failures.log_s
@@ -139,7 +140,7 @@ class RetryLoop:
         failures.next_retry_s = min(2 * self.retry_s, longest_s, TIMING.retry_max_s)
 
     def _log(self, error: Exception, message: str) -> None:
-        # A server that is still starting is no error.
+        # Only warn if an engine's server does not answer: it may still be starting.
         level = logging.WARNING if isinstance(error, EngineUnreachableError) else logging.ERROR
         self._logger.log(level, "%s", message, exc_info=None if _is_known(error) else error)
 
@@ -150,9 +151,9 @@ def message_of(error: Exception) -> str:
 
 
 def without_frames(error: ErrorT) -> ErrorT:
-    """Drop the frames of an error that is kept, and return the error.
+    """Drop the frames of an error, so that it can be stored, and return the error.
 
-    Frames refer to weights and mapped files, and would keep that memory until Python collects
+    Frames refer to weights and mapped files, whose memory would stay in use until Python collects
     garbage. Unless it is a DBufferError or an OSError, the error gets its traceback as a note.
     """
     if not _is_known(error):

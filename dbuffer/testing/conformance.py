@@ -1,6 +1,6 @@
 """Checks of a weight-transfer backend of vLLM, with a running engine.
 
-The checks were run with vLLM 0.32. In vLLM 0.33, weight sources have another interface.
+The checks are for vLLM 0.32: in vLLM 0.33, weight sources have another interface.
 
 Each check is a function that takes a :class:`Bench`. If the backend does not conform, the check
 raises an :class:`AssertionError`::
@@ -213,7 +213,7 @@ def check_half_updates(bench: Bench) -> None:
 
 
 def check_sleep(bench: Bench) -> None:
-    """Check that an update in sleep leaves no mix, and that an update restores lost weights."""
+    """Check that an update leaves no mix during sleep, and restores all weights after sleep."""
     with bench.training() as trainer:
         second = trainer.send(bench.second)
         bench.llm.sleep(level=1)
@@ -232,7 +232,7 @@ def check_sleep(bench: Bench) -> None:
 
 
 def check_sparse(bench: Bench) -> None:
-    """Check that sending patches has the same result as sending all patched weights."""
+    """Check that sending patches (changed elements) has the result of sending all tensors."""
     patched = {name: tensor.clone() for name, tensor in bench.first.items()}
     patches = []
     for name in list(patched)[::3]:

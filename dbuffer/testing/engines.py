@@ -149,7 +149,7 @@ class FakeEngine(Engine):
             error, self.lost_answer = self.lost_answer, None
             raise error
         for thread in threading.enumerate():
-            # A thread that another engine has not started yet cannot be joined.
+            # A thread that another engine is just starting is not alive yet, and cannot be joined.
             if thread.name == "dbuffer-acknowledge" and thread.is_alive():
                 thread.join()  # so that tests can read the thread's record
         return [decode_answer(json.loads(json.dumps(encode_answer(answer))))]

@@ -57,7 +57,7 @@ def at_call(
     """Call ``action`` before this thread's ``number``-th call of a function in ``names``.
 
     The functions in `MOMENTS` include all system calls that change a store, so that a test can stop
-    in every state of the disk. How dbuffer's code is divided into functions does not matter.
+    in every state of the disk, however dbuffer's code is divided into functions.
 
     Args:
         number: number of the call, counted from 1.
@@ -71,7 +71,7 @@ def at_call(
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal left
-        # Don't count __exit__: Python handles no signal between the end of a `with` block and it.
+        # Don't count __exit__, because Python handles no signal just before it is called.
         if event != "c_call" or argument.__name__ == "__exit__":
             return
         changes_nothing = names is not LOOKS and frame.f_code.co_name in OPENS_TO_READ

@@ -86,7 +86,7 @@ class Child:
 
     def signal(self, number: int) -> None:
         if self._process.exitcode is None:
-            # A forking process can reap the child before this object has its exit code.
+            # The fork server may have reaped the child before this object gets the exit code.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -118,7 +118,7 @@ def _run(
     environment: dict[str, str],
     seconds: dict[str, float],
 ) -> None:
-    # Take over the parent's state: the fork server may have been started before a change.
+    # Take over the parent's state, which may have changed since the fork server was started.
     set_timings(seconds)
     os.environ.clear()
     os.environ.update(environment)

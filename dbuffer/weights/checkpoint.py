@@ -134,7 +134,9 @@ def checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
         files_of: dict[Path, list[str]] = {}
         for name, file in shards.items():
             if Path(file).name != file:
-                raise InvalidWeightsError(f"{index} names {file!r}, outside its directory")
+                raise InvalidWeightsError(
+                    f"{index} names {file!r}, which is outside the directory of the index"
+                )
             files_of.setdefault(path / file, []).append(name)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise InvalidWeightsError(f"{index} is not the index of a checkpoint ({error})") from None
@@ -248,7 +250,9 @@ def write_checkpoint(
     with needed_for("writing a checkpoint"):
         from safetensors.torch import save_file
     if beside is not None and not beside.is_dir():
-        raise InvalidWeightsError(f"{beside} is not a model's directory")
+        raise InvalidWeightsError(
+            f"{beside} is not a directory: pass the directory of a HuggingFace checkpoint"
+        )
     shards = list(_shards(tensors, shard_bytes))
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     files: dict[str, str] = {}

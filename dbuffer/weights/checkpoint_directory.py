@@ -103,7 +103,7 @@ def send_saved(
     each checkpoint, such as ``checkpoint-80`` or ``step_80``.
 
     Args:
-        directory: the directory, which need not exist yet.
+        directory: the directory to watch, which may not exist yet.
         store: store whose versions show which checkpoint was published last.
         send: function that publishes a checkpoint with the given metadata. If ``send`` raises an
             `InvalidWeightsError`, the error is logged once.
@@ -154,9 +154,9 @@ def _settled(
 ) -> tuple[list[Checkpoint], dict[Path, tuple[Checkpoint, float]]]:
     """Return checkpoints after ``last`` that have stopped changing, in the order of their saves.
 
-    A checkpoint is returned once, and again after each later change. The second result is for the
-    next call, as its ``before``. It has all checkpoints after ``last``, each with the time of its
-    last change, or with infinity if it was returned after this change.
+    A checkpoint is returned once, and again after each later change. Pass the second result as
+    ``before`` to the next call. It has all checkpoints after ``last``, each with the time of its
+    last change, or with infinity if the checkpoint was returned after its last change.
     """
     now = time.monotonic()
     settled, seen = [], {}

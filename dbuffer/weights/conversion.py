@@ -234,8 +234,9 @@ def has_model(module: nn.Module) -> bool:
 def as_checkpoint(module: nn.Module, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the tensors that ``save_pretrained`` would write, in the module's order.
 
-    ``tensors`` are the module's tensors, by names without wrappers' parts. Most returned tensors
-    are views of ``tensors``. If a tensor must be computed, it is returned as a lazy tensor.
+    ``tensors`` are the module's tensors, by names without the parts that wrappers add. Most
+    returned tensors are views of ``tensors``. If a tensor must be computed, it is returned as a
+    lazy tensor.
 
     Raises:
         UnsupportedError: a tensor must be computed from sharded tensors, or transformers cannot
@@ -290,7 +291,7 @@ def _models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, part in module.named_modules():
         if isinstance(part, library.PreTrainedModel) and not path.startswith(tuple(inside)):
             inside.append(f"{path}." if path else "")
-            # transformers does not convert a model with adapters when it saves the model.
+            # Skip a model with adapters: transformers saves such a model without a conversion.
             if not getattr(part, "_hf_peft_config_loaded", False):
                 yield path, part
         if inside == [""]:
@@ -298,7 +299,7 @@ def _models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _prefix_in(names: Mapping[str, Any], path: str) -> str:
-    """Return the prefix in ``names`` of all tensors of the model at ``path``."""
+    """Return the prefix that the model at ``path`` gives to its tensors' names in ``names``."""
     prefix = without_wrappers(f"{path}.") if path else ""
     while not any(name.startswith(prefix) for name in names):
         if not prefix.startswith(WRAPPER_PREFIX):
@@ -308,10 +309,10 @@ def _prefix_in(names: Mapping[str, Any], path: str) -> str:
 
 
 def _in_own_class(model: Any) -> Any:
-    """Return the model, or a twin of it, with its modules' classes from before ``fully_shard``.
+    """Return the model, or a twin of it whose modules have their original classes.
 
     ``fully_shard`` replaces the class of each module, but transformers needs the name and the
-    Python module of the original class.
+    Python module of the original class. If no class was replaced, the model itself is returned.
     """
     if not any(_is_replaced(type(module)) for module in model.modules()):
         return model

@@ -1,4 +1,4 @@
-"""Tensors of modules, state dicts and TensorDicts, by names without the parts of wrappers."""
+"""Tensors of modules, state dicts and TensorDicts, by names without parts that wrappers add."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def may_have_model(module: object) -> bool:
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state dict under names without wrappers' parts, with any extra state."""
+    """Return a module's state dict, with any extra state, under names as in `clean_names`."""
     state = module.state_dict(keep_vars=True)
-    # A module without extra state returns None.
+    # Drop an extra state of None: such a module has no extra state to save.
     kept = {n: v for n, v in state.items() if not (v is None and is_extra_state(n))}
     return by_name(clean_names(kept), kept.values())
 
@@ -86,7 +86,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and persistent buffers, by names without wrappers' parts."""
+    """Return a module's parameters and persistent buffers, by names as in `clean_names`."""
     return only_tensors(module_state(module))
 
 
@@ -147,10 +147,15 @@ def check_names(names: Collection[str]) -> None:
     """Refuse a repeated name, a name that JSON cannot represent, or a name reserved for drafts."""
     if len(set(names)) != len(names):
         twice = sorted(name for name, count in Counter(names).items() if count > 1)[:5]
-        raise InvalidWeightsError(f"several tensors have the same name after cleaning: {twice}")
+        raise InvalidWeightsError(
+            f"several tensors would get the same name: {twice} (dbuffer removes the parts of names "
+            "that wrappers add, then applies rename)"
+        )
     for name in names:
         if not name.isascii() and json.loads(json.dumps(name)) != name:
-            raise InvalidWeightsError(f"the name {name!r:.80} contains an invalid character")
+            raise InvalidWeightsError(
+                f"the name {name!r:.80} contains a character that JSON cannot store"
+            )
         if is_of_draft(name):
             raise InvalidWeightsError(
                 f"the name {name!r:.80} begins with {DRAFT_PREFIX!r}, which is reserved for the "

@@ -141,8 +141,8 @@ class NameMap:
     r"""Rules that rename, cut, join or transpose tensors.
 
     A tensor that no rule matches keeps its name. Each rule applies to the result of the previous
-    rules. Consecutive rules for complete names (:meth:`exact`) act as a single rule, a table of
-    names. Start with an empty map and add rules in order. Each method returns a new map::
+    rules. But of consecutive rules for complete names (:meth:`exact`), only the first that matches
+    applies. Start with an empty map and add rules in order. Each method returns a new map::
 
         NameMap().prefix("actor.", "").pattern(r"(.*)\.gamma", r"\1.weight")
 
@@ -257,7 +257,7 @@ class NameMap:
 
     @classmethod
     def parse(cls, content: Any, source: str) -> Self:
-        """Make a map from the content of a mapping file, which errors call ``source``."""
+        """Make a map from the content of a mapping file, which is ``source`` in error messages."""
         match content:
             case {"rules": list(rules), **rest} if not rest:
                 return cls(rule for fields in rules for rule in parse_rule(fields, source))
@@ -278,8 +278,8 @@ class NameMap:
         for rule, change in self._steps:
             if change is None:
                 raise UnsupportedError(
-                    f"the rule {rule} changes tensors, but only names are mapped here: use it "
-                    "as rename= of a sender, for weights that are not an iterator"
+                    f"the rule {rule} changes tensors, but only names can be changed here: pass "
+                    "the map as rename= to a sender, and publish weights that are not an iterator"
                 )
             name = _changed(name, change)
         return name
@@ -372,7 +372,7 @@ def change_tensors(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
 
 
 def _matcher(text: str) -> Callable[[str], tuple[list[str], int] | None]:
-    """Return a function that matches a name with ``text``: parts at ``*``, the number at ``#``."""
+    """Return a function that finds a name's parts at ``*`` and its number at ``#`` in ``text``."""
     escaped = re.escape(text).replace(r"\*", r"([^.]+)").replace(r"\#", r"(\d+)")
     pattern, place = re.compile(escaped), text.partition("#")[0].count("*")
 
@@ -386,7 +386,7 @@ def _matcher(text: str) -> Callable[[str], tuple[list[str], int] | None]:
 
 
 def _fill(text: str, stars: Iterable[str], index: int = 0) -> str:
-    """Return ``text`` with each ``*`` replaced by the next of ``stars``, and ``#`` by ``index``."""
+    """Replace each ``*`` in ``text`` by the next item of ``stars``, and ``#`` by ``index``."""
     parts = iter(stars)
     return re.sub(r"[*#]", lambda sign: next(parts) if sign[0] == "*" else str(index), text)
 

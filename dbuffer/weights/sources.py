@@ -255,7 +255,7 @@ class Describer:
         return by_name(converted, converted.values())
 
     def _new_names(self, names: list[str]) -> list[str]:
-        """Return the names to publish: without wrappers' parts, and changed by ``rename``."""
+        """Return names to publish: without the parts that wrappers add, changed by ``rename``."""
         names = clean_names(names)
         if self.rename is not None:
             names = [_renamed(name, self.rename) for name in names]
@@ -355,8 +355,8 @@ def _gatherable(
             return _gatherable(name, shard.detach().to_local(), sharded=sharded)
         shape = tuple(shard.ds_shape if is_zero3 else shard.shape)
         gather = _fetch_zero3 if is_zero3 else shard.detach().full_tensor
-        # Identify tied tensors by id(), because they are one object. An address would not do,
-        # because a rank's part of a tensor can be empty. Negate the id, so that it is no address.
+        # Tied tensors are one object, so id() identifies them. Their address does not, because a
+        # rank's part of a tensor can be empty. Negate the id, so that it differs from addresses.
         return LazyTensor(tensor.dtype, shape, gather, -id(tensor), sharded=tensor)
     if problem := problem_of_memory(tensor):
         raise InvalidWeightsError(f"tensor {name!r} {problem}")
@@ -364,7 +364,7 @@ def _gatherable(
 
 
 def _fetch_zero3() -> torch.Tensor:
-    raise NotImplementedError("ZeRO-3 gathers a parameter only in a block of `gathered`")
+    raise NotImplementedError("read a ZeRO-3 parameter in a block of `gathered`, which gathers it")
 
 
 def _without_ties(named: Tensors) -> tuple[Tensors, dict[str, str]]:

@@ -48,7 +48,7 @@ NamedIndex: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Tensors of a load's target, in the order of the layout's published tensors."""
+    """Tensors of a target to load into, one for each published tensor, in the layout's order."""
 
     targets: list[torch.Tensor]
     aliases: list[tuple[torch.Tensor, int]]
@@ -172,7 +172,7 @@ def require_names(loaded: Mapping[str, int], names: Set[str], version: int) -> N
 def _match_each(
     target: Any, named: Mapping[str, Any], layout: Layout, *, partial: bool
 ) -> tuple[Match, list[int]]:
-    """Return the match, and the position in ``named`` of each tensor in ``Match.targets``."""
+    """Return the match, and for each of ``Match.targets`` its position in ``named``."""
     tensors = dict(zip(clean_names(named), named.values(), strict=True))
     unfit = _unfit(target, tensors)
     specs = [spec_of(name, tensor) for name, tensor in tensors.items() if name not in unfit]
@@ -274,7 +274,7 @@ def _describe_problems(problems: list[str]) -> str:
 def _as_published(
     target: nn.Module, named: dict[str, torch.Tensor], layout: Layout
 ) -> dict[str, torch.Tensor]:
-    """Return a module's tensors, or its checkpoint's tensors if these fit the layout better."""
+    """Return a module's tensors, or its checkpoint's if more of their names are in the layout."""
     from dbuffer.weights.conversion import as_checkpoint, has_model
 
     if layout.all_names <= named.keys() or not has_model(target):
@@ -433,7 +433,7 @@ def compare(
             differing.append((have, need))
         elif have.dtype != need.dtype:
             recast.append((have, need))
-    # A tied tensor has several names. It is left over only if the model has none of the names.
+    # A tied tensor, which has several names, is left over only if the model has none of them.
     used = {origins[name] for name in offered if name in of_model}
     return Comparison(
         missing=[spec for name, spec in of_model.items() if name not in offered],

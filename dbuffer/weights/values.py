@@ -43,7 +43,7 @@ def refuse_not_finite(specs: Iterable[TensorSpec], tensors: Iterable[torch.Tenso
             wide = tensor if tensor.itemsize > 1 else tensor.float()
             count = int((~wide.isfinite()).sum())
             raise InvalidWeightsError(
-                f"{spec.name!r} has {count} values that are NaN or infinite, of {tensor.numel()}; "
+                f"{count} of {tensor.numel()} values of {spec.name!r} are NaN or infinite; "
                 "nothing was published. To publish such values, set require_finite=False"
             )
 
@@ -70,7 +70,7 @@ def _may_be_infinite(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _largest_cast_to(dtype: torch.dtype) -> float:
-    """Return the largest number that a cast to ``dtype`` rounds to a finite value."""
+    """Return the largest number that a cast to ``dtype`` rounds without an overflow."""
     limits = torch.finfo(dtype)
     return limits.max * (1 + limits.eps / 4)
 

@@ -42,7 +42,7 @@ def unpin(
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Unpin a version, which the next publish drops unless the sender's `keep=` includes it."""
+    """Unpin a version. The next publish drops it, unless the sender's `keep=` includes it."""
     kept.unpin(shared.view_of(store, allow_shared_store=allow_shared_store), version)
     text = f"version {version} of {store} is not pinned any more"
     shared.show({"version": _as_json(version), "is_pinned": False}, text, as_json=as_json)
@@ -68,7 +68,7 @@ def rollback(
         raise kept.missing(view, version)
     with opened:
         if opened.manifest.is_copy:
-            raise OptionError(f"{store} is a mirror's copy: roll back where it is published")
+            raise OptionError(f"{store} is a mirror's copy: roll back the original store")
         has_checksums = opened.manifest.checksums_xxh3 is not None
     sender = dbuffer.WeightSender(
         store,

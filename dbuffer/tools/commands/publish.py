@@ -97,7 +97,7 @@ def publish(
             f"{checkpoint} is a store, not a checkpoint: did you swap CHECKPOINT and STORE?"
         )
     if watch and version is not None:
-        raise OptionError("--watch excludes --version")
+        raise OptionError("--watch and --version cannot be combined")
     if watch and checkpoint.is_file():
         raise OptionError(f"--watch needs a directory, and {checkpoint} is a file")
     if count is not None and not watch:
@@ -105,7 +105,7 @@ def publish(
     from dbuffer.publish.draft import checked_metadata
     from dbuffer.publish.sender_options import SenderOptions
 
-    # Refuse invalid input now: the sender will make the store, or take it over.
+    # Refuse invalid input before the sender makes the store, or takes it over.
     metadata = checked_metadata(metadata)
     chosen: SenderKeywords = {
         "checksum": True,

@@ -38,7 +38,7 @@ def _parser(parse_url: Callable[[str, str], Any] = options.path) -> Callable[[st
 
     def parsed(text: str) -> Any:
         if not text:
-            raise typer.BadParameter("an empty path; is a variable not set?")
+            raise typer.BadParameter("an empty path: is a shell variable not set?")
         try:
             return (parse_url if options.is_url(text) else options.path)("path", text)
         except OptionError as error:  # typer would drop its message

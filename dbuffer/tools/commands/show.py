@@ -61,7 +61,7 @@ def status(
     receivers whose records the mirrors have put there.
     """
     if watch and (as_json or check):
-        raise OptionError("--watch excludes --json and --check")
+        raise OptionError("--watch cannot be combined with --json or --check")
     if watch and not sys.stdout.isatty():
         raise OptionError("--watch needs a terminal; in a pipe, call `dbuffer status` repeatedly")
     place = shared.parse_place(store)
@@ -102,9 +102,10 @@ def verify(
     engine: Annotated[
         str | None,
         typer.Option(
-            help="Ask the vLLM server at this address whether it has compared its weights with "
-            "the store's newest version, or --version, and read no weights. Exit code 3 if it "
-            "serves another version or has not compared them, 1 if they are not the store's.",
+            help="Read no weights, but ask the vLLM server at this address whether it has compared "
+            "its weights with the store's newest version, or with --version. Exit code 3 if the "
+            "server serves another version or has not compared its weights, 1 if it serves "
+            "weights that are not of this store.",
             metavar="URL",
         ),
     ] = None,
@@ -157,7 +158,7 @@ def _ask_server(store: DoubleBuffer, url: str, version: int | VersionId | None) 
 
     The server must answer `GET /ready` as :class:`~dbuffer.integrations.vllm.FollowStore` does. By
     default, ``version`` is the store's newest version. If a newer version is published while the
-    server answers, both versions are right.
+    server answers, the server may serve either version.
     """
     before = _newest(store)
     answers = _ask(options.server_url("--engine", url))
@@ -192,8 +193,8 @@ def _ask(url: str) -> list[dict[str, Any]]:
         ) from error
     except (LookupError, TypeError, ValueError):
         raise UnsupportedError(
-            f"{url} does not tell its weights (GET /ready: {response.status_code}): give the "
-            "address, without /v1, of a vLLM server with FollowStore"
+            f"{url} does not say which weights it serves (GET /ready: {response.status_code}): "
+            "give the address, without /v1, of a vLLM server with FollowStore"
         ) from None
     if not replicas:
         raise EngineUnreachableError(f"{url} has no weights: {reason}")

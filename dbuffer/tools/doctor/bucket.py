@@ -14,7 +14,7 @@ NAME = ".dbuffer-doctor"
 
 
 def examine_bucket(url: str) -> list[Finding]:
-    """Test a mirror's rights to a bucket: to write at the trainer, and to read on a node."""
+    """Test the rights to a bucket that mirrors need, at the trainer's and at an engine's end."""
     record, version = f"{RECEIVERS_PREFIX}/{NAME}", f"{VERSIONS_PREFIX}/{NAME}"
 
     def get() -> Outcome:

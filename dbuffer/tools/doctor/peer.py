@@ -53,13 +53,16 @@ def wait_for_host(path: Path) -> int:
             receiver_id=_RECEIVER,
             poll_interval_s=TIMING.look_s,
             verify=True,
-            # Only this user can access the directory, but may have another id on the other host.
+            # Only this user can access the directory, but the user may have another id on the first
+            # host.
             allow_shared_store=True,
         ) as receiver,
     ):
         filesystem.show_new_names(base)
         if receiver.wait_for_version(None, WAIT_S) is None:
-            raise errors.WaitTimeoutError(f"no 'dbuffer doctor {path}' came within {WAIT_S:g} s")
+            raise errors.WaitTimeoutError(
+                f"no 'dbuffer doctor {path}' began on another host in {WAIT_S:g} s"
+            )
         try:
             return _receive(receiver)
         finally:
@@ -73,11 +76,12 @@ def _receive(receiver: WeightReceiver) -> int:
         try:
             with receiver.open(version, timeout_s=8 * TIMING.peer_answer_s) as snapshot:
                 version, num_seen = snapshot.version, num_seen + 1
-        # The first host is done and removes the store file by file: either error can come first.
+        # The first host has finished, and removes the store file by file. Which of these errors is
+        # raised depends on the files that are left.
         except (errors.StoreNotFoundError, errors.VersionRegressedError):
             return num_seen
         except errors.WaitTimeoutError as error:
-            raise errors.StoreAccessError(f"the first host fell silent: {error}") from error
+            raise errors.StoreAccessError(f"the first host no longer publishes: {error}") from error
 
 
 def _wait_until_removed(place: Path) -> None:

@@ -161,7 +161,7 @@ def _room(base: Path) -> Outcome:
 
 def _trust(path: Path, base: Path) -> Outcome:
     with scratch(base) as place:
-        # The server may change the owner or the mode of a new directory.
+        # A file server may give a new directory another owner or mode.
         filesystem.check_trust(place)
     missing = path.relative_to(base).parts
     if missing:

@@ -198,7 +198,7 @@ def test_a_copy_is_rolled_back_where_it_is_published(capsys, remote, local):
     mirror_once(remote, local)
     code, _, err = call(capsys, "rollback", local, 1)
     assert code == 2
-    assert "roll back where it is published" in err
+    assert "roll back the original store" in err
 
 
 def is_current(remote: Path, local: Path) -> bool:

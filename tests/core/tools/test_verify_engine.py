@@ -93,9 +93,9 @@ def test_weights_that_are_not_the_stores(capsys, store, two_versions, label):
     [
         (ready(reason="the engine has ended"), 503, "has no weights: the engine has ended"),
         (b'{"detail": "Not Found"}', 404, "of a vLLM server with FollowStore"),
-        (b"", 200, "does not tell its weights (GET /ready: 200)"),
-        (b"[]", 200, "does not tell its weights"),
-        (b'{"replicas": ["2"], "reason": null}', 200, "does not tell its weights"),
+        (b"", 200, "does not say which weights it serves (GET /ready: 200)"),
+        (b"[]", 200, "does not say which weights it serves"),
+        (b'{"replicas": ["2"], "reason": null}', 200, "does not say which weights it serves"),
     ],
 )
 def test_what_is_no_answer_is_an_error(capsys, store, two_versions, answer, status, said):

@@ -191,7 +191,7 @@ def test_an_iterator_is_not_cut(tmp_path):
         (NameMap().stack(["rest", "more"], "all"), "part 1 is not among the weights"),
         (NameMap().stack(["rest", "conv.weight"], "all"), "cannot make 'all'"),
         (CUT.exact("rest", "conv.weight"), r"several tensors the same name: \['conv\.weight'\]"),
-        (NameMap().prefix("h.0.", "").exact("up", "rest"), "same name after cleaning: .*rest"),
+        (NameMap().prefix("h.0.", "").exact("up", "rest"), "same name: .*rest"),
     ],
 )
 def test_what_does_not_fit_the_tensors_is_refused(tmp_path, names, message):
