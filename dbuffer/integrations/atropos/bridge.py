@@ -53,8 +53,8 @@ class VLLMWeightBridge:
             in shared memory. Otherwise: ``dbuffer-atropos`` in ``log_dir`` or ``LOGDIR``.
         rank_timeout_s: how long ranks wait for a missing or hung rank, in addition to the
             ``timeout_seconds`` of an update.
-        **sender: fields of :class:`dbuffer.SenderOptions`. A ``rename`` replaces the parameter
-            mapping of Atropos' servers.
+        **sender: fields of :class:`dbuffer.SenderOptions`. If you pass ``rename``, it replaces the
+            names in the mapping file that Atropos' servers write.
     """
 
     def __init__(
@@ -194,8 +194,8 @@ class VLLMWeightBridge:
     def barrier(self) -> None:
         """Wait until the engines of all inference nodes have applied the newest version.
 
-        In local mode, rank 0 first notifies the server. If an earlier call already returned for
-        this version, this call returns at once.
+        In local mode, rank 0 first notifies the server. A second call for the same version returns
+        at once.
 
         Raises:
             WaitTimeoutError: some engine did not apply the version within ``timeout_seconds``.
@@ -251,11 +251,11 @@ class VLLMWeightBridge:
             raise NotReadyError("this bridge is not open: call initialize()")
         return self._sender
 
-    # Connection of the trainer's ranks
+    # Process group of the trainer's ranks
 
     @property
     def _rank_patience_s(self) -> float:
-        """Seconds that a rank waits for the other ranks, while rank 0 can wait for servers."""
+        """Seconds that a rank waits for others. Rank 0 can need `timeout_seconds` for servers."""
         return self.config.timeout_seconds + self._rank_timeout_s
 
     def _join_ranks(self) -> None:
@@ -314,10 +314,10 @@ def _named(weights: Weights) -> Mapping[str, torch.Tensor]:
 
 
 def _take_over(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Replace a model's parameters by ``tensors``, without a copy or cast.
+    """Make ``tensors`` the parameters of a model, without a copy or cast.
 
-    For tied parameters, ``tensors`` needs only one of their names. Buffers that are missing in
-    ``tensors`` keep the model's values.
+    If parameters are tied, ``tensors`` can have the tensor under only one of their names. A buffer
+    that is missing in ``tensors`` keeps its value.
     """
     attached = dict(zip(clean_names(tensors), tensors.values(), strict=True))
     try:

@@ -63,7 +63,7 @@ class BridgeConfig:
 
     @property
     def directory(self) -> str | None:
-        """Atropos' log directory, in which its servers write the mapping file, or None."""
+        """Atropos' log directory, or None. Atropos' servers write the mapping file into it."""
         return self.log_dir or os.environ.get("LOGDIR") or None
 
     @classmethod

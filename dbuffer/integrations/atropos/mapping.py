@@ -60,7 +60,7 @@ def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[st
 
 
 class ParameterMapping:
-    """Servers' names for a trainer's tensors, and the names of tensors whose rows are permuted.
+    """Map from a trainer's to the servers' tensor names, and names of tensors to permute.
 
     ``content`` is the decoded JSON of the mapping file at ``path``.
     """
@@ -73,8 +73,8 @@ class ParameterMapping:
         if renamed:
             raise OptionError(
                 f"{path} renames parts of fused projections: {listed(renamed)}. An "
-                "engine fuses the parts itself, and expects them under its checkpoint's names: map "
-                "each part to its name in the checkpoint"
+                "engine fuses these parts itself, and finds them only by their names in the "
+                "checkpoint: map each part to that name"
             )
         self.names = NameMap(
             rule
@@ -97,7 +97,10 @@ class ParameterMapping:
         counts = Counter(map(self.names, names))
         twice = [name for name, count in counts.items() if count > 1]
         if twice:
-            raise OptionError(f"{self.path} gives several tensors the same name: {twice[:5]}")
+            raise OptionError(
+                f"{self.path} gives several tensors the same name: {twice[:5]}; map each tensor to "
+                "a different name"
+            )
 
     def permute(
         self, tensors: Mapping[str, torch.Tensor], num_heads: int, num_kv_heads: int
@@ -112,8 +115,8 @@ class ParameterMapping:
 def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
     """Wait for the mapping file and return its content, or an empty mapping if no file is needed.
 
-    The file is needed if ``VLLM_BRIDGE_CONFIG_PATH`` is set. It is also needed if
-    ``config.directory`` is set, unless ``server`` is a stock vLLM server in local mode, which never
+    The file is needed in two cases: ``VLLM_BRIDGE_CONFIG_PATH`` names it, or ``config.directory``
+    is set. In the second case, a stock vLLM server in local mode is an exception, because it never
     writes the file.
     """
     path, timeout_s = mapping_path(config.directory), config.timeout_seconds
@@ -130,8 +133,8 @@ def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
         if time.monotonic() > deadline:
             raise NotReadyError(
                 f"{path} was not written within {timeout_s:g} s: Atropos' servers write it into "
-                "their LOGDIR when they start. If the servers accept the trainer's names as they "
-                'are, write {"param_mappings": {}} into this file'
+                "their LOGDIR when they start. If your servers do not write this file and use the "
+                'trainer\'s names, create it with the content {"param_mappings": {}}'
             )
         time.sleep(_RETRY_S)
     deadline = time.monotonic() + TIMING.settle_s

@@ -26,8 +26,8 @@ def permute_for_rotary(w: torch.Tensor, n_heads: int) -> torch.Tensor:
     """
     if n_heads < 1 or not w.ndim or not w.shape[0] or w.shape[0] % (2 * n_heads):
         raise InvalidWeightsError(
-            f"a tensor of shape {list(w.shape)} cannot be split into {n_heads} heads of an even "
-            "number of rows: pass the number of heads of this projection"
+            f"the rows of a tensor of shape {list(w.shape)} cannot be split into {n_heads} heads "
+            "with an even number of rows each: pass the number of heads of this projection"
         )
     pairs = w.reshape(n_heads, -1, 2, *w.shape[1:])
     return pairs.transpose(1, 2).reshape(w.shape)

@@ -31,7 +31,7 @@ def notify(server: VllmServer, notification: dict[str, Any], timeout_s: float) -
 
 
 def is_stock(server: VllmServer) -> bool:
-    """Whether a server answers and is a stock vLLM server, without Atropos' routes."""
+    """Whether a server answers, has vLLM's routes, and does not have Atropos' routes."""
     try:
         has_version = _has_route(server, "GET", "/version", timeout=_PROBE_S)
         return has_version and not _has_route(server, "GET", "/bridge/info", timeout=_PROBE_S)

@@ -33,7 +33,7 @@ def _job_nodes() -> list[str]:
             f"cannot expand SLURM's host list {hostlist!r:.200} without scontrol ({error}): "
             "install SLURM's client commands where the trainer runs, and put them on its PATH"
         ) from error
-    # For an invalid list, scontrol prints no host and exits with 0.
+    # If the host list is invalid, scontrol exits with 0 but prints no host.
     if result.returncode or not result.stdout.strip():
         raise NotReadyError(
             f"{' '.join(command):.200} printed no hosts (exit status {result.returncode}): "
@@ -48,9 +48,9 @@ def get_inference_urls(
     """Return the addresses of Atropos' process groups, and the nodes that run engines.
 
     The first three values are ``host:port`` of the NCCL, Gloo and inference groups; the last value
-    is the list of nodes. If ``num_inference_nodes`` is 0, all addresses are on this machine. If it
-    is above the number of nodes in the SLURM job, the job's nodes are returned, as in Atropos. If
-    it is negative, or outside of a SLURM job, all four values are None.
+    is the list of nodes. If ``num_inference_nodes`` is 0, all addresses are on this machine. If the
+    SLURM job has fewer nodes than ``num_inference_nodes``, the list has all nodes of the job, as in
+    Atropos. If the number is negative, or if there is no SLURM job, all four values are None.
     """
     if num_inference_nodes == 0:
         first, nodes = "localhost", ["localhost"]
@@ -64,8 +64,8 @@ def get_inference_urls(
 def get_local_hostname() -> list[str]:
     """Return this host's address and names from its line in ``/etc/hosts``.
 
-    Lines with loopback addresses are skipped. If no line remains, return the address that the
-    host's name resolves to, and the name.
+    A line with a loopback address does not count. If there is no other line for this host, return
+    the host's name, after the address that the name resolves to.
     """
     name = socket.gethostname()
     address = ""

@@ -50,7 +50,7 @@ def dtype_of(strategy: Any) -> torch.dtype | None:
 
 
 def names_of(strategy: Any, actor: Any) -> NameMap | None:
-    """Return the map from the actor's to the engine's tensor names, or None for equal names."""
+    """Return the map from the actor's to the engine's tensor names, or None if they are equal."""
     if engine_type_of(strategy) != "sglang" or _setting(strategy, "text_only"):
         return None
     names = (name for name, _ in _module(strategy, actor).named_parameters())
@@ -65,8 +65,8 @@ def weights_of(strategy: Any, actor: Any) -> Weights:
         return module
     if _setting(strategy, "fsdp") or _setting(strategy, "zero_stage") == _SHARDED_STAGE:
         raise UnsupportedError(
-            "the actor has adapters (peft), which can be merged only if each rank has all "
-            "weights: use a ZeRO stage below 3"
+            "the actor has adapters (peft), which dbuffer can merge only if each rank has all "
+            "weights: use DeepSpeed with a ZeRO stage below 3"
         )
     from dbuffer.integrations.peft import merged_weights
 
@@ -83,13 +83,13 @@ def _module(strategy: Any, actor: Any) -> nn.Module:
     module = model if is_fsdp else getattr(model, "module", None)
     if not isinstance(module, nn.Module):
         raise UnsupportedError(
-            f"actor.model is a {type(model).__name__}, not a DeepSpeed engine, although "
-            "strategy.args.fsdp is not set"
+            f"actor.model is a {type(model).__name__}, not a DeepSpeed engine: pass "
+            "a DeepSpeed engine, or set strategy.args.fsdp for an FSDP2 model"
         )
     if is_fsdp and not any(isinstance(part, FSDPModule) for part in module.modules()):
         raise UnsupportedError(
-            f"strategy.args.fsdp is set, but nothing in actor.model ({type(model).__name__}) "
-            "was sharded by fully_shard, which is FSDP2"
+            f"strategy.args.fsdp is set, but no module in actor.model ({type(model).__name__}) "
+            "is sharded by FSDP2: call fully_shard() on the model"
         )
     if getattr(model, "is_pipe_parallel", False):
         raise UnsupportedError(

@@ -46,14 +46,13 @@ class BroadcastManager(Closing):
         inference_engine: this rank's ``vllm.LLM``, LightRFT's wrapper of an ``sglang.Engine``, or
             None if this rank has no engine.
         store: the store's directory, the same on all ranks and engines. Default: a directory in
-            this machine's shared memory, which stays when the job ends. If a job has several
+            this machine's shared memory, which outlives the job. If a job has several
             managers, pass a different ``store`` to each manager.
         timeout_s: how long a broadcast waits until an engine has read the version into its memory.
         rank_timeout_s: how long ranks wait for a rank that hangs.
         unused_tensors: see :class:`EngineOptions`.
-        **sender: fields of :class:`dbuffer.SenderOptions`. The defaults of ``dtype`` and ``rename``
-            are LightRFT's dtype and names. LightRFT renames only for SGLang without
-            ``args.text_only``.
+        **sender: fields of :class:`dbuffer.SenderOptions`. By default, ``dtype`` and ``rename`` are
+            as in LightRFT, which renames tensors only for SGLang without ``args.text_only``.
 
     Raises:
         UnsupportedError: (a ``NotImplementedError``) the engine or the trainer is not supported.
@@ -90,7 +89,7 @@ class BroadcastManager(Closing):
         try:
             engine = engine_of_rank(inference_engine)
             if not any(self._agreement.share("look for its engine", engine is not None)):
-                raise OptionError("no rank has an inference engine")
+                raise OptionError("no rank has an engine: pass inference_engine on some rank")
             self._weights_on_all_ranks()  # raises if the weights cannot be published
             with self._agreement.step("choose a store") as step:
                 if self._agreement.rank == 0:

@@ -1,8 +1,8 @@
-"""`Part`: part of an exported tensor whose elements are in a parameter of this rank.
+"""`Part`: this rank's part of a tensor that mbridge exports, as a view of a parameter.
 
-A tensor that mbridge exports under a Hugging Face name is cut along a dimension into parts, one per
-rank. The elements of a part are a strided view of one of the rank's parameters. For instance, the
-view contains q's rows in a fused projection, or half of a gated layer.
+A tensor that mbridge exports under a Hugging Face name is the concatenation of parts from several
+ranks, along one dimension. This rank's part is a strided view of one of its parameters: for
+instance, the rows of q in a fused projection, or one half of a gated layer's weight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Strided: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Cut(NamedTuple):
-    """Place of this rank's part in a tensor that is cut along a dimension into a part per rank."""
+    """Place of this rank's part in an exported tensor, which is cut along one dimension."""
 
     parameter: str
     dimension: int
@@ -45,12 +45,12 @@ class Cut(NamedTuple):
         parameters: Mapping[int, str],
         groups: Collection[tuple[int, ...]],
     ) -> Self | None:
-        """Return the cut of a tensor, or None if its parts cannot be published.
+        """Return the place of this rank's part in a tensor, or None if it cannot be published.
 
-        The parts can be published if the tensor is cut by rows, or if it is cut evenly along
+        A part can be published in two cases: the tensor is cut by rows, or it is cut evenly along
         another dimension over one of the ``groups`` of ranks. ``owners`` has the exported tensor's
-        shape; each element is the number of the parameter from which the exported element comes.
-        ``parameters`` maps the numbers of this rank's parameters to names.
+        shape. Each element of ``owners`` is the number of the parameter that the exported element
+        comes from. ``parameters`` maps the numbers of this rank's parameters to names.
         """
         if not owners.ndim:
             return None
@@ -76,7 +76,7 @@ class Cut(NamedTuple):
 
 
 def strides_of(positions: torch.Tensor, num_elements: int) -> Strided | None:
-    """Return the strided view with the elements at ``positions``, or None if no view has them."""
+    """Return the strided view whose elements are at ``positions``, or None if there is none."""
     sizes: list[int] = []
     strides: list[int] = []
     starts = positions = positions.flatten()
@@ -100,7 +100,7 @@ def strides_of(positions: torch.Tensor, num_elements: int) -> Strided | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part of an exported tensor, with the place of its elements in a parameter of this rank."""
+    """This rank's part of an exported tensor, and where a parameter has the part's elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -121,10 +121,10 @@ class Part:
     def in_whole(
         self, parameter: torch.Tensor, meshes: Mapping[tuple[int, ...], DeviceMesh]
     ) -> torch.Tensor | LazyTensor:
-        """Return the exported tensor as a sharded tensor with one part per rank.
+        """Return this rank's part as a sharded tensor that has the exported tensor's full shape.
 
-        If this rank has the complete tensor, return the tensor unsharded. ``meshes`` has the device
-        mesh of each group of ranks.
+        If this rank's part is the complete tensor, return an ordinary tensor. ``meshes`` has the
+        device mesh of each group of ranks.
         """
         local, ranks = self.of(parameter), self.cut.ranks
         if len(ranks) == 1:
@@ -137,8 +137,8 @@ class Part:
 
 def _refuse_gather() -> torch.Tensor:
     raise UnsupportedError(
-        "on a network mount, rename cannot cut or transpose tensors whose rows are on several "
-        "Megatron ranks: use a rename that only changes names"
+        "the store is on a network mount, where rename cannot cut or transpose a tensor whose rows "
+        "are on several Megatron ranks: use a rename that only changes names"
     )
 
 

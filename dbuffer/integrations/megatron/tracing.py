@@ -31,11 +31,11 @@ def tensors_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
 
 
 class Tracer:
-    """Collective search for the parts of exported tensors that are in this rank's parameters.
+    """Search for the parts of exported tensors that are in this rank's parameters.
 
-    ``models`` are this rank's models, without wrappers, and ``bridge`` is mbridge's bridge of these
-    models. ``groups`` are the groups of ranks over which a tensor can be cut. All ranks must search
-    together, because an export gathers tensors.
+    All ranks must search together, because an export gathers tensors. ``models`` are this rank's
+    models, without wrappers. ``bridge`` is mbridge's bridge of these models. ``groups`` are the
+    groups of ranks over which a tensor can be cut.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class Tracer:
                 yield name, tensor
 
         self._for_each(noted(), compare)
-        # Count the ranks that have a part of each tensor: a tensor that the bridge computes can be
-        # in no rank's parameters.
+        # Count the ranks that have a part of each tensor. No rank has a part of a tensor whose
+        # values the bridge computes.
         flags = [*(name in parts for name in names), self._error is not None]
         counts = torch.tensor(flags, dtype=torch.int32, device=self._device)
         distributed.all_reduce(counts)
@@ -83,15 +83,15 @@ class Tracer:
         if self._error is not None:
             raise self._error
         if num_failed:  # raise on every rank, so that all trace again at the next publish
-            raise RankFailedError("another rank could not trace the export")
+            raise RankFailedError("another rank could not trace mbridge's export: see its error")
         self.refused |= {name: None for name, n in zip(names, num_ranks, strict=True) if not n}
         return parts
 
     def _for_each(self, export: Exported, work: Callable[[int, str, torch.Tensor], None]) -> None:
         """Call ``work`` with the index, name and value of each exported tensor.
 
-        If ``work`` raises an error, the export continues without ``work``, because the other ranks
-        wait in the next gather.
+        If ``work`` raises an error, this rank still exports the other tensors, without ``work``:
+        otherwise the other ranks would hang in the next gather.
         """
         for place, (name, tensor) in enumerate(export):
             if self._error is None:
@@ -101,7 +101,7 @@ class Tracer:
                     self._error = error
 
     def _find_cuts(self) -> dict[int, Cut]:
-        """Return the cut of each exported tensor that this rank has a part of, keyed by index."""
+        """Return the places of this rank's parts in exported tensors, by index of the tensor."""
         owner_of = {id(self._tensors[name]): owner for owner, name in self._names.items()}
         end, cuts = self._first + len(self._names), dict[int, Cut]()
 
@@ -144,7 +144,7 @@ class Tracer:
 
 
 class _NumberedModel:
-    """Model that gives mbridge tensors of numbers instead of its parameters and buffers."""
+    """Wrapper that shows mbridge a model whose parameters and buffers are tensors of numbers."""
 
     def __init__(self, model: nn.Module, numbers: Numbers) -> None:
         self._model = model

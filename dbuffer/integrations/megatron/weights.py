@@ -58,8 +58,8 @@ class MegatronWeights:
             )
         if self._refused:
             raise UnsupportedError(
-                f"mbridge does not make {listed(self._refused)} from one box per rank, copied from "
-                "a parameter: publish the export itself, as a weight source"
+                f"mbridge computes {listed(self._refused)}, or joins several parts of a rank into "
+                "it: publish the export itself, as a weight source"
             )
         if not self._shapes.items() <= shapes_of(tensors).items():
             raise InvalidWeightsError(

@@ -54,8 +54,8 @@ def send_adapter(
         peft_model,
         peft_model.state_dict(keep_vars=True),  # detached ZeRO-3 parameters have no shape
         adapter,
-        # With the default "auto", peft sends requests to the hub. Embeddings belong to the base
-        # model.
+        # Leave out embeddings, which belong to the base model. With the default "auto", peft would
+        # also send requests to the Hugging Face hub.
         save_embedding_layers=False,
     )
     return sender.send(weights, version=version, metadata={**(metadata or {}), ADAPTER_KEY: config})
@@ -72,8 +72,8 @@ def _config(peft_model: Any, adapter: str) -> Any:
     way = str(getattr(config, "init_lora_weights", "")).lower()
     if way.startswith(_CHANGES_BASE):
         raise InvalidWeightsError(
-            f"init_lora_weights={way!r} changes the base model's weights, which the adapter needs "
-            "as well: publish the merged model (merged_weights)"
+            f"init_lora_weights={way!r} has changed the base model's weights, and the adapter is "
+            "useless without these changes: publish the merged model (merged_weights)"
         )
     return config
 
@@ -81,4 +81,6 @@ def _config(peft_model: Any, adapter: str) -> Any:
 def _as_json(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value)
-    raise InvalidWeightsError(f"{value!r:.200} in an adapter's configuration cannot be published")
+    raise InvalidWeightsError(
+        f"the adapter's configuration has a value that JSON cannot represent: {value!r:.200}"
+    )

@@ -28,15 +28,15 @@ from dbuffer.weights.named_tensors import only_tensors, own_tensors
 def merged_weights(
     peft_model: PeftModel, *, as_checkpoint: bool = True
 ) -> dict[str, torch.Tensor | LazyTensor]:
-    """Return the weights of ``peft_model.merge_and_unload()``, for `WeightSender.send`.
+    """Return the merged weights of a peft model, to pass to `WeightSender.send`.
 
-    The active adapters, which ``set_adapter()`` selects, are merged. Names and values equal the
-    checkpoint that ``save_pretrained`` writes for the merged transformers model. If the model is
-    not a transformers model, or if ``as_checkpoint`` is False, names and values equal
-    ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``. Only one layer is copied at a
-    time; tied layers are copied together. The model is not changed.
+    The active adapters, which ``set_adapter()`` selects, are merged. Names and values are those of
+    the checkpoint that ``save_pretrained`` writes for the merged transformers model. If the model
+    is not a transformers model, or if ``as_checkpoint`` is False, names and values are those of
+    ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``. The model itself is not changed:
+    each layer is merged in a temporary copy. Only tied layers are copied at the same time.
 
-    Each publish merges again, so you can send the returned dictionary after every training step. Do
+    Each publish merges again, so you can send the same dictionary after every training step. Do
     not train during a send.
 
     Raises:
@@ -102,7 +102,7 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 def _merge_whole(peft_model: PeftModel) -> nn.Module:
     try:
         merged: nn.Module = peft_model.merge_and_unload()
-    # The class of the error depends on the adapters' type, such as LoRA.
+    # Which error peft raises depends on the adapters' type, such as LoRA.
     except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
         raise InvalidWeightsError(
             f"peft cannot merge these adapters: {described(error)}"
@@ -110,7 +110,7 @@ def _merge_whole(peft_model: PeftModel) -> nn.Module:
     for name, module in merged.named_modules():
         if isinstance(module, BaseTunerLayer):
             raise InvalidWeightsError(
-                f"{name} occurs several times in the model, but peft merges only one occurrence"
+                f"the layer {name} is in the model several times, but peft merges it only once"
             )
     return merged
 
@@ -120,7 +120,7 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 class _Layers:
-    """Layers that merging changes. Layers that share published tensors are merged together."""
+    """Layers that a merge changes. Tied layers (with a common tensor) are merged together."""
 
     def __init__(self, model: nn.Module, published: list[torch.Tensor]) -> None:
         self._layers = dict(_layers_of(model))
@@ -130,17 +130,17 @@ class _Layers:
                 self._keys_at.setdefault(place, []).append(key)
         shared = (self._keys_at.get(_place(tensor), []) for tensor in published)
         tied = {key for keys in shared if len(keys) > 1 for key in keys}
-        # Keep the model's order: peft merges layers in this order.
+        # Merge tied layers in the model's order, as peft does.
         together = [key for key in self._layers if key in tied]
         self._merged_with = {key: together if key in tied else [key] for key in self._layers}
 
     def weight(
         self, name: str, to_be: torch.Tensor, tensor: torch.Tensor | None
     ) -> torch.Tensor | LazyTensor:
-        """Return the tensor to publish under a name.
+        """Return the tensor to publish under a name: ``tensor``, or a lazy tensor.
 
-        The tensor is lazy (computed during the publish) if merging changes it, because it is part
-        of a merged layer, or tied to a tensor of such a layer.
+        The tensor is lazy (computed during the publish) if a merge can change it: it is in a layer
+        of adapters, or tied to a tensor of such a layer. ``to_be`` is the merged tensor on meta.
         """
         parts = name.split(".")
         modules = (".".join(parts[:end]) for end in range(1, len(parts)))
@@ -158,10 +158,10 @@ class _Layers:
             if self._state_of(keys) != state:
                 raise InvalidWeightsError(
                     "adapters were switched, merged or disabled since merged_weights() was called: "
-                    "call it again"
+                    "call merged_weights() again"
                 )
-            # Copy layers and tensor in one deepcopy, which keeps ties: if the tensor is tied
-            # to a layer, merging the layer's copy also changes the tensor's copy.
+            # Copy the layers and the tensor in one deepcopy, so that their copies stay tied: if
+            # the tensor is tied to a layer, merging the layer's copy changes the tensor's copy.
             layers, tied_copy = copy.deepcopy(({key: self._layers[key] for key in keys}, tensor))
             merged = {key: _merge_layer(layer) for key, layer in layers.items()}
             if key is None:
@@ -194,14 +194,14 @@ def _merge_layer(layer: Any) -> nn.Module:
 
 
 def _layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost peft layers that change weights in a merge, with their names."""
+    """Yield the layers that a merge changes, with names. Skip layers inside another peft layer."""
     inside: str | None = None
     for key, module in model.named_modules():
         if inside is not None and key.startswith(inside):
             continue
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             inside = f"{key}."
-            # An AuxiliaryTrainingWrapper without adapter layers has a fully trained module, which
-            # merging does not change.
+            # Skip an AuxiliaryTrainingWrapper without adapter layers: its module was trained in
+            # full, and merging does not change it.
             if any(isinstance(part, BaseTunerLayer) for part in module.modules()):
                 yield key, module

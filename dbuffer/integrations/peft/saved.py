@@ -55,7 +55,7 @@ class SavedAdapter:
 
     @property
     def number(self) -> int:
-        """Unique number of a version, from 1 to 2**62, for engines that identify adapters by it."""
+        """Unique number of this version, for engines that number adapters (1 to 2**62)."""
         return (int(digest(self.path.name.encode()), 16) >> 2) + 1
 
 
@@ -103,8 +103,8 @@ def save_adapter(
             path = directory / f"v{snapshot.version}-{snapshot.id.run}"
             if not path.is_dir():
                 _write(snapshot, config, made)
-        # Checked after the `with` block, which raises an error if the sender overwrote the version
-        # during the copy.
+        # Rename only after the `with` block: the end of this block raises an error if the sender
+        # overwrote the version during the copy.
         if made.is_dir():
             filesystem.rename_directory(made, path)
     metadata = {key: value for key, value in snapshot.metadata.items() if key != ADAPTER_KEY}
@@ -129,9 +129,9 @@ def _write(snapshot: Snapshot, config: dict[str, Any], path: Path) -> None:
 
 
 def hold(path: Path) -> filesystem.Descriptor | None:
-    """Return a file descriptor that, while open, protects a saved version from removal.
+    """Return a file descriptor that protects a saved version from removal until it is closed.
 
-    Return None if the version was removed.
+    Return None if another process is removing the version, or has removed it.
     """
     file = _holds.get(path)
     if file is None or not file.is_open:
@@ -173,7 +173,7 @@ def _remove_old(newest: Path) -> None:
 def _remove_if_free(path: Path) -> None:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(FileNotFoundError):  # another process removed parts
-            # NFS grants an exclusive lock only if the file was opened for writing.
+            # Open for writing too: without it, NFS grants no exclusive lock.
             file = filesystem.open_regular(path / _CONFIG, os.O_RDWR, owner_only=False)
             if not _lock(stack.enter_context(file), exclusive=True):
                 return

@@ -4,9 +4,9 @@ SGLang calls `load_from_store` on all ranks, between two steps. An error would e
 `load_from_store` raises none: it writes problems into the engine's record in the store, which the
 follower reads.
 
-From its first call on, `load_from_store` also detects other calls that write or discard SGLang's
-weights. To detect them, this module replaces functions of SGLang. The functions in the dispatch
-table of a running engine cannot be replaced, so this module replaces functions that they call.
+The first call of `load_from_store` also makes dbuffer detect other calls that write or discard
+SGLang's weights: it replaces functions of SGLang. A running engine keeps the functions that are in
+its dispatch table, so dbuffer replaces functions that these call.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
     try:
         request = from_tensors(named_tensors)
     except OptionError:
-        logger.exception("a request of the follower cannot be read")
+        logger.exception("cannot decode a follower's request")
         return
     if request is None:
         return
@@ -77,7 +77,7 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
     if endpoint.receiver is not None:
         endpoint.receiver.record_problem(str(answer))
     elif (options := request.options) and get_parallel().tp_group.rank_in_group == 0:
-        # There is no receiver to write the engine's record, so the first rank writes the problem.
+        # No receiver writes the engine's record, so the first rank writes the problem into it.
         record = RecordFile(Path(options.read_store), options.engine_id or "")
         record.write(token=options.record_token, problem=str(answer))
         record.close()
@@ -87,8 +87,8 @@ def watch_scheduler() -> None:
     """Detect calls in this scheduler process that write or discard weights. Idempotent."""
     functions: list[tuple[Any, str, Callable[..., AbstractContextManager[None]]]] = [
         *((WeightUpdater, name, functools.partial(_loading, name)) for name in _LOADS),
-        # SGLang calls these before it releases the memory of weights, and after it has restored the
-        # memory.
+        # SGLang calls the first function before it releases the memory of weights, and the second
+        # after it has restored this memory.
         (scheduler, "_export_static_state", _releasing),
         (scheduler, "_import_static_state", _resuming),
     ]

@@ -40,7 +40,7 @@ class SchedulerRank(EngineRank):
         return options.engine_id or ""  # the follower chose the id
 
     def make_check(self) -> ShapeCheck:
-        """Return a check of published weights, which uses a copy of the model without data.
+        """Return a check whether published weights fit. It uses a copy of the model without data.
 
         Call this method in the scheduler's thread.
         """
@@ -96,8 +96,8 @@ class SchedulerRank(EngineRank):
         def refuse(*_: Any, **__: Any) -> NoReturn:
             raise EngineBrokenError(reason)
 
-        # A captured CUDA graph runs without calling forward(). But the caches were flushed, so
-        # every remaining request must first recompute its prompt, which calls forward().
+        # A captured CUDA graph does not call forward(). But the caches were flushed, so SGLang must
+        # first recompute the prompt of every remaining request, which calls forward().
         self.module.forward = refuse
 
     def serve_again(self) -> None:
@@ -112,9 +112,9 @@ def dtype_of(model: torch.nn.Module) -> torch.dtype:
 def require_as_loaded(copy: torch.nn.Module, serving: torch.nn.Module) -> None:
     """Refuse a model that SGLang cannot load again, because its parameters changed their form.
 
-    SGLang quantizes, transposes or packs some layers after it has loaded them. Before another load,
-    SGLang restores only a few kinds of layers. Loading into other layers would fail halfway or
-    produce wrong weights.
+    SGLang quantizes, transposes or packs some layers after it has loaded them. It restores only a
+    few kinds of these layers before another load. Loading into the other kinds would fail halfway
+    or produce wrong weights.
     """
     served = dict(serving.named_parameters())
     for path, layer in copy.named_modules():
@@ -136,7 +136,7 @@ def form_and_loader(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_undone(method: Any) -> bool:
-    """Whether SGLang undoes a quantization method's changes to parameters before it loads again."""
+    """Whether SGLang, before a load, undoes what a quantization method changed in parameters."""
     undo = getattr(type(method), "restore_weights_before_loading", None)
     without = (QuantizeMethodBase, CompressedTensorsMoEScheme)
     return undo not in (None, *(base.restore_weights_before_loading for base in without))

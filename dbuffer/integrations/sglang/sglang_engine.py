@@ -34,9 +34,9 @@ LOADER = "dbuffer.integrations.sglang.load_from_store"
 _PAUSES = {"keep": "retract", "abort": "abort"}
 """Names of dbuffer's pause modes in SGLang, which has no mode that waits for requests to finish."""
 
-# Update sessions select the draft model, which the engine does not have. So SGLang neither restores
-# weights when a session opens, nor packs weights when it closes. Instead, each rank restores and
-# packs in one call, after all ranks have agreed to load.
+# dbuffer opens update sessions for the draft model, which the engine does not have. For the target
+# model, SGLang would restore weights at the start of a session and pack them at its end. Instead,
+# each rank restores and packs weights in one call, after all ranks have agreed to load.
 _SESSION = "draft"
 
 
@@ -53,8 +53,8 @@ def from_tensors(tensors: list[tuple[str, torch.Tensor]]) -> RankRequest | None:
         request = json.loads(text)["request"]
     except (ValueError, TypeError, KeyError) as error:
         raise OptionError(
-            f"{len(tensors)} tensors are not a command of dbuffer ({error}): this loader only "
-            "works with dbuffer.integrations.sglang.follow"
+            f"{len(tensors)} tensors are not a request of a dbuffer follower ({error}): send "
+            "weights through this loader only with dbuffer.integrations.sglang.follow"
         ) from None
     return None if request is None else RankRequest.parse(request)
 
@@ -73,12 +73,11 @@ def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
             )
     if info.get("speculative_algorithm") is not None:
         raise UnsupportedError(
-            "an SGLang engine with a draft model cannot follow a store: dbuffer loads into the "
-            "target only"
+            "an SGLang engine with a draft model cannot follow a store: dbuffer would load only "
+            "the target model; start the engine without speculative decoding"
         )
     return EngineFacts(
-        # An engine that is started again has another start-up time, and usually another random
-        # seed.
+        # A restarted engine has a different start-up time, and usually a different random seed.
         instance_id=json.dumps([info.get("random_seed"), info.get("startup_time")]),
         name=name,
         num_ranks=info["tp_size"],
@@ -93,8 +92,8 @@ class _Sglang(Engine):
     def call(self, request: RankRequest) -> list[RankAnswer]:
         if request.call == "check":
             raise UnsupportedError("SGLang's ranks cannot check whether tensors fit")
-        # `load_from_store` already acknowledged the version. "reserve" needs the ranks' answers,
-        # which SGLang does not return.
+        # Skip these two: `load_from_store` already acknowledged the version, and "reserve" needs
+        # the ranks' answers, which SGLang does not return.
         if request.call in ("acknowledge", "reserve"):
             return [None]
         self._send(request)
@@ -107,8 +106,8 @@ class _Sglang(Engine):
     def _flush_caches(self) -> None:
         """Make SGLang flush its caches, by an update that loads nothing.
 
-        SGLang's route for flushing does more: it collects garbage, which takes 0.3 s, or releases
-        GPU memory that the next step allocates again.
+        SGLang's own route for flushing takes longer: it also collects garbage (0.3 s), or releases
+        GPU memory that the next step has to allocate again.
         """
         self._send(None, flush_cache=True)
 
@@ -118,7 +117,8 @@ def _refusal(options: EngineOptions) -> RankAnswer:
     if not store.exists():
         return None
     record = store.record(options.engine_id or "", options.record_token)
-    # If a load failed halfway (`is_broken`), keep following: the next update repairs the weights.
+    # If a load failed halfway (`is_broken`), refuse nothing, so that the follower continues: its
+    # next update repairs the weights.
     if record is None or record.problem is None or record.is_broken:
         return None
     return UnsupportedError(record.problem)
@@ -190,8 +190,8 @@ class ServerEngine(_Sglang, EngineServer):
         return facts
 
     def _send(self, request: RankRequest | None, *, flush_cache: bool = False) -> None:
-        # While the server is not paused, SGLang updates only after all requests have ended. So
-        # pause the server in place, which keeps the requests in flight.
+        # A server that is not paused updates only after all its requests have ended. So pause the
+        # server first, "in_place", which keeps the requests in flight.
         is_ours = not self._has_paused
         try:
             if is_ours:

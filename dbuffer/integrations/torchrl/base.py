@@ -31,7 +31,7 @@ _MIRROR = (*_SHARED, "reader_timeout_s")
 class TransportOptions(SenderOptions):
     """Options of the senders, receivers and mirrors (local copies of a store) that a scheme makes.
 
-    TorchRL pickles a scheme with its options for its workers, so ``rename`` must be picklable.
+    TorchRL pickles a scheme and its options to send them to workers: ``rename`` must be picklable.
     """
 
     num_threads: int | None = 1
@@ -130,8 +130,8 @@ def find_model(context: Any, model_id: str) -> Any:
         ValueError,
     ):  # an index in a path can raise any of these
         model = None
-    # If workers make their policies with a factory, the collector runs no policy itself, and can
-    # have one only as the source of weights.
+    # A collector runs no policy itself if its workers make their policies with a factory. It can
+    # still have a policy from which it sends weights.
     if model is None and model_id == DEFAULT_MODEL_ID:
         return getattr(context, "_fallback_policy", None)
     return model

@@ -70,7 +70,7 @@ def without_torchrl_wrapper(model: Any) -> Any:
 
 
 def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return dtype and shape of each tensor that a sender publishes for a model, by tensor name.
+    """Return the dtype and shape of each tensor of a published model, by tensor name.
 
     LoRA adapters are merged first, as in TorchRL's function with this name.
     """
@@ -113,8 +113,8 @@ def unpacked(packed: torch.Tensor) -> Any:
 def _packed(states: Mapping[str, Any]) -> torch.Tensor:
     """Return modules' extra states as JSON, because reading JSON cannot execute code."""
     plain = {
-        # Flatten the state: TorchRL's own receivers also call set_extra_state with a flat
-        # dictionary.
+        # Flatten a TensorDict, because modules get a flat dictionary from TorchRL's receivers too
+        # (in set_extra_state).
         clean_path(path): state.flatten_keys(".").to_dict()
         if isinstance(state, TensorDictBase)
         else state
@@ -125,8 +125,8 @@ def _packed(states: Mapping[str, Any]) -> torch.Tensor:
     except (InvalidWeightsError, KeyError, ValueError, RecursionError) as error:
         owners = ", ".join(path or "the model" for path in states)
         raise InvalidWeightsError(
-            f"the extra state of {owners} cannot be published: {error}. Only tensors, numbers, "
-            "strings, and lists and dictionaries of these can be"
+            f"the extra state of {owners} cannot be published: {error}. Use only tensors, numbers, "
+            "strings, and lists and dictionaries of these"
         ) from error
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 

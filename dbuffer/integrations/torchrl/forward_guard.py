@@ -21,14 +21,14 @@ _CALL_CHECK_S = 0.5
 
 
 class ForwardGuard:
-    """Lock between a model's forward calls, which can overlap, and loads of its weights.
+    """Lock that keeps loads of a model's weights apart from the model's forward calls.
 
     The guard does not detect calls that bypass the module: a replayed CUDA graph, or a method other
     than ``forward``.
 
-    While a load waits for running calls to end, new calls wait too. Otherwise overlapping calls
-    could delay the load forever. But a running call can depend on a new call in another thread, so
-    a new call waits at most 10 s for a load that has not begun.
+    Forward calls can overlap, in several threads. A load begins when no call is running. Until
+    then, new calls wait too, because overlapping calls could delay the load forever. A new call
+    waits at most 10 s for a load that has not begun, because a running call can depend on it.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class ForwardGuard:
         if not isinstance(model, nn.Module) or self._is_attached(model):
             return
         model.register_forward_pre_hook(self._before_forward, prepend=True)
-        # The hook is called even if forward raises an error, so that the call no longer counts as
-        # running.
+        # Run the hook even if forward raises an error: otherwise the call would still count as
+        # running, and delay loads.
         model.register_forward_hook(self._after_forward, always_call=True)
 
     @contextlib.contextmanager
@@ -125,7 +125,7 @@ class ForwardGuard:
 
 
 def _is_over(frame: FrameType) -> bool:
-    """Whether a call has ended, even without its hook (after KeyboardInterrupt or SystemExit)."""
+    """Whether a call has ended. KeyboardInterrupt and SystemExit end a call without its hook."""
     try:
         frame.clear()
     except RuntimeError:  # frame.clear() refuses a running frame
@@ -135,7 +135,7 @@ def _is_over(frame: FrameType) -> bool:
 
 def _calling_frame() -> FrameType:
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - documented despite its name
-    # Skip frames of torch.compiler.disable.
+    # Skip the frames of this module, and those that torch.compiler.disable adds.
     while frame is not None and frame.f_globals["__name__"].startswith((__name__, "torch._dynamo")):
         frame = frame.f_back
     return cast("FrameType", frame)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StagedVersion:
-    """Copy of a version in this process's memory, so that a waiting load blocks no sender."""
+    """Copy of a version in memory. A load that waits for forward calls then blocks no sender."""
 
     version: int
     layout: Layout
@@ -69,8 +69,8 @@ class StagedVersion:
             for name, tensor in targets.items()
             if tensor.is_meta and isinstance(model, nn.Module)
         }
-        # Extra state is not a tensor of the model. Match it with itself, because the matcher
-        # refuses tensors without a target.
+        # Extra state has no target, because it is not a tensor of the model. Match it with itself:
+        # the matcher refuses tensors without a target.
         extra = {name: self.tensors[name] for name in (EXTRA_STATE,) if name in self.tensors}
         match = matcher.match(targets | to_install | extra, self.layout)
         match.require_ties(self._tensor)
@@ -107,13 +107,14 @@ def own_memory(model: Any, guard: ForwardGuard) -> None:
 
 
 def unshared(policy: Any) -> Any:
-    """Return a policy to pass to new processes, which then get their own copies of its tensors.
+    """Return a policy to pass to new processes, so that each process has its own tensors.
 
-    When multiprocessing pickles a policy, it moves the policy's tensors into shared memory.
+    Otherwise the processes would share them: multiprocessing moves the tensors of a policy into
+    shared memory when it pickles the policy.
     """
     if not isinstance(policy, nn.Module):
         return policy
-    # Use allow_none=True: otherwise get_start_method() would set a method for the whole program.
+    # Without allow_none=True, get_start_method() would set the start method of the whole program.
     by_default, *_ = multiprocessing.get_all_start_methods()
     if (multiprocessing.get_start_method(allow_none=True) or by_default) != "fork":
         return _CopiedOnArrival(policy)
@@ -139,8 +140,8 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
         tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors |= model.named_buffers(remove_duplicate=False)
         saved = model.state_dict(keep_vars=True).keys()
-        # Clean the names together with extra state's, as the sender does: clean_names removes
-        # "module." only if all names begin with it.
+        # Clean the model's names together with the name of the extra state, as the sender does:
+        # clean_names removes "module." only if all names begin with it.
         extra = [EXTRA_STATE] if EXTRA_STATE in published else []
         return {
             name: tensors[name]
@@ -153,7 +154,7 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
 
 
 def _shared_tensors(model: Any) -> list[torch.Tensor]:
-    """Return a module's CPU tensors in shared memory. On a GPU, is_shared() is always true."""
+    """Return a module's CPU tensors in shared memory. For GPU tensors, is_shared() says nothing."""
     tensors = own_tensors(model) if isinstance(model, nn.Module) else ()
     return [
         tensor

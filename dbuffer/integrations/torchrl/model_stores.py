@@ -1,8 +1,8 @@
 """Stores of a collector's model, and `ModelPublisher`, which publishes into them.
 
 All workers follow the store ``ADDRESS/MODEL``, where ``ADDRESS`` is the scheme's directory. Worker
-N also follows the store ``ADDRESS/MODEL~worker-N``, for weights that are sent only to worker N. A
-model's versions are numbered across its stores, so that a worker knows which version is newer.
+N also follows the store ``ADDRESS/MODEL~worker-N``, for weights that are sent only to worker N. All
+stores of a model share one sequence of version numbers: the higher number is the newer version.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Such a version does not count as a policy update."""
 
 
 def store_of(address: str | Path, model_id: str, worker: int | None = None) -> Path:
-    """Return the path of the store of a model's weights for one worker, or by default for all."""
+    """Return the path of a model's store: for one worker, or by default for all workers."""
     name = quote(model_id, safe="")  # the id can be an attribute path
     if worker is not None:
         name += f"~{receiver_id(worker)}"

@@ -103,7 +103,7 @@ class RayFollower:
             raise
 
 
-# The functions below run in the actor. `instance` is the actor's object.
+# The functions below run in the Ray actor. `instance` is the object of the actor's class.
 
 
 def _follower_in(instance: Any, options: EngineOptions) -> Follower:

@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 class DoubleBufferSyncScheme(StoreScheme):
     """Scheme that sends a model's weights from a collector to its workers through a store.
 
-    Make a separate scheme for each model of each collector. Schemes of one collector can share an
-    address.
+    Make a separate scheme for each model of each collector. Schemes of one collector can have the
+    same ``remote_addr``.
 
     Args:
         remote_addr: a directory. The model's store is ``remote_addr/MODEL_ID``.
         local_addr: directory that workers read. Default: ``remote_addr``. If the directory is in
-            shared memory, one worker on each node copies every version into it. It can also be
-            the path of ``remote_addr`` on the workers' hosts, if that path differs.
+            shared memory, one worker on each node copies every version into it. If the workers'
+            hosts mount ``remote_addr`` under another path, pass this path.
         num_threads: number of copying threads, in the trainer and in each worker.
         strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``.
         sync: whether ``send`` waits until the workers have applied the weights.
@@ -66,7 +66,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         super().__init__(remote_addr, local_addr, num_threads, strategy, options)
         self.sync = sync
         self.timeout_s = checks.positive_seconds("timeout_s", timeout_s)
-        # The trainer's side sets the next three values; workers get them with the pickled scheme.
+        # The trainer's side sets the next three values. Workers get them in the pickled scheme.
         self._has_first_weights = True
         self._earlier = 0
         self._first_worker_idx = 0
@@ -83,7 +83,8 @@ class DoubleBufferSyncScheme(StoreScheme):
     def model(self, model: Any) -> None:
         before = self._model_ref() if self._model_ref is not None else None
         WeightSyncScheme.model.fset(self, model)
-        # A worker's collector can replace the first policy, for instance by a copy that it runs.
+        # The collector in a worker can replace its policy later, for instance by a copy. Load the
+        # weights into the new policy too.
         if self._receiver is not None and model is not before:
             self._receiver.use(model)
 
@@ -102,10 +103,10 @@ class DoubleBufferSyncScheme(StoreScheme):
         self.context = context
         self.model = self._kept_model = model
         if num_workers is None:
-            # A collector without workers has nothing to wait for.
+            # Wait for no workers if there is no collector, or one that has no workers.
             is_single = context is None or isinstance(context, Collector)
             num_workers = 0 if is_single else int(getattr(context, "num_workers", 0))
-        # A DistributedCollector counts its workers by rank, and the trainer is rank 0.
+        # In a DistributedCollector, a worker's index is its rank. The trainer is rank 0.
         self._first_worker_idx = int(isinstance(context, DistributedCollector))
         self._sender = ModelPublisher(self.remote_addr, self._model_id, num_workers, self.options)
         self._earlier = self._sender.last_version
@@ -244,7 +245,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         receiver.follow()
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
-        """Wait for newer weights. Return the weights, or None if none arrived since the last call.
+        """Return the weights once some were applied since the last call, or None after a timeout.
 
         New weights are applied in the background, whether or not you call this method. The default
         of ``timeout`` is the scheme's ``timeout_s``.
@@ -264,7 +265,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         if inner is not None and not inner.synchronized_on_sender:
             return  # the collector's workers are starting, and will begin with this model's weights
         if isinstance(context, Collector) and inner is None:
-            # The collector runs this model, so the loaded weights are already in use.
+            # The collector runs this model itself, so only its version remains to be updated.
             if self._model_id == DEFAULT_MODEL_ID and not is_initial:
                 context.increment_version()
         elif hasattr(context, "update_policy_weights_"):
@@ -284,8 +285,9 @@ class DoubleBufferSyncScheme(StoreScheme):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         if not self.initialized_on_sender and not self.initialized_on_receiver:
-            # An RPC collector pickles the scheme before the scheme has a sender, and sends the
-            # first weights after all workers have connected. So workers must not wait for weights.
+            # Only an RPC collector pickles the scheme before it has a sender. The collector sends
+            # the first weights after all workers have connected, so connect() must not wait for
+            # weights.
             state["_has_first_weights"] = False
             state["_earlier"] = last_version_below(self.remote_addr, self.options)
         return state | {"_kept_model": None}
@@ -297,7 +299,7 @@ def _is_by_worker(weights: Any) -> bool:
 
 
 def model_of_factory(context: Any, model_id: str) -> Any:
-    """Make a policy with the workers' factory, or return None if the workers share no factory."""
+    """Make a policy with the workers' factory. Return None if workers have no common factory."""
     if model_id != DEFAULT_MODEL_ID:
         return None
     factories = getattr(context, "policy_factory", None)

@@ -1,8 +1,8 @@
 """Replacements for ``torchrl.weight_update.llm.vllm_nccl`` that send weights through a store.
 
 The classes have the methods of TorchRL's classes. Engines have the weights when ``update_weights``
-returns, as in TorchRL. There is no process group, so the trainer and the engines need not make
-their calls at the same time.
+returns, as in TorchRL. There is no process group, so the trainer and the engines can make their
+calls at different times.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
         super().__init__(scheme)
         self._timeout_s, self._num_replicas = scheme.timeout_s, scheme.num_replicas
         self._num_awaited = 0
-        # Receiver of the engine that this sender itself switches, if any.
+        # Receiver of the `vllm_engine` that this sender itself switches, or None.
         self._receiver: VLLMWeightReceiver | None = None
 
     def init_all_workers_group(
@@ -96,11 +96,11 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
     ) -> None:
         """Make each later ``update_weights`` call wait until engines have applied the weights.
 
-        With a ``vllm_engine``, ``update_weights`` switches this engine, whose model must fit
-        ``model_metadata``. Without a ``vllm_engine``, it waits for ``num_replicas`` engines that
-        follow the store, by themselves or with a :class:`VLLMWeightReceiver`. If too few engines
-        apply the weights in time, it raises a ``WaitTimeoutError``, whose message lists the problem
-        of each engine.
+        With a ``vllm_engine``, ``update_weights`` itself switches this engine, whose model must fit
+        ``model_metadata``. Without a ``vllm_engine``, ``update_weights`` waits for ``num_replicas``
+        engines that follow the store, by themselves or with a :class:`VLLMWeightReceiver`. If too
+        few of these engines apply the weights in time, ``update_weights`` raises a
+        ``WaitTimeoutError``. Its message lists the problem of each engine.
         """
         if vllm_engine is None:
             self._num_awaited = self._num_replicas
@@ -126,8 +126,8 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
 class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
     """Keeps an engine on the store's newest weights, in a background thread, until ``shutdown()``.
 
-    An ``LLM`` works in a single thread only, so its receiver has no background thread. The ``LLM``
-    is switched by ``poll_and_apply``, or by ``update_weights`` of a sender.
+    An ``LLM`` works in a single thread only, so its receiver has no background thread. Call
+    ``poll_and_apply`` to switch the ``LLM``, or let a sender's ``update_weights`` switch it.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             self._thread.start()
 
     def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
-        """Raise a `WeightsMismatchError` if weights with this metadata do not fit the engine."""
+        """Raise a `WeightsMismatchError` if weights of these shapes do not fit the engine."""
         tensors = [
             (name, DTYPE_NAMES.get(dtype, str(dtype)), list(shape))
             for name, (dtype, shape) in model_metadata.items()

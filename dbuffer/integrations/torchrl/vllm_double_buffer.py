@@ -105,7 +105,7 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
     def get_receiver(self) -> VLLMDoubleBufferWeightReceiver:
         return cast("VLLMDoubleBufferWeightReceiver", self._require("receiver"))
 
-    # A collector passes the scheme to trainer and worker. Each side makes its sender or receiver.
+    # TorchRL calls the next methods: on the trainer's side for a sender, in workers for a receiver.
 
     def _init_on_sender_impl(
         self, model_id: str = "policy", context: Any = None, *, model: Any = None, **_: Any
@@ -186,12 +186,13 @@ class VLLMDoubleBufferTransport:
         model: Any = None,  # noqa: ARG002
         strategy: Any = None,  # noqa: ARG002
     ) -> Any | None:
-        """Return a copy of the newest version, or None if the last call returned this version.
+        """Return the newest version's tensors, or None if no version came since the last call.
 
         Wait up to ``timeout`` seconds for a newer version. If ``local_addr`` is a mirror (a local
-        copy of the store), the mirror first copies the newest version, for at most 60 s. The copy
-        goes into ``weights``, a TensorDict or a dictionary by dotted name. Default: a new
-        TensorDict with flat keys. ``model`` and ``strategy`` are ignored, as in TorchRL.
+        copy of the store), first wait up to 60 s until the mirror has the newest version. The
+        tensors are copied into ``weights``, a TensorDict or a dictionary by dotted name, or by
+        default into a new TensorDict with flat keys. ``model`` and ``strategy`` are ignored, as in
+        TorchRL.
 
         Raises:
             WeightsMismatchError: the version does not fit ``weights``, which was not changed.
@@ -314,7 +315,8 @@ class VLLMDoubleBufferWeightReceiver:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     break
-                # Wait in short steps: weights can appear at the other address, or be removed.
+                # Wait in short steps, because the store to read can change: a version can appear at
+                # the other address, or be removed.
                 wait_s = min(left_s, self._scheme.options.poll_interval_s)
                 receiver.wait_or_follow_fork(newest, wait_s, self._closed)
                 self._require_open()
@@ -335,7 +337,8 @@ class VLLMDoubleBufferWeightReceiver:
             raise OptionError("weights are applied to an engine in place only: leave inplace=True")
         tensors = extract_for_vllm(weights, TensorDict.from_module)
         with self._open():
-            # Publish into a temporary store beside the followed store, where all workers can read.
+            # Publish into a temporary store. It is next to the followed store, because all workers
+            # can read there.
             store = self._find_receiver().store
             store.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=f"{store.name}~", dir=store.parent) as scratch:
@@ -354,9 +357,10 @@ class VLLMDoubleBufferWeightReceiver:
         self._context = context
 
     def register_model(self, model_ref: Any) -> None:
-        """Update another engine from now on, instead of the current engine.
+        """Replace the engine that this receiver updates by another engine.
 
-        ``model_ref`` is the new engine, or its attribute path in the context, such as ``"policy"``.
+        ``model_ref`` is the new engine, or the attribute path of the engine in the object that was
+        passed to :meth:`set_context`, such as ``"policy"``.
         """
         is_path = isinstance(model_ref, str) and "://" not in model_ref
         engine = find_model(self._context, model_ref) if is_path else model_ref
@@ -373,7 +377,7 @@ class VLLMDoubleBufferWeightReceiver:
         """Do nothing: schemes of dbuffer use no pipes."""
 
     def shutdown(self) -> None:
-        """Stop following the store, after a running switch has ended. The engine keeps its weights.
+        """Wait until a running switch ends, then stop following. The engine keeps its weights.
 
         If another thread is in ``poll_and_apply()``, its call ends with a ``ClosedError``.
         """
@@ -424,10 +428,11 @@ class VLLMDoubleBufferWeightReceiver:
     def _sync(self, version: int) -> bool:
         """Switch all engines to a version; return whether any engine had an older version.
 
-        If engines fail, the other engines still switch. Then the most severe error is raised.
+        If some engines cannot switch, the other engines still do. Afterwards, this method raises
+        the most severe of the errors.
         """
         if len(self._followers) == 1:
-            # A single engine can be an LLM in this process, which must be loaded by this thread.
+            # Use this thread: a single engine can be an LLM, which works only in its own thread.
             switches = [self._followers[0].sync(at_least=version, stop_event=self._closed)]
         else:
             with ThreadPoolExecutor(len(self._followers)) as pool:

@@ -1,7 +1,7 @@
 """`WorkerReceiver`: keeps the model of one TorchRL worker on the worker's newest weights.
 
-A worker follows two stores: a store for all workers, and a store for this worker only. Versions are
-numbered across both stores, so the version with the higher number is the newer one.
+A worker follows two stores: a store for all workers, and a store for this worker only. Both stores
+share one sequence of version numbers, so the higher number is the newer version.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 class WorkerReceiver:
     """Follows both stores of a worker in the background, and loads their newest versions.
 
-    Versions up to ``earlier``, which earlier runs (sender processes) published, are skipped.
-    ``applied`` is called after each load of a new version, when forward calls can run again. Its
+    Versions up to ``earlier`` are skipped: earlier runs (sender processes) published them. After
+    each load of a new version, once forward calls can run again, ``applied`` is called. Its
     argument is whether the version is the first of a run.
     """
 
@@ -50,7 +50,8 @@ class WorkerReceiver:
         self._applied = applied
         self._guard = ForwardGuard()
         self._matcher = Matcher()
-        # Held during each load: the two following threads, `load_newer` and `use` can all load.
+        # Lock of each load, because several threads load: the two threads of `follow`, and callers
+        # of `load_newer` or `use`.
         self._lock = threading.RLock()
         self._earlier = earlier
         self._loaded = earlier
@@ -66,8 +67,8 @@ class WorkerReceiver:
             remote = store_of(remote_addr, model_id, only)
             local = store_of(local_addr, model_id, only)
             receiver, mirror = options.open_reader(remote, local, receiver_id(worker))
-            # Do not log a wait for this worker's own store, which exists only after weights were
-            # sent to some of the workers, including this worker.
+            # Do not log that this worker's own store is missing: it exists only after weights were
+            # sent to selected workers, including this worker.
             receiver.notes_wait = only is None
             self._opened.callback(receiver.close)
             if mirror is not None:
@@ -85,7 +86,7 @@ class WorkerReceiver:
             self._load_if_newer(receiver)
 
     def wait_loaded(self, timeout_s: float) -> bool:
-        """Return True once a version was loaded since the last call, or False after a timeout."""
+        """Whether a version was loaded since the last call. Wait up to ``timeout_s`` for one."""
         if not self._has_loaded.wait(timeout_s):
             return False
         if self._stop_event.is_set():
@@ -126,7 +127,8 @@ class WorkerReceiver:
             receiver.record.write()
 
     def _follow(self, receiver: WeightReceiver) -> None:
-        # A recreated store is a permanent error here, because only a new scheme can follow it.
+        # The loop does not follow a recreated store (by default of `forked`), because only a new
+        # scheme can follow it.
         final = (errors.ClosedError,)
         loop = FollowLoop(receiver, "following", logger, final=final, stop=self._stop_event)
         with contextlib.suppress(errors.ClosedError):

@@ -17,12 +17,11 @@ from dbuffer.runtime import options
 class StoreWeightTransfer:
     """TRL's ``WeightTransferProtocol`` over a store: ``AsyncGRPOTrainer(weight_transfer=...)``.
 
-    After each publish, TRL waits up to ``timeout_s`` until ``receivers`` engines, which follow the
-    store, have applied the version, and then attributes rollouts to the version. The argument
-    ``receivers`` is the number of engines or their ids (``engine_id``). With ids, an engine that
-    cannot apply the version causes an error at once. With 0 engines, TRL does not wait, so rollouts
-    attributed to a version can come from the previous version. ``sender`` has fields of
-    :class:`dbuffer.SenderOptions`.
+    After each publish, TRL waits up to ``timeout_s`` until the engines have applied the version.
+    From then on, TRL attributes rollouts to the version. ``receivers`` is the number of engines to
+    wait for, or their ids (``engine_id``). With ids, TRL gets an error at once if an engine cannot
+    apply the version. With 0 engines, TRL does not wait, so rollouts attributed to a version can
+    come from the previous version. ``sender`` has fields of :class:`dbuffer.SenderOptions`.
 
     Raises:
         OptionError: (a ``ValueError``) an option is invalid.
@@ -57,8 +56,8 @@ class StoreWeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish ``(name, tensor)`` pairs, tensor by tensor, while the servers generate.
 
-        If this method raises an error, nothing was published, unless the message says otherwise.
-        The servers continue with their present weights.
+        After an error, the servers continue with their present weights, because nothing was
+        published, unless the error's message says otherwise.
         """
         self.version = self._opened().send(iterator).version
 

@@ -33,14 +33,14 @@ def over_store(
     that uses TRL's ``VLLMGeneration``. Its ``args`` must have ``use_vllm=True`` and
     ``vllm_mode="server"``.
 
-    If its weights have changed, the trainer publishes them before it generates. It then waits up to
-    ``timeout_s`` until the servers, which follow the store, have applied the weights. The trainer
-    gets an additional attribute, ``weight_sync``: a :class:`WeightSync`.
+    Before the trainer generates, it publishes its weights if they have changed, and waits up to
+    ``timeout_s`` until the servers, which follow the store, have applied them. The trainer has an
+    additional attribute, ``weight_sync``: a :class:`WeightSync`.
 
     ``receivers`` is the number of engines in the servers, or the engines' ids (``engine_id``). With
     ids, an engine that cannot apply a version causes an error at once. ``sender`` has fields of
-    :class:`dbuffer.SenderOptions`. A mirror into a bucket needs ``checksum=True`` to copy only
-    changed bytes.
+    :class:`dbuffer.SenderOptions`. If a mirror copies the store into a bucket, pass
+    ``checksum=True``, so that the mirror copies only changed bytes.
 
     Raises:
         OptionError: (a ``ValueError``) an option is invalid. The returned function also raises this
@@ -64,7 +64,7 @@ def over_store(
         trainer.weight_sync = WeightSync(
             trainer, place, receivers=receivers, timeout_s=timeout_s, **sender
         )
-        # TRL has no hook for weights. All its trainers call `sync_weights` of `vllm_generation`.
+        # TRL has no hook for sending weights. So replace the method that all its trainers call.
         generation.sync_weights = trainer.weight_sync.sync_weights
         return trainer  # type: ignore[no-any-return]
 
@@ -75,8 +75,8 @@ def over_store(
 def _without_group() -> Iterator[None]:
     """Prevent TRL's server clients from joining a process group for weights.
 
-    The constructor of a trainer makes a client, which at once joins an NCCL process group. NCCL
-    requires CUDA.
+    A trainer's constructor makes a client, which would join an NCCL process group at once. A store
+    needs no group, and NCCL requires CUDA.
     """
     from trl.generation.vllm_client import VLLMClient
 
@@ -114,7 +114,7 @@ class WeightSync:
         if self._generation.accelerator.distributed_type == DistributedType.NO:
             self.sender = WeightSender(store, **sender)
         else:
-            # While rank 0 waits for the engines, the other ranks wait for rank 0.
+            # Add `timeout_s`, because the other ranks wait while rank 0 waits for the engines.
             rank_timeout_s = DEFAULT_RANK_TIMEOUT_S + timeout_s
             self.sender = ShardedWeightSender(store, rank_timeout_s=rank_timeout_s, **sender)
 
@@ -136,9 +136,9 @@ class WeightSync:
             self.sender.wait_applied(version, receivers=self._receivers, timeout_s=self._timeout_s)
         except WaitTimeoutError as error:
             raise WaitTimeoutError(
-                f"{error}; TRL does not generate with older weights: make its server follow this "
-                "directory (--middleware dbuffer.integrations.vllm.FollowStore), and look at the "
-                "server's log"
+                f"{error}; TRL generates only after its servers have applied the weights: make "
+                f"each server follow {self.sender.store} (--middleware "
+                "dbuffer.integrations.vllm.FollowStore), and look at the server's log"
             ) from error
         self.version = version
 
@@ -148,7 +148,7 @@ class WeightSync:
     def _weights(self) -> Weights:
         from accelerate.utils import is_peft_model
 
-        # `trainer.model` may have been wrapped when training began, so don't use it.
+        # Don't use `trainer.model`, which may have been wrapped when training began.
         accelerator = self._generation.accelerator
         model = accelerator.unwrap_model(self._generation.model, keep_torch_compile=False)
         if not is_peft_model(model):

@@ -27,9 +27,10 @@ class StoreCheckpointEngine(StoreSync, CheckpointEngine):  # type: ignore[misc] 
     """Engine that brings weights from verl's actor to its rollout workers through a store.
 
     verl makes a checkpoint engine in each actor rank and in each rollout worker, and calls its
-    methods. For each sync, the actor's first rank (``is_master``) generates a sync id and publishes
-    a version with the id. verl passes the id to all workers, and a rollout worker loads only the
-    version with the id. verl reads the options from ``engine_kwargs.dbuffer`` in its configuration.
+    methods. For each sync, the actor's first rank (``is_master``) generates a sync id, and puts it
+    into the metadata of the version that it publishes. verl passes the id to all rollout workers,
+    which load only the version with this id. verl reads the options of the engine from
+    ``engine_kwargs.dbuffer`` in its configuration.
     """
 
 
@@ -56,9 +57,9 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
         The returned metrics for verl's log are the version, its bytes, and the publish's duration.
 
         Raises:
-            DBufferError: a worker failed, and Ray raises the worker's error here. If reading the
-                version into a worker's memory fails, the engines keep generating with the previous
-                version. If loading fails, the engines stay paused, because some engines can have
+            DBufferError: the error of a worker, raised again by Ray. If a worker cannot read the
+                version into its memory, the engines keep generating with the previous version. If
+                an engine cannot load the version, all engines stay paused, because some can have
                 the new version and some the previous version.
         """
         if self.backend != VERL_BACKEND:

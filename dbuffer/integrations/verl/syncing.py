@@ -43,7 +43,7 @@ _FLOATS = ("bfloat16", "float16", "float32")
 
 
 class StoreSync:
-    """Methods of verl's ``CheckpointEngine``. `StoreCheckpointEngine` documents the options."""
+    """Methods of verl's ``CheckpointEngine``, for syncs through a store."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class StoreSync:
         syncs = [sync for sync in metadata if sync is not None]
         if len(syncs) != 1:
             raise NotReadyError(
-                f"{len(syncs)} of the actor's ranks would publish, but only the first rank must: "
-                "verl must make its engine with is_master=True"
+                f"{len(syncs)} of the actor's ranks would publish, instead of one: verl must make "
+                "the engine of the first rank, and only this engine, with is_master=True"
             )
         return {"sync": [None] * actor_wg_world_size}, {"sync": syncs * rollout_world_size}
 
@@ -106,7 +106,8 @@ class StoreSync:
         try:
             self._holding.close()
         except DBufferError as error:
-            # The version is not needed any more. A problem of the store will fail the next read.
+            # Only log the error: no sync needs this version any more. If the store has a problem,
+            # the next read raises an error.
             logger.info("the version of an unfinished sync could not be closed: %s", str(error))
         if self._receiver is None:
             self._mirror = start_mirror(self._store, self._local_store)
@@ -116,10 +117,10 @@ class StoreSync:
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Publish the weights on the actor's first rank. Other ranks only help to gather.
+        """Publish the weights on the actor's first rank. On other ranks, only exhaust the iterator.
 
-        The iterator is always exhausted, even after an error: all ranks gather each tensor
-        together, and without this rank the other ranks would hang in the gather.
+        All ranks exhaust the iterator, even after an error, because it gathers each tensor on all
+        ranks together. If one rank stopped, the others would hang.
         """
         pairs = iter(weights)
         with torch.no_grad():
@@ -134,7 +135,7 @@ class StoreSync:
         if self._sender is None or self._sync is None:
             raise NotReadyError("no sync has begun: call prepare() before each send_weights()")
         metadata, self._sync = {_SYNC: self._sync, "global_steps": global_steps}, None
-        # Copy the tensors, because the iterator may reuse their memory.
+        # A delta needs all tensors at once. Copy them, because the iterator may reuse their memory.
         source = {n: t.detach().to("cpu", copy=True) for n, t in pairs} if self._delta else pairs
         published = self._sender.send(source, metadata=metadata)
         return {

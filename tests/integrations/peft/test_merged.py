@@ -168,7 +168,7 @@ class TestSeveralAdapters:
     def test_switched_since_is_refused(self, store, sender, model):
         weights = integration.merged_weights(model)
         model.set_adapter("default")
-        with pytest.raises(dbuffer.InvalidWeightsError, match="call it again"):
+        with pytest.raises(dbuffer.InvalidWeightsError, match="merged or disabled since"):
             sender.send(weights)
         sender.send(integration.merged_weights(model))
         assert bits(received(store)) == bits(reference(model, ["default"]))
