@@ -51,7 +51,7 @@ def _fields_of(output: Any) -> Mapping[str, Any]:
         if isinstance(several, Sequence) and len(several) == 1:
             fields = {**fields, **_values_of(several[0])}
         elif several is not None:
-            raise OptionError(f"the output has {len(several)} {inner}: pass one of them")
+            raise OptionError(f"there are {len(several)} {inner}: pass one of them")
     for inner in ("meta_info", "metadata"):  # keys of SGLang's own routes, and of its OpenAI routes
         if isinstance(fields.get(inner), Mapping):
             fields = {**fields, **fields[inner]}

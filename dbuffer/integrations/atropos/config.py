@@ -41,9 +41,9 @@ class BridgeConfig:
     def __post_init__(self) -> None:
         if self.use_cuda_ipc:
             raise UnsupportedError(
-                "use_cuda_ipc is not supported: weights in files share no GPU memory. Leave it "
-                "off: notify_update() then publishes into a store in shared memory, and the server "
-                "loads from there. To share one copy on one GPU, use Atropos' own single_copy mode"
+                "use_cuda_ipc is not supported, because dbuffer shares files, not GPU memory. Turn "
+                "use_cuda_ipc off: the server then loads weights from a store in shared memory. To "
+                "share one copy on one GPU, use Atropos' own bridge in single_copy mode"
             )
         checks.whole_number("world_size", self.world_size)
         checks.whole_number("trainer_rank", self.trainer_rank, at_least=0)

@@ -41,8 +41,8 @@ def engine_type_of(strategy: Any) -> str:
 def dtype_of(strategy: Any) -> torch.dtype | None:
     """Return the dtype of published floating-point tensors, or None to keep each tensor's dtype.
 
-    As in LightRFT, the dtype is bfloat16 if ``bf16`` is set. Otherwise the dtype is float16 for
-    FSDP2, and None for DeepSpeed.
+    The rule is LightRFT's: bfloat16 if ``bf16`` is set. Otherwise float16 for FSDP2, and None for
+    DeepSpeed.
     """
     if _setting(strategy, "bf16"):
         return torch.bfloat16

@@ -147,7 +147,8 @@ def _stop(follower: Follower | LaunchedFollower) -> None:
 def engine_of_rank(inference_engine: Any) -> Any:
     """Return this rank's engine, or None if this rank has no engine.
 
-    LightRFT wraps an SGLang engine on several ranks. Only the first of these ranks has the engine.
+    If several ranks share an SGLang engine, LightRFT makes a wrapper on each of these ranks. Only
+    the wrapper on the first rank contains the engine.
     """
     if not hasattr(inference_engine, "tp_group_cpu"):
         return inference_engine
@@ -158,7 +159,7 @@ def engine_of_rank(inference_engine: Any) -> Any:
 def start_follower(
     engine_type: str, engine: Any, store: Path, **options: Any
 ) -> Follower | LaunchedFollower:
-    """Start a follower that changes its engine's version only when ``sync`` is called."""
+    """Start a follower that switches ``engine`` only when you call the follower's ``sync``."""
     if isinstance(engine, str):
         raise UnsupportedError(
             f"{engine!r} is not an engine in this process: a server follows the store by itself, "

@@ -1,8 +1,8 @@
 """`Tracer`: finds the parts of exported tensors that are in a rank's parameters.
 
-mbridge exports the model three times. In the first export, each weight is replaced by the number of
-its parameter. In the second export, each weight is replaced by its position in the parameter. The
-third export has the weights, and each rank compares its parts with these weights.
+mbridge exports the model three times. In the first export, each element of a parameter is replaced
+by the parameter's number. In the second export, each element is replaced by its position in the
+parameter. The third export has the real weights: each rank compares its parts with them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Tracer:
         self._tensors = tensors_of(models)
         if len(self._tensors) >= OWNERS_PER_RANK:
             raise UnsupportedError(
-                f"this rank has {len(self._tensors)} parameters and buffers, but at most "
-                f"{OWNERS_PER_RANK - 1} are supported: publish mbridge's export, as a weight source"
+                f"this rank has {len(self._tensors)} parameters and buffers, more than the limit "
+                f"of {OWNERS_PER_RANK - 1}: publish mbridge's export itself, as a weight source"
             )
         self._first = distributed.get_rank() * OWNERS_PER_RANK + 1  # 0 is no parameter
         self._names = dict(enumerate(self._tensors, self._first))

@@ -72,8 +72,8 @@ def _config(peft_model: Any, adapter: str) -> Any:
     way = str(getattr(config, "init_lora_weights", "")).lower()
     if way.startswith(_CHANGES_BASE):
         raise InvalidWeightsError(
-            f"init_lora_weights={way!r} has changed the base model's weights, and the adapter is "
-            "useless without these changes: publish the merged model (merged_weights)"
+            f"init_lora_weights={way!r} has changed the base model's weights, and the adapter "
+            "works only with these changes: publish the merged model (merged_weights)"
         )
     return config
 

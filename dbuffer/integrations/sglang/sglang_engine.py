@@ -125,7 +125,7 @@ def _refusal(options: EngineOptions) -> RankAnswer:
 
 
 class OfflineEngine(_Sglang):
-    """``Engine`` of an ``sglang.Engine``, which is idle between calls and needs no pause."""
+    """``Engine`` of an ``sglang.Engine`` in this process. It is idle between calls: no pause."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -237,7 +237,8 @@ class ServerEngine(_Sglang, EngineServer):
         self._flush_caches()
 
     def resume(self) -> None:
-        # Clear the flag even if the request fails: a restarted server is not paused.
+        # Clear the flag even if the request fails: the server may have restarted, and a restarted
+        # server is not paused.
         self._has_paused = False
         self._request_resume("/continue_generation", json={"torch_empty_cache": False})
 

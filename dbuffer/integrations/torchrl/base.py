@@ -93,7 +93,7 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         self.remote_addr = self.local_addr = str(checks.directory("remote_addr", remote_addr))
         if local_addr is not None:
             self.local_addr = str(checks.directory("local_addr", local_addr))
-        # Check options here, before a worker would raise an error in its process.
+        # Check the engine's options now. Otherwise the error would appear only in a worker.
         self.options.for_engine(self.remote_addr, self.local_addr)
         self.num_threads = num_threads
 
@@ -117,7 +117,7 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
 
 
 def find_model(context: Any, model_id: str) -> Any:
-    """Return a collector's model by id or attribute path, or None if there is no such model."""
+    """Return the model with an id or attribute path in a collector, or None if it has none."""
     if context is None:
         return None
     get_model = getattr(context, "get_model", None)

@@ -41,7 +41,7 @@ def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extrac
 
 
 def extract_for_vllm(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
-    """Return the tensors of ``weights`` as a checkpoint names them, without extra state."""
+    """Return the tensors of ``weights`` with checkpoint names, and without extra state."""
     weights = without_torchrl_wrapper(weights)
     tensors, _ = _collect(weights, extract_weights)
     if not isinstance(weights, nn.Module):
@@ -105,13 +105,13 @@ def unpacked(packed: torch.Tensor) -> Any:
     """Return the extra states in a packed tensor, by module path."""
     try:
         return json.loads(packed.numpy().tobytes(), object_hook=_from_plain)
-    # Bytes from another program can lead to any of these errors.
+    # If another program wrote the bytes, decoding them can raise any of these errors.
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise StoreCorruptError(f"invalid extra state of modules: {error}") from error
 
 
 def _packed(states: Mapping[str, Any]) -> torch.Tensor:
-    """Return modules' extra states as JSON, because reading JSON cannot execute code."""
+    """Return modules' extra states as the bytes of a JSON text. Reading JSON executes no code."""
     plain = {
         # Flatten a TensorDict, because modules get a flat dictionary from TorchRL's receivers too
         # (in set_extra_state).
@@ -142,7 +142,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if value is None or type(value) in (bool, int, float, str):
         return value
-    raise InvalidWeightsError(f"a {type(value).__name__}")
+    raise InvalidWeightsError(f"it contains a {type(value).__name__}")
 
 
 def _from_plain(marked: dict[str, Any]) -> Any:

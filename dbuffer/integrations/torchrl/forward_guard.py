@@ -27,8 +27,8 @@ class ForwardGuard:
     than ``forward``.
 
     Forward calls can overlap, in several threads. A load begins when no call is running. Until
-    then, new calls wait too, because overlapping calls could delay the load forever. A new call
-    waits at most 10 s for a load that has not begun, because a running call can depend on it.
+    then, new calls wait too, because overlapping calls could delay the load forever. But a running
+    call can depend on the new one, so a new call waits at most 10 s for a load to begin.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class ForwardGuard:
         self._problem: str | None = None
 
     def attach(self, model: Any) -> None:
-        """Guard the forward calls of a module. Ignore a guarded module or another object."""
+        """Guard the forward calls of a module, unless they are guarded. Ignore other objects."""
         if not isinstance(model, nn.Module) or self._is_attached(model):
             return
         model.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -76,11 +76,11 @@ class ForwardGuard:
         self._problem = None
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """Return this guard, because a collector may copy the guarded policy and run the copy."""
+        """Return this guard itself: it must also guard a collector's copy of the policy."""
         return self
 
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
-        """Pickle as a new guard, because other processes have other threads."""
+        """Pickle as a new, empty guard: calls in this process do not concern another process."""
         return type(self), ()
 
     def _has_calls(self) -> bool:

@@ -34,7 +34,7 @@ class StagedVersion:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Self:
-        """Copy a version from a snapshot. Discard the copy if closing the snapshot fails."""
+        """Copy a version. The copy is valid only if closing the snapshot raises no error."""
         return cls(snapshot.version, snapshot.layout, snapshot.copy())
 
     def load(self, model: Any, guard: ForwardGuard, matcher: Matcher) -> None:
@@ -96,7 +96,7 @@ class StagedVersion:
 def own_memory(model: Any, guard: ForwardGuard) -> None:
     """Replace a model's tensors in shared memory by copies in this process's own memory.
 
-    A policy that was passed through multiprocessing shares its memory with the trainer's policy.
+    A policy that multiprocessing has passed to this process shares memory with the trainer's.
     """
     shared = _shared_tensors(model)
     with guard.loading():
@@ -118,7 +118,8 @@ def unshared(policy: Any) -> Any:
     by_default, *_ = multiprocessing.get_all_start_methods()
     if (multiprocessing.get_start_method(allow_none=True) or by_default) != "fork":
         return _CopiedOnArrival(policy)
-    # A fork copies all memory except shared memory, so only shared tensors need a copy.
+    # A forked process has its own copy of all memory except shared memory, so copy only a policy
+    # with shared tensors.
     return copy.deepcopy(policy) if _shared_tensors(policy) else policy
 
 

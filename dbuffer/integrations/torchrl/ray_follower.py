@@ -45,8 +45,8 @@ def is_ray_actor(target: Any) -> bool:
 class RayFollower:
     """Switches an ``LLM`` or ``AsyncLLM`` in a Ray actor to newer versions, on demand.
 
-    ``actor`` is the handle of an actor that is the engine, or has the engine as an attribute. If
-    the actor runs one task at a time, a switch waits until the current task has ended.
+    ``actor`` is the handle of a Ray actor. The actor's object is the engine, or has the engine as
+    an attribute. If the actor runs one task at a time, a switch waits for the current task.
     """
 
     def __init__(self, actor: Any, options: EngineOptions) -> None:
@@ -79,7 +79,7 @@ class RayFollower:
         self._call(Follower.stop_workers)
 
     def close(self) -> None:
-        """Do nothing: the follower in the actor ends with the actor, and can be used until then."""
+        """Do nothing: the follower runs in the actor, and ends when the actor ends."""
 
     def _call(
         self, call: Callable[Concatenate[Follower, P], T], *args: P.args, **kwargs: P.kwargs

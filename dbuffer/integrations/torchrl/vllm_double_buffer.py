@@ -164,7 +164,7 @@ class VLLMDoubleBufferTransport:
         self._matcher = Matcher()
 
     def send_weights(self, model_id: str, weights: Any) -> Publication:
-        """Publish the tensors of ``weights`` as a checkpoint names them.
+        """Publish the tensors of ``weights`` under their names in a checkpoint.
 
         ``weights`` is a module, a TensorDict or a state dict. ``model_id`` appears only in the log.
         """
@@ -240,7 +240,7 @@ class VLLMDoubleBufferWeightSender:
         self._collectors: list[Any] = []
 
     def register_model(self, model: Any) -> None:
-        """Set the model that `update_weights` publishes by default, without keeping it alive."""
+        """Set the default model of `update_weights`, to which the sender has a weak reference."""
         self._model_ref = weakref.ref(model)
 
     def register_collector(self, collector: Any) -> None:
@@ -266,7 +266,7 @@ class VLLMDoubleBufferWeightSender:
         for collector in self._collectors:
             try:
                 collector.increment_version()
-            # A collector can raise any error, but the weights are already published.
+            # Only log errors, of any kind: the weights are already published.
             except Exception:
                 logger.warning("could not increment a collector's policy version", exc_info=True)
 
@@ -275,7 +275,7 @@ class VLLMDoubleBufferWeightSender:
         self._collectors.clear()
 
     def _deliver(self, version: int) -> None:
-        """Do nothing: each receiver reads the store when it is polled."""
+        """Do nothing after a publish: receivers read the store by themselves, when polled."""
 
 
 class VLLMDoubleBufferWeightReceiver:
@@ -334,7 +334,7 @@ class VLLMDoubleBufferWeightReceiver:
             DBufferError: the errors of :meth:`poll_and_apply`.
         """
         if not inplace:
-            raise OptionError("weights are applied to an engine in place only: leave inplace=True")
+            raise OptionError("an engine's weights can be replaced only in place: use inplace=True")
         tensors = extract_for_vllm(weights, TensorDict.from_module)
         with self._open():
             # Publish into a temporary store. It is next to the followed store, because all workers
@@ -420,7 +420,7 @@ class VLLMDoubleBufferWeightReceiver:
         for follower in self._followers:
             try:
                 follower.stop_workers()
-            # An engine that has ended can raise any error, and no longer follows the store.
+            # Only log errors: an engine that has ended can raise any error, and follows no more.
             except Exception:
                 logger.debug("could not tell an engine to stop following", exc_info=True)
             follower.close()

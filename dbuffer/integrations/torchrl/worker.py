@@ -103,7 +103,7 @@ class WorkerReceiver:
             thread.start()
 
     def use(self, model: Any) -> None:
-        """Load the last weights into another model, and use this model from now on."""
+        """Replace the model to load into, and load the newest weights into the new model."""
         with self._lock:  # excludes loads while the model's tensors are replaced
             self._guard.attach(model)
             own_memory(model, self._guard)
@@ -150,7 +150,8 @@ class WorkerReceiver:
                     with receiver.open(seen, timeout_s, acknowledge=False) as snapshot:
                         version = snapshot.version
                         is_initial = bool(snapshot.metadata.get(IS_INITIAL))
-                        # Copy the version, to close the snapshot before waiting for forward calls.
+                        # Copy the version, so that the snapshot closes before the load, which waits
+                        # for forward calls.
                         staged = StagedVersion.of(snapshot) if version > self._loaded else None
                     break
                 except errors.SnapshotEvictedError as error:

@@ -43,7 +43,8 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
 
     Raises:
         OptionError: (a ``ValueError``) ``config.backend`` is neither ``dbuffer`` nor ``naive``
-            (verl's own sync). Other backends cannot send before a receiver is waiting.
+            (verl's own sync). This manager cannot use verl's other backends, because they send
+            only to receivers that are already waiting.
     """
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:

@@ -176,7 +176,7 @@ class StoreSync:
         self._receiver.acknowledge(snapshot.version)
 
     def waiting(self) -> Iterator[None]:
-        """Open the current sync's version. Yield between checks until the version is published."""
+        """Wait for the current sync's version, and open it. Yield before each new check."""
         sync, timeout_s = self._sync, self._timeout_s
         if sync is None:
             raise NotReadyError("no sync has begun: call init_process_group() before each sync")
@@ -191,7 +191,7 @@ class StoreSync:
             yield
             if self._sync != sync:
                 raise WaitTimeoutError(
-                    "another sync began before the version of this sync was published; the "
+                    "verl began another sync before the version of this sync was published; the "
                     "rollout engine keeps its weights"
                 )
         if self._snapshot is None:
