@@ -317,7 +317,11 @@ class RankModel:
         return None if all(same_bytes(*copy) for copy in copies) else name
 
     def _add_patches(self, switch: PreparedSwitch, snapshot: Snapshot) -> None:
-        """Add patches to a switch, if attestation found the model's weights equal to a version."""
+        """Let a switch write only changed elements (patches) instead of whole tensors.
+
+        Do so only if attestation found that the model has the version that was loaded last, and
+        if deltas lead from that version to the snapshot's.
+        """
         if not self._may_patch or self._loaded is None:
             return
         changed = snapshot.changed_since(self._loaded)
@@ -500,8 +504,8 @@ class RankModel:
         """Treat the weights as unknown, so that the next version is not patched onto them."""
         self._loaded = self._digest = None
         self._drop_plan_of_replaced()
-        # The verification could not vary the tensors in ``verified_for``. Values that derive from
-        # them may have changed, so verify the plan again.
+        # The plan was verified only for the values that the tensors in ``verified_for`` had: the
+        # verification cannot vary them. They may have changed since, so verify the plan again.
         for planning in (self._planning, self._planning_before):
             if planning is not None and planning.plan is not None and planning.plan.verified_for:
                 planning.plan.verified_for = None

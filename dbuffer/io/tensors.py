@@ -275,7 +275,7 @@ def can_cast_to(dtype: torch.dtype) -> bool:
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype, *, device: str = "cpu") -> bool:
-    """Whether a tensor is on ``device`` and has the same bytes as in a file with ``dtype``."""
+    """Whether a tensor is on ``device``, and a file with ``dtype`` holds its memory unchanged."""
     return (
         tensor.dtype is dtype
         and tensor.device.type == device

@@ -319,8 +319,9 @@ class Mirror(Closing, ProcessBound):
     def start(self) -> Self:
         """Mirror in a thread until :meth:`close`; return once receivers can use the local store.
 
-        Receivers can use the local store once no version in it has forked from the remote store's
-        newest version. If this method raises an error, the mirror is closed.
+        Receivers can use the local store once all versions in it lead to the remote store's newest
+        version: none is from a run that was replaced. If this method raises an error, the mirror is
+        closed.
 
         Raises:
             OptionError: a sender publishes in the local store.

@@ -251,7 +251,7 @@ Ranks: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Tensors that a rank lists, and the parts of them that the rank holds, if any."""
+    """Names and shapes of all tensors that a rank knows of, and the parts of them that it holds."""
 
     specs: tuple[TensorSpec, ...]
     aliases: dict[str, str]
@@ -398,7 +398,7 @@ def _join(
     for alias in aliases.keys() & specs.keys():
         raise InvalidWeightsError(
             f"{alias!r} is tied to {aliases[alias]!r} on one rank, and a tensor of its own on "
-            f"rank {_first(ranks_of[alias])}: give one of the two names on all ranks"
+            f"rank {_first(ranks_of[alias])}: publish only one of the two names, on all ranks"
         )
     on_some_rank = set().union(*boxes)
     for name, spec in specs.items():

@@ -105,9 +105,10 @@ class Agreement(World):
         self.peers = [Process(**fields) for fields in step.results]
 
     def call(self) -> TranslatedErrors:
-        """Return a ``with`` block for the steps of one call, on all ranks.
+        """Return a ``with`` block in which all ranks take the steps of one call together.
 
-        If an error leaves the block on this rank alone, this rank drops its connections.
+        If only this rank leaves the block with an error, it drops its connections, so that the
+        other ranks do not wait for it.
         """
         self._number += 1
         self._fails_together = False

@@ -207,8 +207,9 @@ class VersionReader(VersionVerifier):
     @property
     def verifies_copies(self) -> bool:
         """Whether to verify mapped tensors, and each copy of them."""
-        # By default, locks and generations protect mapped tensors. A version that was read into
-        # memory is verified once, because no writer can change that memory.
+        # By default mapped tensors are not verified, because locks and generations show whether a
+        # writer has changed them. A version that was read into memory is verified only when it is
+        # read, because no writer can change it afterwards.
         return self.maps_files and self._verify is True
 
     def _must_verify(self, manifest: Manifest) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Timing:
-    """Timings of dbuffer, in seconds."""
+    """Intervals and time-outs of dbuffer, in seconds."""
 
     look_s: float = 0.01
     """Interval at which a wait reads memory, a socket or a local file that is about to change."""

@@ -222,8 +222,8 @@ class PreparedSwitch:
     def apply(self, copier: Copier, digest: int | None = None) -> None:
         """Write the version into the model. If this fails, the model has a mix of two versions.
 
-        The caller must then repair the model. ``digest``: digest of the parameters at the patches'
-        base version, or None to copy everything.
+        The caller must then repair the model. If ``digest`` is given, and the parameters have this
+        digest, only patches are written where there are any. If it is None, all tensors are copied.
         """
         copies = itertools.chain(*self._patch(copier, digest).values())
         # A tied tensor is in the images of two layers; copy it once.
@@ -241,7 +241,7 @@ class PreparedSwitch:
             image.hand_over()
 
     def _patch(self, copier: Copier, digest: int | None) -> Mapping[str, Sequence[Copy]]:
-        """Apply the patches if the model has their base version; return the copies that remain."""
+        """Apply the patches if the model has their base version. Return the copies to make then."""
         if self.patches is None or digest is None:
             return self.copies
         try:
@@ -315,7 +315,10 @@ def _positions_in(
 
 
 def _positions(places: torch.Tensor, view: View) -> torch.Tensor:
-    """Return flat positions of elements of a view. A row of ``places`` is an element's index."""
+    """Return the positions of a view's elements in the flat tensor that it is a view of.
+
+    Each row of ``places`` is the index of an element in the view.
+    """
     return (places * torch.tensor(view.stride, dtype=torch.int64)).sum(1) + view.offset
 
 

@@ -97,7 +97,8 @@ class _Sglang(Engine):
         if request.call in ("acknowledge", "reserve"):
             return [None]
         self._send(request)
-        # The follower reads the outcome of an update from the engine's record.
+        # The follower reads from the engine's record whether an update succeeded. Only options that
+        # are refused are told here.
         return [None if request.options is None else _refusal(request.options)]
 
     def _send(self, request: RankRequest | None, *, flush_cache: bool = False) -> None:

@@ -204,8 +204,9 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
     """Pause a core for a switch. Return :data:`ASLEEP` if its weights are asleep.
 
     Raises:
-        EngineBusyError: the core cannot be paused for a switch now. If it steps together with
-            other cores, it is paused nevertheless, until a call of :data:`RELEASE`.
+        EngineBusyError: the core cannot be paused for a switch now. A core that steps together with
+            other cores (data parallelism) stays paused after this error, until the caller calls
+            :data:`RELEASE`.
     """
     if "weights" in core.model_executor.sleeping_tags:
         # vLLM logs a traceback for each raised error, and an engine can sleep for hours.
