@@ -139,7 +139,7 @@ def run(directory: Path) -> None:
     for case, pair in quantized.items():
         switch_quantized(directory / case, case, pair)
     # The parts of a fused layer bring more scales than it holds: vLLM's reload miscounts them.
-    refuse(directory / "fused", fused, "finishes model.layers.0.mlp.gate_up_proj")
+    refuse(directory / "fused", fused, "would finish model.layers.0.mlp.gate_up_proj")
     if HAS_FP8_CACHES:
         switch_scales(directory / "scales", scaled, plain)
 

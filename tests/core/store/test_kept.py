@@ -185,7 +185,7 @@ def test_a_version_whose_place_is_taken_is_not_said_to_be_kept(store, keeper, ca
     place = store / "kept" / str(second.id)
     place.mkdir()
     (place / "manifest.json").write_bytes(b"damaged")
-    with pytest.raises(dbuffer.VersionError, match="remains of version 2"):
+    with pytest.raises(dbuffer.VersionError, match="version 2 was dropped"):
         kept.pin(DoubleBuffer(store), 2)
     publish(keeper, 4)
     assert "version 2 is not kept" in caplog.text

@@ -194,7 +194,7 @@ def test_settings_come_from_a_training_config(monkeypatch):
 @pytest.mark.parametrize("name", ["single_copy", "use_cuda_ipc"])
 def test_shared_gpu_memory_is_refused_with_what_to_do(name):
     given = SimpleNamespace(model_name="m", device="cpu", **{name: True})
-    with pytest.raises(dbuffer.UnsupportedError, match="notify_update"):
+    with pytest.raises(dbuffer.UnsupportedError, match="Turn use_cuda_ipc off"):
         BridgeConfig.from_training_config(given)
 
 
