@@ -295,6 +295,7 @@ def test_what_is_reserved_stays_until_it_is_taken_or_for_a_while(store, sender, 
         time.sleep(NOT_IN_VAIN_S)
         assert stager.take(at_least=1, timeout_s=SOON_S).version == 1
         stager.release()
+        until("version 2 is ready", lambda: stats(stager)["staged"] == 2)
         assert not stager.reserve(3)
         publish(sender, 3)
         until("it is ready", lambda: stats(stager)["staged"] == 3)
