@@ -590,8 +590,10 @@ class Stager(ProcessBound):
         """Wait until the thread may stage a version; return False once the stager is closed."""
         while True:
             with self._condition:
+                # Read this first: if it became 0 after `_may_stage`, the wait would never end.
+                reserved_s = self._reserved_s
                 if self._state not in (State.APPLIED, State.CLOSED) and not self._may_stage():
-                    self._condition.wait(self._reserved_s or None)
+                    self._condition.wait(reserved_s or None)
                     continue
                 if self._state is not State.APPLIED:
                     self._interrupt.clear()

@@ -306,6 +306,18 @@ def test_what_is_reserved_stays_until_it_is_taken_or_for_a_while(store, sender, 
         until("it is reserved no longer", lambda: stats(stager)["staged"] == 4)
 
 
+def test_a_reservation_that_ends_at_this_moment_does_not_stop_the_stager(
+    store, sender, monkeypatch
+):
+    with contextlib.closing(stager_of(store)) as stager:
+        publish(sender, 1)
+        until("version 1 is ready", lambda: stats(stager)["staged"] == 1)
+        left_s = iter([0.01, 0.01])
+        monkeypatch.setattr(Stager, "_reserved_s", property(lambda _: next(left_s, 0.0)))
+        publish(sender, 2)
+        until("version 2 is ready", lambda: stats(stager)["staged"] == 2, IN_TIME_S)
+
+
 @both_modes
 def test_what_was_given_back_as_applied_holds_nothing(store, copy):
     with (
