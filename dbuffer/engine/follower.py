@@ -288,7 +288,7 @@ class Follower(Closing):
             self._refresh_applied(view)
         if view is None or not self._is_certain or self._has_restarted(view):
             self.start()
-        elif view.has_lost_ranks():  # the ranks no longer follow the store
+        elif view.has_lost_records():  # the store was replaced, or its ranks no longer follow it
             begin = RankRequest("begin", options=view.options, takes_over=False)
             was_paused = self._engine.is_paused()
             self._begin_ranks(begin, "follow the store again", view.facts, was_paused=was_paused)

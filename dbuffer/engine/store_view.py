@@ -45,6 +45,7 @@ class StoreView:
         self._receiver = options.make_receiver()
         self._rank_ids = [rank_id(self.engine_id, rank) for rank in range(facts.num_ranks)]
         self._seen: set[str] = set()
+        self._has_engine_record = False
         self._logged_fork: str | None = None
         self._choice: tuple[VersionId, Lineage | None] | None = None
         """Newest version seen, and the newest version that the engine does not skip."""
@@ -60,8 +61,12 @@ class StoreView:
 
     def note_ranks(self) -> None:
         self._seen |= {rank for rank in self._rank_ids if self._record(rank) is not None}
+        self._has_engine_record = self.engine_record() is not None
 
-    def has_lost_ranks(self) -> bool:
+    def has_lost_records(self) -> bool:
+        """Whether records that were in the store are gone: the ranks must write them again."""
+        if self._has_engine_record and self.engine_record() is None:
+            return True  # also if each rank has written its own record into a restored store
         return any(self._record(rank) is None for rank in self._seen)
 
     def engine_record(self) -> ReceiverRecord | None:

@@ -19,6 +19,7 @@ from dbuffer.engine.contract import WeightLabel
 from dbuffer.engine.engine_options import UpdateRequest
 from dbuffer.errors import EngineUpdateError, VersionRegressedError
 from dbuffer.mirror.mirror import Mirror
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.testing.engines import FakeEngine
 from dbuffer.testing.waiting import until
 from tests.support.light_engines import WAIT_S, Scene, options
@@ -208,12 +209,14 @@ def test_an_engine_that_is_ahead_takes_the_versions_that_follow(scene, way, look
         send(scene.store, 6, 7, 8)
         follower.sync()
         way(scene.store, backup)
+        rank = f"{scene.engine_id}.rank-0"
         for _ in range(looks):
+            # The rank's thread writes its own record into the store that was put back.
+            until("its record is back", lambda: DoubleBuffer(scene.store).receiver(rank), WAIT_S)
             with pytest.raises(VersionRegressedError):
                 follower.sync()
             assert scene.engine.serves == (8, "8")
-            # A rank's thread writes the record into the store that was put back.
-            until("its record names its version", lambda: scene.recorded[0] == 8)
+            assert scene.recorded[0] == 8
         for version in range(6, 11):
             send(scene.store, version, value=LOST)
             assert follower.sync().version == version
