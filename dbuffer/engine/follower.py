@@ -224,7 +224,7 @@ class Follower(Closing):
             draft._note("lost")  # noqa: SLF001 - until its next sync
         begin = RankRequest("begin", options=options)
         self._begin_ranks(begin, "follow the store", facts, was_paused=was_paused)
-        view.note_ranks()
+        view.note_records()
         self._record = None
         self._adopt_and_label(view.engine_record())
         is_in_use = self._applied is not None and self._applied != self._done_with

@@ -45,7 +45,6 @@ class StoreView:
         self._receiver = options.make_receiver()
         self._rank_ids = [rank_id(self.engine_id, rank) for rank in range(facts.num_ranks)]
         self._seen: set[str] = set()
-        self._has_engine_record = False
         self._logged_fork: str | None = None
         self._choice: tuple[VersionId, Lineage | None] | None = None
         """Newest version seen, and the newest version that the engine does not skip."""
@@ -59,15 +58,14 @@ class StoreView:
 
     # Records of the engine and its ranks
 
-    def note_ranks(self) -> None:
-        self._seen |= {rank for rank in self._rank_ids if self._record(rank) is not None}
-        self._has_engine_record = self.engine_record() is not None
+    def note_records(self) -> None:
+        """Note which records of the engine and its ranks are in the store."""
+        ids = (self.engine_id, *self._rank_ids)
+        self._seen |= {name for name in ids if self._record(name) is not None}
 
     def has_lost_records(self) -> bool:
         """Whether records that were in the store are gone: the ranks must write them again."""
-        if self._has_engine_record and self.engine_record() is None:
-            return True  # also if each rank has written its own record into a restored store
-        return any(self._record(rank) is None for rank in self._seen)
+        return any(self._record(name) is None for name in self._seen)
 
     def engine_record(self) -> ReceiverRecord | None:
         """Return the record of this start of the engine, or None.
@@ -274,7 +272,9 @@ class StoreView:
                 return
             if isinstance(named, VersionId):
                 self._require_possible(named, newest, records, at_start, serves_on)
-            absent = sorted(rank for rank in self._seen if records[rank] is None)
+            absent = sorted(
+                rank for rank, record in records.items() if record is None and rank in self._seen
+            )
             ended = [
                 rank
                 for rank in behind
