@@ -57,8 +57,8 @@ _SPEEDS = {
     "publish" + _CHANGED: 1 / 1.1,
     "stage" + _CHANGED: 1 / 1.2,
 }
-"""Targets: speeds as multiples of that of the limit. A version of 1 GB is not judged: it takes 6 ms
-besides."""
+"""Targets: least speeds, as multiples of the limit's speed. A version of 1 GB is not judged,
+because a fixed cost of 6 ms counts too much there."""
 
 _JUDGED_BYTES = 7e9
 
@@ -115,7 +115,7 @@ class Figures:
         return self._end_s - time.monotonic()
 
     def part(self, kind: str, size_gb: float, num_bytes: int, measure: Callable[[], None]) -> None:
-        """Measure a part, unless too little time is left; print what it took."""
+        """Measure a part, unless too little time is left; print its duration."""
         title = f"{num_bytes / 1e9:.3g} GB, {kind}"
         if self._durations_s.get(kind, 0.0) * size_gb > self._left_s:
             self._conclude(title, "left out: too little time is left")
@@ -143,7 +143,7 @@ class Figures:
     def program(
         self, module: str, *arguments: str, needs: str | None = None, time_s: float = _TIME_S
     ) -> None:
-        """Run a Python module in the time that is left. It prints what it finds."""
+        """Run a Python module, which prints its results, in the time that is left."""
         title = " ".join((module, *arguments))
         if importlib.util.find_spec(needs or module) is None:
             self._conclude(title, f"left out: there is no {needs or module}")

@@ -18,7 +18,7 @@ from benchmarks.processes import scratch_folder
 from benchmarks.steps import synchronize
 
 _QUANTIZATIONS = ("fp8_per_channel", "fp8")
-"""Forms, of which vLLM's CPU build has kernels for the first."""
+"""Forms to measure. vLLM's CPU build has kernels for the first one only."""
 
 _ROUNDS = 10
 _IMAGES, _RELOAD, _MEMCPY = "images", "vLLM's reload", "memcpy of the engine's parameters"

@@ -176,7 +176,7 @@ class EngineEndedError(ClosedError):
 class NotReadyError(DBufferError, RuntimeError):
     """A call was made too early, before another call or a file that it needs, or too late.
 
-    The message says what is missing.
+    The message names the missing call or file.
     """
 
 

@@ -301,6 +301,6 @@ def falling_asleep(model: Any, parts: Collection[str], *, is_lost: bool) -> Iter
 
 @contextlib.contextmanager
 def waking_up(model_of: Callable[[], Any], parts: Collection[str] | None) -> Iterator[None]:
-    """Use ``parts`` of an engine again after a ``with`` block that wakes them. None: all parts."""
+    """Use ``parts`` of an engine (by default all) again after a ``with`` block that wakes them."""
     yield
     RankEndpoint.of(model_of()).note_awake(parts)

@@ -203,9 +203,10 @@ class EngineOptions:
         return store.refusal(version)
 
     def of_other(self, store: str) -> Self:
-        """Return these options for another store, from which the engine takes every newest version.
+        """Return these options for another store.
 
-        Options about this store and its versions get their defaults.
+        Options about this store and its versions get their defaults, so the engine takes each
+        newest version of the other store.
         """
         return replace(
             self,
@@ -317,7 +318,7 @@ class UpdateRequest:
 
     @property
     def goal(self) -> int | VersionId | None:
-        """Version to switch to: its id, or (without a run) its number. None: the newest version."""
+        """Version to switch to: an id, a number if no run was given, or None for the newest."""
         number = self.version or self.at_least
         return VersionId(self.run, number) if self.run is not None and number else number
 

@@ -508,7 +508,7 @@ class RankReceiver:
             self._stager.stage_again(applied=self._id)
 
     def _use_device(self) -> None:
-        if not self._state.asleep:  # what is free is not another part's, which will wake later
+        if not self._state.asleep:  # a part that sleeps needs its memory again when it wakes
             self._stager.use_device()
 
     # Records

@@ -30,9 +30,9 @@ def merged_weights(
 ) -> dict[str, torch.Tensor | LazyTensor]:
     """Return the merged weights of a peft model, to pass to `WeightSender.send`.
 
-    The active adapters, which ``set_adapter()`` selects, are merged. Names and values are those of
-    the checkpoint that ``save_pretrained`` writes for the merged transformers model. If the model
-    is not a transformers model, or if ``as_checkpoint`` is False, names and values are those of
+    The active adapters, which ``set_adapter()`` selects, are merged. Names and values are as in the
+    checkpoint that ``save_pretrained`` writes for the merged transformers model. If the model is
+    not a transformers model, or if ``as_checkpoint`` is False, names and values are as in
     ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``. The model itself is not changed:
     each layer is merged in a temporary copy. Only tied layers are copied at the same time.
 

@@ -136,7 +136,7 @@ def form_and_loader(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_undone(method: Any) -> bool:
-    """Whether SGLang, before a load, undoes what a quantization method changed in parameters."""
+    """Whether SGLang, before a load, undoes a quantization method's changes of parameters."""
     undo = getattr(type(method), "restore_weights_before_loading", None)
     without = (QuantizeMethodBase, CompressedTensorsMoEScheme)
     return undo not in (None, *(base.restore_weights_before_loading for base in without))

@@ -131,7 +131,7 @@ def find_model(context: Any, model_id: str) -> Any:
     ):  # an index in a path can raise any of these
         model = None
     # A collector runs no policy itself if its workers make their policies with a factory. It can
-    # still have a policy from which it sends weights.
+    # still have a policy, whose weights it sends.
     if model is None and model_id == DEFAULT_MODEL_ID:
         return getattr(context, "_fallback_policy", None)
     return model

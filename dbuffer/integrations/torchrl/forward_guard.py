@@ -135,7 +135,7 @@ def _is_over(frame: FrameType) -> bool:
 
 def _calling_frame() -> FrameType:
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - documented despite its name
-    # Skip the frames of this module, and those that torch.compiler.disable adds.
+    # Skip the frames of this module, and the frames that torch.compiler.disable adds.
     while frame is not None and frame.f_globals["__name__"].startswith((__name__, "torch._dynamo")):
         frame = frame.f_back
     return cast("FrameType", frame)

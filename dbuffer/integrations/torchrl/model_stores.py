@@ -27,7 +27,7 @@ PublishedVersion: TypeAlias = tuple[WeightSender, int, tuple[int, ...]]
 IS_INITIAL = "torchrl_is_initial"
 """Metadata key: whether the version is the first of a run (all versions of one sender process).
 
-Such a version does not count as a policy update."""
+The first version does not count as a policy update."""
 
 
 def store_of(address: str | Path, model_id: str, worker: int | None = None) -> Path:
@@ -39,7 +39,7 @@ def store_of(address: str | Path, model_id: str, worker: int | None = None) -> P
 
 
 def receiver_id(worker: int) -> str:
-    """Return the receiver id of a worker, by which a sender waits for the worker."""
+    """Return the receiver id that a sender waits for if it waits for this worker."""
     return f"worker-{worker}"
 
 

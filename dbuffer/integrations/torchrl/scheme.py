@@ -103,7 +103,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         self.context = context
         self.model = self._kept_model = model
         if num_workers is None:
-            # Wait for no workers if there is no collector, or one that has no workers.
+            # Wait for no workers if there is no collector, or if the collector has no workers.
             is_single = context is None or isinstance(context, Collector)
             num_workers = 0 if is_single else int(getattr(context, "num_workers", 0))
         # In a DistributedCollector, a worker's index is its rank. The trainer is rank 0.

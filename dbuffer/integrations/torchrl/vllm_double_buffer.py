@@ -240,7 +240,7 @@ class VLLMDoubleBufferWeightSender:
         self._collectors: list[Any] = []
 
     def register_model(self, model: Any) -> None:
-        """Set the default model of `update_weights`, to which the sender has a weak reference."""
+        """Set the default model of `update_weights`. The sender only has a weak reference to it."""
         self._model_ref = weakref.ref(model)
 
     def register_collector(self, collector: Any) -> None:

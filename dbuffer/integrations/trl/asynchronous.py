@@ -18,7 +18,7 @@ class StoreWeightTransfer:
     """TRL's ``WeightTransferProtocol`` over a store: ``AsyncGRPOTrainer(weight_transfer=...)``.
 
     After each publish, TRL waits up to ``timeout_s`` until the engines have applied the version.
-    From then on, TRL attributes rollouts to the version. ``receivers`` is the number of engines to
+    TRL then attributes later rollouts to the version. ``receivers`` is the number of engines to
     wait for, or their ids (``engine_id``). With ids, TRL gets an error at once if an engine cannot
     apply the version. With 0 engines, TRL does not wait, so rollouts attributed to a version can
     come from the previous version. ``sender`` has fields of :class:`dbuffer.SenderOptions`.

@@ -74,9 +74,8 @@ def draft_of(worker: Any = None) -> Draft | None:
     worker = worker or _loading.get()
     drafter = getattr(getattr(worker, "model_runner", None), "drafter", None)
     model: Any = getattr(drafter, "model", None)
-    model = (
-        model.unwrap() if hasattr(model, "unwrap") else model
-    )  # the model inside the wrapper for CUDA graphs
+    if hasattr(model, "unwrap"):  # a wrapper for CUDA graphs
+        model = model.unwrap()
     if not isinstance(model, torch.nn.Module):
         return None
     config = worker.vllm_config
