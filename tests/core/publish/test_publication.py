@@ -206,10 +206,14 @@ def at_line(number: int, action: Callable[[FrameType], None]) -> None:
 
 @pytest.fixture
 def switches_in_waits() -> Iterator[None]:
-    """Threads switch only where one waits, so that each run comes through the same lines."""
+    """Threads switch only where one waits, so that each run comes through the same lines.
+
+    A collection could finalize another test's sender there, and swallow the interruption.
+    """
     before = sys.getswitchinterval()
     sys.setswitchinterval(60)
-    yield
+    with without_garbage_collection():
+        yield
     sys.setswitchinterval(before)
 
 
