@@ -1,8 +1,8 @@
 """`Bucket`: the objects under a prefix of an object storage, accessed through obstore.
 
 obstore uploads large files in parts, and retries each part. `Bucket` retries all other requests
-itself, so that it can count the retries. `Bucket.put_if` says what the retry of a conditional put
-means for the caller.
+itself, so that it can count the retries. The retry of a conditional put fails if the first put
+succeeded but its response was lost: see `Bucket.put_if`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ _REASON = re.compile(
 )
 """Pattern of the status, code and message in an error response from S3, GCS or Azure."""
 
-# If the environment has no credentials, obstore requests them from the cloud's metadata service.
+# URLs of the clouds' metadata services. obstore requests credentials there if the environment has
+# none. So if a request to such a URL fails, there are no credentials.
 _NO_CREDENTIALS = re.compile(r"/latest/(api/token|meta-data)|/computeMetadata/|/metadata/identity")
 
 _S3 = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
@@ -143,7 +144,7 @@ class Bucket(Closing):
     def _open(self, silence_s: float, *, retry_s: float) -> Any:
         return self._obstore.store.from_url(
             self.url,
-            # obstore uses plain HTTP only if the environment sets an endpoint with ``http://``.
+            # Allow plain HTTP: obstore uses it only for an ``http://`` endpoint in the environment.
             client_options={
                 "allow_http": True,
                 "connect_timeout": timedelta(seconds=_CONNECT_S),
@@ -161,7 +162,7 @@ class Bucket(Closing):
         )
 
     def close(self) -> None:
-        """Stop retrying failed requests."""
+        """Stop retrying failed requests. obstore still retries the parts of a current upload."""
         self._stop.set()
 
     def upload(self, version: VersionId, kind: Kind, data: memoryview) -> FileObject:
@@ -212,7 +213,7 @@ class Bucket(Closing):
     def _download_range(
         self, file: FileObject, start: int, end: int, place: Callable[[int, memoryview], None]
     ) -> int:
-        # A retry requests only the missing bytes.
+        # ``at`` is the position of the next byte: a retry requests only the bytes from there on.
         hasher, at = xxhash.xxh3_64(), start
 
         def request() -> None:
@@ -271,8 +272,9 @@ class Bucket(Closing):
     def put_if(self, name: str, data: bytes, tag: Tag | None) -> Tag | None:
         """Put an object if its tag is still ``tag``. If ``tag`` is None, put only a new object.
 
-        Return the new tag, or None if the object has another tag. None can also mean that the put
-        succeeded, but its response was lost, and the retry found the new tag.
+        Return the new tag, or None if the object has another tag. After None, the caller must read
+        the object. It can be the caller's own: if a put succeeded but its response was lost, the
+        retry finds the tag of that put.
         """
 
         def request() -> Tag | None:

@@ -55,8 +55,8 @@ class OpenBucketVersion(OpenVersion):
         return self._bucket.name_of(self._record.weights_file.name)
 
     def close(self) -> None:
-        # Keep the deltas of this version for the next copy. That copy goes into the target's other
-        # buffer, which holds an earlier version, so it applies these deltas again.
+        # Keep only the deltas that this copy has used. The next copy goes into the target's other
+        # buffer, which holds an earlier version, so the next copy needs the same deltas again.
         for version in self._deltas.keys() - self._used:
             self._deltas.pop(version).close()
 
@@ -69,7 +69,8 @@ class OpenBucketVersion(OpenVersion):
             if version not in self._deltas:
                 self._deltas[version] = self._fetch_delta(version)
             self._used.add(version)
-            # Open the file in memory once more, because the caller closes what it gets.
+            # Return a second descriptor of the delta's memory file: the caller closes it, but the
+            # first descriptor must stay open for later copies.
             path = f"/proc/self/fd/{self._deltas[version].number}"
             return name, Descriptor.open(path, os.O_RDONLY)
 
@@ -84,7 +85,7 @@ class OpenBucketVersion(OpenVersion):
     def read_into(self, memory: FileTensors, copier: Copier, *, hashed: bool) -> list[int] | None:
         """Download the version into ``memory``. If ``hashed``, return the tensors' checksums."""
         manifest = self.manifest
-        # Copying into a NumPy array releases the GIL.
+        # Copying into a NumPy array releases the GIL, so other threads go on downloading meanwhile.
         target = np.frombuffer(memory.raw[: manifest.checksums_offset], np.uint8)
 
         def put(offset: int, data: memoryview) -> None:
@@ -125,7 +126,7 @@ def missing_files(listed: Mapping[str, Listed], version: BucketVersion) -> list[
 
 
 class BucketSource(Followed):
-    """Bucket that a mirror follows. For the mirror, it replaces the `WeightReceiver` of a store."""
+    """Bucket that a mirror follows. A mirror of a store uses a `WeightReceiver` instead."""
 
     reader: VersionVerifier
 
@@ -196,7 +197,7 @@ class BucketSource(Followed):
         self._seen = self._tag = None
 
     def _look(self) -> int | None:
-        """Return the number of the bucket's newest version. Download only a changed record."""
+        """Return the newest version's number, or None. Download its record only if it changed."""
         try:
             read = self._bucket.read(BucketVersion, POINTER_OBJECT, self._tag)
         except StoreNotFoundError:

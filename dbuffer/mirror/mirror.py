@@ -1,6 +1,6 @@
 """`Mirror`: copies each newest version of a store or bucket into another store or bucket.
 
-`MirrorLoop` has a mirror's steps. Each step is retried with backoff. A mirror waits until it is
+`MirrorLoop` runs a mirror's steps, and retries each with backoff. A mirror waits until it is
 elected, and then copies each newer version. If the target was removed, the mirror waits to be
 elected again. An `AcknowledgementRelay` copies acknowledgements from the target to the source in a
 separate thread: copying a version can take minutes, and meanwhile the sender must not presume that
@@ -515,7 +515,8 @@ def start_mirror(
 def has_source_at_local(remote: Path, local: Path) -> bool:
     """Whether ``local`` is a sender's store, and no store exists at ``remote``.
 
-    Then the paths probably name one store: ``remote`` is its path on another host.
+    If so, this is probably the sender's host, and both paths name the sender's store: ``remote``
+    is the store's path on other hosts.
     """
     remote_store, store = (DoubleBuffer(p, allow_shared_store=True) for p in (remote, local))
     return not remote_store.exists() and store.exists() and state_of_senders(store) is not None

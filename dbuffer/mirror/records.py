@@ -57,7 +57,7 @@ class StoreRecords:
         by_key = {_key_of(record): record for record in records}
         for key in self._files.keys() - by_key.keys():
             self._files.pop(key).remove()
-        # Path.is_dir() would raise the errors of a network mount.
+        # If a network mount fails, os.path.isdir() returns False, but Path.is_dir() would raise.
         if not os.path.isdir(self._store.root / RECEIVERS_DIRECTORY):  # noqa: PTH112
             return
         for key, record in by_key.items():
@@ -96,7 +96,7 @@ class BucketRecords:
         self._put_at = -TIMING.bucket_heartbeat_s
 
     def write(self, records: Collection[ReceiverRecord]) -> None:
-        """Put receivers' records into the bucket, unless the last put was too recent."""
+        """Put records into the bucket. If the last put is recent, leave them to a later call."""
         self._current = [replace(self._mirror.current, is_relayed=True), *records]
         # If only the mirror's progress has changed, don't put the records yet: the receivers are
         # about to acknowledge the copied version, and a put now would delay this news.

@@ -314,11 +314,11 @@ class StoreTarget:
         return draft.finish_parts(World())
 
     def _put_earlier(self, draft: Draft, opened: OpenUpstream) -> VersionId | None:
-        """Prepare a draft's file for deltas; return the version that the file then holds, or None.
+        """Return the version in a draft's file, to which deltas can be applied, or None.
 
         If no deltas lead from the version in the file to the open version, first copy the target's
-        newest version into the file. This reads the target's memory, which is faster than reading
-        the source over a network.
+        newest version into the file. Copying from the target's memory is faster than reading the
+        full open version from the source over a network.
         """
         since, chain = draft.claim.earlier, opened.manifest.chain
         if since in chain or not chain:
@@ -352,9 +352,10 @@ class StoreTarget:
         return relation(pointer.lineage, newest.lineage) is Relation.FORKED
 
     def _require_source(self) -> None:
-        """Refuse a target that has versions if the source has no version.
+        """Refuse a target that has versions if the source has none: the source may be mistyped.
 
-        A target with a live receiver is accepted, because the source may only be unreachable.
+        If a receiver of the target is alive, accept the target: it is in use, and the source may
+        only be unreachable for now.
         """
         store = self._store
         if self.newest() is None or self._source.newest() is not None:
@@ -373,7 +374,8 @@ class StoreTarget:
         """Whether another mirror is copying a version of the source into the target."""
         newest, contents = self._source.newest(), Contents(self._store)
         # A copy is in progress while its manifest has a higher generation than the pointer. Read
-        # the manifests first: a copy that is published between the reads is not in progress.
+        # the manifests before the pointer: in the other order, a copy that is published between the
+        # two reads would look as if it were still in progress.
         manifests = [manifest for manifest in contents.manifests.values() if manifest is not None]
         published = 0 if contents.pointer is None else contents.pointer.generation
         return newest is not None and any(
@@ -409,8 +411,8 @@ def state_of_senders(local: DoubleBuffer) -> str | None:
 def _has_sender(local: DoubleBuffer) -> bool:
     """Whether a sender, not a mirror, has the writer's lock.
 
-    A mirror has the mirror's lock whenever it has the writer's lock. So while this process shares
-    the mirror's lock, only a sender can have the writer's lock.
+    A mirror holds the store's mirror lock whenever it holds the writer's lock; a sender holds only
+    the writer's lock. So while this process shares the mirror lock, no mirror can hold either lock.
     """
     writers = local.root / places.WRITER_LOCK_FILE
     mirrors = local.root / places.MIRROR_LOCK_FILE

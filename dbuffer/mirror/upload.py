@@ -100,8 +100,8 @@ class BucketTarget:
 
     def open(self) -> None:
         """Become the bucket's writer, and supersede the previous writer."""
-        # If the source is itself a copy of this bucket, this mirror would supersede the mirror that
-        # fills the bucket, and no new version would arrive.
+        # Refuse a source that is itself a copy of this bucket. This mirror would supersede the
+        # mirror that puts the sender's versions into the bucket, and no new version would arrive.
         source = self._source
         if source.copied_from() == self.name:
             raise OptionError(
@@ -190,7 +190,7 @@ class BucketTarget:
     def _delete_unneeded(self, listed: Mapping[str, Listed], newest: BucketVersion) -> None:
         """Delete the files of old versions, and the records of mirrors that stopped long ago.
 
-        The files of the newest version stay, and so do the last full versions ("anchors") with
+        The files of the newest version stay, and so do the last `KEEP_ANCHORS` full versions with
         their deltas, and all files that were put less than `Timing.bucket_grace_s` before the
         newest file.
         """
