@@ -3,8 +3,8 @@
 If a rank raised an error alone, the other ranks would wait in the next collective. So all ranks
 exchange the outcome of each step at its end, as JSON, over a separate process group.
 
-If an error leaves a call on one rank alone, this rank drops its connections, which the other ranks
-notice at once. With open connections, ranks at different steps could exchange messages.
+If a call fails on one rank alone, this rank drops its connections, so that the other ranks fail at
+once, too. Otherwise this rank's next step could exchange messages with their current step.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Outcome(NamedTuple):
         return self._replace(
             error=str(error) if ours else described(error),
             kind=(ours or [RankFailedError])[0].__name__,
-            # gloo raises a plain RuntimeError if it loses another rank.
+            # gloo raises a plain RuntimeError if another rank is lost: that rank may be the cause.
             may_follow=isinstance(error, lost) or type(error) is RuntimeError,
         )
 
@@ -128,7 +128,7 @@ class Agreement(World):
             raise ClosedError("this sender is closed, or has lost a rank; make a new one")
 
     def end_step(self, step: Step, error: BaseException | None) -> None:
-        """Exchange the outcomes of a step, which ended with ``error`` on this rank, or with None.
+        """Exchange the ranks' outcomes of a step. ``error`` is this rank's error, or None.
 
         If a rank failed, all ranks raise its error. A lost connection or a time-out is raised only
         if no rank failed in another way.
@@ -150,7 +150,7 @@ class Agreement(World):
             step.messages = self._pass_messages(step, outcomes)
 
     def _encode_outcome(self, step: Step, error: Exception | None) -> tuple[str, Exception | None]:
-        """Return the encoded outcome of a step on this rank, and the step's error, or None."""
+        """Return the step's outcome on this rank as JSON, and its error (None if it succeeded)."""
         outcome = _Outcome(self._number, step.action, step.result, num_bytes=len(step.message))
         if error is None:
             try:
@@ -203,7 +203,7 @@ class Agreement(World):
         return outcomes
 
     def _in_step(self, action: str, cause: Exception | None = None) -> TranslatedErrors:
-        """Return a ``with`` block for an exchange. If ranks are lost, its error names them."""
+        """Return a ``with`` block that replaces gloo's error with one that names the lost ranks."""
 
         def translate(error: BaseException) -> None:
             if isinstance(error, RuntimeError):
@@ -291,7 +291,7 @@ and never deletes the second one."""
 def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
     """Wait until all ranks have called this function.
 
-    Ranks can meet only once in a store of torch.distributed.
+    Each meeting needs a new ``store``, because the keys of a meeting stay in it.
 
     Raises:
         RankTimeoutError: some ranks did not come in time. The message names them.
@@ -312,8 +312,8 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
             ) from error
         if not away:
             return  # the last rank came just now
-        # Delete the word that says that this rank is here: otherwise a rank that comes later would
-        # continue without this rank.
+        # This rank stops waiting, so it deletes its `_HERE` key. Otherwise a rank that comes later
+        # would find all ranks' keys, and continue without this rank.
         store.delete_key(f"{_HERE} {rank}")
         missing = never or away
         reason = "did not come" if never else "came, but did not wait that long"
@@ -337,7 +337,7 @@ def place_of(store: Store) -> str:
 
 
 def _ranks_without(word: str, store: Store, ranks: Iterable[int]) -> list[int] | None:
-    """Return the ranks that have not written a word, or None if the store does not answer."""
+    """Return the ranks without a key ``word`` in torch's store, or None if it does not answer."""
     try:
         return [rank for rank in ranks if not store.check([f"{word} {rank}"])]
     except RuntimeError:

@@ -55,16 +55,15 @@ class World:
     def begin_step(self) -> None: ...
 
     def end_step(self, step: Step, error: BaseException | None) -> None:
-        """Exchange the outcomes of a step, which ended with ``error`` on this rank, or None."""
+        """Exchange the ranks' outcomes of a step. ``error`` is this rank's error, or None."""
         if error is None:
             step.results = [step.result]
 
     def losing_interrupted(self) -> AbstractContextManager[None]:
         """Return a ``with`` block that drops the connections to other ranks if it is interrupted.
 
-        The block also drops the connections if an error that is not dbuffer's leaves it. With open
-        connections, this rank's next call would exchange messages with the other ranks' current
-        call.
+        The block also drops the connections if it raises an exception other than a `DBufferError`.
+        Otherwise this rank's next call would exchange messages with the other ranks' current call.
         """
         return contextlib.nullcontext()
 

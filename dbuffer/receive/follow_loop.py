@@ -1,4 +1,4 @@
-"""`FollowLoop`: waits for versions, retries and logs, for all that follow a store.
+"""`FollowLoop`: waits for a store's versions, retries after errors, and logs the errors.
 
 In each attempt, a ``with`` block, the follower waits for a version (`FollowLoop.wait`), uses the
 version, and reports its use (`FollowLoop.used`). An error in the block is logged once, reported in
@@ -172,12 +172,13 @@ class FollowLoop(RetryLoop):
             version = self._receiver.wait_for_version(newer_than, left_s, interrupt)
         self._version = version if version is None or exactly is None else exactly
         if version is not None:
-            # `retry_now` skips the backoff once. If this attempt fails, the next attempt waits.
+            # If `retry_now` was called during the wait, this attempt is the retry: if it fails, the
+            # next attempt waits for the backoff.
             self._is_due = False
         return self._version
 
     def uses(self, version: int) -> None:
-        """Note that the attempt uses this version, and not the newest, for messages."""
+        """Name this version, and not the newest one, in the report if the attempt fails."""
         self._used = version
 
     def used(self) -> None:
@@ -216,7 +217,8 @@ class FollowLoop(RetryLoop):
             isinstance(error, errors.StoreCorruptError) and error.is_lasting
         )
         self._back_off(error, problem, is_short=version is None, is_lasting=is_lasting)
-        # Clear the error's frames: they keep a mapping alive, and so the space of a removed file.
+        # Clear the error's frames: their variables keep the file mapped. If the file was removed,
+        # its space is free only once the file is unmapped.
         traceback.clear_frames(error.__traceback__)
         self.failed_version = version
         self._retry_at = None if is_lasting else time.monotonic() + self.retry_s
@@ -233,7 +235,8 @@ class FollowLoop(RetryLoop):
             above = MAX_INTEGER if self._is_exact else max(self.failed_version, newer_than or 0)
             return self._receiver.wait_for_version(above, left_s, interrupt)
         if not interrupt.wait(left_s):
-            # The store could not be read. Read it now, because a new version may never come.
+            # The last attempt could not read the store. If reading works now, the failure is over:
+            # don't wait for a new version to find out, because none may come.
             self._receiver.wait_for_version(None, 0.0)
             self.used()
         return None

@@ -69,8 +69,8 @@ class VersionVerifier:
         wrong = wrong_tensors(opened, layout, checksums, self._verified)
         if not wrong:
             return
-        # A writer changes the manifest before it writes the first byte. If the manifest still
-        # names this version, the version is damaged.
+        # Before a writer overwrites a version, it changes the manifest. If the manifest still names
+        # this version, no writer has overwritten it, so the version is damaged.
         if opened.is_still_named():
             raise StoreCorruptError(
                 f"{opened.name}: version {opened.manifest.version} was damaged after it was "
@@ -292,8 +292,8 @@ def wrong_tensors(
 ) -> list[str]:
     """Return the names of the tensors whose checksums differ from the published ones.
 
-    ``verified`` has the correct checksums of an earlier version. If all of this version's checksums
-    are correct, they replace the earlier version's.
+    ``verified`` has the correct checksums of an earlier version. If no tensor of this version is
+    wrong, ``verified`` has this version's checksums afterwards.
     """
     manifest = opened.manifest
     if manifest.checksums_xxh3 is None:
@@ -416,7 +416,7 @@ class Snapshot(ProcessBound):
         return tensors
 
     def copy_parts(self, targets: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
-        """Copy views of this snapshot's tensors, and cast them where dtypes differ."""
+        """Copy ``parts`` (views of the tensors) into ``targets``; cast where dtypes differ."""
         self._copier.copy_tensors(targets, parts)
         if self._verify:
             self._check_copied(self._copier.checksums(self._contents))

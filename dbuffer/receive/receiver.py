@@ -436,7 +436,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         self._watcher.wake()
 
     def close(self) -> None:
-        """Stop watching. Acknowledgements stay in the store."""
+        """Stop watching the store. This receiver's last acknowledgement stays in the store."""
         if self._is_inherited:
             return  # in a forked process: threads and files belong to the parent
         self._is_closed = True
@@ -516,7 +516,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         )
 
     def _remember_metadata(self, manifest: Manifest) -> None:
-        # A copy, because users can modify the snapshot's metadata.
+        # Keep a copy of the metadata: the snapshot's user can modify the original.
         self._read_last = manifest.id, metadata_for_record(manifest.metadata)
 
     def _announce(self, version: VersionId) -> None:
@@ -555,7 +555,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         if callable(target) and not isinstance(target, nn.Module | Mapping):
             tensors = self.reader.read(opened)
             self._remember_names(opened, part.names, partial)
-            # Later versions overwrite the memory that the pairs are read from.
+            # Clone each tensor: the target may keep it, but later versions overwrite its memory.
             views = SnapshotTensors(tensors.data, part)
             pairs = ((name, tensor.clone()) for name, tensor in views.items())
             with contextlib.closing(pairs):
@@ -586,7 +586,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         self.reader.verify(opened, tensors.layout, checksums)
 
     def _remember_names(self, opened: OpenStoreVersion, names: Set[str], partial: bool) -> None:
-        """Remember the names to load. With ``partial``, raise if an earlier name is missing."""
+        """Remember ``names``. With ``partial``, raise if they lack a name of an earlier load."""
         version = opened.manifest.version
         if partial:
             require_names(self._loaded_names, names, version)

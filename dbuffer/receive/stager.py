@@ -56,10 +56,10 @@ class Prepared(Protocol):
     def num_bytes(self) -> int: ...
 
     def leave_device(self) -> None:
-        """Free memory on the engine's device that is not needed."""
+        """Free this part's memory on the engine's device, as far as loading does not need it."""
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
-        """Return this part, read from ``tensors`` instead, which have the same contents."""
+        """Return an equal part that reads ``tensors``, which are copies of this part's tensors."""
 
     def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
         """Return the bytes to stage on the device (at most ``device_bytes``) and in main memory."""
@@ -161,8 +161,8 @@ class _Request:
             return False
         if self.id is not None:
             return staged.lineage.reaches(self.id)
-        # No version had this number when `take` was called. A version with this number that has
-        # forked from the version that was newest then is not the requested one.
+        # No version had this number when `take` was called. If the store has forked since then, the
+        # version with this number is from another run, and is not the requested version.
         return self.newest is None or relation(staged.lineage, self.newest) != Relation.FORKED
 
     def concerns(self, number: int) -> bool:
@@ -209,7 +209,7 @@ class DeviceMemory:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def room(self) -> int:
-        """Return how many bytes to use: the current size if it still fits the free memory."""
+        """Return the number of bytes to use for a version: 0 while `may_use` is False."""
         if not self.may_use:
             return 0
         in_use = self._bytes.numel()
@@ -255,8 +255,9 @@ class Stager(ProcessBound):
             result is staged.
         device: an engine's device. As much of a version as fits is copied into its memory.
         copy: whether to copy a mapped version into the stager's memory. ``"auto"``: copy if
-            ``pin_memory`` or ``device`` is set. But keep a version mapped if it is staged together
-            with a result of ``prepare``: later versions will be staged as the shorter result alone.
+            ``pin_memory`` or ``device`` is set. But keep a version mapped if its tensors and a
+            result of ``prepare`` are staged together: later versions will need less memory,
+            because only the result will be staged.
         pin_memory: page-lock the stager's memory, for faster copies to a device.
         version: stage only this version until it has been applied. Default: stage each newest
             version.
@@ -333,14 +334,14 @@ class Stager(ProcessBound):
         return self._receiver.newest()
 
     def goal(self) -> VersionId | None:
-        """Return the version to stage, if no call requests another version, or None."""
+        """Return the version to stage if no call requests one, or None if the store has none."""
         pointer = self.newest()
         if pointer is None or self._selection is None or not self._selection.may_skip(pointer.id):
             return None if pointer is None else pointer.id
         return self._receiver.newest_taken(self._selection.takes)
 
     def reserve(self, at_least: int | VersionId) -> bool:
-        """Reserve this version or a later one for a :meth:`take`; return whether one is ready."""
+        """Keep ``at_least`` or a later version ready for 10 s; return whether one is ready now."""
         with self._condition:
             self._require_open()
             request = self._request_for(None, at_least, needs_tensors=False)
@@ -375,7 +376,8 @@ class Stager(ProcessBound):
             request = self._request_for(version, at_least, needs_tensors=needs_tensors)
             self._loop.retry_now()  # the cause of an earlier failure may be gone
             if self._applied is not None and self._applied.number >= request.number:
-                # The caller wants to apply a version again: let the thread stage it once more.
+                # The caller wants to apply a version again. The thread stages only versions above
+                # the applied version's number, so lower this number.
                 self._applied = self._applied._replace(number=request.number - 1)
             self._request = request
             try:
@@ -554,9 +556,11 @@ class Stager(ProcessBound):
                 # longer needed.
                 record.count(evictions=1)
             else:
-                # The version is released anyway. The next open raises the error if it persists.
+                # Log the error, and release the version anyway. If the error persists, the next
+                # open raises it.
                 logger.warning("releasing a version of %s: %s", self._receiver.store, str(error))
-            # Clear the error's frames: they keep a mapping, and the space of a removed file.
+            # Clear the error's frames: their variables keep the file mapped. If the file was
+            # removed, its space is free only once the file is unmapped.
             traceback.clear_frames(error.__traceback__)
             return False
         return True
@@ -590,7 +594,8 @@ class Stager(ProcessBound):
         """Wait until the thread may stage a version; return False once the stager is closed."""
         while True:
             with self._condition:
-                # Read this first: if it became 0 after `_may_stage`, the wait would never end.
+                # Read the reserved time before `_may_stage` reads it: if the reservation ended in
+                # between, a later read would give 0, and the wait would have no time limit.
                 reserved_s = self._reserved_s
                 if self._state not in (State.APPLIED, State.CLOSED) and not self._may_stage():
                     self._condition.wait(reserved_s or None)
@@ -611,8 +616,8 @@ class Stager(ProcessBound):
             self._enter(State.EMPTY)
             self._staged = None
             snapshot = self._snapshot.pop_all()
-        # Release it without the lock: writing the record over a network can be slow, and the
-        # engine may call meanwhile. If the version was overwritten, the comparison is invalid.
+        # Release the snapshot without the lock: the release can be slow over a network, and the
+        # engine's calls would wait. If a sender overwrote the version, discard the comparison.
         is_valid = self._let_go(snapshot)
         self.differing, self.compared = differing if is_valid else None, applied.id
         self._receiver.record.write()
@@ -622,7 +627,7 @@ class Stager(ProcessBound):
         return self._state is State.APPLIED and self._request is None
 
     def _aim(self) -> tuple[int | None, int | VersionId | None]:
-        """Return what to stage: the newest version above the first value, or exactly the second."""
+        """Return the version to stage, as `FollowLoop.wait`'s arguments newer_than and exactly."""
         if self._request is not None and self._request.is_exact:
             return None, self._request.id or self._request.number
         staged = None if self._staged is None else self._staged.id
@@ -637,7 +642,7 @@ class Stager(ProcessBound):
     def _choose(
         self, selection: Selection, newest: int, newer_than: int | None
     ) -> tuple[int | None, VersionId | None]:
-        """Return the number of the version to stage, and its id unless it is the newest.
+        """Return the number of the version to stage, and its id (None for the newest version).
 
         Return (None, None) to wait for a version above ``newest``.
         """
@@ -654,14 +659,14 @@ class Stager(ProcessBound):
         return None, None
 
     def _make_room(self, version: int) -> bool:
-        """Drop the staged version to stage another; return False if the other is not needed."""
+        """Drop the staged version to stage ``version``, or return False if that is not needed."""
         with self._condition:
             if not self._may_stage():
                 return False
             request = self._request
             if request is not None and request.is_exact and request.number != version:
                 return False
-            # `_run` called `_aim` before it read the store. Now the result can differ.
+            # Call `_aim` again: the store and the request can have changed since `_run` called it.
             newer_than, exactly = self._aim()
             if exactly is None and newer_than is not None and version <= newer_than:
                 return False
@@ -739,7 +744,7 @@ class Stager(ProcessBound):
     def _copied_part(
         self, snapshot: Snapshot, prepared: Prepared
     ) -> tuple[Prepared, tuple[int, int]]:
-        """Return a copy of a version's part, with its bytes on the device and in main memory."""
+        """Return a copy of a version's part, and its sizes on the device and in main memory."""
         on_device = torch.empty(0, dtype=torch.uint8)
         sizes = prepared.staging_bytes(0)
         if self._device_memory is not None:
@@ -760,16 +765,17 @@ class Stager(ProcessBound):
         return self._copy
 
     def _settle(self, request: _Request | None) -> None:
-        """Pass the result of an attempt that was made for ``request`` on to the waiting call."""
+        """Wake the waiting call after an attempt for ``request``; give it the attempt's error."""
         with self._condition:
             error, version = self._loop.error, self._loop.failed_version
             if error is not None:
                 self._receiver.reader.unmap()  # the store may have been removed
             if error is not None and self._request is not None:
                 if self._request is not request:
-                    # This request came during the attempt. Retry: the error's cause may be gone.
+                    # This request came after the attempt had begun. Try again before the call
+                    # gets the error: the cause may be gone.
                     self._loop.retry_now()
-                # A store that cannot be read concerns every request.
+                # If ``version`` is None, the store could not be read: any request gets the error.
                 elif version is None or request.concerns(version):
                     request.error = error
             self._condition.notify_all()
@@ -778,8 +784,8 @@ class Stager(ProcessBound):
 def _is_lost(version: VersionId, newest: Lineage, before: Iterable[Lineage]) -> bool:
     """Whether a version leads neither to the newest version nor to any later version.
 
-    ``before`` has versions that were the newest earlier. If none of these contains the version's
-    run, the version can still be published, for instance by a mirror that lags.
+    ``before`` has versions that were the newest earlier. If neither these nor ``newest`` contain
+    the run of ``version``, it is not lost: for instance a mirror that lags may still publish it.
     """
     if newest.reaches(version):
         return False
