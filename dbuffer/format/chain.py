@@ -1,4 +1,7 @@
-"""Limits of a chain of deltas. At a limit, the next version is published whole."""
+"""Limits on the number and the size of deltas in a chain.
+
+When a chain reaches a limit, the sender or mirror writes the next version whole.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,10 @@ def trimmed(
 ) -> dict[VersionId, int]:
     """Drop the oldest versions of a chain until the chain is within the limits.
 
-    The anchor and later versions are never dropped. If there is no anchor, and the newest delta
-    alone exceeds the limits, only the newest version is left, without a delta. ``delta_bytes`` has
-    the size of the delta that leads to each version, oldest first; the first version has 0.
-    ``anchor`` is the earlier version that the weights file holds, or None if the weights file holds
-    the newest version.
+    ``delta_bytes`` has the size of the delta that leads to each version, oldest first. The
+    first size is ignored. ``anchor`` is the earlier version in the weights file; the anchor and
+    later versions are never dropped. ``anchor`` is None if the weights file has the newest version.
+    In this case only the newest version is left if its delta alone exceeds the limits.
     """
     versions = list(delta_bytes)
     while len(versions) > 1 and versions[0] != anchor:
@@ -46,5 +48,5 @@ def trimmed(
 
 
 def chain_of(delta_bytes: dict[VersionId, int]) -> list[VersionId]:
-    """Return the versions that deltas connect, or [] if there is only one version."""
+    """Return the versions of a chain, oldest first, or [] for one version, which is no chain."""
     return list(delta_bytes) if len(delta_bytes) > 1 else []

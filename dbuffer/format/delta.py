@@ -1,9 +1,9 @@
 """Format of a delta file: the words that changed between two versions with one layout.
 
 ``docs/design.md`` ("Deltas") specifies the file: a prefix, a header (:class:`DeltaRecord`), and
-chunks, each with its digest in the header. A chunk changes *words*: unsigned numbers of 1, 2, 4 or
-8 bytes, each an element or a part of an element. For each changed word, a chunk has two numbers:
-the *gap* (the number of unchanged words before the word), and the difference of the word's values.
+chunks, whose digests are in the header. A chunk changes *words*: unsigned numbers of 1, 2, 4 or 8
+bytes, each an element or a part of an element. For each changed word, a chunk has two numbers: the
+*gap* (the number of unchanged words before the word), and the word's new value minus its old value.
 The numbers are stored in *streams*: one stream has the lowest byte of all gaps, the next stream has
 the next byte, and so on. The header and each stream are compressed with zstd if that makes them
 shorter.
@@ -173,9 +173,9 @@ def require_compression() -> ModuleType:
 def _compressor() -> Any:
     if not hasattr(_of_thread, "compressor"):
         zstandard = require_compression()
-        # The bytes are nearly random, so Huffman coding shortens them, but zstd's matches only cost
-        # time and space. With these parameters, zstd finds few matches, and the result has 2 to
-        # 10 % fewer bytes than with plain level 1.
+        # A delta's bytes are nearly random. Huffman coding shortens them, but matches (repeated
+        # strings of bytes) only cost time and space. With these parameters, zstd finds few matches,
+        # and the result has 2 to 10 % fewer bytes than with plain level 1.
         parameters = zstandard.ZstdCompressionParameters.from_level(
             1,
             strategy=zstandard.STRATEGY_FAST,
@@ -202,9 +202,9 @@ def pack(data: Any) -> bytes:
 
 
 def unpack(stored: bytes | memoryview, raw_bytes: int) -> bytes | memoryview:
-    """Return the ``raw_bytes`` bytes that `pack` was given.
+    """Return the original data of ``stored``, the result of `pack`.
 
-    It allocates no more memory than these bytes, even if ``stored`` is malicious.
+    The data has ``raw_bytes`` bytes. No more memory is allocated, even if ``stored`` is malicious.
     """
     if len(stored) == raw_bytes:
         return stored

@@ -177,7 +177,7 @@ class Layout:
 
     @cached_property
     def draft(self) -> Layout | None:
-        """Layout of the draft model's tensors under its own names, or None without a draft."""
+        """Layout of the draft's tensors, named as in the draft model, or None without a draft."""
         return self._part(is_draft=True) if any(map(is_of_draft, self.all_names)) else None
 
     def _part(self, *, is_draft: bool) -> Layout:
@@ -214,7 +214,7 @@ class Layout:
 
     @cached_property
     def joined(self) -> Layout:
-        """Return the layout with all data in one weights file, and with the same checksums."""
+        """Layout after the part files are joined into one file. The checksums stay the same."""
         if not self.is_in_parts:
             return self
         pieces = tuple(piece._replace(part=0, place=0) for piece in self.pieces)
@@ -224,8 +224,8 @@ class Layout:
     def blocks(self) -> list[Block]:
         """Blocks of all tensors, in the file's order. An empty tensor has one block of length 0.
 
-        Each piece of a tensor in a part file begins a block, because the rank that writes the piece
-        hashes it.
+        If a tensor is in part files, each of its pieces starts with a new block, because the rank
+        that writes a piece also hashes the piece's blocks.
         """
         runs = [(index, 0, size) for index, size in enumerate(self.sizes)]
         if self.pieces:
@@ -326,7 +326,7 @@ class Layout:
         aliases = record.aliases
         specs, offsets, free = [], [], 0
         for name, dtype, shape, offset in record.tensors:
-            # Count a size of 0 as 1: torch limits the product of the other sizes even then.
+            # Count a size of 0 as 1: torch limits the product of an empty tensor's other sizes too.
             num_elements = math.prod(size or 1 for size in shape)
             if dtype not in ITEM_BYTES or num_elements * ITEM_BYTES[dtype] > _MAX_TENSOR_BYTES:
                 raise StoreCorruptError(
@@ -351,15 +351,15 @@ class Layout:
 
     @cached_property
     def tail(self) -> bytes:
-        """End of the file, which ``TensorDict.from_consolidated`` reads.
+        """Last bytes of the file, by which ``TensorDict.from_consolidated`` finds the tensors.
 
-        It has the metadata that tensordict 0.10 to 0.15 expects there, and their length. Empty if
-        the data is in parts.
+        They are metadata in the form of tensordict 0.10 to 0.15, then the metadata's length. Empty
+        if the data is in parts, so that tensordict refuses the file.
         """
-        if self.is_in_parts:  # tensordict would find no data, and refuses a file without this end
+        if self.is_in_parts:  # with these bytes, tensordict would find no data
             return b""
         padding = 0
-        # Leave out tensors that tensordict cannot hold.
+        # Leave out float8 and float4 tensors, which tensordict cannot load, and names it reserves.
         leaves = {
             spec.name: [f"torch.{spec.dtype}", spec.shape, at, at + spec.num_bytes, padding]
             for spec, at in zip(self.specs, self.offsets, strict=True)

@@ -1,8 +1,8 @@
 """`VersionId`, and `relation`, which compares a reader's version with a store's newest version.
 
 Each start of a sender begins a *run*, which continues from the store's newest version. A version
-has the ids of its run and of the runs that led to it. Only these ids and the versions' numbers
-decide which of two versions is later, or that the two versions have forked.
+has the ids of its run and of the runs that led to it. A comparison of two versions uses only these
+ids and the versions' numbers. It finds which version is later, or that the versions have forked.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class Lineage(NamedTuple):
         return Lineage(version, runs)
 
     def has_since(self, number: int, version: VersionId | None) -> bool:
-        """Whether ``version`` leads to this version, and its number is at least ``number``."""
+        """Whether ``version`` is numbered ``number`` or higher, and leads to this version."""
         return version is not None and version.number >= number and self.reaches(version)
 
     def at(self, number: int) -> VersionId | None:
-        """Return the version with the number ``number`` in this lineage, or None."""
+        """Return the lineage's version with this number, or None if it is later or not recorded."""
         if number > self.id.number:
             return None
         for run in self.runs:

@@ -43,7 +43,7 @@ UNDECODABLE = (StoreCorruptError, UnsupportedError)
 
 
 def naming(path: Path | str) -> TranslatedErrors:
-    """Put the file's name in front of the messages of errors that decoding the file raises."""
+    """Return a context manager that puts a file's name before the messages of decoding errors."""
 
     def translate(error: BaseException) -> None:
         if isinstance(error, UNDECODABLE):
@@ -99,7 +99,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def decodable(kind: type[RecordT]) -> type[RecordT]:
-    """Make msgspec analyze a record's fields now: two threads that do it at once crash msgspec."""
+    """Return ``kind`` after msgspec has analyzed its fields.
+
+    Otherwise msgspec would analyze them at the first use, and crash if two threads did so at once.
+    """
     msgspec.json.Decoder(kind)
     return kind
 
@@ -198,7 +201,7 @@ class Manifest(Versioned, frozen=True, kw_only=True):
         if self.anchor is None and self.anchor_buffer is not None:  # a bucket has no buffers
             raise StoreCorruptError(f"{self.NAME}: it has an anchor_buffer, but no anchor")
         if self.anchor is not None and self.anchor not in chain[:-1]:
-            raise StoreCorruptError(f"{self.NAME}: its chain does not begin at its anchor")
+            raise StoreCorruptError(f"{self.NAME}: its anchor is no earlier version of its chain")
         if self.state == "complete" and chain and chain[-1] != self.id:
             raise StoreCorruptError(f"{self.NAME}: its chain of deltas leads to another version")
 
@@ -208,7 +211,7 @@ class Manifest(Versioned, frozen=True, kw_only=True):
 
     @property
     def of_file(self) -> dict[str, Any]:
-        """Fields that describe the weights file, except the file's name."""
+        """Fields of the weights file to copy into another manifest, without the file's name."""
         return {name: getattr(self, name) for name in FILE_FIELDS}
 
     @property
@@ -222,13 +225,16 @@ class Manifest(Versioned, frozen=True, kw_only=True):
         return self.deltas_after(self.file_version)
 
     def upon(self, buffer: str) -> dict[str, Any]:
-        """Return fields for the manifest of a later version: this weights file, plus deltas."""
+        """Return fields for the manifest of a later version, which reuses this weights file.
+
+        Deltas lead from the weights file to the later version. ``buffer`` has this manifest.
+        """
         fields = self.of_file | {"file": self.file}
         directory = self.anchor_buffer or buffer
         return fields | {"anchor": self.file_version, "anchor_buffer": directory}
 
     def deltas_after(self, version: VersionId) -> list[VersionId]:
-        """Return the versions after ``version``, whose deltas lead from it to this version."""
+        """Return the later versions, up to this one, whose deltas lead from ``version`` to it."""
         if version == self.id:  # its chain may be empty
             return []
         return self.chain[self.chain.index(version) + 1 :]
@@ -362,9 +368,9 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
         return is_multiple(number, metadata, self.every, self.when)
 
     def has_problem_with(self, number: int, newest: Lineage | None) -> bool:
-        """Whether the receiver reports a problem with the store, or with a recent version.
+        """Whether the receiver reports a problem with the store, or with a relevant version.
 
-        A recent version is numbered ``number`` or higher, and leads to ``newest``.
+        Versions numbered ``number`` or higher are relevant if they lead to ``newest``.
         """
         if self.problem is None or self.problem_version is None:
             return self.problem is not None  # a problem with the store
@@ -380,7 +386,10 @@ def lag_between(
     newest: Lineage,
     newest_metadata: Mapping[str, Any],
 ) -> Lag:
-    """Return how far ``version`` lags behind the newest version. ``version`` may be None."""
+    """Return how far ``version`` lags behind the newest version.
+
+    If ``version`` is None or has forked, the lag in versions is the newest version's number.
+    """
     if version is None or (related := relation(version, newest)) is Relation.FORKED:
         return Lag(newest.id.number, None)
     if related is Relation.AHEAD or version.id.run != newest.id.run:

@@ -93,7 +93,7 @@ class BucketVersion(Record, frozen=True, kw_only=True):
 
     @property
     def weights_file(self) -> FileObject:
-        """Weights file with the version, or with the earlier version that its deltas start from."""
+        """Weights file with the newest version or, if the manifest has an anchor, the anchor."""
         content = Content(self.manifest.file_bytes, self.weights)
         return file_object(self.manifest.file_version, "weights", content)
 

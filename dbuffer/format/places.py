@@ -64,5 +64,5 @@ def kept_buffer(version: VersionId | str) -> str:
 
 
 def is_kept(buffer: str) -> bool:
-    """Whether a buffer holds a kept version, and is not ``A`` or ``B``."""
+    """Whether a buffer is the directory of a kept version, instead of ``A`` or ``B``."""
     return buffer not in BUFFERS

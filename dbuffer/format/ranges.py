@@ -22,7 +22,7 @@ class ByteRanges(NamedTuple):
 
     @classmethod
     def of(cls, *columns: Sequence[int]) -> Self:
-        """Sort tensors into ranges. ``columns`` are the tensors' starts, sizes and word sizes."""
+        """Return tensors' ranges, from three lists in bytes: starts, sizes and word sizes."""
         starts, sizes, word_bytes = (np.array(column, np.int64) for column in columns)
         tensors = np.argsort(starts, kind="stable")
         tensors = tensors[sizes[tensors] > 0]
@@ -34,7 +34,7 @@ class ByteRanges(NamedTuple):
         return type(self)(*(column[rows] for column in self))
 
     def in_words(self, width: int) -> Self:
-        """Return the ranges in words of ``width`` bytes. Starts and ends are rounded down."""
+        """Return the ranges with starts and ends in words of ``width`` bytes, rounded down."""
         return self._replace(starts=self.starts // width, ends=self.ends // width)
 
     def counts(self, places: Integers) -> Integers:
