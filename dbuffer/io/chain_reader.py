@@ -75,8 +75,9 @@ class ChainReader:
     def expected(self, verified: Mapping[VersionId, list[int]]) -> list[int] | None:
         """Return the checksums that the open version's tensors had when they were published.
 
-        Return None if the table of checksums in the weights file is damaged. ``verified`` has
-        checksums of earlier versions: only deltas after the latest of these versions are read.
+        ``verified`` has the checksums of some versions. The headers of deltas update the checksums
+        of the latest of these versions. If ``verified`` has no version since the anchor, the table
+        in the weights file is used instead. Return None if this table is damaged.
         """
         manifest = self._opened.manifest
         earlier = [manifest.file_version, *manifest.since_anchor]

@@ -35,9 +35,9 @@ class Changes(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all changed words.
+        """Size of the changed words in bytes.
 
-        If they exceed the limit of `find_changes`, some chunks are missing.
+        If it exceeds ``max_bytes`` of `find_changes`, the comparison has left out some words.
         """
         return sum(chunk.num_changed * chunk.word_bytes for chunk, _ in self.chunks)
 
@@ -81,9 +81,10 @@ def find_changes(
 ) -> Changes:
     """Compare the bytes of two versions with one layout, and encode the changes.
 
-    ``file_starts`` has the offset of each tensor in the weights file, if ``layout`` is not the
-    weights file's. ``share`` is this rank's number and the number of ranks: each rank compares an
-    equal share. The comparison stops early if the changed words have more bytes than ``max_bytes``.
+    ``layout`` describes ``before`` and ``after``. If the weights file has the tensors at other
+    offsets, ``file_starts`` has these offsets. ``share`` is this rank's number and the number of
+    ranks: each rank compares an equal share. If the changed words have more bytes than
+    ``max_bytes``, the comparison stops early, and the result is incomplete.
     """
     ranges = _ranges(layout)
     first, last = (number * len(ranges) // share[1] for number in (share[0], share[0] + 1))

@@ -70,7 +70,7 @@ def apply_delta(
             places = _decode_places(header, chunk, streams)
             zigzag = _join_planes(streams[GAP_BYTES:], chunk, WORDS[chunk.word_bytes])
             differences = (zigzag >> 1) ^ -(zigzag & 1)
-            # Add with torch, which reads and writes each place once. It adds only signed numbers.
+            # Add with torch, which reads and writes each place once, but needs signed numbers.
             signed = torch.from_numpy(differences.view(f"<i{chunk.word_bytes}"))
             memory.view(signed.dtype).scatter_add_(0, torch.from_numpy(places), signed)
 

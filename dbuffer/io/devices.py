@@ -50,7 +50,7 @@ def any_on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """Return the GPU that all tensors are on, or None if there is no such GPU."""
+    """Return the GPU that all tensors are on, or None if they are not all on one GPU."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     devices = {tensor.device for tensor in tensors}
@@ -58,10 +58,10 @@ def gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
 
 
 def fork_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], contextlib.ExitStack]:
-    """Return a function that gives another thread new CUDA streams in a ``with`` block.
+    """Return a function that makes new CUDA streams current, for a ``with`` block.
 
-    Work in the block begins after all work that the calling thread has queued so far. The streams
-    have CUDA's lowest priority, which is torch's default.
+    Call the function in another thread. Work in the block begins after all work that the caller of
+    `fork_streams` has queued so far. The streams have CUDA's lowest priority, torch's default.
     """
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     events = {device: torch.cuda.current_stream(device).record_event() for device in devices}

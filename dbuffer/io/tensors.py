@@ -143,7 +143,7 @@ _read_mappings: weakref.WeakValueDictionary[int, MappedTensors] = weakref.WeakVa
 
 
 def file_under(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return device and inode of the file that a reader's tensor is mapped from, or None."""
+    """Return device and inode of the file of a reader's mapped tensor, or None for others."""
     if not _read_mappings or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return None
     if tensor.device.type != "cpu":
@@ -153,9 +153,9 @@ def file_under(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 class KeptMappings:
-    """Mappings of weights files, kept for the next version that is written to or read from a file.
+    """Mappings of weights files, kept so that the next version in a file needs no new mapping.
 
-    Mapping a file takes as long as copying into it, because the kernel maps page by page.
+    A new mapping takes as long as copying into the file, because the kernel maps page by page.
     """
 
     def __init__(self) -> None:
@@ -275,7 +275,7 @@ def can_cast_to(dtype: torch.dtype) -> bool:
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype, *, device: str = "cpu") -> bool:
-    """Whether a tensor is on ``device``, and a file with ``dtype`` holds its memory unchanged."""
+    """Whether a tensor is on ``device``, and a file with ``dtype`` has the same bytes for it."""
     return (
         tensor.dtype is dtype
         and tensor.device.type == device

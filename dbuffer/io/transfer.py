@@ -56,7 +56,7 @@ def read_tensors(
         StoreAccessError: a file cannot be read, or other users can write to a part file.
         StoreNotFoundError: a file was removed meanwhile.
     """
-    # If the version is in parts, no part has the empty tensors: they get their digest here.
+    # Set the digests of empty tensors here: if the version is in parts, no part file has them.
     digests = [DIGEST_OF_NOTHING] * len(layout.blocks)
 
     def work(first: int, end: int) -> None:
