@@ -142,7 +142,7 @@ def send_saved(
 
 
 def order_of(metadata: Mapping[str, Any]) -> Order:
-    """Return the sort key of a version's checkpoint, from the version's metadata."""
+    """Return the sort key of a version's checkpoint. Other versions come before all checkpoints."""
     saved_at, step = metadata.get(SAVED_AT), metadata.get("step")
     if not isinstance(saved_at, float):
         return 0.0, -1
@@ -155,8 +155,8 @@ def _settled(
     """Return checkpoints after ``last`` that have stopped changing, in the order of their saves.
 
     A checkpoint is returned once, and again after each later change. Pass the second result as
-    ``before`` to the next call. It has all checkpoints after ``last``, each with the time of its
-    last change, or with infinity if the checkpoint was returned after its last change.
+    ``before`` to the next call. This mapping has all checkpoints after ``last``, each with the time
+    of its last change, or with infinity if the checkpoint was returned after its last change.
     """
     now = time.monotonic()
     settled, seen = [], {}

@@ -41,7 +41,7 @@ def shapes_of(tensors: Mapping[str, Any]) -> Shapes:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """How a conversion makes a tensor."""
+    """Output of a conversion: a view of a tensor, or computed from one or more tensors."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -266,7 +266,7 @@ def _trace(module: nn.Module, models: Mapping[str, Any], shapes: Shapes) -> Conv
 
 
 def _saved(models: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors as transformers saves them. ``models`` has each model by its name prefix."""
+    """Return tensors as transformers saves them. ``models`` maps name prefixes to models."""
     from transformers.core_model_loading import revert_weight_conversion
 
     saved: dict[str, torch.Tensor] = {}
@@ -299,7 +299,7 @@ def _models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _prefix_in(names: Mapping[str, Any], path: str) -> str:
-    """Return the prefix that the model at ``path`` gives to its tensors' names in ``names``."""
+    """Return the prefix of the names in ``names`` that belong to the model at ``path``."""
     prefix = without_wrappers(f"{path}.") if path else ""
     while not any(name.startswith(prefix) for name in names):
         if not prefix.startswith(WRAPPER_PREFIX):

@@ -1,4 +1,4 @@
-"""`LazyTensor`: tensor that is made when it is published. `HeldRows`: a rank's rows."""
+"""`LazyTensor`, made when it is published, and `HeldRows`, a rank's rows of a sharded tensor."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class LazyTensor:
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """This rank's rows of a sharded tensor that no DTensor can represent."""
+    """This rank's rows of a sharded tensor, if no DTensor can represent the split of the rows."""
 
     local: torch.Tensor
     first: int

@@ -54,7 +54,7 @@ def clean_names(names: Iterable[str]) -> list[str]:
 
 
 def is_module(weights: object) -> TypeGuard[nn.Module]:
-    """Whether weights are a module. The result is False for a TensorDictParams."""
+    """Whether weights are a module. A TensorDictParams, a module too, counts as a TensorDict."""
     return isinstance(weights, nn.Module) and not is_tensordict(weights)
 
 
@@ -68,12 +68,12 @@ def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:
 
 
 def may_have_model(module: object) -> bool:
-    """Whether ``module`` may contain a transformers model, because transformers was imported."""
+    """Whether ``module`` may contain a transformers model. False without imported transformers."""
     return "transformers.modeling_utils" in sys.modules and is_module(module)
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state dict, with any extra state, under names as in `clean_names`."""
+    """Return a module's state dict, including extra state, with names cleaned by `clean_names`."""
     state = module.state_dict(keep_vars=True)
     # Drop an extra state of None: such a module has no extra state to save.
     kept = {n: v for n, v in state.items() if not (v is None and is_extra_state(n))}
@@ -86,7 +86,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and persistent buffers, by names as in `clean_names`."""
+    """Return a module's parameters and persistent buffers, by names cleaned by `clean_names`."""
     return only_tensors(module_state(module))
 
 
@@ -127,7 +127,7 @@ def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
 
 
 def _refuse_lazy_stack(value: Any, where: str) -> None:
-    # A lazy stack makes new tensors at each access, and hides tensors of different shapes.
+    # A lazy stack makes new tensors at each access, and hides tensors that some members lack.
     from tensordict import LazyStackedTensorDict
 
     if isinstance(value, LazyStackedTensorDict):
@@ -166,7 +166,7 @@ def check_names(names: Collection[str]) -> None:
 def spec_of(
     name: str, tensor: torch.Tensor | LazyTensor, dtype: torch.dtype | None = None
 ) -> TensorSpec:
-    """Return the spec of a tensor after its cast to ``dtype``, if torch can cast the tensor."""
+    """Return a published tensor's spec, with ``dtype`` or, if it is not cast, its own dtype."""
     if dtype is None or not can_cast_to(tensor.dtype):
         dtype = tensor.dtype
     try:
@@ -243,7 +243,7 @@ class WeightsSpec:
         )
 
     def addresses_of(self, named: Mapping[str, torch.Tensor]) -> list[int] | None:
-        """Return the tensors' addresses, or None if a tensor is not plain or has another spec."""
+        """Return tensors' addresses, or None if this spec does not fit or a tensor is not plain."""
         tensors = named.values()
         with contextlib.suppress(RuntimeError):  # raised by tensors without shape or address
             # Shapes are compared one by one: a list of 18,000 shapes would start the garbage

@@ -372,7 +372,11 @@ def change_tensors(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> Pairs:
 
 
 def _matcher(text: str) -> Callable[[str], tuple[list[str], int] | None]:
-    """Return a function that finds a name's parts at ``*`` and its number at ``#`` in ``text``."""
+    """Return a function that matches names with ``text``, which has ``*`` and perhaps a ``#``.
+
+    The function returns a name's parts at each ``*``, and its number at ``#`` (0 without ``#``), or
+    None if the name does not match.
+    """
     escaped = re.escape(text).replace(r"\*", r"([^.]+)").replace(r"\#", r"(\d+)")
     pattern, place = re.compile(escaped), text.partition("#")[0].count("*")
 

@@ -97,7 +97,7 @@ class Source:
                 refuse_not_finite(specs, tensors)
 
     def finish(self) -> None:
-        """Read the rest of a weight source, because other ranks wait for it, and call `check`."""
+        """Read a weight source to its end, because other ranks wait for this rank; call `check`."""
         if self.reader is not None:
             self.reader.finish()
         self.check()

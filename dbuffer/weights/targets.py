@@ -1,4 +1,4 @@
-"""`Matcher`: finds the tensor of a load's target for each published tensor.
+"""`Matcher`: finds, for each published tensor, the tensor of a target to load it into.
 
 `Comparison` has the differences between a version and a model, and `advice` says what to change.
 """
@@ -140,10 +140,11 @@ class Matcher:
             return None
         if not all(map(torch.Tensor.is_contiguous, tensors)):
             return None
-        # A lazily conjugated or negated view has the address of a tensor, but cannot be filled.
+        # Refuse lazily conjugated or negated views: they cannot be filled, unlike other views at
+        # the same address.
         if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
             return None
-        # If no address has changed, the checks below have the same results as at the last load.
+        # Skip the checks if no address has changed: their results are as at the last load.
         if addresses != last.addresses:
             if (
                 not all(map(lies_in_memory, tensors))
@@ -274,7 +275,10 @@ def _describe_problems(problems: list[str]) -> str:
 def _as_published(
     target: nn.Module, named: dict[str, torch.Tensor], layout: Layout
 ) -> dict[str, torch.Tensor]:
-    """Return a module's tensors, or its checkpoint's if more of their names are in the layout."""
+    """Return a module's tensors, unchanged or as `as_checkpoint` converts them.
+
+    The tensors are converted if more of their names are in the layout after the conversion.
+    """
     from dbuffer.weights.conversion import as_checkpoint, has_model
 
     if layout.all_names <= named.keys() or not has_model(target):
@@ -311,7 +315,7 @@ def _unfit(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _not_kept(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of tensors that the target recomputes at each access, with the reasons."""
+    """Return the names of tensors that would lose weights loaded into them, with the reasons."""
     if is_module(target):
         kept = [tensor for tensor in own_tensors(target) if not has_no_shape(tensor)]
         ids, places = set(map(id, kept)), {_storage_address(tensor) for tensor in kept} - {0}
@@ -433,7 +437,7 @@ def compare(
             differing.append((have, need))
         elif have.dtype != need.dtype:
             recast.append((have, need))
-    # A tied tensor, which has several names, is left over only if the model has none of them.
+    # A tied tensor has several names. It is left over only if the model has none of these names.
     used = {origins[name] for name in offered if name in of_model}
     return Comparison(
         missing=[spec for name, spec in of_model.items() if name not in offered],
@@ -489,7 +493,7 @@ def advice(unknown: Sequence[str], missing: Iterable[str], fits: Callable[[NameM
 
 
 def _changed_prefix(unknown: Iterable[str], missing: Iterable[str]) -> tuple[str, str] | None:
-    """Return the prefixes in which an unknown and a missing name differ, or None."""
+    """Return an old and a new prefix that turn an unknown name into a missing one, or None."""
     name_with = {
         end: name for name in sorted(missing, key=len, reverse=True) for end in _ends(name)
     }
