@@ -4,9 +4,9 @@ SGLang calls `load_from_store` on all ranks, between two steps. An error would e
 `load_from_store` raises none: it writes problems into the engine's record in the store, which the
 follower reads.
 
-The first call of `load_from_store` also makes dbuffer detect other calls that write or discard
-SGLang's weights: it replaces functions of SGLang. A running engine keeps the functions that are in
-its dispatch table, so dbuffer replaces functions that these call.
+The first call of `load_from_store` also wraps functions of SGLang, to detect calls that write or
+discard weights without dbuffer. The dispatch table of a running engine already has the functions
+that SGLang calls first. They cannot be wrapped any more, so dbuffer wraps functions that they call.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
     if endpoint.receiver is not None:
         endpoint.receiver.record_problem(str(answer))
     elif (options := request.options) and get_parallel().tp_group.rank_in_group == 0:
-        # No receiver writes the engine's record, so the first rank writes the problem into it.
+        # Without a receiver, nothing else writes the engine's record. So the first rank writes the
+        # problem into the record.
         record = RecordFile(Path(options.read_store), options.engine_id or "")
         record.write(token=options.record_token, problem=str(answer))
         record.close()

@@ -40,7 +40,7 @@ class SchedulerRank(EngineRank):
         return options.engine_id or ""  # the follower chose the id
 
     def make_check(self) -> ShapeCheck:
-        """Return a check whether published weights fit. It uses a copy of the model without data.
+        """Return a check of published weights, which uses a copy of the model without data.
 
         Call this method in the scheduler's thread.
         """
@@ -96,8 +96,8 @@ class SchedulerRank(EngineRank):
         def refuse(*_: Any, **__: Any) -> NoReturn:
             raise EngineBrokenError(reason)
 
-        # A captured CUDA graph does not call forward(). But the caches were flushed, so SGLang must
-        # first recompute the prompt of every remaining request, which calls forward().
+        # Replacing forward() is enough, although a captured CUDA graph does not call it: the caches
+        # were flushed, so SGLang must first recompute each request's prompt, which calls forward().
         self.module.forward = refuse
 
     def serve_again(self) -> None:
@@ -105,7 +105,7 @@ class SchedulerRank(EngineRank):
 
 
 def dtype_of(model: torch.nn.Module) -> torch.dtype:
-    """Return the dtype of a model's first floating-point parameter."""
+    """Return the dtype of a model's first floating-point parameter. The model must have one."""
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
@@ -136,7 +136,7 @@ def form_and_loader(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_undone(method: Any) -> bool:
-    """Whether SGLang, before a load, undoes a quantization method's changes of parameters."""
+    """Whether a quantization method restores the form of its parameters before another load."""
     undo = getattr(type(method), "restore_weights_before_loading", None)
     without = (QuantizeMethodBase, CompressedTensorsMoEScheme)
     return undo not in (None, *(base.restore_weights_before_loading for base in without))

@@ -34,9 +34,9 @@ LOADER = "dbuffer.integrations.sglang.load_from_store"
 _PAUSES = {"keep": "retract", "abort": "abort"}
 """Names of dbuffer's pause modes in SGLang, which has no mode that waits for requests to finish."""
 
-# dbuffer opens update sessions for the draft model, which the engine does not have. For the target
-# model, SGLang would restore weights at the start of a session and pack them at its end. Instead,
-# each rank restores and packs weights in one call, after all ranks have agreed to load.
+# In a session for the target model, SGLang would restore the weights at the start and pack them at
+# the end. But dbuffer's ranks restore and pack weights in one call, after they have agreed to load.
+# So dbuffer's sessions are for the draft model, which the engine does not have.
 _SESSION = "draft"
 
 
@@ -47,7 +47,7 @@ def to_tensors(request: RankRequest | None) -> list[tuple[str, torch.Tensor]]:
 
 
 def from_tensors(tensors: list[tuple[str, torch.Tensor]]) -> RankRequest | None:
-    """Decode a request that :func:`to_tensors` has encoded."""
+    """Decode a request of :func:`to_tensors`. Return None if the request is to do nothing."""
     try:
         [(text, _)] = tensors
         request = json.loads(text)["request"]
@@ -77,7 +77,7 @@ def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
             "the target model; start the engine without speculative decoding"
         )
     return EngineFacts(
-        # A restarted engine has a different start-up time, and usually a different random seed.
+        # A restarted engine is another instance: its start-up time differs, and usually its seed.
         instance_id=json.dumps([info.get("random_seed"), info.get("startup_time")]),
         name=name,
         num_ranks=info["tp_size"],
@@ -92,13 +92,13 @@ class _Sglang(Engine):
     def call(self, request: RankRequest) -> list[RankAnswer]:
         if request.call == "check":
             raise UnsupportedError("SGLang's ranks cannot check whether tensors fit")
-        # Skip these two: `load_from_store` already acknowledged the version, and "reserve" needs
-        # the ranks' answers, which SGLang does not return.
+        # Do not send these requests: `load_from_store` has acknowledged the version already, and
+        # "reserve" is useless without the ranks' answers, which SGLang does not return.
         if request.call in ("acknowledge", "reserve"):
             return [None]
         self._send(request)
-        # The follower reads from the engine's record whether an update succeeded. Only options that
-        # are refused are told here.
+        # Return only a refusal of the options. The follower reads from the engine's record whether
+        # an update succeeded.
         return [None if request.options is None else _refusal(request.options)]
 
     def _send(self, request: RankRequest | None, *, flush_cache: bool = False) -> None:
@@ -126,7 +126,7 @@ def _refusal(options: EngineOptions) -> RankAnswer:
 
 
 class OfflineEngine(_Sglang):
-    """``Engine`` of an ``sglang.Engine`` in this process. It is idle between calls: no pause."""
+    """``Engine`` of an ``sglang.Engine`` in this process, which is idle between its calls."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -136,7 +136,8 @@ class OfflineEngine(_Sglang):
 
     def _send(self, request: RankRequest | None, *, flush_cache: bool = False) -> None:
         self._require_idle()
-        # An interrupted follower may have left an update session open.
+        # Do not check the result: if an interrupted follower left an update session open, SGLang
+        # refuses to begin another one, and this update uses the open session.
         self._engine.begin_weight_update(selector=_SESSION)
         try:
             success, message = self._engine.update_weights_from_tensor(

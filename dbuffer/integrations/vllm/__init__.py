@@ -1,12 +1,12 @@
 """vLLM engines that follow a store: an ``LLM``, an ``AsyncLLM`` or a server.
 
-In vLLM's workers, `plugin` installs `backend` and `rank`, which share one `RankEndpoint` for each
-rank. `workers` detects vLLM's own writes of weights. In vLLM's engine core, `core` labels each
-token with a version, and pauses the engine. In the front end, `vllm_engine` drives an engine;
-`requests` and `responses` report versions to a server's clients.
+In each worker of vLLM, `plugin` installs `backend` and `rank`, which use the same `RankEndpoint`.
+`workers` detects vLLM's own writes of weights. In vLLM's engine core, `core` labels each token with
+a version, and pauses the engine. In the front end, `vllm_engine` drives an engine; `requests` and
+`responses` report versions to a server's clients.
 
-vLLM imports this package before it has finished importing itself. So a name of this package, and
-vLLM with it, is imported when the name is first used.
+vLLM loads dbuffer's plugin, and so this package, while vLLM itself is being imported. So importing
+this package does not import vLLM: each name is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def require_slots(lora_config: Any, num_adapters: int) -> None:
 
 
 def show_adapters_by_name(models: Any) -> None:
-    """Make responses of a server name adapters without their versions.
+    """Make a server's responses show the plain names of adapters, without versions.
 
     ``models`` is the ``OpenAIServingModels`` of the server.
     """
@@ -152,7 +152,7 @@ class FollowedAdapter:
 
     @property
     def label(self) -> WeightLabel:
-        """Label of the adapter's version that new requests use."""
+        """Label of the version that new requests for the adapter use; unknown if there is none."""
         request, newest = self._requests.get(self.name), self._receiver.last_seen
         _, label = getattr(request, ADAPTER, (None, WeightLabel()))
         if newest is None or label.run in (None, newest.id.run):
@@ -196,8 +196,8 @@ class FollowedAdapter:
         request.__dict__[ADAPTER] = self.name, label
         for replica in self._replicas:
             replica.load_adapter(request)
-        # Requests that arrive later use this version, because the event loop runs this call first.
-        # So a client that has waited for the version gets it.
+        # The event loop runs this call before it handles requests that arrive later. So a client
+        # that waits until the version is acknowledged gets this version.
         self._loop.call_soon_threadsafe(self._requests.__setitem__, self.name, request)
         self._receiver.acknowledge(saved.version)
         self._applied = saved.version

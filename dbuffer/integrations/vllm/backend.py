@@ -1,7 +1,7 @@
 """``backend="dbuffer"``: a weight transfer backend of vLLM that reads versions from a store.
 
-vLLM 0.23 and 0.24 pass a function that loads weights, to a `CallbackEngine`. An engine of this kind
-has one rank, and dbuffer does not check published weights against its model.
+In vLLM 0.23 and 0.24, the backend is a `CallbackEngine`, to which vLLM passes a function that loads
+weights. It works with one rank only, and does not check whether published weights fit the model.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class CallbackEngine:
     def receive_weights(
         self, update_info: DBufferUpdateInfo, load_weights: Callable[..., Any] | None = None
     ) -> None:
-        """Load a version by calls of ``load_weights``, once for each name of a tied tensor.
+        """Call ``load_weights`` for each tensor of a version, under each name of a tied tensor.
 
         Raises:
             SnapshotEvictedError: the sender overwrote the version during the call. Do not use the
@@ -158,7 +158,7 @@ class CallbackEngine:
 
 
 class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Half of vLLM's weight transfer that runs in a worker, and calls :class:`RankEndpoint`.
+    """Worker's half of vLLM's weight transfer, which calls the rank's :class:`RankEndpoint`.
 
     A worker follows its store after ``init_transfer_engine``, or from its start if the engine's
     ``additional_config["dbuffer"]`` names a store. ``update_weights`` replaces all weights in one
@@ -215,8 +215,8 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Switch to a version; see :meth:`RankReceiver.update`.
 
-        A rank with an invalid request takes part and reports its error, because the other ranks
-        wait for all ranks.
+        If this rank's request is invalid, the rank still takes part in the update and reports the
+        error there. Otherwise the other ranks would wait for this rank.
         """
         request: UpdateRequest | OptionError
         try:
@@ -225,8 +225,8 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             request = error
         self._update(request)
 
-    # vLLM before 0.25 passes a function that loads weights. The function is unused: vLLM's reload
-    # loads the weights.
+    # These methods get a function as in vLLM before 0.25, to load weights or apply patches. They
+    # ignore the function, because they load weights through vLLM's reload.
 
     def receive_weights(
         self, update_info: DBufferUpdateInfo, _load_weights: Callable[..., Any] | None = None

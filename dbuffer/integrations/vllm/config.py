@@ -39,12 +39,12 @@ def is_launched(parallel_config: Any) -> bool:
 
 
 def default_engine_id(instance_id: str) -> str:
-    """Return the default id of an engine as a receiver of a store, from vLLM's instance id."""
+    """Return the id that an engine has in a store if the option ``engine_id`` is not set."""
     return f"vllm-{host_in_id()}-{instance_id}"
 
 
 def replica_name(index: int) -> str:
-    """Return the suffix that a data-parallel replica adds to its engine's name."""
+    """Return a data-parallel replica's suffix to the name of its engine. Replica 0 has none."""
     return f".dp-{index}" if index else ""
 
 
@@ -63,7 +63,7 @@ def options_of(additional_config: Any) -> EngineOptions | None:
 
 
 def adapters_of(additional_config: Any) -> dict[str, EngineOptions]:
-    """Read the options of all LoRA adapters in ``additional_config["dbuffer"]``, by adapter.
+    """Read the options of all LoRA adapters in ``additional_config["dbuffer"]``, by name.
 
     Raises:
         OptionError: a store is invalid, or an option is for models only.
@@ -86,7 +86,7 @@ def adapters_of(additional_config: Any) -> dict[str, EngineOptions]:
 
 
 def engine_settings(additional_config: Any) -> dict[str, Any]:
-    """Return ``additional_config["dbuffer"]``, the options for the workers and the follower."""
+    """Return dbuffer's options in ``additional_config["dbuffer"]``, or ``{}`` if it has none."""
     is_mapping = isinstance(additional_config, Mapping)
     settings = additional_config.get(BACKEND, {}) if is_mapping else {}
     if not isinstance(settings, dict):
@@ -168,7 +168,7 @@ def _get(config: Any, name: str) -> Any:
 
 
 def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
-    """Read the facts about an engine that runs in this process or in a child process."""
+    """Read the facts about an engine of this process. Require that vLLM loads dbuffer's plugin."""
     from vllm.plugins import load_general_plugins
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -223,16 +223,16 @@ def _connectors_of(transfer: Any) -> Iterator[tuple[str, bool]]:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     options = transfer.kv_connector_extra_config
-    # Check each connector of a MultiConnector: its own reset reports success even if one of them
-    # has no reset_cache().
+    # Check each connector of a MultiConnector: a reset of the MultiConnector reports success even
+    # if one of its connectors has no reset_cache().
     if transfer.kv_connector == "MultiConnector":
         for connector in options["connectors"]:
             yield from _connectors_of(KVTransferConfig(**connector))
         return
     kind = KVConnectorFactory.get_connector_class(transfer)
     has_reset = kind.reset_cache is not KVConnectorBase_V1.reset_cache
-    # A reset drops KV in main memory only. Mooncake's store is shared with other engines, which can
-    # fill it again after a reset.
+    # A reset drops only KV in main memory, not in other tiers. Mooncake's store counts as not
+    # dropped, because other engines share the store and can fill it again after a reset.
     tiers = options.get("spec_name", _MAIN_MEMORY)
     is_private = tiers == _MAIN_MEMORY and transfer.kv_connector != "MooncakeStoreConnector"
     yield transfer.kv_connector, has_reset and is_private

@@ -150,8 +150,8 @@ def tell_labels(request_state: Any) -> None:
 
     def make_named_state(state: Any, *args: Any, **kwargs: Any) -> None:
         make_state(state, *args, **kwargs)
-        # Name the adapter in vLLM's metrics: a name for each version would add a series for each
-        # version.
+        # Use the adapter's plain name in vLLM's metrics. The request's name contains the version,
+        # and would add a series to the metrics for each version.
         state.lora_name, _ = getattr(state.lora_request, ADAPTER, (state.lora_name, None))
 
     def make_labeled_output(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,17 +209,18 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
             :data:`RELEASE`.
     """
     if "weights" in core.model_executor.sleeping_tags:
-        # vLLM logs a traceback for each raised error, and an engine can sleep for hours.
+        # Return a value, because vLLM would log a traceback for each error, and the follower tries
+        # again for as long as the engine sleeps.
         return ASLEEP
     state = _state_of(core)
     hold = state.hold or _Hold(core.scheduler.pause_state if core.is_scheduler_paused() else None)
     other_pause = getattr(hold.other_pause, "name", None)
     if (refusal := _refusal(core, mode, other_pause, drops_caches)) is not None:
-        # Refuse by an error: of all cores' return values, vLLM passes on only the first.
+        # Raise an error, because vLLM passes on the return value of the first core only.
         error = EngineBusyError(f"{_REFUSED}{refusal}")
         if not _steps_with_others(core) or core.is_scheduler_paused():
             raise error
-        # Pause this core nevertheless: the pauses of the other cores complete only after it.
+        # Pause this core before it raises: the pauses of the other cores wait for its pause.
         paused = core.pause_scheduler("keep", False)
         state.hold = hold
         return _after(paused, functools.partial(_raise, error))
@@ -236,9 +237,9 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
 
 
 def _drop_caches(core: Any) -> None:
-    """Drop all caches that the current weights computed, also for paused requests.
+    """Drop all caches with results of the current weights, including those of paused requests.
 
-    vLLM recomputes the KV cache of paused requests, so that no cache mixes two versions.
+    When paused requests continue, vLLM recomputes their KV cache. So no cache mixes two versions.
     """
     if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
         raise EngineUpdateError(NOT_RESET)
@@ -249,9 +250,9 @@ def _pause(core: Any, mode: str) -> Any:
     """Pause a core. Return a future that completes with the pause, or None if it is complete."""
     if not _steps_with_others(core) or not core.is_scheduler_paused():
         return core.pause_scheduler(mode, False)
-    # Complete this pause without a further step. If a paused core is paused again, vLLM makes it
-    # step once more, together with the other cores. But a core whose two pauses ended together
-    # does not step, and this core would wait for it forever.
+    # This core is already paused. If a paused core is paused again, vLLM makes it step once more,
+    # together with the other cores. But a core whose two pauses ended together does not step, so
+    # this core would wait for it forever. So complete the second pause without a step.
     core._pause_complete = lambda: not core.has_work()  # noqa: SLF001
     try:
         return core.pause_scheduler(mode, False)
@@ -267,13 +268,14 @@ def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) 
     requests = core.scheduler.requests.values()
     num_open = sum(getattr(request, "resumable", False) for request in requests)
     if mode == "abort" and num_open:
-        # After an abort, vLLM would answer the session's next input without the earlier inputs.
+        # After an abort, the client can send its session more input, which vLLM would answer
+        # without the earlier input.
         return f"vLLM cannot abort {counted(num_open, 'session')} {_UNTIL_THE_INPUT_ENDS}"
     num_waiting = getattr(core.scheduler, "num_waiting_for_streaming_input", 0)
     if num_waiting and drops_caches:
         sessions = counted(num_waiting, "waiting session")
         return f"vLLM cannot drop the caches of {sessions} {_UNTIL_THE_INPUT_ENDS}"
-    # Requests that have begun must finish before a pause "wait". Preempted requests count too.
+    # Requests that have begun, including preempted ones. The pause mode "wait" lets them finish.
     num_begun = sum(
         bool(request.num_computed_tokens or request.num_output_tokens) for request in requests
     )
@@ -335,7 +337,7 @@ def _raise(error: Exception) -> NoReturn:
 def _unless_held(
     function: Callable[..., Any], if_held: Callable[[_Hold, Callable[[], Any]], Any]
 ) -> Callable[..., Any]:
-    """Wrap a core's method, so that ``if_held`` gets each call during a hold."""
+    """Wrap a core's method, so that ``if_held`` decides what each call during a hold does."""
 
     @functools.wraps(function)
     def call(core: Any, *args: Any, **kwargs: Any) -> Any:

@@ -218,11 +218,11 @@ def follow(
             the store in the engine's ``additional_config``.
         pause: treatment of requests in flight during a switch; see :data:`.PauseMode`.
         api_key: API key of the server.
-        canary: test of the engine after each switch: prompts with a minimum of their mean
-            log-probability, ``{"prompts": [...], "min_mean_logprob": -2.5}``, or a function, called
-            with ``engine`` in the thread of the switch. If the mean is lower, or the function
-            returns a reason or raises an error, this engine returns to the previous version, and
-            other engines skip the refused version.
+        canary: test of the engine after each switch. Either prompts with a minimum of their mean
+            log-probability: ``{"prompts": [...], "min_mean_logprob": -2.5}``. Or a function that
+            gets ``engine`` in the thread of the switch, and returns None, or a reason to refuse the
+            version. If the mean is lower, or the function returns a reason or raises an error, this
+            engine returns to the previous version, and other engines skip the refused version.
         **options: more fields of :class:`EngineOptions`.
 
     Raises:

@@ -3,9 +3,9 @@
 `VllmMetaModel` is a copy of a vLLM model without data, which checks published weights.
 
 After vLLM has loaded a layer, it calls ``process_weights_after_loading`` of the layer's
-quantization method, which packs or quantizes the weights. `packs`, `pack` and `computed` are the
-`Packing` for vLLM: they call that method for a shadow, a copy of the layer that serves no requests.
-The results are images, which a switch copies into the serving layer (`engine/plan/copy_plan.py`).
+quantization method, which packs or quantizes the weights. `packs`, `pack` and `computed` implement
+`Packing` for vLLM. `pack` calls that method for a shadow: a copy of the layer that serves no
+requests. A switch then copies the shadow into the serving layer (`engine/plan/copy_plan.py`).
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def _make_model(vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
     config.device_config = copy.copy(config.device_config)
     config.device_config.device = torch.device("meta")
     config.compilation_config = copy.copy(config.compilation_config)
-    # Layers register here by name. Start empty: the serving layers have the same names.
+    # Layers register here by name, and vLLM refuses duplicates. The layers of this copy have the
+    # names of the serving layers, so they need registries of their own.
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
     with (
@@ -145,7 +146,7 @@ def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _expert_maps_with_data() -> Iterator[None]:
-    """Make maps from experts to ranks on the CPU, because weight loaders read these maps."""
+    """Create maps from experts to ranks with data, on the CPU: weight loaders read these maps."""
     make = ExpertMapManager.__init__
 
     def make_with_data(*args: Any, **kwargs: Any) -> None:
@@ -162,7 +163,7 @@ def _expert_maps_with_data() -> Iterator[None]:
 def _unwrap_online_quantization(tensor: Any) -> None:
     """Remove vLLM's wrapper for online quantization from the loader of a tensor.
 
-    vLLM would not find its own wrapper inside the wrapper that `MetaModel` adds.
+    Call this before `MetaModel` wraps the loader: vLLM finds its wrapper only outside of others.
     """
     loader = getattr(tensor, "weight_loader", None)
     while getattr(loader, "__name__", None) == "online_process_loader":
@@ -171,7 +172,7 @@ def _unwrap_online_quantization(tensor: Any) -> None:
 
 
 class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
-    """Meta model that also counts the loaded elements of each layer, as vLLM's reload does."""
+    """Meta model that counts loaded elements, to know when vLLM's reload would finish a layer."""
 
     def __init__(self, model: torch.nn.Module, serving: torch.nn.Module, tp_size: int) -> None:
         super().__init__(
@@ -211,10 +212,10 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
     def note_loaded(self, tensor: Any, count: int, *, is_part: bool) -> None:
         """Refuse a tensor that vLLM's reload would skip, because its layer is already finished.
 
-        vLLM finishes a layer after a number of loaded elements. If the parts of a fused layer share
-        a scale, vLLM counts the scale once for each part, and finishes the layer too early. Two
-        kinds of tensors may be skipped: a tied tensor under its second name, and integers about
-        packing, which are equal in all parts.
+        vLLM finishes a layer when it has counted as many loaded elements as the layer has. If the
+        parts of a fused layer share a scale, vLLM counts the scale once for each part, and finishes
+        the layer too early. Accept skipped tensors whose values were loaded before: a tied tensor
+        under its second name, and integers about packing, which are equal in all parts.
         """
         if not count or id(tensor) not in self._layers:
             return
@@ -259,7 +260,7 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
                 "during vLLM's reload: only an engine's start can load this model"
             )
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
-        # Compare storages, because some buffers are views of parameters.
+        # Compare storages: a buffer that is a view of a loaded parameter counts as loaded.
         loaded = {storage_of(tensor) for _, tensor in tensors if self.count_of(tensor)}
         for name, tensor in tensors:
             if _has_no_rows(self._padded.get(id(tensor))):
@@ -299,7 +300,7 @@ def _find_optional(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 def packs(layer: torch.nn.Module, *, is_as_loaded: bool) -> bool:
     """Whether vLLM packs or quantizes the weights of a layer after loading them."""
     method = getattr(layer, "quant_method", None)
-    # vLLM processes the scales of KV caches later, together with the attention layers.
+    # Scales of KV caches do not count: vLLM processes them later, with the attention layers.
     if isinstance(method, (UnquantizedFusedMoEMethod, BaseKVCacheMethod)):
         return has_cpu_experts(layer)
     if not isinstance(method, QuantizeMethodBase):

@@ -57,14 +57,14 @@ def _extend() -> None:
     ):
         with contextlib.suppress(ValueError):  # the backend is already registered
             factory.register_engine(BACKEND, f"dbuffer.integrations.vllm.{module}", name)
-    # collective_rpc looks up methods in the wrapper around a worker. If the worker's class itself
-    # had this method, vLLM would refuse worker extensions with the method.
+    # Add the methods to the wrapper around a worker, where collective_rpc finds them too. If the
+    # worker's class had a method, vLLM would refuse worker extensions with the same method.
     setattr(WorkerWrapperBase, CALL, _call_the_extension)
     setattr(WorkerWrapperBase, LOAD_ADAPTER, _load_adapter)
 
 
 def log_as_vllm() -> None:
-    """Log dbuffer's messages as vLLM logs, unless dbuffer's logger is already configured."""
+    """Log dbuffer's messages through vLLM's handlers, unless logging is already configured."""
     log, log_of_vllm = logging.getLogger("dbuffer"), logging.getLogger("vllm")
     is_configured = log.handlers or log.level or logging.getLogger().handlers
     if is_configured or not log_of_vllm.handlers:

@@ -73,7 +73,7 @@ class WorkerRank(EngineRank):
     """One rank of a vLLM engine."""
 
     module: Any
-    # `lora_manager` has vLLM's adapters; the last attribute is the time that quantizing took.
+    # `lora_manager` has vLLM's adapters. `online_quantization_time` is a duration.
     not_weights = ("kv_cache", ENDPOINT_ATTR, "lora_manager", "online_quantization_time")
 
     def __init__(
@@ -127,7 +127,7 @@ class WorkerRank(EngineRank):
         places = self._addresses()
         config = self._vllm_config
         dtype = config.model_config.dtype
-        # vLLM's load at the start uses this config and dtype too, and makes kernels for them.
+        # Set the config and dtype as vLLM's load at the start does: vLLM makes kernels for them.
         with (
             set_current_vllm_config(config),
             set_default_torch_dtype(dtype),
@@ -152,7 +152,7 @@ class WorkerRank(EngineRank):
             parts.append((self._draft.model, self._draft.model_config))
         for part, _ in parts:
             initialize_layerwise_reload(part)
-        # vLLM collects the tensors of each layer as views, so tensors in any order cost no memory.
+        # vLLM keeps the tensors of incomplete layers as views, so no order of tensors costs memory.
         with parameters_stay_in_place(before, weights) as settled:
             self.module.load_weights(settled)
         loaded = [module for module in self.module.modules() if has_loaded(module)]
@@ -224,8 +224,8 @@ class WorkerRank(EngineRank):
             raise EngineBrokenError(reason)
 
         self._refusal = self._target.register_forward_pre_hook(refuse)
-        # A captured CUDA graph runs without a call of the model's forward(). vLLM calls
-        # compute_logits() after the graph.
+        # A captured CUDA graph runs without a call of the model's forward(). So refuse also in
+        # compute_logits(), which vLLM calls after the graph.
         if hasattr(self._target, "compute_logits"):
             self._target.compute_logits = refuse
 
@@ -239,7 +239,8 @@ class WorkerRank(EngineRank):
 class DraftRank(WorkerRank):
     """Draft model of one rank of a vLLM engine, which follows a store of its own.
 
-    Layers that the draft shares with its target are loaded with the target.
+    Layers that the draft shares with its target are loaded with the target. If other layers share
+    parameters with the target, the draft cannot follow a store of its own.
     """
 
     def __init__(self, vllm_config: Any, target: Any, device: Any, draft: Draft) -> None:
@@ -264,7 +265,7 @@ class DraftRank(WorkerRank):
         return ((name.removeprefix(DRAFT_PREFIX), tensor) for name, tensor in weights)
 
     def refuse_to_serve(self, reason: str) -> None:
-        """Only log the reason: the target replaces wrong proposals."""
+        """Log the reason and go on, because the target model replaces wrong proposals."""
         logger.error("the engine's draft proposes worse tokens: %s", reason)
 
 
@@ -308,8 +309,9 @@ def worker_group(parallel: Any) -> Any:
     if tensor_parallel.world_size == parallel.world_size:
         return tensor_parallel
     raise UnsupportedError(
-        f"a job of {world.world_size} ranks has several engines of {parallel.world_size} ranks, "
-        "with several tensor-parallel groups each: use pipeline_parallel_size=1, or one engine"
+        f"torchrun started {world.world_size} ranks for several engines of {parallel.world_size} "
+        "ranks, and each engine has several tensor-parallel groups: set pipeline_parallel_size=1, "
+        "or start only one engine with torchrun"
     )
 
 
@@ -351,9 +353,8 @@ def tensors_of_layers(model: torch.nn.Module) -> list[LayerTensors]:
 def restore_tensors(before: list[LayerTensors]) -> None:
     """Put the tensors from before a failed load back into their layers.
 
-    The tensors then have values of two versions. But the layers can be loaded again: without this
-    function, some layers would stay on the meta device, or be half loaded at the start of the next
-    load.
+    Afterwards the model mixes two versions, but it can be loaded again. Without this function, some
+    layers would stay on the meta device, or be half loaded at the start of the next load.
     """
     for module, tensors in before:
         get_layerwise_info(module).reset()
@@ -436,7 +437,7 @@ def without_warnings() -> Iterator[None]:
 def restore_absent_names(before: list[LayerTensors]) -> None:
     """Restore parameters that are None, which vLLM's reload removes from their layers.
 
-    A parameter is None if a kernel holds its weights.
+    If a kernel holds a weight, the parameter is None. After removal, reading it would fail.
     """
     for module, tensors in before:
         for table, table_before in zip(tables_of(module), tensors, strict=True):
@@ -454,7 +455,7 @@ def repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
     owners = {id(weight): module for module in loaded for weight in module.parameters(False)}
     module: Any
     for module in model.modules():
-        # Not ``module.weight``, because a LoRA wrapper returns the weight of its inner layer.
+        # Read the layer's own table: ``module.weight`` of a LoRA wrapper is its inner layer's.
         owner = owners.get(id(tables_of(module)[0].get("weight")))
         if owner is None or owner is module or not has_cpu_kernel(module):
             continue

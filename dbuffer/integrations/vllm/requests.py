@@ -1,8 +1,8 @@
 """Requests to a vLLM server that follows a store, and the minimum versions that they require.
 
 Version numbers only increase within a run (all versions of one sender process). So the server
-checks a request's minimum version before it passes the request to vLLM. The minimum version is a
-number of the newest run in the store, even if the engine still serves an older run.
+checks a request's minimum version only once, before it passes the request to vLLM. The minimum
+version is a number of the newest run in the store, even if the engine still serves an older run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def unmet_by(label: WeightLabel, min_version: int) -> str | None:
 def values_by_name(
     pairs: Iterable[tuple[str, str]], names: tuple[str, ...], prefix: str = ""
 ) -> dict[str, str]:
-    """Return the values of the given names. Pairs whose name lacks the prefix are ignored."""
+    """Return the values of ``names``. Ignore pairs without the prefix; refuse unknown names."""
     values: dict[str, str] = {}
     for name, value in pairs:
         if not name.startswith(prefix):
@@ -116,7 +116,7 @@ class Outlook:
         """Outlooks of LoRA adapters that follow their own stores, by name of the adapter."""
 
     def of(self, model: str | None) -> Outlook:
-        """Return the outlook of the model or LoRA adapter that a request names."""
+        """Return the outlook of the LoRA adapter ``model``, or this outlook for other models."""
         return self.adapters.get(model or "", self)
 
     async def refusal(
@@ -130,7 +130,7 @@ class Outlook:
             The reason to refuse the request, or None if all replicas have the version; and the
             label of each replica. If the engine has ended, there is a reason, and no label.
         """
-        # A label from before the request could be older than a switch that the client knows about.
+        # Read the labels again: earlier labels could lack a switch that the client knows about.
         not_before = time.monotonic()
         deadline = not_before + wait_s
         while True:
@@ -173,7 +173,7 @@ class Outlook:
         return [WeightLabel.decode(text) for text in answers.result()]
 
     def done(self) -> int | None:
-        """Stop keeping the version that ``until_done`` keeps, and return its number."""
+        """End ``until_done``: let the engine switch again. Return its version, or None."""
         if self._follower is None:
             return None
         version = self._follower.applied

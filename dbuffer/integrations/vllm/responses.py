@@ -95,8 +95,8 @@ class Exchange:
         if not isinstance(choices, list):
             return body
         if not is_chunk:
-            # A beam search for one token calls the engine once, like a plain request. The number of
-            # choices tells them apart.
+            # A beam search for one token calls the engine once, like a plain request. Detect it by
+            # its choices: there are more than the call asked for.
             self.is_search |= len(choices) != sum(num_choices for num_choices, _ in self.calls)
         with_fields = [
             choice | {"weight_versions": self._spans_of(choice.get("index", 0))}
@@ -175,7 +175,7 @@ async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, 
 
 
 async def _model_in(receive: Receive, received: list[Message]) -> str | None:
-    """Return the model that a request's JSON names, and append the request's messages to a list."""
+    """Return the model in a request's JSON, or None. Append the messages read to ``received``."""
     while not received or received[-1].get("more_body", False):
         received.append(await receive())
     try:
@@ -289,7 +289,7 @@ class _Response:
         await self._send(message)
 
     def _rewrite(self, part: bytes, *, is_last: bool) -> bytes | None:
-        """Return complete events or complete JSON, with fields added. Return None if incomplete."""
+        """Return what ``part`` completes, with fields added. Return None if JSON is incomplete."""
         self._incomplete += part
         if self._content_type.startswith(_EVENTS):
             *events, self._incomplete = self._incomplete.split(_EVENT_END)

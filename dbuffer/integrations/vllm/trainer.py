@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _SPLIT = "this trainer's source is split between ranks"
 
-# vLLM loads its plugins only in processes of engines.
+# vLLM loads its plugins only in processes of engines, so the trainer calls dbuffer's plugin here.
 register()
 
 
@@ -86,7 +86,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             raise OptionError(f"init_info is {init_info!r:.200}: use a DBufferTrainerInitInfo")
         if (source is None) == (init_info.checkpoint is None):
             raise OptionError(
-                "the first version has all tensors, also if patches follow: give either a "
+                "the first version needs all tensors, even if only patches follow: give either a "
                 "WeightSource to trainer_init, or a checkpoint to DBufferTrainerInitInfo"
             )
         fields = {"store": init_info.store} | init_info.engine
@@ -135,8 +135,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         try:
             self.client.update_weights({"version": version})
         except BaseException:
-            # Ranks of the engine that raised an error have ended the update, and raise an error
-            # again here. On the other ranks of the engine, this call ends the update.
+            # End the update on those ranks of the engine where it succeeded. Ranks where it failed
+            # have ended it already, and raise an error here, which is ignored.
             with contextlib.suppress(Exception):
                 self.client.finish_weight_update()
             raise

@@ -297,7 +297,7 @@ def _logprobs_in(output: Any) -> list[float]:
 
 
 def _own(position: dict[Any, Any]) -> Any:
-    """Return the log-probability of a prompt's own token, which is the first in vLLM's answer."""
+    """Return the log-probability of the prompt's own token, which vLLM puts first."""
     return next(iter(position.values()))
 
 
