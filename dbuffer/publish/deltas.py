@@ -19,7 +19,8 @@ A version has no delta if
 On a network mount, a version with a delta gets a weights file too if
 
 - the chain of deltas since its anchor is too long (`is_long`);
-- a file of the last version or of its deltas is damaged or gone, or a receiver cannot read one.
+- a file of the last version, or one of its deltas, is damaged or gone;
+- a receiver has reported that it cannot read one of the versions after the anchor.
 
 The sender logs each reason. Mirrors have rules of their own: see `StoreTarget` and `BucketTarget`.
 """
@@ -85,11 +86,11 @@ class DeltaBase:
     first. The chain's first version has 0."""
 
     def problem(self, writer: BufferWriter) -> str | None:
-        """Return why receivers cannot read the version or its deltas, or None if they can."""
+        """Return why receivers cannot read the last version or its deltas, or None if they can."""
         store = writer.store
         manifest = store.undamaged_manifest(self.buffer)
         if manifest is None or manifest.id != self.manifest.id:
-            # No manifest names the last version's files, so the next claim removes them.
+            # No manifest names the last version's files now, so the next claim may remove them.
             return "the store lost the last version's manifest"
         _, *later = self.delta_bytes.items()
         files = {store.delta_path(name): num_bytes for name, num_bytes in later}
@@ -133,7 +134,7 @@ class Deltas:
         versions are compared."""
 
     def forget(self, reason: str = _FAILED) -> None:
-        """Forget the last version: the next version has no delta, and ``reason`` is logged then."""
+        """Forget the last version. The next version has no delta, and the log gives ``reason``."""
         self._has_last, self._why_none = False, reason
         self._copy = self._file = self._base = self._changes = None
 
@@ -146,9 +147,9 @@ class Deltas:
         return patch_of(patches, self._part.whole, must_be_finite=must_be_finite)
 
     def begin(self, part: Part, source: Source, version: int) -> None:
-        """Begin a version: copy its weights into the kept copy, if there is one. Collective.
+        """Begin a version: update the kept copy, if any, and note what changed. Collective.
 
-        ``version`` is the version's number on rank 0.
+        ``version`` is the version's number, which only rank 0 needs, for its log.
         """
         world, self._version = self._world, version
         if self._has_last and self._part is not part:
@@ -176,7 +177,7 @@ class Deltas:
             self._join(self._copy.take_changes)
 
     def _gpu_for_copy(self, part: Part, source: Source) -> torch.device | None:
-        """Return the GPU to compare versions on, or None to compare their files."""
+        """Return the weights' GPU if a copy of the version fits there, or None to compare files."""
         gpu = gpu_of(source.eager) if part.has_all else None
         if gpu is None or (self._copy is not None and self._copy.device == gpu):
             return gpu
@@ -229,7 +230,7 @@ class Deltas:
         return False
 
     def write(self, draft: Draft, source: Source) -> list[int] | None:
-        """Write the version into the draft's file, if it has one; return checksums. Collective."""
+        """Write the draft's file, if it has one; return any checksums of tensors. Collective."""
         world, copy = self._world, self._copy
         if copy is not None and draft.has_file:
             with world.step("write its part"):
@@ -259,7 +260,7 @@ class Deltas:
         return checksums
 
     def _write_patch(self, draft: Draft, patch: Patch) -> list[int] | None:
-        """Write the last version, changed by a patch, into a draft's file; return checksums."""
+        """Write the patched last version into a draft's file; return its checksums, if any."""
         mapped, copier, base = draft.mapped, self._copier, self._base
         assert base is not None  # noqa: S101 - patches follow a version
         assert self._file is not None  # noqa: S101
@@ -278,9 +279,9 @@ class Deltas:
         return list((dict(enumerate(base.checksums)) | dict(new)).values())
 
     def _apply_deltas(self, draft: Draft, base: DeltaBase) -> bool:
-        """Turn the older version in a draft's file into the last version, by applying deltas.
+        """Turn a reused file's older version into the last version, with the deltas between them.
 
-        Return whether the file now holds the last version. If not, the caller writes the file anew.
+        Return whether the draft's file now holds the last version. If not, the caller rewrites it.
         """
         mapped, since = draft.mapped, draft.claim.earlier
         with (
@@ -349,7 +350,7 @@ class Deltas:
             return None
 
     def _is_worth(self, changes: Changes) -> bool:
-        """Whether few enough words changed for a delta to be useful. If not, log the reason."""
+        """Whether so few bytes changed that a delta is useful. If not, log the reason."""
         assert self._part is not None  # noqa: S101 - it has begun
         if changes.num_bytes <= MAX_CHANGED_SHARE * self._part.whole.num_bytes:
             return True

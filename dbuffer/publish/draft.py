@@ -197,7 +197,7 @@ class Draft:
     def write_stream(self, source: Source) -> None:
         """Write a stream of tensors one after another.
 
-        The layout is known after the last tensor.
+        Only the last tensor completes the layout, so this method makes this draft's `Part`.
         """
         specs, end, on_bytes = list[TensorSpec](), 0, counter(source.progress, 0)
         for spec, tensor in source.stream or ():
@@ -230,9 +230,9 @@ class Draft:
         return self._part_file
 
     def finish_parts(self, world: World) -> list[int] | None:
-        """Flush the part files of all ranks; return checksums if the draft is hashed. Collective.
+        """Flush the ranks' part files, if any, and return each tensor's checksum. Collective.
 
-        Without part files there is nothing to flush: the commit flushes the weights file.
+        Return None if versions have no checksums. The commit flushes the weights file.
         """
         layout = self.layout
         if self._checksums is not None or (self.is_mapped and not self.hashed):
@@ -319,8 +319,8 @@ class Draft:
 def fill(target: Draft | KeptCopy, verb: str, source: Source, world: World) -> None:
     """Write the elements of all ranks' parts ("boxes") into a draft or a kept copy. Collective.
 
-    Each rank first writes the boxes that it holds, and only then the gathered tensors. If a rank
-    fails with its own boxes, no other rank waits for it in a gather.
+    Each rank first writes the boxes that it holds. Only then do the ranks gather other tensors, so
+    a rank that fails with its own boxes leaves no other rank waiting in a gather.
     """
     part, specs = target.part, target.part.layout.specs
     with world.step(f"{verb} its part"):
@@ -378,7 +378,7 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
-        # JSON turns other keys into strings, and two keys can become the same string.
+        # JSON would turn a key such as 1 into the string "1", which may also be a key.
         if keys := [key for key in value if not isinstance(key, str)]:
             raise InvalidWeightsError(f"metadata has a key that is no string: {keys[0]!r:.80}")
         return value.values()

@@ -47,7 +47,7 @@ class KeptCopy:
         return FileTensors.in_memory(self.part.layout, self.device)
 
     def take_changes(self) -> Changes:
-        """Return the changes that `write` found, or some if too much changed for a delta."""
+        """Return the changes that `write` found; only some if they exceed `MAX_CHANGED_SHARE`."""
         changes, self._changes = Changes.joined(self._changes or ()), []
         has_all = changes.num_bytes <= self._max_bytes
         self._forget_digests(changes.tensors if has_all else set(self._digests))

@@ -44,7 +44,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Assignment of all tensors to the ranks that write them. All ranks compute an equal one."""
+    """Assignment of tensors or their parts to writing ranks. All ranks compute the same one."""
 
     specs: tuple[TensorSpec, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def assign_writes(
 ) -> Assignment:
     """Assign a writing rank to each rectangular part ("box") of a tensor that any rank holds.
 
-    ``rows_only``: gather each tensor that has a box which is not contiguous in the whole tensor.
+    ``rows_only``: a rank's file can hold only contiguous boxes, so gather tensors with other boxes.
     """
     written: list[list[Box]] = [[] for _ in boxes]
     gathered: list[int] = []
@@ -165,10 +165,10 @@ def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Whether rectangular parts ("boxes") cover a tensor and do not overlap.
 
     torch describes a shard of a dimension only by its first index and its length, even if the
-    shard's indices have gaps. This check is right even so: if the ranges made from these numbers
-    tile the dimension, no shard has a gap. Only the first shard begins before the second shard, so
-    it has all indices up to there, and these are as many as its length. The same holds for each
-    later shard.
+    shard's indices have gaps. This check detects gaps too. Suppose that the ranges made from these
+    numbers tile the dimension. The later shards begin after the first shard's range, so only the
+    first shard can hold the indices in its range. They are as many as its length, so it holds no
+    other index, and has no gap. The same argument then applies to the second shard, and so on.
     """
     num_boxes = 1
     for dimension, extent in enumerate(shape):
@@ -197,8 +197,8 @@ class HeldParts:
         if not isinstance(tensor, LazyTensor) or tensor.sharded is None:
             return whole_box(index, tensor.shape)
         box, is_strided = self._box_of(tensor.sharded)
-        # The boxes of strided shards overlap. `_covers` detects the overlap in a whole tensor, but
-        # not in a view. So return None for a view, which is then gathered.
+        # The boxes of strided shards overlap. `_covers` detects the overlap in a whole tensor, so
+        # the tensor is gathered. In a view it cannot: return None, so that the view is gathered.
         if box is None or (tensor.view is not None and is_strided):
             return None
         box = box._replace(tensor=index)
@@ -292,7 +292,7 @@ def gathered(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor]:
 
 
 def sharded_in(tensor: torch.Tensor | LazyTensor) -> Any:
-    """Return the sharded tensor that a lazy tensor or its view reads, or None for other tensors."""
+    """Return the sharded tensor that a lazy tensor reads, whole or as a view; otherwise None."""
     return tensor.sharded if isinstance(tensor, LazyTensor) else None
 
 
@@ -323,7 +323,7 @@ class Part:
         ]
 
     def local_boxes(self, source: Source) -> Iterator[tuple[Sequence[int], list[torch.Tensor]]]:
-        """Yield the numbers of tensors' parts ("boxes") that this rank holds, with their elements.
+        """Yield numbers and elements of the parts ("boxes") that this rank writes without a gather.
 
         All boxes in memory come first, together. After them comes the box of each lazy tensor.
         """

@@ -45,8 +45,8 @@ class SparsePatch:
 def patch_of(patches: Iterable[SparsePatch], layout: Layout, *, must_be_finite: bool) -> Patch:
     """Check patches of a layout's tensors, and merge them into one patch of the weights file.
 
-    The merged patch replaces words of one size, the size of the smallest patched element.
-    `WeightSender.send_patches` lists the errors.
+    The merged patch replaces words of one size: the size of the smallest patched element, at most 8
+    bytes. A larger element consists of several words. `WeightSender.send_patches` lists the errors.
     """
     if not isinstance(patches, Iterable):
         raise InvalidWeightsError(f"patches are a list of SparsePatch, not {patches!r:.80}")

@@ -13,9 +13,10 @@ Several ranks take each step together; rank 0 takes steps 3 and 5 for all. Only 
 ``delta=True`` has `Deltas`. The trainer may write to its memory at any time. So the sender computes
 the delta and the checksums from the file or from its own copy.
 
-One thread at a time publishes or closes: otherwise a publish could write into a new file that has
-the descriptor of a closed file. A forked child neither publishes nor closes: a lock that was held
-during the fork is never released in the child.
+One thread at a time publishes or closes. Otherwise one thread could close a file while another
+writes to it, and the bytes could go into the next file that gets the descriptor's number. A forked
+child does not publish, and closes without the lock: if a thread held it during the fork, the lock
+is never released in the child.
 """
 
 from __future__ import annotations
@@ -150,8 +151,8 @@ class Publisher(Closing, ProcessBound):
         Args:
             version: number of a version that `send` returned.
             receivers: the number of receivers, or the ids of the receivers, to wait for.
-            timeout_s: how long to wait. With several ranks, this timeout must be less than
-                ``rank_timeout_s + reader_timeout_s``.
+            timeout_s: how long to wait. With several ranks, it must be less than ``rank_timeout_s +
+                reader_timeout_s``, the time that the other ranks wait for rank 0.
 
         Raises:
             OptionError: an argument is invalid.
@@ -238,7 +239,7 @@ class Publisher(Closing, ProcessBound):
         return self._writer_on_0
 
     def _part_of(self, source: Source) -> Part | None:
-        """Return this rank's part of the weights. Reuse the last part if the tensors are the same.
+        """Return this rank's part of the weights. Reuse the last part if no spec or alias changed.
 
         Return None if an iterator yields the weights: their layout is not known yet.
         """
@@ -278,7 +279,7 @@ class Publisher(Closing, ProcessBound):
         try:
             if deltas is not None and part is not None:
                 deltas.begin(part, source, number)
-            # A removed file takes space while it is mapped, and the new version may need space.
+            # Unmap files that the claim may remove: a removed file takes space while it is mapped.
             self._mappings.keep_only(part.whole if part and self._rewrites_files else None)
             with world.step("claim a buffer") as claiming:
                 if world.rank == 0:

@@ -201,7 +201,7 @@ class WeightSender(Publisher):
 
         pending = PendingPublication()
         try:
-            # Append it before it begins: if this call is interrupted, `close` must wait for it.
+            # Append first: if an interrupt follows its start, `close` must still wait for it.
             self._pending.append(pending)
             pending.begin(publish)
         except BaseException:
@@ -231,8 +231,8 @@ class WeightSender(Publisher):
             OptionError: the sender was made without ``delta=True``.
             WeightsMismatchError: a patch names a tensor or an index that does not exist, has
                 another shape, or has a dtype that is not cast.
-            InvalidWeightsError: a patch repeats an index, has more indices than values, has a
-                refused value, or is not a `SparsePatch` of plain tensors.
+            InvalidWeightsError: a patch repeats an index, has more or fewer values than indices,
+                has a refused value, or is not a `SparsePatch` of plain tensors.
             StoreCorruptError: the last version was damaged after it was published.
             VersionError: the sender has published nothing yet, or its last publish failed: send all
                 weights first. (Refused patches do not count as a failed publish.) Or ``version`` is
@@ -467,7 +467,7 @@ class PendingPublication(ProcessBound):
 
 def _log_unreported(unreported: list[str], pid: int) -> None:
     """Log an error that cannot be raised, because the program ends or dropped the sender."""
-    if os.getpid() == pid:  # in a forked child; the parent logs it
+    if os.getpid() == pid:  # not in a forked child: the parent logs it
         for problem in unreported:
             logger.error("weights that were sent with wait=False were not published: %s", problem)
 

@@ -205,7 +205,7 @@ class ShardedWeightSender(Publisher):
                     f"{versions[0]}: every rank must call send with the same version"
                 )
         if not all(are_known):
-            # On a network mount each rank writes a file of its own, of contiguous boxes.
+            # On a network mount each rank writes its own file, which holds only contiguous boxes.
             self._assignment = join(ranks, source, inventory, rows_only=not self._maps_files)
             # Note the inventory only after the checks in `join`: the next publish skips these
             # checks if its inventory is equal.
@@ -240,7 +240,7 @@ def _step_timeout_s(rank_timeout_s: Any, options: SenderKeywords) -> float:
 def _share_of_cores(ranks: Agreement) -> int:
     machine = Process.here().machine
     ranks_here = sum(peer.machine == machine for peer in ranks.peers)
-    # Each rank may be bound to cores of its own, or all ranks may share a container's cores.
+    # If each rank is bound to its own cores, `num_cores` counts them. Otherwise share all cores.
     share = max(1, (os.cpu_count() or 1) // ranks_here)
     return min(MAX_DEFAULT_THREADS, num_cores(), share)
 
@@ -285,7 +285,8 @@ def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> 
     """
     ranks: list[Ranks] = [()] * len(source.specs)
     if source.reader is not None:
-        # All ranks iterate over these tensors together, and get each one whole.
+        # All ranks iterate over a weight source together, and get each tensor whole. With None
+        # instead of a box, one of the ranks that list a tensor writes it.
         boxes: Boxes = dict.fromkeys(source.reader.held_on(rank))
         return Inventory(source.specs, source.aliases, ranks, boxes)
     boxes, parts = {}, HeldParts()
@@ -418,8 +419,8 @@ def _decode_boxes(encoded: list[Any], index_of: Sequence[int]) -> Boxes:
 def _check_parts(spec: TensorSpec, describing: dict[Ranks, list[int]]) -> None:
     """Raise if the parts of a tensor overlap or leave a gap.
 
-    ``describing`` maps a set of ranks to the ranks whose inventories say that this set holds parts
-    of the tensor. The set is empty for the ranks that hold the whole tensor.
+    ``describing`` maps each statement about the tensor to the ranks whose inventories make it. A
+    statement lists the ranks that hold parts of the tensor, or is () if a rank holds it whole.
     """
     unsharded = describing.get((), [])
     for holding, ranks in describing.items():
