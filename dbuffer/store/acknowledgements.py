@@ -191,7 +191,7 @@ class _Wait:
         return manifest is not None and not record.takes(manifest.version, manifest.metadata)
 
     def _is_old(self, record: ReceiverRecord) -> bool:
-        # Test for equality, not for order: the times may come from two hosts' clocks.
+        # Equal times mean no write since. Don't compare by order: two hosts' clocks may differ.
         before = self.writer.written_before.get((record.receiver, record.token))
         return before == record.updated_at
 

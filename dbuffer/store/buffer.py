@@ -1,6 +1,6 @@
 """`DoubleBuffer`: read access to a store: its two buffers, version pointer and records.
 
-`Contents` has the store's version pointer and manifests of one moment.
+`Contents` reads the version pointer and each manifest at most once.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class DoubleBuffer:
 
     @property
     def medium(self) -> Medium:
-        """Medium of the store's directory; determined again after a mount at its path."""
+        """Medium of the store's directory. A new mount at the path is detected at the next use."""
         device = None
         with contextlib.suppress(OSError):
             device = self.root.stat().st_dev
@@ -127,9 +127,9 @@ class DoubleBuffer:
     def _pointer_by_manifests(self, last: Pointer | None) -> Pointer | None:
         """Derive the version pointer from the manifests, while ``CURRENT`` is missing over NFSv3.
 
-        If both buffers are complete, the earlier version was certainly published. The later version
-        was published too if a reader has seen it. If one buffer is being written, the other buffer
-        has the newest version.
+        If both buffers are complete, only the earlier version was certainly published. Return it,
+        unless the reader has seen the later version (``last``). If one buffer is being written, the
+        other buffer has the newest version.
         """
         manifests = before = None
         while manifests is None or manifests != before:  # until both are of one moment
@@ -343,8 +343,8 @@ class DoubleBuffer:
 
 
 def _file_state(status: os.stat_result, now_s: float) -> _FileState | None:
-    # Return None for a file that changed just now: another change could leave its time, and even
-    # its inode, as they are, and the file would not be read again.
+    # Return None for a file that changed just now, so that it is read again: another change in the
+    # same tick of the clock could leave its time, and even its inode, as they are.
     if now_s - max(status.st_mtime, status.st_ctime) < _MTIME_GRANULARITY_S:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
@@ -500,13 +500,13 @@ class Contents:
 
     @property
     def idle_buffer(self) -> str:
-        # The first version goes into B, over a version that a dead writer began there: otherwise
-        # the dead writer's version could count as an earlier published version.
+        # Put the first version into B, also if a dead writer began one there: if its manifest
+        # stayed in B, the unfinished version could count as published.
         return places.BUFFERS[1] if self.newest_buffer is None else other_buffer(self.newest_buffer)
 
     def has_published(self, manifest: Manifest) -> bool:
-        """Whether a manifest describes a version that was published and was not lost since."""
-        # A failed commit may leave a complete manifest.
+        """Whether a manifest's version was published, and leads to the newest version."""
+        # `complete` alone proves nothing: a commit that fails before the flip leaves it, too.
         newest = self.newest
         return manifest.state == "complete" and newest is not None and newest.reaches(manifest.id)
 
@@ -525,7 +525,7 @@ class Contents:
                 yield buffer, manifest
 
     def id_of(self, version: int | VersionId) -> VersionId | None:
-        """Return a version's id, or None if no version of this number leads to the newest."""
+        """Return a version's id, or None if no version with this number leads to the newest."""
         if isinstance(version, VersionId):
             return version
         return None if self.newest is None else self.newest.at(version)

@@ -75,9 +75,9 @@ def real_path(path: Path) -> Path:
 
 
 def os_errors(action: str, path: Path | str, num_bytes: int = 0) -> TranslatedErrors:
-    """Translate an OSError of an action into dbuffer's error.
+    """Return a ``with`` block that translates an OSError into an error of dbuffer.
 
-    ``num_bytes``: free space that the action needs, for the message.
+    The message names the ``action`` and, on a full disk, the ``num_bytes`` that the action needs.
     """
 
     def translate(error: BaseException) -> None:
@@ -204,8 +204,8 @@ def refresh(directory: Path) -> None:
 def show_new_names(*directories: Path) -> None:
     """Change the directories' times, so that NFSv3 clients look for new names in them again.
 
-    If a directory changes twice within one tick of the server's clock, a client that looked between
-    the two changes misses the second change until a third change. This call makes the third change.
+    Two changes of a directory within one tick of the server's clock give it the same time. A client
+    that looked between them does not notice the second, so this call changes the time once more.
     """
     time.sleep(TICK_S)
     for directory in directories:
@@ -319,7 +319,7 @@ def identity_at(path: Path) -> tuple[int, int] | None:
 
 
 def _temporary_in(scratch: Path, name: str) -> Path:
-    # No process id: after a restart a container's first process has the same id again.
+    # Not the process id: a restarted container's process may have a dead process's id, and file.
     return scratch / f".{name}.{secrets.token_hex(8)}.tmp"
 
 
@@ -461,7 +461,7 @@ def identity_of(descriptor: int) -> tuple[int, int]:
 
 
 def take_lock(path: Path, owner: str, *, may_lack_locks: bool) -> Descriptor | None:
-    """Make and lock a lock file until it is closed; return None if another process has the lock.
+    """Make a lock file, locked until it is closed; return None if another process has the lock.
 
     On a mount without locks, such as Lustre by default, raise a StoreAccessError. With
     ``may_lack_locks``, return the unlocked file instead: the caller detects a second owner.
@@ -482,7 +482,7 @@ def take_lock(path: Path, owner: str, *, may_lack_locks: bool) -> Descriptor | N
 
 
 def try_lock(descriptor: int, *, exclusive: bool) -> bool:
-    """Lock an open file until it is closed; return False if another descriptor has a lock on it.
+    """Lock an open file until it is closed; return False if another descriptor's lock conflicts.
 
     Raises:
         StoreAccessError: the file cannot be locked, for instance because the mount has no locks.
@@ -524,7 +524,7 @@ def is_locked(path: Path) -> bool:
 
 
 def share_lock(path: Path) -> Descriptor | None:
-    """Share the lock on a file until it is closed; return None if a process has locked the file.
+    """Take a shared lock on a file; return the open file, or None if it is locked exclusively.
 
     Raises:
         StoreNotFoundError: the file does not exist.
@@ -535,7 +535,7 @@ def share_lock(path: Path) -> Descriptor | None:
             if not try_lock(file.number, exclusive=False):
                 file.close()
                 return None
-            # Another process may have replaced and unlocked the file since it was opened here.
+            # If another process has replaced the file meanwhile, lock the new file instead.
             if is_at(file, path):
                 return file
             file.close()
@@ -596,8 +596,8 @@ class Descriptor(Closing, ProcessBound):
     def __init__(self, number: int) -> None:
         super().__init__()
         try:
-            # close() is one call of C: no signal handler can raise between closing the number and
-            # noting that it is closed.
+            # FileIO closes the number and notes it in one call of C. If a signal handler raised
+            # between the two, a second close could hit another file that has the number by then.
             self._file = io.FileIO(number)
         except OSError:  # a directory
             os.close(number)

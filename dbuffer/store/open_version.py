@@ -118,7 +118,7 @@ class OpenStoreVersion(OpenVersion):
         )
 
     def wait_after_loss(self, error: errors.StoreNotFoundError, patience: Patience) -> NoReturn:
-        """Wait a moment after a lost file, then raise an `OvertakenError`: the caller reads again.
+        """Pause after a file was missing; raise an `OvertakenError`, so that the caller rereads.
 
         If the manifest has named the missing file for `Timing.settle_s`, raise a
         `StoreCorruptError`.
@@ -273,9 +273,9 @@ def _reason_not_to_read(
     # Take no lock on a network mount: locks may have no effect, and no file is rewritten there.
     if store.medium.maps_files and not filesystem.try_lock(file.number, exclusive=False):
         return _LOCKED
-    # Now the version is locked or announced, so read the manifest again. A writer locks the file
-    # before it marks the manifest. It removes a file only after it has marked the manifest and
-    # then found no record that announces the version.
+    # Read the manifest again, now that the version is locked or announced. If the manifest is
+    # unchanged, the file is safe: a writer locks it before it marks the manifest, and removes it
+    # only after it has marked the manifest and then found no record that announces the version.
     if store.manifest(buffer) != manifest:
         return f"buffer {buffer} was rewritten"
     try:
@@ -289,7 +289,7 @@ def _reason_not_to_read(
 
 
 class Patience:
-    """Decides whether reads fail because of a race with a writer or of permanent damage."""
+    """Decides, when reads fail, whether a writer interferes or the store is damaged."""
 
     def __init__(self) -> None:
         self._about: object = None
@@ -297,7 +297,7 @@ class Patience:
         self._pauses_s = doubling(*filesystem.LOCK_PAUSES_S)
 
     def wait(self, about: object) -> bool:
-        """Wait to read again; return False if ``about`` has been the same for `Timing.settle_s`."""
+        """Wait to read ``about`` again; return False if reads failed for `Timing.settle_s`."""
         now_s = time.monotonic()
         if about != self._about:
             self._about, self._since_s = about, now_s

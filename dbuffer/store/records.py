@@ -132,7 +132,7 @@ class OwnRecord(ProcessBound):
     def write(self, **changes: Any) -> None:
         """Change fields of the record.
 
-        A `RecordFile` also writes its file; a mirror stores its record itself.
+        A `RecordFile` also writes its file. A mirror puts its record into a bucket later.
         """
         self.set(**changes)
 
@@ -251,7 +251,7 @@ def _anew(record: ReceiverRecord, **changes: Any) -> ReceiverRecord:
 
 
 def _remove_ended(store: DoubleBuffer, newcomer: ReceiverRecord) -> None:
-    """Remove the records of receivers that have ended and that had a new receiver's id.
+    """Remove the records of ended receivers that had the id of a new receiver.
 
     Otherwise senders would wait for the ended receivers.
     """

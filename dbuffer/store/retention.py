@@ -199,7 +199,7 @@ class Retention:
                     log_once(logger, message, str(error))
 
     def _remove_old_refusals(self, now_s: float) -> None:
-        """Remove old marks of refused versions that are gone; a mirror may still copy new marks."""
+        """Remove old refusal marks of versions that are gone. A mirror may yet copy newer marks."""
         marks = filesystem.list_matching(self.store.root / places.REFUSED_DIRECTORY, "*")
         forget_s = TIMING.forget_receivers_after_s
         old = [path for path in marks if now_s - filesystem.touched_at(path) > forget_s]
@@ -283,11 +283,11 @@ class Retention:
     def _ages_s(self, files: dict[Path, list[Path]], unknown: Set[Path]) -> dict[Path, float]:
         """Return for how long, at least, no manifest has named each file of a dead writer.
 
-        The time since a manifest of A or B was last replaced is certain. In a store without deltas,
-        the time since the buffer's next file was written is certain, too, and may be longer: the
-        buffer's manifest stops naming a file before the next file is made. All times are by the
-        filesystem's clock. The time since this writer's start would not do: a writer such as
-        `dbuffer publish` lives only for a moment.
+        No manifest has named the file since a manifest of A or B was last replaced. In a store
+        without deltas, a longer time may be certain: since the buffer's next file was written,
+        because the buffer's manifest stops naming a file before the next file is made. All times
+        are by the filesystem's clock. Counting from this writer's start would give too little: a
+        writer such as `dbuffer publish` lives only for a moment.
         """
         if not (unknown and self.store.medium.reaches_other_hosts):
             return {}
@@ -297,7 +297,7 @@ class Retention:
             for directory in (root / buffer for buffer in places.BUFFERS):
                 filesystem.refresh(directory)
                 marked_at[directory] = filesystem.touched_at(directory / places.MANIFEST_FILE)
-            # Use the latest of these times as the current time: this writer just wrote a file.
+            # The latest of these times is the current time: this writer has just written a record.
             now_s = max(*marked_at.values(), filesystem.touched_at(root / places.WRITER_FILE))
             ages_s = dict.fromkeys(unknown, now_s - max(marked_at.values()))
             if any(places.is_delta_file(file.name) for file in files):

@@ -82,14 +82,14 @@ class Watcher(ProcessBound):
         self.wake()
 
     def _follow_directory(self) -> None:
-        """Watch the directory that now has the path: a watch ends when its directory is removed."""
+        """Watch the directory at the path, unless it is the one that is already watched."""
         try:
             status = self._directory.stat()
         except OSError:  # the caller gets the error when it reads the pointer
             return
         identity = (status.st_dev, status.st_ino)
-        # A new directory may have the inode of the removed one, so also check whether the emitter
-        # has ended.
+        # A new directory may have the inode of the removed one. So also check whether the emitter
+        # has ended: it ends when its directory is removed.
         is_unwatched = identity != self._watched or self._has_ended()
         if is_unwatched and time.monotonic() >= self._watch_from:
             self._stop()

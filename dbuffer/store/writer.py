@@ -153,7 +153,7 @@ class BufferWriter:
         except BaseException:
             self._lock.close()
             raise
-        # The finalizer also runs if the writer is dropped, or its program ends.
+        # Note a clean end in the lock file, also if the writer is dropped or its program ends.
         self._note_close = weakref.finalize(self, _note_close, lock, self.record.token)
 
     @property
@@ -327,8 +327,8 @@ class BufferWriter:
     def _mark(
         self, buffer: str, version: Lineage, last_generation: int, file: str | None
     ) -> Manifest:
-        # Exceed the generations in the store, and this writer's last one, whose manifest may be
-        # damaged by now. Add two: the commit of the last claim has added one.
+        # Exceed the generations in the store, and those of this writer's last claim and of its
+        # commit (one higher): their manifest may be damaged by now.
         self._generation = generation = max(self._generation, last_generation) + 2
         no_file: dict[str, Any] = dict.fromkeys(FILE_FIELDS, 0)
         no_file |= {"layout_xxh3": None, "checksums_xxh3": None}
@@ -530,8 +530,8 @@ class BufferWriter:
         """Give up a claimed buffer after a failure. The next claim fills the buffer again."""
         if claim.file is not None:
             self._close_file(claim.path)
-        # Remove an unfinished version, which only takes space. If the commit failed, the version
-        # is finished, and may be published already.
+        # Remove the unfinished version's files, which only take space. But if the commit has
+        # replaced the manifest, keep them: the version may be published already.
         with contextlib.suppress(DBufferError, OSError):
             if self.store.manifest(claim.buffer) == claim.marked:
                 for path in (*parts_of(claim.path), *claim.deltas):
@@ -553,7 +553,7 @@ class BufferWriter:
         )
         self._put(self.root / places.WRITER_FILE, record)
         # From now on, an earlier writer that still lives learns at its next step that it is
-        # superseded. Until now it may have published.
+        # superseded. Until now it may have published, so read the manifests again.
         self._retention.sweep(Contents(self.store).manifests)
         self._retention.clear_up()
         with contextlib.suppress(DBufferError, OSError):  # `clear_up` has logged it
