@@ -136,7 +136,10 @@ class VLLMWeightBridge:
             OptionError: (a ``ValueError``) the parameter mapping does not fit the tensors.
         """
         if self._model is not None:
-            raise OptionError("this bridge publishes the model of get_trainable_model() already")
+            raise OptionError(
+                "this bridge publishes the model of get_trainable_model() already: call "
+                "attach_to_vllm_weights() before get_trainable_model(), or do not call it"
+            )
         Describer(sharded=self.config.world_size > 1).describe(vllm_state_dict)
         self._mapping.check(vllm_state_dict)
         self.shared_state_dict = vllm_state_dict
@@ -255,7 +258,7 @@ class VLLMWeightBridge:
 
     @property
     def _rank_patience_s(self) -> float:
-        """Seconds that a rank waits for others. Rank 0 can need `timeout_seconds` for servers."""
+        """Seconds that a rank waits for other ranks, also while rank 0 waits for servers."""
         return self.config.timeout_seconds + self._rank_timeout_s
 
     def _join_ranks(self) -> None:

@@ -60,7 +60,7 @@ def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[st
 
 
 class ParameterMapping:
-    """Map from a trainer's to the servers' tensor names, and names of tensors to permute.
+    """Names that the servers use for a trainer's tensors, and names of tensors to permute.
 
     ``content`` is the decoded JSON of the mapping file at ``path``.
     """
@@ -115,9 +115,9 @@ class ParameterMapping:
 def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
     """Wait for the mapping file and return its content, or an empty mapping if no file is needed.
 
-    The file is needed in two cases: ``VLLM_BRIDGE_CONFIG_PATH`` names it, or ``config.directory``
-    is set. In the second case, a stock vLLM server in local mode is an exception, because it never
-    writes the file.
+    The file is needed if ``VLLM_BRIDGE_CONFIG_PATH`` names it. It is also needed if
+    ``config.directory`` is set, except for a stock vLLM server in local mode, which never writes
+    the file.
     """
     path, timeout_s = mapping_path(config.directory), config.timeout_seconds
     is_named = bool(os.environ.get(PATH_VARIABLE))

@@ -1,6 +1,6 @@
 """Conversion between the two layouts of rotary position embeddings.
 
-A rotary embedding rotates pairs of a head's elements. There are two layouts of the pairs:
+A rotary embedding rotates pairs of a head's d elements. There are two layouts of the pairs:
 
 * interleaved (Meta's checkpoints, GPT-J): pair i has the elements 2i and 2i+1;
 * halves (Hugging Face, GPT-NeoX): pair i has the elements i and i + d/2.

@@ -28,7 +28,7 @@ Strided: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Cut(NamedTuple):
-    """Place of this rank's part in an exported tensor, which is cut along one dimension."""
+    """Range of this rank's part in an exported tensor, along the dimension that is cut."""
 
     parameter: str
     dimension: int
@@ -45,12 +45,13 @@ class Cut(NamedTuple):
         parameters: Mapping[int, str],
         groups: Collection[tuple[int, ...]],
     ) -> Self | None:
-        """Return the place of this rank's part in a tensor, or None if it cannot be published.
+        """Return the range of this rank's part in an exported tensor.
 
-        A part can be published in two cases: the tensor is cut by rows, or it is cut evenly along
-        another dimension over one of the ``groups`` of ranks. ``owners`` has the exported tensor's
-        shape. Each element of ``owners`` is the number of the parameter that the exported element
-        comes from. ``parameters`` maps the numbers of this rank's parameters to names.
+        Return None if the part cannot be published. It can be published if the tensor is cut by
+        rows, or if it is cut along another dimension into equal parts, one for each rank of one of
+        the ``groups``. ``owners`` has the exported tensor's shape, and holds for each element the
+        number of the parameter from which mbridge copied the element. ``parameters`` maps the
+        numbers of this rank's parameters to names.
         """
         if not owners.ndim:
             return None
@@ -100,7 +101,7 @@ def strides_of(positions: torch.Tensor, num_elements: int) -> Strided | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """This rank's part of an exported tensor, and where a parameter has the part's elements."""
+    """This rank's part of an exported tensor, as a strided view of one of its parameters."""
 
     name: str
     shape: tuple[int, ...]
@@ -123,8 +124,8 @@ class Part:
     ) -> torch.Tensor | LazyTensor:
         """Return this rank's part as a sharded tensor that has the exported tensor's full shape.
 
-        If this rank's part is the complete tensor, return an ordinary tensor. ``meshes`` has the
-        device mesh of each group of ranks.
+        If one rank has the whole tensor, return an ordinary tensor. ``meshes`` maps each group of
+        ranks to its device mesh.
         """
         local, ranks = self.of(parameter), self.cut.ranks
         if len(ranks) == 1:

@@ -74,8 +74,8 @@ class Tracer:
                 yield name, tensor
 
         self._for_each(noted(), compare)
-        # Count the ranks that have a part of each tensor. No rank has a part of a tensor whose
-        # values the bridge computes.
+        # Count the ranks that have a part of each tensor, to refuse a tensor of which no rank has a
+        # part: the bridge computes its values.
         flags = [*(name in parts for name in names), self._error is not None]
         counts = torch.tensor(flags, dtype=torch.int32, device=self._device)
         distributed.all_reduce(counts)

@@ -28,9 +28,9 @@ class MegatronWeights:
 
     ``bridge`` is mbridge's bridge of the model. ``models`` is this rank's part of the model, in the
     form that ``bridge.export_weights`` accepts. Pass the weights to `ShardedWeightSender.send` on
-    all ranks. The first publish exports the model three times to find each rank's parts: twice as
-    32-bit numbers, and once as weights, to verify the parts. On a network mount, tensors that are
-    cut by columns are gathered.
+    all ranks. The first publish exports the model three times to find each rank's parts: twice with
+    32-bit numbers in place of weights, and once with weights, to verify the parts. On a network
+    mount, tensors that are cut by columns are gathered.
 
     Raises:
         InvalidWeightsError: (raised by ``send``) parameters have other names, shapes or dtypes than

@@ -34,7 +34,7 @@ def merged_weights(
     checkpoint that ``save_pretrained`` writes for the merged transformers model. If the model is
     not a transformers model, or if ``as_checkpoint`` is False, names and values are as in
     ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``. The model itself is not changed:
-    each layer is merged in a temporary copy. Only tied layers are copied at the same time.
+    temporary copies are merged, of one layer at a time, or of all tied layers together.
 
     Each publish merges again, so you can send the same dictionary after every training step. Do
     not train during a send.
@@ -137,10 +137,11 @@ class _Layers:
     def weight(
         self, name: str, to_be: torch.Tensor, tensor: torch.Tensor | None
     ) -> torch.Tensor | LazyTensor:
-        """Return the tensor to publish under a name: ``tensor``, or a lazy tensor.
+        """Return the tensor to publish under a name: ``tensor`` itself, or a lazy tensor.
 
-        The tensor is lazy (computed during the publish) if a merge can change it: it is in a layer
-        of adapters, or tied to a tensor of such a layer. ``to_be`` is the merged tensor on meta.
+        The result is lazy (computed during the publish) if a merge can change the tensor: it is in
+        a layer with adapters, or tied to a tensor of such a layer. ``to_be`` has the merged
+        tensor's shape and dtype, without data.
         """
         parts = name.split(".")
         modules = (".".join(parts[:end]) for end in range(1, len(parts)))
@@ -160,8 +161,8 @@ class _Layers:
                     "adapters were switched, merged or disabled since merged_weights() was called: "
                     "call merged_weights() again"
                 )
-            # Copy the layers and the tensor in one deepcopy, so that their copies stay tied: if
-            # the tensor is tied to a layer, merging the layer's copy changes the tensor's copy.
+            # Copy the layers and the tensor in one deepcopy: if they are tied, their copies are
+            # tied too, and merging a layer's copy also changes the tensor's copy.
             layers, tied_copy = copy.deepcopy(({key: self._layers[key] for key in keys}, tensor))
             merged = {key: _merge_layer(layer) for key, layer in layers.items()}
             if key is None:

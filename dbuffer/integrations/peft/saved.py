@@ -156,9 +156,9 @@ def _lock(file: filesystem.Descriptor, *, exclusive: bool) -> bool:
 
 
 def _remove_old(newest: Path) -> None:
-    """Remove unused saved versions, and directories that killed processes left behind.
+    """Remove saved versions that are not in use, except the newest two.
 
-    The newest two versions stay.
+    Also remove incomplete directories that killed processes left behind.
     """
     saved = [path for path in newest.parent.iterdir() if _NAME.fullmatch(path.name)]
     older = sorted((path for path in saved if path != newest), key=_made_at)
@@ -173,7 +173,7 @@ def _remove_old(newest: Path) -> None:
 def _remove_if_free(path: Path) -> None:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(FileNotFoundError):  # another process removed parts
-            # Open for writing too: without it, NFS grants no exclusive lock.
+            # Open for writing too: NFS locks a file exclusively only if it is open for writing.
             file = filesystem.open_regular(path / _CONFIG, os.O_RDWR, owner_only=False)
             if not _lock(stack.enter_context(file), exclusive=True):
                 return

@@ -117,7 +117,7 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
 
 
 def find_model(context: Any, model_id: str) -> Any:
-    """Return the model with an id or attribute path in a collector, or None if it has none."""
+    """Return a collector's model by its id or attribute path, or None if there is no such model."""
     if context is None:
         return None
     get_model = getattr(context, "get_model", None)
@@ -130,8 +130,8 @@ def find_model(context: Any, model_id: str) -> Any:
         ValueError,
     ):  # an index in a path can raise any of these
         model = None
-    # A collector runs no policy itself if its workers make their policies with a factory. It can
-    # still have a policy, whose weights it sends.
+    # If workers make their policies with a factory, the collector itself runs no policy. But it
+    # can have a fallback policy, whose weights it sends to the workers.
     if model is None and model_id == DEFAULT_MODEL_ID:
         return getattr(context, "_fallback_policy", None)
     return model

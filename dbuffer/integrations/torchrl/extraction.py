@@ -113,8 +113,8 @@ def unpacked(packed: torch.Tensor) -> Any:
 def _packed(states: Mapping[str, Any]) -> torch.Tensor:
     """Return modules' extra states as the bytes of a JSON text. Reading JSON executes no code."""
     plain = {
-        # Flatten a TensorDict, because modules get a flat dictionary from TorchRL's receivers too
-        # (in set_extra_state).
+        # Flatten a TensorDict: a module's set_extra_state gets a flat dictionary from TorchRL's own
+        # receivers, too.
         clean_path(path): state.flatten_keys(".").to_dict()
         if isinstance(state, TensorDictBase)
         else state

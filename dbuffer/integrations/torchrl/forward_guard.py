@@ -39,7 +39,7 @@ class ForwardGuard:
         self._problem: str | None = None
 
     def attach(self, model: Any) -> None:
-        """Guard the forward calls of a module, unless they are guarded. Ignore other objects."""
+        """Guard a module's forward calls, unless this guard already does. Ignore other objects."""
         if not isinstance(model, nn.Module) or self._is_attached(model):
             return
         model.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -51,7 +51,7 @@ class ForwardGuard:
     def loading(self) -> Iterator[None]:
         """Wait until no forward call runs, and prevent new calls inside the `with` block.
 
-        Do not use this inside a forward call.
+        Do not use this inside a forward call: it would wait forever for that call to end.
         """
         with self._condition:
             self._num_waiting += 1
@@ -125,7 +125,7 @@ class ForwardGuard:
 
 
 def _is_over(frame: FrameType) -> bool:
-    """Whether a call has ended. KeyboardInterrupt and SystemExit end a call without its hook."""
+    """Whether a call has ended, even if KeyboardInterrupt or SystemExit skipped its hook."""
     try:
         frame.clear()
     except RuntimeError:  # frame.clear() refuses a running frame

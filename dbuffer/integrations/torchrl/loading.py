@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StagedVersion:
-    """Copy of a version in memory. A load that waits for forward calls then blocks no sender."""
+    """Copy of a version in memory, so that a load that waits for forward calls blocks no sender."""
 
     version: int
     layout: Layout
@@ -96,7 +96,7 @@ class StagedVersion:
 def own_memory(model: Any, guard: ForwardGuard) -> None:
     """Replace a model's tensors in shared memory by copies in this process's own memory.
 
-    A policy that multiprocessing has passed to this process shares memory with the trainer's.
+    If multiprocessing passed the model to this process, it shares memory with the trainer's model.
     """
     shared = _shared_tensors(model)
     with guard.loading():
@@ -141,7 +141,7 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
         tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors |= model.named_buffers(remove_duplicate=False)
         saved = model.state_dict(keep_vars=True).keys()
-        # Clean the model's names together with the name of the extra state, as the sender does:
+        # Clean the model's names together with the extra state's name, to get the sender's names:
         # clean_names removes "module." only if all names begin with it.
         extra = [EXTRA_STATE] if EXTRA_STATE in published else []
         return {
@@ -155,7 +155,7 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
 
 
 def _shared_tensors(model: Any) -> list[torch.Tensor]:
-    """Return a module's CPU tensors in shared memory. For GPU tensors, is_shared() says nothing."""
+    """Return a module's CPU tensors in shared memory (torch counts every GPU tensor as shared)."""
     tensors = own_tensors(model) if isinstance(model, nn.Module) else ()
     return [
         tensor

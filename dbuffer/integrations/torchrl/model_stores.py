@@ -44,7 +44,7 @@ def receiver_id(worker: int) -> str:
 
 
 def last_version_below(address: str | Path, options: TransportOptions) -> int:
-    """Return the highest version number in the stores directly below ``address``, or 0."""
+    """Return the highest version number in the stores directly below ``address``, or 0 if none."""
     last = 0
     for pointer_file in Path(address).glob(f"*/{POINTER_FILE}"):
         store = DoubleBuffer(pointer_file.parent, allow_shared_store=options.allow_shared_store)

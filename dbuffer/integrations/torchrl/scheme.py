@@ -106,7 +106,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             # Wait for no workers if there is no collector, or if the collector has no workers.
             is_single = context is None or isinstance(context, Collector)
             num_workers = 0 if is_single else int(getattr(context, "num_workers", 0))
-        # In a DistributedCollector, a worker's index is its rank. The trainer is rank 0.
+        # A DistributedCollector counts workers from 1: the index is a rank, and 0 is the trainer.
         self._first_worker_idx = int(isinstance(context, DistributedCollector))
         self._sender = ModelPublisher(self.remote_addr, self._model_id, num_workers, self.options)
         self._earlier = self._sender.last_version
@@ -245,10 +245,10 @@ class DoubleBufferSyncScheme(StoreScheme):
         receiver.follow()
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
-        """Return the weights once some were applied since the last call, or None after a timeout.
+        """Return the weights if new ones were applied since the last call; otherwise, None.
 
-        New weights are applied in the background, whether or not you call this method. The default
-        of ``timeout`` is the scheme's ``timeout_s``.
+        Wait up to ``timeout`` seconds for new weights (default: the scheme's ``timeout_s``). They
+        are applied in the background, whether or not you call this method.
         """
         receiver = self._require("receiver")
         if not self.synchronized_on_receiver:
@@ -265,7 +265,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         if inner is not None and not inner.synchronized_on_sender:
             return  # the collector's workers are starting, and will begin with this model's weights
         if isinstance(context, Collector) and inner is None:
-            # The collector runs this model itself, so only its version remains to be updated.
+            # The collector runs this model, which already has the weights: only count the version.
             if self._model_id == DEFAULT_MODEL_ID and not is_initial:
                 context.increment_version()
         elif hasattr(context, "update_policy_weights_"):
@@ -285,9 +285,8 @@ class DoubleBufferSyncScheme(StoreScheme):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         if not self.initialized_on_sender and not self.initialized_on_receiver:
-            # Only an RPC collector pickles the scheme before it has a sender. The collector sends
-            # the first weights after all workers have connected, so connect() must not wait for
-            # weights.
+            # Only an RPC collector pickles a scheme that is not initialized. It sends the first
+            # weights after all workers have connected, so connect() must not wait for weights.
             state["_has_first_weights"] = False
             state["_earlier"] = last_version_below(self.remote_addr, self.options)
         return state | {"_kept_model": None}
@@ -299,7 +298,7 @@ def _is_by_worker(weights: Any) -> bool:
 
 
 def model_of_factory(context: Any, model_id: str) -> Any:
-    """Make a policy with the workers' factory. Return None if workers have no common factory."""
+    """Make a policy with the factory of all workers, or return None if their factories differ."""
     if model_id != DEFAULT_MODEL_ID:
         return None
     factories = getattr(context, "policy_factory", None)

@@ -142,7 +142,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             self._thread.start()
 
     def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
-        """Raise a `WeightsMismatchError` if weights of these shapes do not fit the engine."""
+        """Raise a `WeightsMismatchError` if tensors with this metadata do not fit the engine."""
         tensors = [
             (name, DTYPE_NAMES.get(dtype, str(dtype)), list(shape))
             for name, (dtype, shape) in model_metadata.items()

@@ -141,8 +141,8 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
 class VLLMDoubleBufferTransport:
     """Transport of TorchRL that publishes into a store and reads from the store.
 
-    Weights are published into ``remote_addr`` and read from ``local_addr``. If ``options`` are
-    given, ``num_threads`` is ignored.
+    Weights are published into ``remote_addr`` and read from ``local_addr``. If you pass
+    ``options``, their ``num_threads`` replaces the argument.
     """
 
     def __init__(
@@ -315,8 +315,8 @@ class VLLMDoubleBufferWeightReceiver:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     break
-                # Wait in short steps, because the store to read can change: a version can appear at
-                # the other address, or be removed.
+                # Wait in short steps, because the store to read can change: a store can appear or
+                # disappear at ``remote_addr`` or ``local_addr``.
                 wait_s = min(left_s, self._scheme.options.poll_interval_s)
                 receiver.wait_or_follow_fork(newest, wait_s, self._closed)
                 self._require_open()
@@ -480,7 +480,7 @@ def engine_in(target: Any) -> Any:
 
 
 def log_nothing(remote: str, local: str) -> None:
-    """Log once that neither store has weights."""
+    """Log once that neither ``remote`` nor ``local`` has weights."""
     log_once(
         logger,
         "no weights so far in %s (remote_addr) and %s (local_addr): check that the trainer has "

@@ -30,8 +30,8 @@ class WorkerReceiver:
     """Follows both stores of a worker in the background, and loads their newest versions.
 
     Versions up to ``earlier`` are skipped: earlier runs (sender processes) published them. After
-    each load of a new version, once forward calls can run again, ``applied`` is called. Its
-    argument is whether the version is the first of a run.
+    each load of a new version, when forward calls can run again, ``applied`` is called. It gets
+    whether the version is the first of its run.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class WorkerReceiver:
             receiver.record.write()
 
     def _follow(self, receiver: WeightReceiver) -> None:
-        # The loop does not follow a recreated store (by default of `forked`), because only a new
-        # scheme can follow it.
+        # Keep the default of `forked`: the loop then does not follow a recreated store, which only
+        # a new scheme can follow.
         final = (errors.ClosedError,)
         loop = FollowLoop(receiver, "following", logger, final=final, stop=self._stop_event)
         with contextlib.suppress(errors.ClosedError):

@@ -75,7 +75,7 @@ class StoreSync:
         self._snapshot: Snapshot | None = None
 
     def prepare(self) -> str | None:
-        """Begin a sync. On the actor's first rank, open the store and return the sync's id."""
+        """Begin a sync. Return its id on the actor's first rank, and None on other workers."""
         if not self._is_master:
             return None
         if self._sender is None:
@@ -176,7 +176,7 @@ class StoreSync:
         self._receiver.acknowledge(snapshot.version)
 
     def waiting(self) -> Iterator[None]:
-        """Wait for the current sync's version, and open it. Yield before each new check."""
+        """Wait for the current sync's version, and open it. Yield when the caller should sleep."""
         sync, timeout_s = self._sync, self._timeout_s
         if sync is None:
             raise NotReadyError("no sync has begun: call init_process_group() before each sync")
