@@ -34,10 +34,11 @@ def main() -> None:
 
 
 def _replace_closed_streams() -> None:
-    """Open /dev/null in place of closed standard streams (``>&-``), which Python sets to None.
+    """Open /dev/null in place of standard streams that the caller has closed (``>&-``).
 
-    Otherwise, the first file that dbuffer opens could get stderr's file descriptor (2), and torch
-    would print its messages into the file.
+    Python sets ``sys.stdout`` and ``sys.stderr`` to None if they are closed. The first file that
+    dbuffer opens could then get stderr's file descriptor (2), and torch would print its messages
+    into the file.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)

@@ -53,7 +53,7 @@ class StoreBusyError(DBufferError, BlockingIOError):
     """Another sender has this store open, or the engine has another follower in this process.
 
     Close the other sender or follower (the message names its process), or use another directory. If
-    the sender's host crashed, an NFSv4 server keeps the sender's lock until the lease ends (90 s by
+    the sender's host crashed, wait until the NFSv4 server releases the sender's lock (after 90 s by
     default).
     """
 
@@ -115,8 +115,8 @@ class InvalidWeightsError(DBufferError, ValueError):
     """The weights or the metadata cannot be published, or were modified during the publish.
 
     Nothing was published. The message names the tensor or the metadata entry, and the reason. If
-    you call ``send(wait=False)``, call ``wait()`` on its result before ``optimizer.step()``, or
-    call ``sender.guard(optimizer)`` once.
+    weights were modified during ``send(wait=False)``, call ``wait()`` on its result before
+    ``optimizer.step()``, or call ``sender.guard(optimizer)`` once.
     """
 
 
@@ -128,10 +128,11 @@ class UnsupportedError(DBufferError, NotImplementedError):
 
 
 class WeightsMismatchError(DBufferError, ValueError):
-    """The published weights do not fit the target, which is unchanged unless a note says otherwise.
+    """The published weights do not fit the model, engine or tensors that should receive them.
 
     The message lists the differences. Correct names with ``rename=`` and dtypes with ``dtype=``. If
-    a partial version lacks tensors, publish them too.
+    a partial version lacks tensors, publish them too. Nothing was loaded, unless a note on the
+    error says otherwise.
     """
 
 
@@ -174,9 +175,9 @@ class EngineEndedError(ClosedError):
 
 
 class NotReadyError(DBufferError, RuntimeError):
-    """A call was made too early, before another call or a file that it needs, or too late.
+    """A call needs another call first, or needs a file or object that does not exist.
 
-    The message names the missing call or file.
+    The message names the missing call, file or object.
     """
 
 

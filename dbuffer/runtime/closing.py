@@ -44,6 +44,6 @@ class ProcessBound:
 def join(thread: threading.Thread, timeout_s: float = math.inf) -> None:
     """Wait until a thread ends or ``timeout_s`` is over, and handle signals meanwhile."""
     end = time.monotonic() + timeout_s
-    # Wait in short steps: if a signal comes just before a wait, Python handles it after the wait.
+    # Wait in short steps: if a signal comes just before a step, Python handles it after the step.
     while thread.is_alive() and time.monotonic() < end:
         thread.join(TIMING.stop_check_s)

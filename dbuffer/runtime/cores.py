@@ -15,7 +15,7 @@ _cores: set[int] = set()
 
 
 def use_cores_of_parent() -> None:
-    """Let dbuffer's threads in this process run on all cores of its parent process."""
+    """Let the threads that dbuffer starts from now on run on all cores of the parent process."""
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         with contextlib.suppress(ProcessLookupError):  # the parent has ended
@@ -28,7 +28,7 @@ def num_cores() -> int:
 
 
 def leave_core() -> None:
-    """Let the calling thread, a thread of dbuffer, run on all cores that dbuffer may use."""
+    """Let the calling thread run on the cores that `use_cores_of_parent` has found, if any."""
     if _cores:
         with contextlib.suppress(OSError):  # the process lost all these cores
             os.sched_setaffinity(0, _cores)

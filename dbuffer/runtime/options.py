@@ -143,7 +143,7 @@ def server_url(name: str, value: Any) -> str:
 
 
 def names(name: str, value: Any) -> int | frozenset[str]:
-    """Return a number, or a set of names. A string is a single name."""
+    """Return ``value`` if it is a number, or its names as a set. A string is a single name."""
     if isinstance(value, int):
         return whole_number(name, value, at_least=0)
     if isinstance(value, str):

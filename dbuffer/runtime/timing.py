@@ -76,14 +76,14 @@ class Timing:
 
     @property
     def presumed_dead_after_s(self) -> float:
-        """Age of a record after which a process that this host cannot see counts as dead."""
+        """Age of a record after which its process counts as dead, if this host cannot see it."""
         # Allow for eight heartbeats: other hosts can see a file's time up to a minute late, and a
         # process that compiles or swaps can miss some heartbeats.
         return 8 * self.heartbeat_s
 
     @property
     def bucket_presumed_dead_after_s(self) -> float:
-        """Time without a put of a mirror's records after which its receivers count as dead."""
+        """Time after which a mirror's receivers count as dead if the mirror puts no records."""
         return 4 * self.bucket_heartbeat_s
 
 

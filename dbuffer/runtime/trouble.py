@@ -38,12 +38,12 @@ class _Failures:
 class RetryLoop:
     """Retries of an operation. Each attempt is a block: ``with loop.attempt():``.
 
-    The block raises only final errors, which end the retries. All other errors are stored in
-    :attr:`error`, and the caller waits :attr:`retry_s` before the next attempt.
+    An error of a type in ``final`` leaves the block, and ends the retries. Any other `Exception` is
+    stored in :attr:`error`, and the caller waits :attr:`retry_s` before the next attempt.
 
-    The first failure is logged, and the first failure of each other type. A failure that continues
-    is logged again after a minute, after two more minutes, and so on up to every hour. The first
-    success is logged, too.
+    The first failure of each type is logged. If failures continue, one is logged after a minute,
+    one after two more minutes, and so on up to every hour. The first success after a failure is
+    logged, too.
 
     Each message about a failure begins with the argument ``failed``, such as ``"cannot look: "``.
     Once the event ``stop`` is set, errors are ignored.
@@ -76,7 +76,7 @@ class RetryLoop:
         return self
 
     def succeeded(self, action: str) -> bool:
-        """Record a success. Return whether the attempt before had failed."""
+        """Record a success; return whether it ended failures. The log names it ``action``."""
         failures, self._failures = self._failures, None
         if failures is None:
             return False
@@ -95,7 +95,7 @@ class RetryLoop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        # No error, not even a bug of dbuffer, may end the attempts silently.
+        # Catch all errors that are not final, even bugs: none may end the attempts silently.
         if not isinstance(error, Exception) or isinstance(error, self._final):
             return False
         if not self._stop.is_set():
@@ -116,7 +116,7 @@ class RetryLoop:
         """Log a failure, unless it was logged recently, and set the backoff.
 
         ``is_short``: whether a retry costs little, so that the backoff stays short.
-        ``is_lasting``: whether the caller waits for a newer version instead of a retry.
+        ``is_lasting``: whether the caller waits for a newer version, because retries would fail.
         """
         now_s = time.monotonic()
         failures = self._failures = self._failures or _Failures(now_s)
@@ -178,9 +178,9 @@ def log_once(logger: logging.Logger, message: str, *arguments: object) -> None:
 class TranslatedErrors(contextlib.AbstractContextManager[None]):
     """Calls ``translate`` with each exception that leaves a ``with`` block.
 
-    To replace the exception, ``translate`` raises another one. On Python 3.13, a generator of
-    `contextlib.contextmanager` that did this would leave a cycle of frames. The cycle would keep
-    all objects of the callers (memory of a version) until Python collects garbage.
+    To replace the exception, ``translate`` raises another one. This is a class, because a generator
+    with `contextlib.contextmanager` would leave a cycle of frames on Python 3.13. The cycle would
+    keep the callers' objects, such as a version's memory, until Python collects garbage.
     """
 
     def __init__(self, translate: Callable[[BaseException], None]) -> None:

@@ -213,7 +213,7 @@ def check_half_updates(bench: Bench) -> None:
 
 
 def check_sleep(bench: Bench) -> None:
-    """Check that an update leaves no mix during sleep, and restores all weights after sleep."""
+    """Check updates during sleep (no mix of weights) and after sleep (lost weights come back)."""
     with bench.training() as trainer:
         second = trainer.send(bench.second)
         bench.llm.sleep(level=1)

@@ -71,7 +71,7 @@ def at_call(
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal left
-        # Don't count __exit__, because Python handles no signal just before it is called.
+        # Don't count __exit__: Python handles no signal just before it, so no test may stop there.
         if event != "c_call" or argument.__name__ == "__exit__":
             return
         changes_nothing = names is not LOOKS and frame.f_code.co_name in OPENS_TO_READ
@@ -91,7 +91,7 @@ def at_call(
 
 
 def _place(frame: FrameType) -> Hashable:
-    """Return the path that a frame's function works on, and the function's innermost callers."""
+    """Return a key that is equal for calls from one place in the code for the same path."""
     path = frame.f_locals.get("path", frame.f_locals.get("self"))
     stack: list[Hashable] = [path if isinstance(path, Path) else None]
     caller: FrameType | None = frame

@@ -29,7 +29,7 @@ FORK_SERVER.set_forkserver_preload([__name__])  # an import of torch takes secon
 
 
 class Child:
-    """Child process that runs ``function(connection, *args)``. Its ``with`` block kills it.
+    """Child process that runs ``function(connection, *args)``. The end of ``with`` kills it.
 
     The child has the environment and timings of its parent at the time of the start.
 
@@ -162,7 +162,7 @@ class SenderProcess(Child):
             shutil.rmtree(self._directory)
 
     def publish(self, weights: Any, **options: Any) -> Publication:
-        """Call :meth:`dbuffer.WeightSender.send` in the child process; raise its error here."""
+        """Call :meth:`dbuffer.WeightSender.send` in the child. Raise its error in this process."""
         self.send((weights, options, 0))
         publication: Publication = self._answer()
         return publication

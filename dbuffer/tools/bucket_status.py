@@ -67,7 +67,7 @@ def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
 
 
 def _may_live(record: ReceiverRecord) -> bool:
-    # This host's clock is good enough: a service refuses requests of a host with a wrong clock.
+    # Trust this host's clock: a bucket's service refuses requests of a host with a wrong clock.
     age_s = time.time() - record.updated_at
     return not record.has_ended and age_s < TIMING.bucket_presumed_dead_after_s
 

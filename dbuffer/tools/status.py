@@ -158,7 +158,7 @@ def buffer_status(
     delta_bytes: Callable[[Iterable[VersionId]], int],
     held_by: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Return the status of a store's buffer, or of the version in a bucket.
+    """Return the status of a store's buffer, or of the newest version in a bucket.
 
     ``delta_bytes`` is a function that returns the total size of the deltas to given versions.
     """

@@ -121,7 +121,7 @@ def status_parts(status: dict[str, Any]) -> list[RenderableType]:
             **receiver,
             "has_ended": not receiver["is_alive"],
             "step": receiver["metadata"].get("step"),
-            # Show the age only for the engine's record: a rank's record is rarely written.
+            # Hide the age of a rank's record: it is rarely written, so its age says nothing.
             "updated_age_s": None if receiver["part_of"] else receiver["updated_age_s"],
             "device_bytes": receiver["device_bytes"] or None,
             "memory_bytes": receiver["memory_bytes"] or None,

@@ -154,11 +154,11 @@ def ls(
 
 
 def _ask_server(store: DoubleBuffer, url: str, version: int | VersionId | None) -> dict[str, Any]:
-    """Describe the weights of a server's replicas, as `dbuffer verify --engine --json` prints it.
+    """Ask a server whether its replicas serve a version, by default the store's newest version.
 
-    The server must answer `GET /ready` as :class:`~dbuffer.integrations.vllm.FollowStore` does. By
-    default, ``version`` is the store's newest version. If a newer version is published while the
-    server answers, the server may serve either version.
+    Return the object that `dbuffer verify --engine --json` prints. The server must answer
+    `GET /ready` as :class:`~dbuffer.integrations.vllm.FollowStore` does. If the newest version
+    changes while the server answers, a replica may serve either of the two versions.
     """
     before = _newest(store)
     answers = _ask(options.server_url("--engine", url))

@@ -14,7 +14,7 @@ NAME = ".dbuffer-doctor"
 
 
 def examine_bucket(url: str) -> list[Finding]:
-    """Test the rights to a bucket that mirrors need, at the trainer's and at an engine's end."""
+    """Test the rights to a bucket that the mirrors of a trainer and of engines need."""
     record, version = f"{RECEIVERS_PREFIX}/{NAME}", f"{VERSIONS_PREFIX}/{NAME}"
 
     def get() -> Outcome:

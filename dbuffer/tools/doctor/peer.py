@@ -53,8 +53,8 @@ def wait_for_host(path: Path) -> int:
             receiver_id=_RECEIVER,
             poll_interval_s=TIMING.look_s,
             verify=True,
-            # Only this user can access the directory, but the user may have another id on the first
-            # host.
+            # Don't check the store's owner: the user may have another id on the first host. This is
+            # safe, because only the user can access the directory.
             allow_shared_store=True,
         ) as receiver,
     ):
@@ -85,7 +85,7 @@ def _receive(receiver: WeightReceiver) -> int:
 
 
 def _wait_until_removed(place: Path) -> None:
-    """Wait until the first host, which has seen the peer's last record, removes the directory."""
+    """Wait until the first host has read the peer's last record, and removes the directory."""
     deadline = time.monotonic() + TIMING.peer_answer_s
     while os.path.lexists(place) and time.monotonic() < deadline:
         time.sleep(TIMING.look_s)
@@ -93,7 +93,7 @@ def _wait_until_removed(place: Path) -> None:
 
 
 def measure_with_peers(path: Path) -> list[Finding]:
-    """Measure between this host and all waiting peers of this user. Ignore symbolic links."""
+    """Measure delays and clocks between this host and this user's peers. Skip symbolic links."""
     base, findings = existing(path), list[Finding]()
     filesystem.refresh(base)
     for place in sorted(base.glob(f"{PREFIX}peer-*")):

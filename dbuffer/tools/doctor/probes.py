@@ -141,7 +141,7 @@ def _mount(medium: Medium) -> Outcome:
 
 
 def _room(base: Path) -> Outcome:
-    """Probe free space. A full network mount may raise its error only at the flush of a file."""
+    """Probe free space. Flush a file, because a full network mount may fail only at the flush."""
     with scratch(base) as place, filesystem.make_file(place / "file", os.O_RDWR) as file:
         with os_errors("write", place):
             filesystem.write_at(file.number, 0, bytes(_PROBE_BYTES))
@@ -161,7 +161,7 @@ def _room(base: Path) -> Outcome:
 
 def _trust(path: Path, base: Path) -> Outcome:
     with scratch(base) as place:
-        # A file server may give a new directory another owner or mode.
+        # Check a new directory: a file server may give it another owner or mode than requested.
         filesystem.check_trust(place)
     missing = path.relative_to(base).parts
     if missing:
