@@ -298,7 +298,7 @@ def _is_by_worker(weights: Any) -> bool:
 
 
 def model_of_factory(context: Any, model_id: str) -> Any:
-    """Make a policy with the factory of all workers, or return None if their factories differ."""
+    """Make a policy with the factory that all workers share, or return None if they share none."""
     if model_id != DEFAULT_MODEL_ID:
         return None
     factories = getattr(context, "policy_factory", None)

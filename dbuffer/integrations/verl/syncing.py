@@ -75,7 +75,7 @@ class StoreSync:
         self._snapshot: Snapshot | None = None
 
     def prepare(self) -> str | None:
-        """Begin a sync. Return its id on the actor's first rank, and None on other workers."""
+        """Begin a sync. On the actor's first rank, return the sync's id; on other workers, None."""
         if not self._is_master:
             return None
         if self._sender is None:
