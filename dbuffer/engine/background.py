@@ -28,7 +28,8 @@ class BackgroundFollower(Closing):
 
     Each replica has its own thread. A failure is logged, counted, and retried with backoff. Until a
     retry succeeds, the engine serves its old weights, labeled with their version. A thread ends
-    when the follower is closed, or when an engine in this process is dead, which is logged once.
+    when the follower is closed. It also ends, and logs so, when its engine is in this process and
+    has died.
     """
 
     def __init__(self, *replicas: Follower) -> None:
@@ -54,7 +55,10 @@ class BackgroundFollower(Closing):
 
     @property
     def applied(self) -> int | None:
-        """Number of the version that the engine serves, or None. If replicas differ, the oldest."""
+        """Number of the version that the engine serves, or None if it serves no version.
+
+        With replicas: the oldest of their versions, or None if a replica serves no version.
+        """
         applied = [follower.applied for follower in self.replicas]
         return None if None in applied else min(filter(None, applied))
 
@@ -67,7 +71,7 @@ class BackgroundFollower(Closing):
     def error(self) -> Exception | None:
         """Error of the last attempt to switch, or None.
 
-        With replicas, the error of the first that failed.
+        With replicas, the error of one replica whose last attempt failed.
         """
         return next((error for error in self._errors.copy().values() if error is not None), None)
 
@@ -126,7 +130,7 @@ class BackgroundFollower(Closing):
     def close(self) -> None:
         """Finish the switch in progress, then stop.
 
-        The switch runs in the event loop of an ``AsyncLLM``, so the loop must be running. If a
+        Keep the event loop of an ``AsyncLLM`` running meanwhile: the switch needs the loop. If a
         server does not answer, stop waiting for it after 30 seconds.
         """
         self._stop.set()

@@ -129,7 +129,7 @@ PAUSE_MODES = ("keep", "wait", "abort")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """Facts about one start of an engine."""
+    """Facts about an engine that stay the same until the engine is restarted."""
 
     instance_id: str
     name: str
@@ -146,7 +146,10 @@ class EngineFacts:
 
 
 class Engine:
-    """Inference engine that can follow a store. Only :meth:`call` sends requests to its ranks."""
+    """Inference engine that can follow a store.
+
+    All requests to its ranks go through :meth:`call`, so a subclass can redirect them there.
+    """
 
     is_server: bool = False
     """Whether the engine is a server outside this process. A server can be restarted while it is
@@ -207,10 +210,10 @@ class Engine:
         """End the pause of this follower, or a pause that a killed follower left."""
 
     def prompt_logprobs(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[float]:
-        """Return the log-probability of each token of all prompts, without their first tokens.
+        """Return the log-probabilities of all prompts' tokens, in one list.
 
-        A log-probability can be NaN. Raise :class:`EngineUnreachableError` if the engine does not
-        answer.
+        A prompt's first token has no log-probability, and is left out. A log-probability can be
+        NaN. Raise :class:`EngineUnreachableError` if the engine does not answer.
         """
         raise NotImplementedError
 
@@ -297,8 +300,9 @@ class EngineRank:
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
         """Load the tensors of a version, which the check of :meth:`make_check` has accepted.
 
-        If loading fails, the caller must repair the model. ``partial``: whether the tensors fill
-        only some layers. The other layers then keep their weights.
+        If loading fails, the model can have a mix of two versions, and the caller must load a
+        version again. ``partial``: whether the tensors fill only some layers. The other layers
+        then keep their weights.
         """
         raise NotImplementedError
 
@@ -306,7 +310,7 @@ class EngineRank:
         """Raise :class:`UnsupportedError` if :meth:`load` cannot fill some tensor of the model."""
 
     def read_checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Read the checkpoint that the engine was started with, from its original path."""
+        """Read the checkpoint that the engine was started with. Its files must still exist."""
         raise NotImplementedError
 
     def read_draft_checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:

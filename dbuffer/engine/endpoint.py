@@ -1,8 +1,9 @@
 """`RankEndpoint`: the object in each worker of an engine that answers a follower's requests.
 
-The endpoint must also notice if other code writes or discards the weights. So an integration passes
-each engine function that loads weights, puts them to sleep or wakes them to `watch`, together with
-the context manager `loading`, `falling_asleep` or `waking_up`.
+The endpoint must also notice if other code writes or discards the weights. So an integration calls
+`watch` for each engine function that does so. Functions that load weights run in the context
+manager `loading`, functions that put weights to sleep in `falling_asleep`, and functions that wake
+them in `waking_up`.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class RankEndpoint:
     def note_asleep(self, parts: Collection[str] = (WEIGHTS,), *, is_lost: bool) -> None:
         """Stop using ``parts`` of the engine's memory, and free dbuffer's memory on the device.
 
-        Call this method before the parts fall asleep. ``is_lost``: whether the engine discards the
-        weights, and does not keep a copy of them.
+        Call this method before the engine puts these parts to sleep. ``is_lost``: whether the
+        engine then discards the weights without keeping a copy.
         """
         self.state.asleep |= set(parts)
         if self.receiver is not None:
@@ -111,7 +112,7 @@ class RankEndpoint:
             self.note_foreign_load("going to sleep without a copy of the weights")
 
     def note_awake(self, parts: Collection[str] | None = None) -> None:
-        """Use ``parts`` of the engine's memory again. None means all parts."""
+        """Allow dbuffer to use ``parts`` of the engine's memory again. None means all parts."""
         were_asleep = self.state.is_asleep
         self.state.asleep -= self.state.asleep if parts is None else set(parts)
         if self.receiver is not None:
@@ -216,7 +217,7 @@ class RankEndpoint:
         except Exception as error:
             logger.warning("cannot follow %s", options.store, exc_info=True)
             problem = described(error)
-            # A retry would fail in the same way.
+            # After these errors, a retry would fail in the same way.
             is_final = isinstance(error, errors.UnsupportedError | errors.OptionError)
         try:
             answers = rank.ranks.gather((problem, is_final), begins=True)
@@ -277,7 +278,10 @@ def watch(
 
 @contextlib.contextmanager
 def loading(model_of: Callable[[], Any], cause: str) -> Iterator[None]:
-    """Treat a model's weights as unknown after the ``with`` block, which loads weights."""
+    """Treat a model's weights as unknown after the ``with`` block, in which other code loads them.
+
+    ``cause`` names the load in the log.
+    """
     try:
         yield
     finally:
@@ -286,9 +290,10 @@ def loading(model_of: Callable[[], Any], cause: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def falling_asleep(model: Any, parts: Collection[str], *, is_lost: bool) -> Iterator[None]:
-    """Stop using parts of an engine before a ``with`` block that puts these parts to sleep.
+    """Stop using an engine's memory before a ``with`` block that puts parts of it to sleep.
 
-    ``is_lost``: whether the engine discards the weights, and does not keep a copy of them.
+    ``parts`` are names, such as ``"weights"``. ``is_lost``: whether the engine discards the weights
+    without keeping a copy.
     """
     endpoint = RankEndpoint.of(model)
     endpoint.note_asleep(parts, is_lost=is_lost)
@@ -301,6 +306,9 @@ def falling_asleep(model: Any, parts: Collection[str], *, is_lost: bool) -> Iter
 
 @contextlib.contextmanager
 def waking_up(model_of: Callable[[], Any], parts: Collection[str] | None) -> Iterator[None]:
-    """Use ``parts`` of an engine (by default all) again after a ``with`` block that wakes them."""
+    """Use ``parts`` of an engine's memory again after a ``with`` block that wakes them up.
+
+    None means all parts.
+    """
     yield
     RankEndpoint.of(model_of()).note_awake(parts)

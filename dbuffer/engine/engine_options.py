@@ -245,7 +245,10 @@ class EngineOptions:
         )
 
     def admit(self, request: UpdateRequest) -> UpdateRequest:
-        """Return the request, or a request for the option ``version`` if the option is set."""
+        """Return the request; if the option ``version`` is set, a request for exactly this version.
+
+        If the option is set, and the request is for another version, raise :class:`OptionError`.
+        """
         if self.version is None:
             return request
         if request.version in (None, self.version) and (request.at_least or 0) <= self.version:
@@ -318,7 +321,7 @@ class UpdateRequest:
 
     @property
     def goal(self) -> int | VersionId | None:
-        """Version to switch to: an id, a number if no run was given, or None for the newest."""
+        """Version to switch to: an id, or (without a run) a number, or None for the newest."""
         number = self.version or self.at_least
         return VersionId(self.run, number) if self.run is not None and number else number
 

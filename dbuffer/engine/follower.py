@@ -164,7 +164,7 @@ class Follower(Closing):
         if view is None or applied is None:
             return False
         record = view.readable_record()
-        # If the record in the store is older, the ranks are still writing the newer one.
+        # If the stored record is older than this follower's, the ranks are still writing a new one.
         is_older = record is not None and self._is_earlier(record)
         recorded = applied if is_older else served_by(record)
         return (
@@ -299,7 +299,10 @@ class Follower(Closing):
     def _begin_ranks(
         self, begin: RankRequest, doing: str, facts: EngineFacts, *, was_paused: bool | None
     ) -> None:
-        """Make the ranks follow the store. Pause the engine meanwhile if ``facts`` require it."""
+        """Make the ranks follow the store. Pause the engine meanwhile if ``facts`` require it.
+
+        ``doing`` names this step in errors.
+        """
         with contextlib.ExitStack() as pause:
             if facts.begins_paused and (self._engine.has_own_pause or not was_paused):
                 self._note("paused")
@@ -320,15 +323,15 @@ class Follower(Closing):
             return
         with self._translating("report its version"):
             if served_by(record) != self._applied:
-                # Another program may have loaded weights. Then vLLM's core ignores labels until a
-                # request reaches the ranks, so send a request. The record that is read afterwards
+                # Another program may have loaded weights. vLLM's core then ignores labels until a
+                # request reaches the ranks, so send a request. Then read the record again: it now
                 # describes the weights after that load.
                 self._engine.call(RankRequest("awake"))
                 record = view.readable_record() or record
             self._adopt_and_label(record)
 
     def _is_earlier(self, record: ReceiverRecord) -> bool:
-        """Whether a record is older than the last one read, as in a store that was restored."""
+        """Whether a record is older than this follower's, for instance in a restored store."""
         return self._record is not None and record.updated_at < self._record.updated_at
 
     def _adopt_and_label(self, record: ReceiverRecord | None) -> None:
@@ -654,9 +657,10 @@ class Follower(Closing):
     def _outcome_of(
         self, view: StoreView, attempt: str, record: ReceiverRecord | None
     ) -> ReceiverRecord | None:
-        """Return the engine's record, or None if it does not name this attempt.
+        """Return the engine's record if it names this attempt to switch, else None.
 
-        ``record`` is the ranks' answer. If the answer was lost, this method asks the ranks again.
+        ``record`` is the ranks' answer. If the answer was lost, read the record in the store. If
+        that record does not name the attempt, ask the ranks again.
         """
         record = record or view.readable_record()
         if record is None or record.attempt != attempt:
@@ -692,7 +696,10 @@ class Follower(Closing):
             self._set_label = label
 
     def _correct_label(self, goal: int | VersionId | None) -> None:
-        """Set the engine's label again if another program changed it, or a new run has begun."""
+        """Set the engine's label again if it is out of date.
+
+        For instance, another program changed it, a new run began, or the weights were attested.
+        """
         if self._applied is None or self._engine.is_idle():
             return
         with contextlib.suppress(errors.EngineUnreachableError):  # the event loop is stopping
@@ -819,7 +826,10 @@ class Follower(Closing):
 
 
 class _DraftOf(Engine):
-    """Draft model of an engine, driven by a follower like an engine. No response has its label."""
+    """Draft model of an engine, which a follower drives as if the draft were an engine.
+
+    The draft's label stays in this object: the engine's responses do not show it.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -40,9 +40,10 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         embedding: class of embeddings and heads, which are padded to a round number of rows. No
             checkpoint has the padding, and the loaders check the number of rows.
         default_loader: loader for tensors without a ``weight_loader``.
-        tp_size: number of ranks that may share a tensor. A subclass can override it for a tensor.
-        serving: the model that serves, or None. The copy's parameters are tied as in this model.
-            Loads into the copy must register the same parameters as the load of this model did.
+        tp_size: number of ranks that may each load a part of a tensor. For a single tensor, a
+            subclass can give another number (:meth:`num_shares`).
+        serving: the model that serves, or None. The copy's parameters are tied as in this model. A
+            version is refused if its load registers other parameters than the load of this model.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         if serving is not None:
             _tie_as_serving(model, serving)
-        # Leave buffers on their devices: an engine's models share rotary embeddings, and this copy
-        # uses the same ones.
+        # Leave buffers on their devices: the copy can share some of them, such as rotary
+        # embeddings, with the model that serves.
         for parameter in list(model.parameters()):
             if not parameter.is_meta:
                 _put_in_place(model, parameter, _empty_like(parameter, "meta"))
@@ -146,7 +147,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def require_late_parameters(self) -> None:
-        """Refuse a version if its load registers other parameters than the load at the start."""
+        """Refuse a version whose load registers other parameters than the serving model's load."""
         for path, (module, name) in self._late.items():
             served = self._served_late.get(path)
             shape = tables_of(module)[0][name].shape
@@ -200,8 +201,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Making a view does not count as a read. If a model only keeps a view of a tensor, it would
-        # later compute with another version's bytes, so the tensor must be refused as unread.
+        # Making a view does not count as a read. A model that keeps only a view of a published
+        # tensor would later compute with another version's bytes. So the tensor counts as unused.
         if not func.is_view:
             for value in tree_leaves(args):
                 if isinstance(value, torch.Tensor):
@@ -244,7 +245,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, parameter: Any, loaded: torch.Tensor, count: int, *, is_part: bool) -> None:
         """Count the elements that a loader wrote; refuse a tensor if it wrote too few of them."""
-        # A rank loads all of a tensor, or its share, or nothing (another rank's expert).
+        # A rank loads all of a tensor, its share, or nothing (another rank's expert). If it loads
+        # less than its share, the shapes do not fit.
         if (
             id(parameter) not in self._padded
             and 0 < count * self.num_shares(parameter) < loaded.numel()
@@ -311,7 +313,7 @@ def built_without_data(make: Callable[[], Any], kind: str, keep: Collection[str]
 
 
 class _NumbersWithData(TorchFunctionMode):
-    """Mode that puts tensors made of plain numbers into main memory, not on the default device."""
+    """Mode that makes tensors of plain numbers in main memory, where constructors can read them."""
 
     _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.arange, torch.linspace)
 
@@ -351,10 +353,7 @@ def _empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _put_in_place(model: torch.nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Replace a parameter or buffer in all layers that have it.
-
-    Several layers have a tied parameter.
-    """
+    """Replace a parameter or buffer in every layer that has it; a tied one is in several layers."""
     for layer in model.modules():
         for table in tables_of(layer):
             for key, tensor in table.items():

@@ -153,7 +153,10 @@ class RankChannel:
     def _require_coming(
         self, store: PrefixStore, step: tuple[int, int], keys: list[str], *, is_over: bool
     ) -> None:
-        """Raise :class:`RankFailedError` if a rank without an answer is dead, late, or gave up."""
+        """Raise :class:`RankFailedError` if a rank without an answer will not answer this step.
+
+        It is dead, it has stopped waiting in this step, or (``is_over``) its time is over.
+        """
         problems = []
         for rank, key in enumerate(keys):
             given_up = _GIVEN_UP.format(rank)

@@ -82,7 +82,7 @@ class _Planning:
     plan: CopyPlan | None = None
     """Plan of copies, or None if there is no plan now."""
     derived: set[str] = field(default_factory=set)
-    """Layers that a reload changes further after copying."""
+    """Layers that a reload changes after it has copied tensors into them."""
     reloaded: Mapping[str, str] = field(default_factory=dict)
     """Reasons why layers are left to the engine's reload, by layer."""
     num_verifications: int = 0
@@ -103,9 +103,9 @@ class _Planning:
 class RankModel:
     """Checks versions against the model, prepares switches to them, and loads them.
 
-    If a version's layout has no plan of copies, loading the version makes and verifies a plan. A
-    mismatch, a failure or a replaced layer drops the plan. If plans keep failing, versions of the
-    layout are reloaded, either the next few versions or all.
+    If a version's layout has no plan of copies, preparing the version makes a plan, and loading the
+    version verifies it. A mismatch, a failure or a replaced layer drops the plan. If plans keep
+    failing, the engine's reload loads the next few versions of the layout, or all later ones.
     """
 
     def __init__(self, rank: EngineRank, options: EngineOptions, state: ModelState) -> None:
@@ -175,7 +175,8 @@ class RankModel:
             if not self._has_draft(layout) and self._draft_store is None:
                 message = "a version of %s has no draft, so the engine's draft keeps its weights"
                 log_once(logger, message, self._store)
-            # Reuse an equal trace, and its plan: versions with and without a draft may alternate.
+            # Versions with and without a draft may alternate. If this layout had an equal trace
+            # before, use that trace object: its plan may still be there.
             same = (known for of, known in self._traces if of == layout and known == trace)
             trace = next(same, trace)
         elif layout.draft is not None:
@@ -239,10 +240,10 @@ class RankModel:
         return self._planning.plan
 
     def _change_trace(self, trace: LoadTrace) -> None:
-        """Make a plan for another layout of published tensors.
+        """Begin to plan for another layout of published tensors.
 
-        If only one of the two layouts has a draft, and they do not differ otherwise, keep the old
-        plan until its layout returns.
+        If the two layouts differ only by a draft, keep the old plan for the return of its layout.
+        Otherwise, drop the old plan.
         """
         last, earlier = self._planning, self._planning_before
         self._planning, self._planning_before = _Planning(trace), None
@@ -271,7 +272,8 @@ class RankModel:
     def _images_of(self, plan: CopyPlan, tensors: Tensors) -> list[Image]:
         """Make the images (processed weights) of a plan's layers.
 
-        If an image fails, plan again, and leave the image's layer to the engine's reload.
+        If processing a layer fails, make a new plan that leaves this layer to the engine's reload.
+        If processing needs other ranks, or memory is short, drop the plan, and return no image.
         """
         images: list[Image] = []
         failed: dict[str, str] = {}
@@ -295,7 +297,10 @@ class RankModel:
         return images
 
     def _changed_loader(self, plan: CopyPlan, tensors: Tensors) -> str | None:
-        """Load a random parameter; return its name if loaders do not match the trace, or None."""
+        """Load a random parameter through its loader; return its name if the trace is wrong.
+
+        Return None if the trace is right, or if loaders cannot load this parameter alone.
+        """
         if not self._rechecks_loaders or not plan.traced:
             return None
         name = str(self._random.choice(list(plan.traced)))
@@ -385,7 +390,9 @@ class RankModel:
     # In the worker's main thread
 
     def is_loadable(self, staged: Staged) -> bool:
-        """Whether the part of a version that was staged is enough to load the version now.
+        """Whether the staged part of a version suffices to load the version now.
+
+        If not, the caller must stage all of the version's tensors.
 
         Raise :class:`UnsupportedError` if a reload is needed and the engine's reload cannot fill
         every tensor in use.
@@ -431,8 +438,8 @@ class RankModel:
             increment_version(switch.plan.written)
             self._reload_part(switch)
         except BaseException:
-            # A reload repairs the model. Drop the plan, because its copies may have caused the
-            # failure: the reload then verifies a plan again.
+            # The caller repairs the model by a reload. Drop the plan, because its copies may have
+            # caused the failure. The next plan must be verified again.
             switch.plan.verified_for = None
             self._planning.drop_plan()
             raise
@@ -504,8 +511,8 @@ class RankModel:
         """Treat the weights as unknown, so that the next version is not patched onto them."""
         self._loaded = self._digest = None
         self._drop_plan_of_replaced()
-        # The plan was verified only for the values that the tensors in ``verified_for`` had: the
-        # verification cannot vary them. They may have changed since, so verify the plan again.
+        # A verification cannot vary the tensors in ``verified_for``, so the plan was verified only
+        # for the values that they had. The values may have changed since: verify the plan again.
         for planning in (self._planning, self._planning_before):
             if planning is not None and planning.plan is not None and planning.plan.verified_for:
                 planning.plan.verified_for = None
@@ -534,7 +541,7 @@ class RankModel:
             yield name, tensor.clone() if name in self._rewritten else tensor
 
     def _drop_plan_of_replaced(self) -> None:
-        """Plan again, after a reload, if modules or tensors of the plan were replaced or moved."""
+        """Drop the plan if other code has replaced or moved a module or tensor that it uses."""
         if self._planning.plan is not None and (name := self._planning.plan.replaced()):
             logger.warning(
                 "%s was replaced, or has moved in memory, since switches were planned: the next "
@@ -550,7 +557,7 @@ class RankModel:
         logger.log(level, "no fast path: switches go through the engine's reload: %s", reason)
 
     def _set_aside(self, reason: str) -> None:
-        """Stop planning for some versions, and reload them: memory may be short for a moment."""
+        """Reload the next few versions without a plan, for instance because memory is short now."""
         self._planning.drop_plan()
         self._planning.num_verifications, self._planning.num_skipped = 0, _NUM_SKIPPED
         logger.warning(

@@ -76,7 +76,8 @@ class RankReceiver:
         self._attempt: str | None = None
         self._is_on_trial = options.canary is not None
         self._attests = options.attests(on_device=rank.on_device)
-        # Start the mirror before reading local_store, where the start removes versions of old runs.
+        # Start the mirror before this receiver reads local_store: the start waits until versions of
+        # replaced runs are gone from there.
         self._mirror = options.start_mirror()
         receiver = options.make_receiver(rank_id(engine_id, self.ranks.rank))
         token = options.record_token
@@ -109,8 +110,8 @@ class RankReceiver:
             forked=options.forked,
             version=options.version,
             selection=options,
-            # If the engine keeps its version for long, do not stage that version again: the sender
-            # would wait for this receiver to release it.
+            # An engine that skips versions, or stays on one, keeps its version for long. Do not
+            # stage this version again: the sender would wait for this receiver to release it.
             applied=self._id if options.skips or self._version == options.version else None,
             on_found=self._show_engine,
             attest=self._model.attest if self._attests else None,
@@ -180,8 +181,8 @@ class RankReceiver:
 
         The engine must not be generating.
 
-        If the request names no attempt, write the engine's record at once. In place of an invalid
-        request, pass its error: all ranks then refuse the request.
+        If the request names no attempt (no follower sent it), write the engine's record at once. In
+        place of an invalid request, pass its error: all ranks then refuse the request.
 
         Raises:
             OptionError: (a ``ValueError``) all ranks got an invalid request.
@@ -230,8 +231,9 @@ class RankReceiver:
                 if staged is None or staged.version != highest:
                     self._stager.release()
             elif len(ids) > 1:
-                # Either ranks took versions of two runs with one number: take the version again. Or
-                # only some ranks have loaded the version already: then all ranks must load it.
+                # All ranks named the same number. If their ids are of two runs, take the version
+                # again. If an id is empty, only some ranks have loaded the version already: then
+                # all ranks must load it.
                 must_load = "" in ids
                 self._stager.release()
             else:
@@ -439,7 +441,11 @@ class RankReceiver:
     # After a switch
 
     def attest(self) -> bool:
-        """Collect all ranks' results of comparing weights; return whether to write the record."""
+        """Note in the engine's record whether all ranks' weights equal the version.
+
+        Return whether to write the record now. Return False if a rank has not compared its weights
+        yet, or if weights differ: they are then treated as unknown, and the record is written.
+        """
         result = [self._stager.differing] if self._is_compared else None
         answers = self.ranks.gather(result, begins=True)
         results = [answer[0] for answer in answers if answer is not None]

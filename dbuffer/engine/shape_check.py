@@ -35,9 +35,9 @@ _MAX_UNKNOWN = 500
 class ShapeCheck:
     """Checks versions by loading tensors without data into a copy of a model.
 
-    Make the copy on the worker's main thread, as this changes settings of the whole process. A
-    check may run in another thread while the engine serves. ``is_spare`` returns whether the engine
-    may leave out a tensor of a given name.
+    Make the copy on the worker's main thread, because making it changes settings of the whole
+    process. A check may run in another thread while the engine serves. ``is_spare`` returns whether
+    the engine may leave out a tensor of a given name.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ShapeCheck:
         surplus = [
             str(spec)
             for spec in further
-            # Skip other names of a tensor if an embedding or a head has read its stored name.
+            # If an embedding or a head has read the tensor, its other names need no place.
             if stored[spec.name] not in self._meta.recorder.embedded
             if spec.name not in self._meta.names
         ]
@@ -282,9 +282,9 @@ class UnusedTensors:
     ) -> tuple[dict[str, str | None], dict[str, str]]:
         """Return two dictionaries of the tensors that this rank of a pipeline does not read.
 
-        The first maps names of tensors that the rank's model has no place for to descriptions, or
-        to None for a duplicate of a tied tensor that the model has. The second maps names of
-        duplicates that differ from the tied tensor to descriptions.
+        The first describes the tensors that the rank's model has no place for, keyed by name. Its
+        value is None for a duplicate of a tied tensor that the model has. The second describes the
+        duplicates that differ from the tied tensor, keyed by name.
         """
         differing = self._differing[1] if self._differing[0] == version else {}
         if not self._is_pipeline or layout == self._agreed:

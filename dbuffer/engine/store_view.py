@@ -64,7 +64,7 @@ class StoreView:
         self._seen |= {name for name in ids if self._record(name) is not None}
 
     def has_lost_records(self) -> bool:
-        """Whether records that were in the store are gone: the ranks must write them again."""
+        """Whether records have vanished from the store, so that ranks must write them again."""
         return any(self._record(name) is None for name in self._seen)
 
     def engine_record(self) -> ReceiverRecord | None:
@@ -89,7 +89,10 @@ class StoreView:
     # Versions
 
     def leads_on(self, version: Lineage) -> bool:
-        """Whether the store's newest version descends from a version, or cannot be read now."""
+        """Whether the store's newest version descends from a version.
+
+        Return True if the newest version cannot be read now.
+        """
         newest = _readable_newest(self._store)
         return newest is None or relation(version, newest) is not Relation.FORKED
 
@@ -107,8 +110,9 @@ class StoreView:
         """Return the version to switch to, or None if the engine is to keep its version.
 
         By default, this is the store's newest version, or ``at_least`` if it is above the newest.
-        The engine's options can limit the choice, except after a fork. Raise an error if the
-        version of the option ``version`` is gone from the store, or if the mirror has ended.
+        The options can make the engine skip or stay on versions, but ``until_done`` does not keep a
+        version after a fork. Raise an error if the version of the option ``version`` is gone from
+        the store, or if the mirror has ended.
         """
         if self._mirror is not None and (error := self._mirror.error) is not None:
             raise errors.EngineUpdateError(
@@ -324,7 +328,8 @@ class StoreView:
         for rank, record in records.items():
             before = at_start[rank]
             is_old = before and record and before.updated_at == record.updated_at
-            # Skip a problem from before this wait, as it may be over, unless a version causes it.
+            # A problem with the store that was recorded before this wait may be over: skip it. A
+            # problem with a version remains.
             if record is None or (is_old and record.problem_version is None):
                 continue
             if record.has_problem_with(goal.number, newest):
@@ -339,7 +344,10 @@ class StoreView:
             )
 
     def _has_lost(self, version: VersionId, newest: Lineage | None) -> bool:
-        """Whether neither ``newest`` nor the sender's newest version descends from a version."""
+        """Whether neither ``newest`` nor the sender's newest version descends from ``version``.
+
+        Return False if a newest version cannot be read now.
+        """
         if newest is None or newest.reaches(version):
             return False
         if self._origin is self._store:

@@ -51,13 +51,13 @@ loads only a part, so a plan with a smaller share of copies saves little time.""
 
 
 class NotAloneError(Exception):
-    """Only all ranks together can process a layer, in the engine's reload."""
+    """Error: only all ranks together can process a layer, so the engine's reload must do it."""
 
 
 class Packing(Protocol):
     """An engine's way of packing layers: reordering or quantizing the weights that were loaded.
 
-    Layers are packed in this way only if packing changes nothing but the layer itself.
+    A layer gets an image (is packed while it serves) only if packing changes nothing outside it.
     """
 
     def packs(self, layer: torch.nn.Module, *, is_as_loaded: bool) -> bool:
@@ -89,10 +89,11 @@ class PackedLayer(NamedTuple):
 
 
 class Image:
-    """Processed shadow (second copy) of a layer, whose contents a switch gives to the layer.
+    """Shadow (second copy) of a layer, loaded with a version's weights and processed.
 
-    If the layer is on a device, the shadow's tensors wait in page-locked main memory, because the
-    device may not have room for all shadows.
+    A switch gives the shadow's tensors and attributes to the layer. If the layer is on a device,
+    the shadow's tensors wait in page-locked main memory, because the device may not have room for
+    all shadows.
 
     Raises:
         NotAloneError: processing needs other ranks. Any other error: processing failed.
@@ -148,7 +149,11 @@ class Image:
         return [(change.live.detach(), change.value) for change in self._tensors]
 
     def matches(self) -> bool:
-        """Whether layer and shadow have equal bytes and values, or give equal outputs."""
+        """Whether the layer's tensors equal the shadow's, and its attributes have the same effect.
+
+        If the attributes' values cannot be compared, compare the layer's outputs with the old and
+        the new attributes.
+        """
         if not all(same_bytes(*copy) for copy in self.copies()):
             return False
         if all(isinstance(change.value, _VALUES) for change in self._attributes):
@@ -163,9 +168,10 @@ class Image:
         return live is not None and computed is not None and same_bytes(live, computed)
 
     def hand_over(self) -> None:
-        """Set the shadow's attributes on the layer, and keep the layer's old attributes alive.
+        """Set the shadow's attributes on the layer.
 
-        Calling it twice is safe.
+        The layer's old attributes stay alive, and are freed with this image. Calling it twice is
+        safe.
         """
         self._replaced = [change.live for change in self._attributes]
         _set_all(self._attributes)
@@ -183,7 +189,10 @@ class _Changed(NamedTuple):
         return getattr(self.owner, self.name, None)
 
     def is_copied(self) -> bool:
-        """Whether copying works: the live tensor has the value's form, and memory of its own."""
+        """Whether the value can be copied into the live tensor, instead of replacing it.
+
+        Both must have the same form, and the live tensor must have memory of its own.
+        """
         live = self.live
         return (
             isinstance(live, torch.Tensor)
@@ -209,8 +218,8 @@ def _changed_by(changed: Sequence[tuple[Any, Any]]) -> Iterator[_Changed]:
     for owner, copy in changed:
         for name, value in list(vars(copy).items()):
             if isinstance(value, MethodType) and value.__self__ is copy:
-                # Bind the method to the live object. If it stayed bound to the copy, this cycle of
-                # references would keep the copy's memory until garbage collection.
+                # Bind the method to the live object. A copy that has a method bound to itself stays
+                # in memory until garbage collection.
                 vars(copy)[name] = value = MethodType(value.__func__, owner)
             before = vars(owner).get(name)
             is_same = value is before or (isinstance(value, MethodType) and value == before)
@@ -231,7 +240,7 @@ def packed_layers(
 ) -> dict[str, PackedLayer]:
     """Return the layers that loaders fill by copies only, and that the engine then processes.
 
-    ``derived``: names of layers that the engine's reload changes further after copying.
+    ``derived``: names of layers that a reload changes after it has copied tensors into them.
     """
     names = {
         id(parameter): unwrapped(name)
@@ -327,11 +336,12 @@ def plan_copies(
     derived: Collection[str],
     reloaded: Mapping[str, str],
 ) -> CopyPlan:
-    """Make the plan of a trace, for the live parameters of a model.
+    """Plan the copies that give a live model's parameters the result of a traced load.
 
-    ``reloaded`` maps layers to leave to the engine's reload to the reasons. ``check`` traces a load
-    of these layers alone. ``derived`` names layers that a reload changes further after copying.
-    Raise :class:`UnsupportedError` if copies would load too little of the model.
+    ``reloaded`` has the layers to leave to the engine's reload, each with the reason. ``check``
+    traces a load of only these layers. ``derived``: layers that a reload changes after it has
+    copied tensors into them. Raise :class:`UnsupportedError` if copies would load too little of the
+    model.
     """
     live = {
         unwrapped(name): tensor
@@ -424,8 +434,8 @@ def _places_of(
 def _place_of(tensor: torch.Tensor) -> tuple[int, Form]:
     """Return a tensor's address and form. If they change, copies no longer reach the tensor.
 
-    The identity does not matter: some layers wrap the same memory in a new tensor at each load. The
-    form matters: ``param.data = param.data.t()`` changes strides at the same address.
+    A new tensor object is no change: some layers wrap the same memory in a new one at each load. A
+    new form is a change: ``param.data = param.data.t()`` changes strides at the same address.
     """
     return tensor.data_ptr(), form_of(tensor)
 

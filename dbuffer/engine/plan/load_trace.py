@@ -144,7 +144,7 @@ class LoadRecorder:
     """Records how the operations of one load use a model's parameters and buffers."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        # A tied tensor has several names. This dictionary has only the last name.
+        # A tied tensor has several names. The trace uses only the last of them.
         self._tensors = {storage_of(tensor): (name, tensor) for name, tensor in tensors.items()}
         self._lock = threading.Lock()  # some models load in threads
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
@@ -225,8 +225,8 @@ class LoadRecorder:
     def is_written(self, tensor: torch.Tensor) -> bool:
         """Whether published data was written into a parameter or buffer.
 
-        Return False for a tensor that was made after the model, such as position embeddings that
-        all models of an engine share.
+        Return False for a tensor that was made after the model, because the recorder does not know
+        it. Examples are position embeddings that all models of an engine share.
         """
         name, _ = self._tensors.get(storage_of(tensor), ("", tensor))
         ops = self._ops.get(name, ())
@@ -317,7 +317,8 @@ def _not_once(ops: tuple[CopyOp, ...], num_elements: int) -> str | None:
         for view, end in zip(views, ends, strict=False)
     ):
         return None
-    # Columns of a matrix alternate in memory, so their ends show no overlap: mark each element.
+    # The columns of a matrix alternate in memory. Their first and last elements do not show whether
+    # they overlap, so mark each element that is written.
     is_written = torch.zeros(max(ends), dtype=torch.bool, device="cpu")
     for view in views:
         is_written.as_strided(view.shape, view.stride, view.offset).fill_(True)

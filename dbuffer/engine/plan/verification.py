@@ -93,10 +93,11 @@ _MODULES = re.compile(r"(?:\._modules\['[^']*'\])*")
 class ModelFingerprint:
     """Everything that can be reached from a model at one moment.
 
-    Attributes whose name is in ``without``, such as caches that serving fills, are skipped in all
-    objects. ``replaced`` has pairs of an object's identity and an attribute's name; these
-    attributes are skipped in these objects only. The bytes of storages at ``undigested`` addresses
-    are not compared.
+    A fingerprint leaves out attributes and bytes that serving or a switch changes:
+
+    * ``without``: names of attributes to skip in all objects, such as caches that serving fills;
+    * ``replaced``: attributes to skip in one object, as pairs of the object's identity and a name;
+    * ``undigested``: addresses of storages whose bytes are not compared.
     """
 
     def __init__(
@@ -277,9 +278,9 @@ class Verifier:
     def _mismatch(self, switch: PreparedSwitch, before: ModelFingerprint) -> Mismatch:
         """Compare a model that was just reloaded with the result of a switch.
 
-        ``before``: fingerprint of the model before this reload. At that time, the layers to copy
-        had stand-ins (other values than the version's). The layers to reload had
-        the version's values.
+        ``before``: fingerprint of the model before this reload. At that time, the layers that the
+        switch copies had stand-ins (other values than the version's). The layers that it leaves to
+        the engine's reload had the version's values.
         """
         mismatch: dict[str, str] = {}
         for place in before.changes_to(self._fingerprint(switch)):
@@ -290,9 +291,9 @@ class Verifier:
         return mismatch
 
     def _mismatch_of_part(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
-        """Reload the layers that the switch does not copy.
+        """Reload only the layers that the switch does not copy.
 
-        If other layers change, return a mismatch.
+        Return a mismatch of these layers if the reload changes other layers, else an empty one.
         """
         try:
             self.reload_part(switch)
@@ -308,9 +309,10 @@ class Verifier:
 
 
 def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
-    """Return the layers in the innermost module that contains both ``place`` and a layer.
+    """Return the layers nearest to ``place``, the name of a change in a fingerprint.
 
-    ``place`` is a name in a :class:`ModelFingerprint`. If no module fits, return all layers.
+    They are all layers inside the innermost module around ``place`` that has any. If no module has
+    any, return all ``layers``.
     """
     matched = _MODULES.match(place)
     path = re.findall(r"\['([^']+)'\]", matched[0]) if matched else []  # a target has no name
@@ -324,11 +326,10 @@ def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
 def _stand_in(tensor: torch.Tensor, number: float, *, is_reloaded: bool) -> torch.Tensor:
     """Return a tensor of the same form with other elements, or the tensor if they cannot vary.
 
-    A floating-point tensor is filled with ``number``, or with twice ``number`` if its first element
-    is ``number``. Integers may be indices or codes, so only integers that occur in the
-    tensor are used.
-    If each switch reloads the tensor, the stand-in is filled with the last integer. Otherwise a
-    matrix is reversed and half of it filled with one integer, and a vector is returned unchanged.
+    Fill a floating-point tensor with ``number``, or with twice ``number`` if its first element is
+    already ``number``. Integers may be indices or codes, so use only integers from the tensor.
+    ``is_reloaded``, whether each switch reloads the tensor: if so, fill it with its last integer.
+    If not, reverse a matrix and fill half of it with one integer, and return a vector unchanged.
     """
     if not tensor.numel():
         return tensor
