@@ -7,11 +7,10 @@
 2. `_pause` stops the engine. The engine's caches are dropped before its weights change, since
    dropping them can fail.
 3. `_load`: the ranks agree on the version and load it (`RankReceiver.update`). The first rank
-   answers with the engine's record, which alone decides whether the switch succeeded. Then the
-   engine gets the version's label.
-4. `_label_and_resume` ends the pause.
-5. `_acknowledge` lets the first rank write the engine's record, which senders wait for. Then each
-   rank compares its weights with the staged version (attestation), and releases the version.
+   returns a record of what the engine serves now; it alone decides whether the switch succeeded.
+4. `_label_and_resume` gives the engine the version's label, and ends the pause.
+5. `_acknowledge` lets the first rank write the record into the store, where senders wait for it.
+   Then each rank compares its weights with the staged version (attestation), and releases it.
 """
 
 from __future__ import annotations
@@ -455,12 +454,11 @@ class Follower(Closing):
         timeout_s: float | None,
         stop_event: threading.Event | None,
     ) -> None:
-        """Let the canary test the version that the engine serves on trial.
-
-        If the canary refuses the version, switch to the newest version that no canary refused.
+        """Wait for the canary's verdict on the version that the engine serves on trial.
 
         Raises:
-            EngineUpdateError: the canary refused a version.
+            EngineUpdateError: the canary refused the version. The engine has switched to the newest
+                version that no canary refused.
         """
         refused: dict[VersionId, str] = {}
         while self._record is not None and self._record.state == "on_trial" and self._applied:

@@ -178,8 +178,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for prefix, module in self.model.named_modules():
             lacking = [name for name, tensor in tables_of(module)[0].items() if tensor is None]
             paths = {f"{prefix}.{name}".lstrip("."): name for name in lacking}
-            # Some loaders register a bias that the model was made without. Ignore other parameters
-            # that only the serving model has: the engine computes them.
+            # This meta model lacks these parameters, unlike the serving model. Expect biases only:
+            # some loaders register a bias while they load. The engine computes the others.
             late = [path for path, name in paths.items() if name == "bias" and path in shapes]
             self._served_late |= {path: shapes[path] for path in late}
             if paths:

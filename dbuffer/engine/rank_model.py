@@ -93,7 +93,7 @@ class _Planning:
     def drop_plan(self) -> None:
         """Drop the plan; the next version makes a new one.
 
-        Versions that were prepared with the old plan are loaded by a reload.
+        The model's own loaders load a version that was prepared with the old plan.
         """
         if self.plan is not None:
             self.plan.verified_for = None
@@ -580,7 +580,7 @@ class RankModel:
         return next(trace for of, trace in self._traces if of is layout or of == layout)
 
     def _as_offered(self, stored: Mapping[str, T], layout: Layout) -> dict[str, T]:
-        """Return a version's tensors, keyed by the names that the check gave to loaders."""
+        """Return a version's tensors by the names that the shape check gave to loaders."""
         offered = self._trace_of(layout).offered
         names = {**{name: name for name in stored}, **layout.aliases}
         return {name: stored[stored_as] for name, stored_as in names.items() if name in offered}

@@ -110,8 +110,8 @@ class RankReceiver:
             forked=options.forked,
             version=options.version,
             selection=options,
-            # An engine that skips versions, or stays on one, keeps its version for long. Do not
-            # stage this version again: the sender would wait for this receiver to release it.
+            # An engine that skips versions, or stays on one, must not stage the version that it
+            # serves again: it would hold this copy for long, and the sender would wait.
             applied=self._id if options.skips or self._version == options.version else None,
             on_found=self._show_engine,
             attest=self._model.attest if self._attests else None,

@@ -44,7 +44,7 @@ class VersionId(NamedTuple):
         """
         match = VERSION_ID.fullmatch(text)
         if match is None or not 0 < int(match[2]) <= MAX_NUMBER:
-            raise ValueError(f"{text!r:.80} is no version's id, which is RUN-NUMBER")
+            raise ValueError(f"{text!r:.80} is no version's id: an id has the form RUN-NUMBER")
         return cls(match[1], int(match[2]))
 
     def __str__(self) -> str:

@@ -173,8 +173,8 @@ class KeptMappings:
             and mapped.is_unwritten()
         ):
             return mapped
-        # Unmap other files of this buffer, which has only one weights file. Also unmap removed
-        # files, which take up space while they are mapped.
+        # A buffer has one weights file at a time: unmap its earlier ones. Also unmap removed files,
+        # which take up space while they are mapped.
         self._mapped = {
             kept_path: kept
             for kept_path, kept in self._mapped.items()

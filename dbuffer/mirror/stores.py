@@ -400,7 +400,7 @@ class StoreTarget:
 
 
 def state_of_senders(local: DoubleBuffer) -> str | None:
-    """Return how a sender uses a store, for messages, or None if no sender uses it."""
+    """Return a predicate for a message ("is open for writing by a sender"), or None without one."""
     pointer = local.undamaged_pointer()
     manifest = None if pointer is None else local.undamaged_manifest(pointer.buffer)
     if manifest is not None and not manifest.is_copy:

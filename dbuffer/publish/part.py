@@ -72,7 +72,8 @@ def assign_writes(
 ) -> Assignment:
     """Assign a writing rank to each rectangular part ("box") of a tensor that any rank holds.
 
-    ``rows_only``: a rank's file can hold only contiguous boxes, so gather tensors with other boxes.
+    ``rows_only``: a rank's file can hold only contiguous boxes, so one rank gathers each tensor
+    that has another box, and writes it whole.
     """
     written: list[list[Box]] = [[] for _ in boxes]
     gathered: list[int] = []

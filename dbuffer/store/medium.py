@@ -129,7 +129,7 @@ class Medium:
 
 
 def medium_of(path: Path) -> Medium:
-    """Return the medium of ``path``. The path need not exist yet."""
+    """Return the kind of mount that ``path`` is on. The path need not exist yet."""
     mounted, source = _mount_of(real_path(path))
     name = os.environ.get(MOUNT_VARIABLE, "auto")
     if name not in ("local", "network", "auto"):

@@ -142,7 +142,7 @@ def send_saved(
 
 
 def order_of(metadata: Mapping[str, Any]) -> Order:
-    """Return the sort key of a version's checkpoint. Other versions come before all checkpoints."""
+    """Return the key that sorts versions by their checkpoints, those without one first."""
     saved_at, step = metadata.get(SAVED_AT), metadata.get("step")
     if not isinstance(saved_at, float):
         return 0.0, -1

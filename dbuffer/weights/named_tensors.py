@@ -45,7 +45,8 @@ def without_wrappers(name: str) -> str:
 def clean_names(names: Iterable[str]) -> list[str]:
     """Return tensors' names without the parts that wrappers of modules add.
 
-    Wrappers add the parts that `without_wrappers` removes, and ``module.`` before all names.
+    If all names begin with ``module.``, a wrapper added this prefix. For other parts see
+    `without_wrappers`.
     """
     names = [without_wrappers(name) for name in names]
     while names and all(name.startswith(WRAPPER_PREFIX) for name in names):

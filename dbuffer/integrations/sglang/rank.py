@@ -136,7 +136,7 @@ def form_and_loader(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_undone(method: Any) -> bool:
-    """Whether a quantization method restores the form of its parameters before another load."""
+    """Whether a quantization method undoes its repacking of the parameters before another load."""
     undo = getattr(type(method), "restore_weights_before_loading", None)
     without = (QuantizeMethodBase, CompressedTensorsMoEScheme)
     return undo not in (None, *(base.restore_weights_before_loading for base in without))

@@ -337,7 +337,7 @@ def _raise(error: Exception) -> NoReturn:
 def _unless_held(
     function: Callable[..., Any], if_held: Callable[[_Hold, Callable[[], Any]], Any]
 ) -> Callable[..., Any]:
-    """Wrap a core's method, so that ``if_held`` decides what each call during a hold does."""
+    """Wrap a method of vLLM's engine core; ``if_held`` decides what a call does during a switch."""
 
     @functools.wraps(function)
     def call(core: Any, *args: Any, **kwargs: Any) -> Any:
