@@ -626,6 +626,11 @@ class Descriptor(Closing, ProcessBound):
         return self._file.fileno()
 
     def close(self) -> None:
+        if self.is_open:
+            # A child that was just forked still shares the file's lock: it closes its copy of the
+            # file when it first runs, which can be later than this.
+            with contextlib.suppress(OSError):
+                unlock(self.number)
         _close_quietly(self._file)
         self._finalizer.detach()
 

@@ -182,6 +182,29 @@ def test_a_child_forked_while_a_file_is_opened_keeps_no_lock(store):
         assert parent.receive() is False
 
 
+class NeverCleared(set[int]):
+    """Holds a forked child up before it closes the files of its parent."""
+
+    def clear(self) -> None:
+        signal.alarm(60)
+        signal.pause()
+
+
+def test_a_forked_child_that_has_not_run_yet_keeps_no_lock(store, monkeypatch):
+    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
+        publish(sender, 1)
+        load(receiver)
+        monkeypatch.setattr(filesystem, "_forking", NeverCleared())
+        child = os.fork()
+    try:
+        assert not filesystem.is_locked(receiver.record.path)
+        with dbuffer.WeightSender(store) as sender:
+            publish(sender, 2)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_forked_child_that_ends_takes_no_lock_along(store):
     """The child closes its copies of the descriptors; the parent's locks must hold."""
     with dbuffer.WeightSender(store, num_threads=1) as sender:
