@@ -7,8 +7,8 @@ data (`meta_model`). The engine's own loaders load (reload) the first version. `
 versions into the model by direct copies.
 
 In the process that drives the engine, `follower` switches the engine once per call, and
-`background` calls it in a thread until closed. `store_view` reads the store, `reporting` has
-metrics and log, and `server` calls an inference server over HTTP.
+`background` makes these calls in a thread until it is closed. `store_view` reads the store,
+`reporting` has metrics and log, and `server` calls an inference server over HTTP.
 
 Both sides use `contract` (the methods of an engine and its ranks, requests and answers) and
 `engine_options`. The docstring of `follower` lists the steps of a switch.

@@ -113,7 +113,7 @@ class WeightLabel:
 
 
 def describe_weights(version: Lineage | None) -> str:
-    """Describe an engine's weights for a message. If they are not a version, pass None."""
+    """Return a phrase for messages, such as "version 3". Pass None for weights of no version."""
     if version is None:
         return "weights from outside the store (its checkpoint, or another load)"
     return f"version {version.id.number}"
@@ -148,7 +148,7 @@ class EngineFacts:
 class Engine:
     """Inference engine that can follow a store.
 
-    All requests to its ranks go through :meth:`call`, so a subclass can redirect them there.
+    All requests to its ranks go through :meth:`call`. A subclass can override it.
     """
 
     is_server: bool = False
@@ -314,7 +314,7 @@ class EngineRank:
         raise NotImplementedError
 
     def read_draft_checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Read the weights that the draft of a :class:`DraftedModel` was started with."""
+        """Return the weights with which the draft of a :class:`DraftedModel` was started."""
         raise NotImplementedError
 
     def draft_rank(self) -> EngineRank:
@@ -339,7 +339,7 @@ class EngineRank:
 class ModelState:
     """State of one rank's model: the version of its weights, and whether they may be used.
 
-    The model's :class:`RankEndpoint` keeps the state, so that the state outlives each receiver.
+    The model's :class:`RankEndpoint` keeps the state when a new receiver replaces the old one.
     """
 
     version: Lineage | None = None
@@ -380,7 +380,7 @@ class RankRequest:
     """Request to all ranks of an engine.
 
     * ``begin``: follow a store with the request's options, and no other store;
-    * ``reserve``: keep the version that is ready for the next update, or answer an error;
+    * ``reserve``: until the next update, keep the version that is ready, or answer an error;
     * ``update``: switch to a version, and answer with the engine's record;
     * ``acknowledge``: write the engine's record in a thread, and answer with the record;
     * ``attest``: record whether each rank's weights equal the version; answer with the record;

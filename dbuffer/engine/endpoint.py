@@ -290,7 +290,7 @@ def loading(model_of: Callable[[], Any], cause: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def falling_asleep(model: Any, parts: Collection[str], *, is_lost: bool) -> Iterator[None]:
-    """Stop using an engine's memory before a ``with`` block that puts parts of it to sleep.
+    """Make dbuffer stop using engine memory before a ``with`` block puts parts of it to sleep.
 
     ``parts`` are names, such as ``"weights"``. ``is_lost``: whether the engine discards the weights
     without keeping a copy.
@@ -306,7 +306,7 @@ def falling_asleep(model: Any, parts: Collection[str], *, is_lost: bool) -> Iter
 
 @contextlib.contextmanager
 def waking_up(model_of: Callable[[], Any], parts: Collection[str] | None) -> Iterator[None]:
-    """Use ``parts`` of an engine's memory again after a ``with`` block that wakes them up.
+    """Let dbuffer use ``parts`` of an engine's memory again after a ``with`` block that wakes them.
 
     None means all parts.
     """

@@ -189,7 +189,7 @@ class EngineOptions:
         return self.every > 1 or self.when is not None
 
     def may_skip(self, newest: VersionId) -> bool:
-        """Whether the engine may skip the newest version, by an option or a canary's refusal."""
+        """Whether an option, or a canary's refusal of ``newest``, can make the engine skip it."""
         return self.skips or self.refusal(newest) is not None
 
     def takes(self, manifest: Manifest) -> bool:
@@ -224,7 +224,7 @@ class EngineOptions:
         return on_device if self.attest == "auto" else self.attest
 
     def start_mirror(self) -> Mirror | None:
-        """Mirror the store into the local store, or return None if there is no local store."""
+        """Start a mirror of the store into the local store; return None if no mirror is needed."""
         return start_mirror(
             self.store,
             self.local_store,
@@ -245,9 +245,9 @@ class EngineOptions:
         )
 
     def admit(self, request: UpdateRequest) -> UpdateRequest:
-        """Return the request; if the option ``version`` is set, a request for exactly this version.
+        """Return the request or, with the option ``version``, a request for exactly that version.
 
-        If the option is set, and the request is for another version, raise :class:`OptionError`.
+        Raise :class:`OptionError` if the request asks for another version than the option.
         """
         if self.version is None:
             return request
@@ -260,7 +260,7 @@ class EngineOptions:
         )
 
     def has_forked(self, served: Lineage, newest: Lineage) -> bool:
-        """Whether the store's newest version does not descend from the engine's version (a fork).
+        """Whether the store has forked: neither ``served`` nor ``newest`` descends from the other.
 
         If the option ``forked`` is ``"refuse"``, raise :class:`VersionRegressedError` instead of
         returning True.
@@ -321,7 +321,7 @@ class UpdateRequest:
 
     @property
     def goal(self) -> int | VersionId | None:
-        """Version to switch to: an id, or (without a run) a number, or None for the newest."""
+        """Version to switch to: an id if a run is given, else a number, or None for the newest."""
         number = self.version or self.at_least
         return VersionId(self.run, number) if self.run is not None and number else number
 
@@ -347,7 +347,7 @@ def _is_prompt_canary(canary: Any) -> bool:
 
 
 def _is_token_ids(prompt: Any) -> bool:
-    """Whether a prompt is a list of token ids: two or more, as the first has no log-probability."""
+    """Whether a prompt is a list of token ids, at least two: engines do not score the first."""
     is_list = isinstance(prompt, list) and len(prompt) > 1
     return is_list and all(type(token) is int and token >= 0 for token in prompt)
 

@@ -4,10 +4,11 @@
 
 1. `_wait_ready` waits, while the engine serves, until each rank has the version ready to load. The
    ranks reserve the version, so that no newer version replaces it.
-2. `_pause` stops the engine. The engine's caches are dropped before its weights change, since
-   dropping them can fail.
+2. `_pause` stops the engine, and drops the engine's caches. Dropping them can fail, so it happens
+   before the weights change.
 3. `_load`: the ranks agree on the version and load it (`RankReceiver.update`). The first rank
-   returns a record of what the engine serves now; it alone decides whether the switch succeeded.
+   returns a record of what the engine serves now. Only this record decides whether the switch
+   succeeded.
 4. `_label_and_resume` gives the engine the version's label, and ends the pause.
 5. `_acknowledge` lets the first rank write the record into the store, where senders wait for it.
    Then each rank compares its weights with the staged version (attestation), and releases it.
@@ -147,7 +148,7 @@ class Follower(Closing):
 
     @property
     def applied_metadata(self) -> dict[str, Any]:
-        """Metadata of the version :attr:`applied`. If above 1,024 bytes, only its ``step``."""
+        """Metadata of the version :attr:`applied`. If above 1,024 bytes in all, only ``step``."""
         return self._record.metadata if self._record and self._applied else {}
 
     @property
@@ -163,7 +164,7 @@ class Follower(Closing):
         if view is None or applied is None:
             return False
         record = view.readable_record()
-        # If the stored record is older than this follower's, the ranks are still writing a new one.
+        # If the stored record is older than this follower's record, ranks are writing a new one.
         is_older = record is not None and self._is_earlier(record)
         recorded = applied if is_older else served_by(record)
         return (
@@ -330,11 +331,14 @@ class Follower(Closing):
             self._adopt_and_label(record)
 
     def _is_earlier(self, record: ReceiverRecord) -> bool:
-        """Whether a record is older than this follower's, for instance in a restored store."""
+        """Whether a record is older than the record that this follower received last.
+
+        A restored store can have such a record.
+        """
         return self._record is not None and record.updated_at < self._record.updated_at
 
     def _adopt_and_label(self, record: ReceiverRecord | None) -> None:
-        """Note the version in the engine's record, and label the engine's responses with it."""
+        """Keep the engine's record. If its version has changed, set the engine's label to it."""
         applied = served_by(record)
         if applied != self._applied:
             self._label(WeightLabel.of(applied, record.metadata if record else {}))
@@ -710,7 +714,7 @@ class Follower(Closing):
     def _translating(self, step: str) -> TranslatedErrors:
         def translate(error: BaseException) -> None:
             if isinstance(error, Exception) and not isinstance(error, errors.DBufferError):
-                # Errors from another process can have any class, with the worker's message.
+                # An error from another process can have any class: raise dbuffer's, with its text.
                 raise errors.EngineUpdateError(
                     f"{self.engine_id} could not {step}: {error}"
                 ) from error

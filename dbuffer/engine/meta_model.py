@@ -178,8 +178,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for prefix, module in self.model.named_modules():
             lacking = [name for name, tensor in tables_of(module)[0].items() if tensor is None]
             paths = {f"{prefix}.{name}".lstrip("."): name for name in lacking}
-            # This meta model lacks these parameters, unlike the serving model. Expect biases only:
-            # some loaders register a bias while they load. The engine computes the others.
+            # The serving model can have parameters that this copy lacks. Some loaders register a
+            # bias while they load, so expect biases. The engine computes other such parameters.
             late = [path for path, name in paths.items() if name == "bias" and path in shapes]
             self._served_late |= {path: shapes[path] for path in late}
             if paths:
@@ -313,7 +313,7 @@ def built_without_data(make: Callable[[], Any], kind: str, keep: Collection[str]
 
 
 class _NumbersWithData(TorchFunctionMode):
-    """Mode that makes tensors of plain numbers in main memory, where constructors can read them."""
+    """Mode in which `torch.tensor`, `torch.arange` and others make tensors with data on the CPU."""
 
     _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.arange, torch.linspace)
 
@@ -329,8 +329,8 @@ class _NumbersWithData(TorchFunctionMode):
 def _tie_as_serving(model: torch.nn.Module, serving: torch.nn.Module) -> None:
     """Tie the parameters of a copy that are tied in the model that serves.
 
-    An engine may tie a head to the embedding after it has loaded equal values into head and
-    embedding.
+    An engine may tie a head to the embedding after it has loaded equal values into both. The copy
+    has no values, so it cannot show such a tie.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     firsts: dict[tuple[int, int], str] = {}

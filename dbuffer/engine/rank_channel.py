@@ -133,7 +133,7 @@ class RankChannel:
         store.set(keys[self.rank], json.dumps(answer))
         self._readable.append(keys[self.rank])
         started = time.monotonic()
-        # Look for lost ranks late: looking takes time, and the engine may be paused.
+        # Wait before the first look for lost ranks: a look takes time, and a pause may be running.
         look_for_lost_s = TIMING.look_s
         while not (store.check(keys) or is_given_up.is_set()):
             waited_s = time.monotonic() - started
@@ -155,7 +155,7 @@ class RankChannel:
     ) -> None:
         """Raise :class:`RankFailedError` if a rank without an answer will not answer this step.
 
-        It is dead, it has stopped waiting in this step, or (``is_over``) its time is over.
+        The rank has ended, or has given the step up, or the time for answers is over (``is_over``).
         """
         problems = []
         for rank, key in enumerate(keys):

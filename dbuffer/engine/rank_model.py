@@ -200,8 +200,8 @@ class RankModel:
             if switch is not None and switch.plan.verified_for is not None:
                 try:
                     self._add_patches(switch, snapshot)
-                # For instance, memory may be short for a moment. The version is then copied without
-                # patches.
+                # Making patches fails, for instance, if memory is short. The version is then copied
+                # without patches.
                 except Exception as error:  # noqa: BLE001
                     log_copied_whole(error)
             return switch
@@ -242,8 +242,8 @@ class RankModel:
     def _change_trace(self, trace: LoadTrace) -> None:
         """Begin to plan for another layout of published tensors.
 
-        If the two layouts differ only by a draft, keep the old plan for the return of its layout.
-        Otherwise, drop the old plan.
+        If the two layouts differ only by a draft, keep the old plan, because versions of its
+        layout may follow. Otherwise, drop the old plan.
         """
         last, earlier = self._planning, self._planning_before
         self._planning, self._planning_before = _Planning(trace), None
@@ -297,9 +297,10 @@ class RankModel:
         return images
 
     def _changed_loader(self, plan: CopyPlan, tensors: Tensors) -> str | None:
-        """Load a random parameter through its loader; return its name if the trace is wrong.
+        """Load one random parameter through its loader, to compare the result with planned copies.
 
-        Return None if the trace is right, or if loaders cannot load this parameter alone.
+        Return the parameter's name if the two differ. Return None if they are equal, or if loaders
+        cannot load this parameter alone.
         """
         if not self._rechecks_loaders or not plan.traced:
             return None
@@ -340,13 +341,15 @@ class RankModel:
         """Compare the model with ``staged``, the version that was loaded last.
 
         Return the names of parameters and layers that differ or were replaced. Return None if the
-        version has no verified copies to compare with, if the weights must not be read, or once
-        ``is_wanted`` returns False. Layers that are left to the engine's reload are not compared.
+        comparison did not finish: the version has no verified copies, the weights are asleep or
+        unknown, an error occurred, or ``is_wanted`` returned False. Layers that are left to the
+        engine's reload are not compared.
         """
         switch = self._switch_of(staged)
         try:
             return None if switch is None else self._differing(switch, is_wanted)
-        # The device may be out of memory, for instance. The record then names no attestation.
+        # The comparison fails, for instance, if the device is out of memory. The record then names
+        # no attestation.
         except Exception as error:  # noqa: BLE001
             message = "the engine's weights could not be compared with the published ones: %s"
             log_once(logger, message, described(error))
@@ -511,8 +514,8 @@ class RankModel:
         """Treat the weights as unknown, so that the next version is not patched onto them."""
         self._loaded = self._digest = None
         self._drop_plan_of_replaced()
-        # A verification cannot vary the tensors in ``verified_for``, so the plan was verified only
-        # for the values that they had. The values may have changed since: verify the plan again.
+        # A verification loads no other values for the tensors in ``verified_for``, so it is right
+        # only for the values that they had. The values may have changed: verify the plan again.
         for planning in (self._planning, self._planning_before):
             if planning is not None and planning.plan is not None and planning.plan.verified_for:
                 planning.plan.verified_for = None
@@ -580,7 +583,7 @@ class RankModel:
         return next(trace for of, trace in self._traces if of is layout or of == layout)
 
     def _as_offered(self, stored: Mapping[str, T], layout: Layout) -> dict[str, T]:
-        """Return a version's tensors by the names that the shape check gave to loaders."""
+        """Return a version's tensors to load, keyed by the names that passed the shape check."""
         offered = self._trace_of(layout).offered
         names = {**{name: name for name in stored}, **layout.aliases}
         return {name: stored[stored_as] for name, stored_as in names.items() if name in offered}

@@ -76,8 +76,8 @@ class RankReceiver:
         self._attempt: str | None = None
         self._is_on_trial = options.canary is not None
         self._attests = options.attests(on_device=rank.on_device)
-        # Start the mirror before this receiver reads local_store: the start waits until versions of
-        # replaced runs are gone from there.
+        # Start the mirror before this receiver reads local_store. The start returns once no version
+        # of a replaced run is left there.
         self._mirror = options.start_mirror()
         receiver = options.make_receiver(rank_id(engine_id, self.ranks.rank))
         token = options.record_token
@@ -110,8 +110,8 @@ class RankReceiver:
             forked=options.forked,
             version=options.version,
             selection=options,
-            # An engine that skips versions, or stays on one, must not stage the version that it
-            # serves again: it would hold this copy for long, and the sender would wait.
+            # If the engine skips versions, or stays on one, do not stage its present version once
+            # more: this rank would keep the copy for long, and the sender would wait for it.
             applied=self._id if options.skips or self._version == options.version else None,
             on_found=self._show_engine,
             attest=self._model.attest if self._attests else None,
@@ -202,8 +202,8 @@ class RankReceiver:
             # The failed rank may continue, and load the version alone: ranks would then differ.
             raise EngineBrokenError(self._refuse(str(error))) from None
         except (EngineUpdateError, EngineBrokenError, EngineBusyError, OptionError):
-            # All ranks raise this error, so the record can name the attempt. After any other error,
-            # the weights of other ranks are unknown, and the record must not name the attempt.
+            # All ranks raise this error, so the record is right, and names the attempt. After any
+            # other error, the weights of other ranks are unknown: the record must not name it.
             self._write_record()
             raise
         finally:
@@ -231,9 +231,9 @@ class RankReceiver:
                 if staged is None or staged.version != highest:
                     self._stager.release()
             elif len(ids) > 1:
-                # All ranks named the same number. If their ids are of two runs, take the version
-                # again. If an id is empty, only some ranks have loaded the version already: then
-                # all ranks must load it.
+                # All ranks named the same number, but different ids: take the version again. Either
+                # the ids are of two runs, or some ranks sent an empty id, because they have loaded
+                # the version already. In the second case, all ranks must load it.
                 must_load = "" in ids
                 self._stager.release()
             else:
@@ -276,7 +276,7 @@ class RankReceiver:
                 version = staged.id
                 del staged  # never keep two versions in memory at once
                 staged = self._take_whole(version)
-        # All ranks must learn of any error: they wait for this rank's offer.
+        # Return any error instead of raising it: all ranks wait for this rank's answer.
         except Exception as error:  # noqa: BLE001
             return None, error
         return staged, None
@@ -330,8 +330,8 @@ class RankReceiver:
     ) -> list[_Offer]:
         """Exchange offers, the results of *prepare*, with all ranks.
 
-        Return the offers, or raise an error if a rank has a problem. vLLM's contract requires a
-        ``ValueError`` for a request that is invalid on all ranks.
+        Return the offers, or raise an error if a rank has a problem. If the request is invalid on
+        all ranks, raise :class:`OptionError`: vLLM's contract requires a ``ValueError``.
         """
         offer = _Offer(self._version)
         if staged is not None:
@@ -443,8 +443,9 @@ class RankReceiver:
     def attest(self) -> bool:
         """Note in the engine's record whether all ranks' weights equal the version.
 
-        Return whether to write the record now. Return False if a rank has not compared its weights
-        yet, or if weights differ: they are then treated as unknown, and the record is written.
+        Return True if the caller must write the record now. Return False if a rank has not compared
+        its weights yet. If weights differ, treat them as unknown, write the record at once, and
+        return False.
         """
         result = [self._stager.differing] if self._is_compared else None
         answers = self.ranks.gather(result, begins=True)

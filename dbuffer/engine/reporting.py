@@ -148,7 +148,7 @@ class FollowerReport:
 
     def _set(self, **values: float | None) -> None:
         """Set gauges by their names. Remove a gauge if its value is unknown (None)."""
-        # Prometheus-client cannot remove a gauge from the files of several processes.
+        # Set NaN: prometheus-client cannot remove a gauge from the files of several processes.
         unknown = math.nan if "PROMETHEUS_MULTIPROC_DIR" in os.environ else None
         for name in values.keys() & self._families.keys():
             value = unknown if values[name] is None else values[name]

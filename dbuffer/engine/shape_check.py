@@ -78,7 +78,7 @@ class ShapeCheck:
         surplus = [
             str(spec)
             for spec in further
-            # If an embedding or a head has read the tensor, its other names need no place.
+            # If an embedding or a head loads a tensor, its other names need no place in the model.
             if stored[spec.name] not in self._meta.recorder.embedded
             if spec.name not in self._meta.names
         ]
@@ -145,7 +145,8 @@ class ShapeCheck:
         specs = list(specs)
         while specs and len(unknown) < _MAX_UNKNOWN:
             tensors, refused, _ = self._offer(specs)
-            # If loaders have read the tensor, they know its name: `_load` will raise their error.
+            # If loaders have read the tensor, they know its name, and refuse it for another reason:
+            # `_load` will raise this error.
             if refused is None or refused.name in self._meta.recorder.read:
                 break
             unknown.add(refused.name)
@@ -252,7 +253,7 @@ class UnusedTensors:
         tensor."""
 
     def check(self, trace: LoadTrace) -> None:
-        """Refuse versions with tensors that the model has no place for.
+        """Refuse a version, or warn, if the model has no place for some of its tensors.
 
         If the ranks form a pipeline, :meth:`check_pipeline` does this instead.
         """

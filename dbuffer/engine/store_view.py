@@ -59,7 +59,7 @@ class StoreView:
     # Records of the engine and its ranks
 
     def note_records(self) -> None:
-        """Note which records of the engine and its ranks are in the store."""
+        """Note the engine's and ranks' records in the store, for :meth:`has_lost_records`."""
         ids = (self.engine_id, *self._rank_ids)
         self._seen |= {name for name in ids if self._record(name) is not None}
 
@@ -68,7 +68,7 @@ class StoreView:
         return any(self._record(name) is None for name in self._seen)
 
     def engine_record(self) -> ReceiverRecord | None:
-        """Return the record of this start of the engine, or None.
+        """Return the record that the engine has written since its start, or None.
 
         Ignore records of other starts.
         """
@@ -89,7 +89,7 @@ class StoreView:
     # Versions
 
     def leads_on(self, version: Lineage) -> bool:
-        """Whether the store's newest version descends from a version.
+        """Whether no fork separates ``version`` from the store's newest version.
 
         Return True if the newest version cannot be read now.
         """
@@ -109,10 +109,10 @@ class StoreView:
     ) -> int | VersionId | None:
         """Return the version to switch to, or None if the engine is to keep its version.
 
-        By default, this is the store's newest version, or ``at_least`` if it is above the newest.
-        The options can make the engine skip or stay on versions, but ``until_done`` does not keep a
-        version after a fork. Raise an error if the version of the option ``version`` is gone from
-        the store, or if the mirror has ended.
+        The version to switch to is the newest that the engine does not skip, or ``at_least`` if
+        that is above. With the option ``version``, it is only that version. With ``until_done``,
+        the engine keeps its version, unless the store has forked or ``at_least`` is above it.
+        Raise an error if the version of the option ``version`` is gone, or if the mirror has ended.
         """
         if self._mirror is not None and (error := self._mirror.error) is not None:
             raise errors.EngineUpdateError(

@@ -208,7 +208,7 @@ def _set_all(attributes: Sequence[_Changed]) -> None:
 
 
 def _changed_by(changed: Sequence[tuple[Any, Any]]) -> Iterator[_Changed]:
-    """Yield the tensors and attributes that differ between live objects and processed copies."""
+    """Yield tensors and attributes that differ in a pair of a live object and a processed copy."""
     copies = {id(copy) for _, copy in changed}
     layer, shadow = changed[0]
     for processed, live in zip(tables_of(shadow), tables_of(layer), strict=True):
@@ -228,7 +228,7 @@ def _changed_by(changed: Sequence[tuple[Any, Any]]) -> Iterator[_Changed]:
 
 
 def _waiting(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor; if it is on a device, return a copy in page-locked main memory."""
+    """Return a copy of a CUDA tensor in page-locked main memory, and any other tensor itself."""
     if not tensor.is_cuda:
         return tensor
     shape, stride, dtype = form_of(tensor)

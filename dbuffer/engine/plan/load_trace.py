@@ -169,7 +169,7 @@ class LoadRecorder:
         self._sources[storage_of(tensor)] = (name, tensor)
 
     def note_result(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Note the result of an operation, if it is computed from the model's tensors."""
+        """Note which tensor of the model an operation's result was computed from, if any."""
         with self._lock:
             origins = map(self._origin_of, _tensors_in((args, kwargs)))
             origin = next(filter(None, origins), None)
@@ -197,7 +197,7 @@ class LoadRecorder:
         self._refused[name] = "is registered by its loader"
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note an operation that is about to run."""
+        """Record which tensors an operation that is about to run will write, and with what."""
         if not func._schema.is_mutable:  # noqa: SLF001 - there is no public way
             return
         with self._lock:

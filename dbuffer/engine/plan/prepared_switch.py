@@ -142,7 +142,7 @@ class PreparedSwitch:
         yield from ((image.name, image.copies()) for image in self.images)
 
     def of(self, tensors: Tensors) -> PreparedSwitch:
-        """Return a switch that reads other tensors with equal content, keyed by stored names."""
+        """Return an equal switch that reads from ``tensors``, which are keyed by stored names."""
         offered = {name: tensors[self.aliases.get(name, name)] for name in self.tensors}
         patches = self.patches
         if patches is not None and patches.copies:  # the copies in the patches read the old tensors
@@ -260,8 +260,8 @@ class PreparedSwitch:
                 )
                 return self.copies
             self.patches.apply(copier)
-        # For instance, the device may have no memory left. Copying everything needs no additional
-        # memory, and overwrites values that were patched.
+        # Patching fails, for instance, if the device has no memory left. A copy of everything needs
+        # no additional memory, and overwrites values that were patched.
         except Exception as error:  # noqa: BLE001
             log_copied_whole(error)
             return self.copies
@@ -350,7 +350,7 @@ def _laid_out(
 
 
 def log_copied_whole(error: Exception) -> None:
-    """Log that a version could not be patched."""
+    """Log that a version is copied whole, because patching its changes failed."""
     message = "a version is copied whole, as patching its changes failed: %s"
     log_once(logger, message, described(error))
 

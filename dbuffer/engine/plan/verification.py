@@ -311,8 +311,8 @@ class Verifier:
 def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
     """Return the layers nearest to ``place``, the name of a change in a fingerprint.
 
-    They are all layers inside the innermost module around ``place`` that has any. If no module has
-    any, return all ``layers``.
+    Find the innermost module around ``place`` that contains some of ``layers``, and return those
+    layers. If no module does, return all ``layers``.
     """
     matched = _MODULES.match(place)
     path = re.findall(r"\['([^']+)'\]", matched[0]) if matched else []  # a target has no name
@@ -324,12 +324,12 @@ def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
 
 
 def _stand_in(tensor: torch.Tensor, number: float, *, is_reloaded: bool) -> torch.Tensor:
-    """Return a tensor of the same form with other elements, or the tensor if they cannot vary.
+    """Return a tensor of the same form with other elements, or ``tensor`` if no other are possible.
 
     Fill a floating-point tensor with ``number``, or with twice ``number`` if its first element is
     already ``number``. Integers may be indices or codes, so use only integers from the tensor.
-    ``is_reloaded``, whether each switch reloads the tensor: if so, fill it with its last integer.
-    If not, reverse a matrix and fill half of it with one integer, and return a vector unchanged.
+    If each switch reloads the tensor (``is_reloaded``), fill it with its last integer. Otherwise,
+    reverse a matrix and fill half of it with one integer, and return a vector unchanged.
     """
     if not tensor.numel():
         return tensor
