@@ -5,8 +5,8 @@ SGLang calls `load_from_store` on all ranks, between two steps. An error would e
 follower reads.
 
 The first call of `load_from_store` also wraps functions of SGLang, to detect calls that write or
-discard weights without dbuffer. The dispatch table of a running engine already has the functions
-that SGLang calls first. They cannot be wrapped any more, so dbuffer wraps functions that they call.
+discard weights without dbuffer. A scheduler calls its methods through a table that it fills at its
+start, so wrapping those methods later has no effect. dbuffer wraps functions that they call.
 """
 
 from __future__ import annotations
@@ -77,15 +77,18 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
     if endpoint.receiver is not None:
         endpoint.receiver.record_problem(str(answer))
     elif (options := request.options) and get_parallel().tp_group.rank_in_group == 0:
-        # Without a receiver, nothing else writes the engine's record. So the first rank writes the
-        # problem into the record.
+        # This rank follows no store, so no receiver writes the engine's record. The first rank
+        # writes the problem into the record, where the follower reads it.
         record = RecordFile(Path(options.read_store), options.engine_id or "")
         record.write(token=options.record_token, problem=str(answer))
         record.close()
 
 
 def watch_scheduler() -> None:
-    """Detect calls in this scheduler process that write or discard weights. Idempotent."""
+    """Wrap SGLang's functions that write or discard weights, so that dbuffer notices each call.
+
+    If the functions are wrapped already, do nothing.
+    """
     functions: list[tuple[Any, str, Callable[..., AbstractContextManager[None]]]] = [
         *((WeightUpdater, name, functools.partial(_loading, name)) for name in _LOADS),
         # SGLang calls the first function before it releases the memory of weights, and the second

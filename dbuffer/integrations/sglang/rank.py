@@ -28,7 +28,7 @@ from dbuffer.weights.sources import fetch
 class SchedulerRank(EngineRank):
     """One rank of an SGLang engine."""
 
-    reports_sleep = False  # of a cache's memory that SGLang releases, it tells dbuffer nothing
+    reports_sleep = False  # dbuffer does not notice when SGLang releases a cache's memory
 
     def __init__(self, model: Any) -> None:
         self.module = model
@@ -40,8 +40,9 @@ class SchedulerRank(EngineRank):
         return options.engine_id or ""  # the follower chose the id
 
     def make_check(self) -> ShapeCheck:
-        """Return a check of published weights, which uses a copy of the model without data.
+        """Return a check of whether published weights fit this model.
 
+        The check loads tensors without data, of the same names and shapes, into a model copy.
         Call this method in the scheduler's thread.
         """
         model = self.module
@@ -136,7 +137,7 @@ def form_and_loader(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_undone(method: Any) -> bool:
-    """Whether a quantization method undoes its repacking of the parameters before another load."""
+    """Whether a quantization method can restore the parameters that it packed, to load again."""
     undo = getattr(type(method), "restore_weights_before_loading", None)
     without = (QuantizeMethodBase, CompressedTensorsMoEScheme)
     return undo not in (None, *(base.restore_weights_before_loading for base in without))

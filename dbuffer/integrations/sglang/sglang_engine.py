@@ -34,9 +34,9 @@ LOADER = "dbuffer.integrations.sglang.load_from_store"
 _PAUSES = {"keep": "retract", "abort": "abort"}
 """Names of dbuffer's pause modes in SGLang, which has no mode that waits for requests to finish."""
 
-# In a session for the target model, SGLang would restore the weights at the start and pack them at
-# the end. But dbuffer's ranks restore and pack weights in one call, after they have agreed to load.
-# So dbuffer's sessions are for the draft model, which the engine does not have.
+# dbuffer updates an engine in SGLang's update session. In a session for the target model, SGLang
+# would restore the weights at the start and pack them at the end. But dbuffer's ranks do both in
+# one call. So the session is for a draft model: the engine has none, so SGLang changes nothing.
 _SESSION = "draft"
 
 
@@ -85,7 +85,10 @@ def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
 
 
 class _Sglang(Engine):
-    """Engine of SGLang, which does not return its ranks' answers to requests."""
+    """Common code of SGLang's engines.
+
+    SGLang does not return its ranks' answers, so the follower reads results from the store.
+    """
 
     pauses = tuple(_PAUSES)
 
@@ -126,7 +129,10 @@ def _refusal(options: EngineOptions) -> RankAnswer:
 
 
 class OfflineEngine(_Sglang):
-    """``Engine`` of an ``sglang.Engine`` in this process, which is idle between its calls."""
+    """``Engine`` of an ``sglang.Engine``, which computes only during its calls.
+
+    `pause` therefore only flushes the engine's caches.
+    """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

@@ -1,8 +1,9 @@
 """vLLM engines that follow a store: an ``LLM``, an ``AsyncLLM`` or a server.
 
-In each worker of vLLM, `plugin` installs `backend` and `rank`, which use the same `RankEndpoint`.
-`workers` detects vLLM's own writes of weights. In vLLM's engine core, `core` labels each token with
-a version, and pauses the engine. In the front end, `vllm_engine` drives an engine; `requests` and
+`plugin` adds dbuffer's code to each process of vLLM. In the workers, `backend` answers calls of
+vLLM's weight transfer, `rank` loads versions into the model, and `workers` detects vLLM's own
+writes of weights. In the engine core, `core` labels each token with a version, and pauses the
+engine. In the front end, `vllm_engine` sends a follower's calls to the engine; `requests` and
 `responses` report versions to a server's clients.
 
 vLLM loads dbuffer's plugin, and so this package, while vLLM itself is being imported. So importing

@@ -152,7 +152,7 @@ class FollowedAdapter:
 
     @property
     def label(self) -> WeightLabel:
-        """Label of the version that new requests for the adapter use; unknown if there is none."""
+        """Label of the adapter's version for new requests. Unknown until a version is loaded."""
         request, newest = self._requests.get(self.name), self._receiver.last_seen
         _, label = getattr(request, ADAPTER, (None, WeightLabel()))
         if newest is None or label.run in (None, newest.id.run):

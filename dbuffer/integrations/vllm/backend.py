@@ -158,7 +158,7 @@ class CallbackEngine:
 
 
 class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Worker's half of vLLM's weight transfer, which calls the rank's :class:`RankEndpoint`.
+    """Worker's half of vLLM's weight transfer: passes vLLM's calls to a :class:`RankEndpoint`.
 
     A worker follows its store after ``init_transfer_engine``, or from its start if the engine's
     ``additional_config["dbuffer"]`` names a store. ``update_weights`` replaces all weights in one
@@ -225,8 +225,8 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             request = error
         self._update(request)
 
-    # These methods get a function as in vLLM before 0.25, to load weights or apply patches. They
-    # ignore the function, because they load weights through vLLM's reload.
+    # vLLM before 0.25 passes a function that loads weights or applies patches. The next two methods
+    # accept such a function but ignore it, because they load weights through vLLM's reload.
 
     def receive_weights(
         self, update_info: DBufferUpdateInfo, _load_weights: Callable[..., Any] | None = None

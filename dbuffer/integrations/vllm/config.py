@@ -44,7 +44,7 @@ def default_engine_id(instance_id: str) -> str:
 
 
 def replica_name(index: int) -> str:
-    """Return a data-parallel replica's suffix to the name of its engine. Replica 0 has none."""
+    """Return the end of a data-parallel replica's engine id, which is empty for replica 0."""
     return f".dp-{index}" if index else ""
 
 
@@ -168,7 +168,10 @@ def _get(config: Any, name: str) -> Any:
 
 
 def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
-    """Read the facts about an engine of this process. Require that vLLM loads dbuffer's plugin."""
+    """Read the facts about an ``LLM`` or ``AsyncLLM`` in this process.
+
+    Raise :class:`UnsupportedError` if vLLM does not load dbuffer's plugin.
+    """
     from vllm.plugins import load_general_plugins
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 

@@ -77,8 +77,9 @@ def _state_of(core: Any) -> _CoreState:
 
 
 def label_cores(core: Any) -> None:
-    """Make ``EngineCore`` keep a label, and set it to unknown before writes without dbuffer.
+    """Make ``EngineCore`` keep a weight label, and attach it to the outputs of each step.
 
+    Before a call that writes weights without dbuffer, the core sets the label to unknown.
     ``core`` is vLLM's class ``EngineCore``.
     """
     if hasattr(core, LABEL):
@@ -250,9 +251,9 @@ def _pause(core: Any, mode: str) -> Any:
     """Pause a core. Return a future that completes with the pause, or None if it is complete."""
     if not _steps_with_others(core) or not core.is_scheduler_paused():
         return core.pause_scheduler(mode, False)
-    # This core is already paused. If a paused core is paused again, vLLM makes it step once more,
-    # together with the other cores. But a core whose two pauses ended together does not step, so
-    # this core would wait for it forever. So complete the second pause without a step.
+    # This core is already paused. To complete a second pause, vLLM would make this core step and
+    # wait for the other cores. If another core got both pauses before it stepped, that one step
+    # completed both, and this core would wait forever. So complete this pause without a step.
     core._pause_complete = lambda: not core.has_work()  # noqa: SLF001
     try:
         return core.pause_scheduler(mode, False)

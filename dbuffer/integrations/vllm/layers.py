@@ -1,6 +1,6 @@
-"""Copies of vLLM's layers: without data, to check versions, or processed, to switch to them.
+"""Copies of vLLM's layers, with which dbuffer checks a version or prepares a switch.
 
-`VllmMetaModel` is a copy of a vLLM model without data, which checks published weights.
+`VllmMetaModel`, a copy of a model without data, checks whether published weights fit the model.
 
 After vLLM has loaded a layer, it calls ``process_weights_after_loading`` of the layer's
 quantization method, which packs or quantizes the weights. `packs`, `pack` and `computed` implement
@@ -46,8 +46,9 @@ _HOOK = "process_weights_after_loading"
 def vllm_shape_check(
     vllm_config: Any, serving: torch.nn.Module, draft: Draft | None = None
 ) -> ShapeCheck:
-    """Return a check of published weights, which uses a copy of the serving model without data.
+    """Return a check of whether published weights fit the serving model.
 
+    The check loads tensors without data, of the same names and shapes, into a copy of the model.
     If ``draft`` is given, ``serving`` is a :class:`DraftedModel` or a :class:`DraftAlone`.
     Call this function on the worker's main thread.
 
@@ -146,7 +147,7 @@ def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _expert_maps_with_data() -> Iterator[None]:
-    """Create maps from experts to ranks with data, on the CPU: weight loaders read these maps."""
+    """Let vLLM create its maps from experts to ranks on the CPU: weight loaders read these maps."""
     make = ExpertMapManager.__init__
 
     def make_with_data(*args: Any, **kwargs: Any) -> None:
@@ -163,7 +164,7 @@ def _expert_maps_with_data() -> Iterator[None]:
 def _unwrap_online_quantization(tensor: Any) -> None:
     """Remove vLLM's wrapper for online quantization from the loader of a tensor.
 
-    Call this before `MetaModel` wraps the loader: vLLM finds its wrapper only outside of others.
+    Call this before `MetaModel` wraps the loader, which would hide vLLM's wrapper.
     """
     loader = getattr(tensor, "weight_loader", None)
     while getattr(loader, "__name__", None) == "online_process_loader":
@@ -172,7 +173,10 @@ def _unwrap_online_quantization(tensor: Any) -> None:
 
 
 class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
-    """Meta model that counts loaded elements, to know when vLLM's reload would finish a layer."""
+    """Meta model that counts the loaded elements of each layer, as vLLM's reload does.
+
+    vLLM's reload processes a layer once its count is complete, and skips tensors that come later.
+    """
 
     def __init__(self, model: torch.nn.Module, serving: torch.nn.Module, tp_size: int) -> None:
         super().__init__(
@@ -214,8 +218,8 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
 
         vLLM finishes a layer when it has counted as many loaded elements as the layer has. If the
         parts of a fused layer share a scale, vLLM counts the scale once for each part, and finishes
-        the layer too early. Accept skipped tensors whose values were loaded before: a tied tensor
-        under its second name, and integers about packing, which are equal in all parts.
+        the layer too early. A skipped tensor is accepted if its values were loaded before: a tied
+        tensor under its second name, or integers about packing, which are equal in all parts.
         """
         if not count or id(tensor) not in self._layers:
             return
@@ -298,7 +302,10 @@ def _find_optional(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def packs(layer: torch.nn.Module, *, is_as_loaded: bool) -> bool:
-    """Whether vLLM packs or quantizes the weights of a layer after loading them."""
+    """Whether vLLM processes a layer's weights after loading, so that plain copies don't suffice.
+
+    ``is_as_loaded``: whether the layer's parameters still have the form that loaders fill.
+    """
     method = getattr(layer, "quant_method", None)
     # Scales of KV caches do not count: vLLM processes them later, with the attention layers.
     if isinstance(method, (UnquantizedFusedMoEMethod, BaseKVCacheMethod)):
@@ -310,7 +317,10 @@ def packs(layer: torch.nn.Module, *, is_as_loaded: bool) -> bool:
 
 
 def pack(shadow: Any, layer: torch.nn.Module) -> list[tuple[Any, Any]]:
-    """Pack or quantize the weights of a shadow (a copy of a layer), as vLLM does after loading."""
+    """Pack or quantize the weights of a shadow (a copy of a layer), as vLLM does after loading.
+
+    Return pairs: an object of the layer that takes part in packing, such as a kernel, and its copy.
+    """
     _restore_form(shadow, layer)
     copies: dict[int, tuple[Any, Any]] = {}
     _copy_hooks(shadow, copies)
@@ -328,7 +338,10 @@ def pack(shadow: Any, layer: torch.nn.Module) -> list[tuple[Any, Any]]:
 
 
 def computed(layer: Any) -> torch.Tensor | None:
-    """Return a layer's output for a fixed input, or None if the layer's input width is unknown."""
+    """Return a layer's output for a fixed input, to compare the layer before and after packing.
+
+    Return None if the width of the layer's input is unknown.
+    """
     widths = ("embedding_dim", "input_size_per_partition", "input_size")
     width = next((getattr(layer, name) for name in widths if hasattr(layer, name)), None)
     if width is None:
@@ -368,9 +381,9 @@ def has_optional_scales(module: torch.nn.Module) -> bool:
 def onednn_kernels_keep_scales(dtype: torch.dtype) -> Iterator[None]:
     """Make vLLM create int8 CPU kernels that keep their scales alive and compute in ``dtype``.
 
-    oneDNN keeps only the address of the scales. vLLM's reload (0.28 to 0.33) frees the scales after
-    a copy, so the kernel would read memory that was reused. vLLM's own kernels compute in torch's
-    default dtype, which this thread must not set, because it would change for the engine too.
+    oneDNN keeps only the address of the scales. vLLM's reload (0.28 to 0.33) copies the scales and
+    frees the original, so the kernel would read memory that was reused. vLLM's own kernels compute
+    in torch's default dtype. This thread must not set it, because it is also the engine's default.
     """
     make = _custom_ops.create_onednn_scaled_mm
 

@@ -73,7 +73,7 @@ class WorkerRank(EngineRank):
     """One rank of a vLLM engine."""
 
     module: Any
-    # `lora_manager` has vLLM's adapters. `online_quantization_time` is a duration.
+    # Attributes that are not weights, besides dbuffer's own: KV caches, LoRA adapters, a duration.
     not_weights = ("kv_cache", ENDPOINT_ATTR, "lora_manager", "online_quantization_time")
 
     def __init__(
@@ -152,7 +152,8 @@ class WorkerRank(EngineRank):
             parts.append((self._draft.model, self._draft.model_config))
         for part, _ in parts:
             initialize_layerwise_reload(part)
-        # vLLM keeps the tensors of incomplete layers as views, so no order of tensors costs memory.
+        # Until a layer is complete, vLLM keeps views of its tensors. Views need no memory, so the
+        # tensors can come in any order.
         with parameters_stay_in_place(before, weights) as settled:
             self.module.load_weights(settled)
         loaded = [module for module in self.module.modules() if has_loaded(module)]
@@ -185,7 +186,7 @@ class WorkerRank(EngineRank):
         return () if self._draft is None else self._weights_of_draft(self._draft)
 
     def _weights_of_draft(self, draft: Draft) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the draft model's start weights, with their names in a published version."""
+        """Yield the draft's weights from its checkpoint, by their names in a published version."""
         config = self._vllm_config
         of_draft = getattr(config.speculative_config, "draft_load_config", None)
         weights = _read_again(of_draft or config.load_config, draft.model_config, draft.model)
@@ -239,8 +240,8 @@ class WorkerRank(EngineRank):
 class DraftRank(WorkerRank):
     """Draft model of one rank of a vLLM engine, which follows a store of its own.
 
-    Layers that the draft shares with its target are loaded with the target. If other layers share
-    parameters with the target, the draft cannot follow a store of its own.
+    Loading the target also loads the layers that the draft shares with it. If any other layer of
+    the draft contains a parameter of the target, the draft cannot follow a store of its own.
     """
 
     def __init__(self, vllm_config: Any, target: Any, device: Any, draft: Draft) -> None:
@@ -265,7 +266,7 @@ class DraftRank(WorkerRank):
         return ((name.removeprefix(DRAFT_PREFIX), tensor) for name, tensor in weights)
 
     def refuse_to_serve(self, reason: str) -> None:
-        """Log the reason and go on, because the target model replaces wrong proposals."""
+        """Log the reason, but keep serving: the target model corrects the draft's wrong tokens."""
         logger.error("the engine's draft proposes worse tokens: %s", reason)
 
 
@@ -435,9 +436,9 @@ def without_warnings() -> Iterator[None]:
 
 
 def restore_absent_names(before: list[LayerTensors]) -> None:
-    """Restore parameters that are None, which vLLM's reload removes from their layers.
+    """Restore the names of parameters that are None, which vLLM's reload deletes.
 
-    If a kernel holds a weight, the parameter is None. After removal, reading it would fail.
+    A parameter is None if a kernel has the weight instead. Reading a deleted name would fail.
     """
     for module, tensors in before:
         for table, table_before in zip(tables_of(module), tensors, strict=True):
@@ -455,7 +456,7 @@ def repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
     owners = {id(weight): module for module in loaded for weight in module.parameters(False)}
     module: Any
     for module in model.modules():
-        # Read the layer's own table: ``module.weight`` of a LoRA wrapper is its inner layer's.
+        # Read the layer's own table: ``weight`` of a LoRA wrapper returns its inner layer's weight.
         owner = owners.get(id(tables_of(module)[0].get("weight")))
         if owner is None or owner is module or not has_cpu_kernel(module):
             continue

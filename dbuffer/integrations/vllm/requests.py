@@ -58,7 +58,10 @@ def unmet_by(label: WeightLabel, min_version: int) -> str | None:
 def values_by_name(
     pairs: Iterable[tuple[str, str]], names: tuple[str, ...], prefix: str = ""
 ) -> dict[str, str]:
-    """Return the values of ``names``. Ignore pairs without the prefix; refuse unknown names."""
+    """Return the headers or query parameters in ``names``, as a dictionary.
+
+    Skip names that do not begin with ``prefix``, and refuse other names that are not in ``names``.
+    """
     values: dict[str, str] = {}
     for name, value in pairs:
         if not name.startswith(prefix):
@@ -95,8 +98,9 @@ def _number(kind: Any, name: str, text: str, rule: str) -> Any:
 class Outlook:
     """Reads labels of weights, for requests that wait for a version.
 
-    The labels are of an engine's cores or, with ``adapter``, of a LoRA adapter that follows its own
-    store. ``follower`` is None in an API server whose engine is followed by another API server.
+    The labels come from an engine's cores. If ``adapter`` is given, the label is that of a LoRA
+    adapter, which follows its own store. ``follower`` is None if another API server of the same
+    engine follows the store.
     """
 
     def __init__(
@@ -173,7 +177,10 @@ class Outlook:
         return [WeightLabel.decode(text) for text in answers.result()]
 
     def done(self) -> int | None:
-        """End ``until_done``: let the engine switch again. Return its version, or None."""
+        """Let the engine switch again, if the option ``until_done`` made it keep its version.
+
+        Return the engine's version. Return None if it has none, or another API server follows.
+        """
         if self._follower is None:
             return None
         version = self._follower.applied
@@ -186,7 +193,7 @@ class Outlook:
 
 
 async def readiness(outlook: Outlook, requirement: Requirement) -> JSONResponse:
-    """Answer a request to the route ``/ready`` with the label of each replica."""
+    """Answer ``/ready`` with each replica's label, and status 503 if the requirement is not met."""
     reason, labels = await outlook.refusal(*requirement)
     replicas = [label.as_json() for label in labels]
     body = {"ready": reason is None, "reason": reason, "replicas": replicas}
@@ -194,7 +201,10 @@ async def readiness(outlook: Outlook, requirement: Requirement) -> JSONResponse:
 
 
 async def refused(outlook: Outlook, requirement: Requirement) -> JSONResponse | None:
-    """Wait for the version that a request requires; return a response if the request is refused."""
+    """Wait for the version that a request requires.
+
+    Return None if vLLM can serve the request then, or an error response if not.
+    """
     reason, labels = await outlook.refusal(*requirement)
     if reason is None:
         return None

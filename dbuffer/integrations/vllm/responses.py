@@ -95,8 +95,8 @@ class Exchange:
         if not isinstance(choices, list):
             return body
         if not is_chunk:
-            # A beam search for one token calls the engine once, like a plain request. Detect it by
-            # its choices: there are more than the call asked for.
+            # A beam search for one token calls the engine once, like a plain request. Its response
+            # has more choices than the engine was called for.
             self.is_search |= len(choices) != sum(num_choices for num_choices, _ in self.calls)
         with_fields = [
             choice | {"weight_versions": self._spans_of(choice.get("index", 0))}
@@ -189,7 +189,7 @@ async def _model_in(receive: Receive, received: list[Message]) -> str | None:
 async def _leaves_before(
     answering: asyncio.Task[Any], receive: Receive, received: list[Message]
 ) -> bool:
-    """Wait for an answer. If the client disconnects first, cancel the answer and return True.
+    """Wait until a task ends. If the client disconnects first, cancel the task and return True.
 
     Parts of the request's body that arrive while waiting are appended to ``received``.
     """
@@ -243,8 +243,8 @@ class _Response:
     """Sends a response to the client, with headers and JSON fields about the weight version.
 
     The start of the response waits for the engine's first output, because the headers name the
-    version of this output. Fields are added to complete JSON. In a stream, fields are added to the
-    event that ends a choice.
+    version of this output. Fields are added once the JSON of the response is complete. In a stream,
+    fields are added to the event that ends a choice.
     """
 
     def __init__(self, exchange: Exchange, send: Send) -> None:
@@ -289,7 +289,10 @@ class _Response:
         await self._send(message)
 
     def _rewrite(self, part: bytes, *, is_last: bool) -> bytes | None:
-        """Return what ``part`` completes, with fields added. Return None if JSON is incomplete."""
+        """Return the events or the JSON that ``part`` completes, with fields added.
+
+        Return None if the response is JSON that is still incomplete.
+        """
         self._incomplete += part
         if self._content_type.startswith(_EVENTS):
             *events, self._incomplete = self._incomplete.split(_EVENT_END)

@@ -273,7 +273,10 @@ class AsyncVllm(Engine):
 
 
 async def ask_core(engine: Any, replica: int | None, method: str, *arguments: Any) -> Any:
-    """Call a method of every engine core of an ``AsyncLLM``, or only of one replica's core."""
+    """Call a method of one replica's engine core in an ``AsyncLLM``; return the core's answer.
+
+    If ``replica`` is None, call all cores, and return the first core's answer.
+    """
     if replica is None:
         return await engine.engine_core.call_utility_async(method, *arguments)
     # vLLM's own call to all cores returns only the answer of the first core.
@@ -297,7 +300,7 @@ def _logprobs_in(output: Any) -> list[float]:
 
 
 def _own(position: dict[Any, Any]) -> Any:
-    """Return the log-probability of the prompt's own token, which vLLM puts first."""
+    """Return the entry of the prompt's own token at a position, which vLLM puts first."""
     return next(iter(position.values()))
 
 

@@ -95,7 +95,7 @@ def draft_of(worker: Any = None) -> Draft | None:
 
 
 def watch_workers(wrapper: type) -> None:
-    """Watch the methods of ``wrapper`` that load, write or discard weights.
+    """Wrap the methods that load, write or discard weights, so that dbuffer notices each call.
 
     ``wrapper`` is vLLM's ``WorkerWrapperBase``, the class around a worker.
     """
