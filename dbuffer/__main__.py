@@ -12,7 +12,7 @@ _SIGNALED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGPIPE)
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line, and end this process with the command's exit code."""
     _replace_closed_streams()
     try:
         with needed_for("the command line"):

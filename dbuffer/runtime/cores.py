@@ -28,7 +28,7 @@ def num_cores() -> int:
 
 
 def leave_core() -> None:
-    """Let the calling thread run on the cores that `use_cores_of_parent` has found, if any."""
+    """Let this thread run on the parent process's cores, if `use_cores_of_parent` was called."""
     if _cores:
         with contextlib.suppress(OSError):  # the process lost all these cores
             os.sched_setaffinity(0, _cores)

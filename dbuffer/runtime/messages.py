@@ -9,7 +9,7 @@ _MAX_LINE = 500
 
 
 def listed(items: Sequence[object], separator: str = ", ", *, most: int = 8) -> str:
-    """Return the first few items, and the number of the others, for a message."""
+    """Return the first ``most`` items as text, such as ``a, b and 3 more``."""
     num_more = len(items) - most
     return separator.join(map(str, items[:most])) + (
         f" and {num_more} more" if num_more > 0 else ""

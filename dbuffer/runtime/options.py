@@ -49,7 +49,7 @@ def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | Non
 
 
 def choice(name: str, value: Any, allowed: Iterable[T]) -> T:
-    """Return ``value`` if it is in ``allowed``. The type must match, too: 1 is not True."""
+    """Return ``value``, which must be in ``allowed`` with the same type: 1 is not True."""
     allowed = tuple(allowed)
     matches = [option for option in allowed if type(value) is type(option) and value == option]
     if not matches:
@@ -130,7 +130,7 @@ def _mirror_between(url: SplitResult) -> str:
 
 
 def server_url(name: str, value: Any) -> str:
-    """Return a server's address, without a slash at its end. The address must have a scheme."""
+    """Return an http or https address without a slash at its end. Refuse other addresses."""
     rule = "an address with its scheme, as http://localhost:8000"
     try:
         parts = urlsplit(value) if isinstance(value, str) else urlsplit("")
@@ -143,7 +143,7 @@ def server_url(name: str, value: Any) -> str:
 
 
 def names(name: str, value: Any) -> int | frozenset[str]:
-    """Return ``value`` if it is a number, or its names as a set. A string is a single name."""
+    """Return a whole number unchanged, and one name (a string) or several names as a set."""
     if isinstance(value, int):
         return whole_number(name, value, at_least=0)
     if isinstance(value, str):

@@ -76,14 +76,14 @@ class Timing:
 
     @property
     def presumed_dead_after_s(self) -> float:
-        """Age of a record after which its process counts as dead, if this host cannot see it."""
+        """Age of a record after which a process that this host cannot see counts as dead."""
         # Allow for eight heartbeats: other hosts can see a file's time up to a minute late, and a
         # process that compiles or swaps can miss some heartbeats.
         return 8 * self.heartbeat_s
 
     @property
     def bucket_presumed_dead_after_s(self) -> float:
-        """Time after which a mirror's receivers count as dead if the mirror puts no records."""
+        """Time from a mirror's last put of records until the receivers in them count as dead."""
         return 4 * self.bucket_heartbeat_s
 
 

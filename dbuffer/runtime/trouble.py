@@ -76,7 +76,10 @@ class RetryLoop:
         return self
 
     def succeeded(self, action: str) -> bool:
-        """Record a success; return whether it ended failures. The log names it ``action``."""
+        """Record a success. If the last attempts failed, log that ``action`` recovered.
+
+        Return whether the last attempts failed.
+        """
         failures, self._failures = self._failures, None
         if failures is None:
             return False
@@ -95,7 +98,7 @@ class RetryLoop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        # Catch all errors that are not final, even bugs: none may end the attempts silently.
+        # Catch all errors that are not final, even from bugs, so that no error ends the retries.
         if not isinstance(error, Exception) or isinstance(error, self._final):
             return False
         if not self._stop.is_set():
@@ -116,7 +119,7 @@ class RetryLoop:
         """Log a failure, unless it was logged recently, and set the backoff.
 
         ``is_short``: whether a retry costs little, so that the backoff stays short.
-        ``is_lasting``: whether the caller waits for a newer version, because retries would fail.
+        ``is_lasting``: whether only a newer version can end the failures. The log then says so.
         """
         now_s = time.monotonic()
         failures = self._failures = self._failures or _Failures(now_s)

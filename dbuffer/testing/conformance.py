@@ -93,7 +93,7 @@ class Bench:
         self.fresh = self.state()
 
     def state(self) -> State:
-        """Return the engine's state, which differs if the engine's weights differ."""
+        """Return digests of the engine's parameters, and its answers to fixed prompts."""
         self.llm.reset_prefix_cache()
         [parameters] = self.llm.apply_model(_digests)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
@@ -213,7 +213,7 @@ def check_half_updates(bench: Bench) -> None:
 
 
 def check_sleep(bench: Bench) -> None:
-    """Check updates during sleep (no mix of weights) and after sleep (lost weights come back)."""
+    """Check that an update during sleep mixes no weights, and one after sleep restores them all."""
     with bench.training() as trainer:
         second = trainer.send(bench.second)
         bench.llm.sleep(level=1)

@@ -58,7 +58,10 @@ def make_status(
     problems: list[str],
     writer: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the status of a store or bucket, with all problems of its processes and buffers."""
+    """Return the status of a store or bucket, from the statuses of its parts.
+
+    Problems of the sender, the buffers and the receivers are added to ``problems``.
+    """
     killed = []
     if writer is not None and not (writer["is_alive"] or writer["was_closed"]):
         killed = [
@@ -161,6 +164,7 @@ def buffer_status(
     """Return the status of a store's buffer, or of the newest version in a bucket.
 
     ``delta_bytes`` is a function that returns the total size of the deltas to given versions.
+    ``held_by`` has the ids of the receivers that are reading the version.
     """
     status: dict[str, Any] = {
         "buffer": buffer,

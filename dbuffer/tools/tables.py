@@ -149,7 +149,7 @@ def verification_parts(checks: list[dict[str, Any]]) -> list[RenderableType]:
 
 
 def server_parts(answer: dict[str, Any]) -> list[RenderableType]:
-    """Return a line on whether a server serves a verified version, and a table of its replicas."""
+    """Return a line and a table: whether a server serves a verified version, and its replicas."""
     serves = "serves" if answer["is_verified"] else "does not serve"
     title = f"{answer['engine']} {serves} version {answer['id'].number}, verified"
     return [line(title), table(answer["replicas"])]

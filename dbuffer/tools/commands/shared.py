@@ -88,7 +88,7 @@ VersionOption = Annotated[int | None, typer.Option(**_VERSION)]
 
 
 def view_of(store: Path, *, allow_shared_store: bool) -> DoubleBuffer:
-    """Open an existing store for reading."""
+    """Open a store for reading. Refuse a directory that contains no store."""
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
     if view.exists() and not is_store(store):
         state = view.state_without_version() or ": the directory has nothing of one"

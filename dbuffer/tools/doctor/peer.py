@@ -85,7 +85,10 @@ def _receive(receiver: WeightReceiver) -> int:
 
 
 def _wait_until_removed(place: Path) -> None:
-    """Wait until the first host has read the peer's last record, and removes the directory."""
+    """Wait, for a limited time, until the first host removes the directory.
+
+    Before the removal, the first host reads the peer's last record in the directory.
+    """
     deadline = time.monotonic() + TIMING.peer_answer_s
     while os.path.lexists(place) and time.monotonic() < deadline:
         time.sleep(TIMING.look_s)
@@ -93,7 +96,10 @@ def _wait_until_removed(place: Path) -> None:
 
 
 def measure_with_peers(path: Path) -> list[Finding]:
-    """Measure delays and clocks between this host and this user's peers. Skip symbolic links."""
+    """Measure delays and clocks between this host and each peer that this user started at ``path``.
+
+    A peer's directory that is a symbolic link is skipped.
+    """
     base, findings = existing(path), list[Finding]()
     filesystem.refresh(base)
     for place in sorted(base.glob(f"{PREFIX}peer-*")):
