@@ -147,9 +147,10 @@ class Deltas:
         return patch_of(patches, self._part.whole, must_be_finite=must_be_finite)
 
     def begin(self, part: Part, source: Source, version: int) -> None:
-        """Begin a version: update the kept copy, if any, and note what changed. Collective.
+        """Begin a version: write it into the `KeptCopy`, if any, and find what changed. Collective.
 
-        ``version`` is the version's number, which only rank 0 needs, for its log.
+        Without a copy, `write` finds what changed. ``version`` is the version's number, which only
+        rank 0 needs, for its log.
         """
         world, self._version = self._world, version
         if self._has_last and self._part is not part:
@@ -157,7 +158,7 @@ class Deltas:
         is_first = not self._has_last
         if is_first:
             self._explain(self._why_none)
-        # This publish may fail at any step: until it calls `keep`, there is no last version.
+        # Until `keep` is called, count the last version as gone: any step before may fail.
         self._has_last, self._why_none, self._changes = False, _FAILED, None
         self._part = part
         gpu = self._gpu_for_copy(part, source) if self._maps_files else None
@@ -177,7 +178,10 @@ class Deltas:
             self._join(self._copy.take_changes)
 
     def _gpu_for_copy(self, part: Part, source: Source) -> torch.device | None:
-        """Return the weights' GPU if a copy of the version fits there, or None to compare files."""
+        """Return the GPU that has the weights and room for a copy of the version, or None.
+
+        With None, the sender compares the weights files of the two versions.
+        """
         gpu = gpu_of(source.eager) if part.has_all else None
         if gpu is None or (self._copy is not None and self._copy.device == gpu):
             return gpu
@@ -189,7 +193,7 @@ class Deltas:
         return None
 
     def _join(self, find: Callable[[], Changes]) -> None:
-        """Find this rank's changes, and collect the changes of all ranks on rank 0. Collective."""
+        """Find the bytes that changed in this rank's share, and join them on rank 0. Collective."""
         with self._world.step("send what changed") as step:
             changes = find()
             if self._world.rank:
@@ -230,7 +234,10 @@ class Deltas:
         return False
 
     def write(self, draft: Draft, source: Source) -> list[int] | None:
-        """Write the draft's file, if it has one; return any checksums of tensors. Collective."""
+        """Write the version's weights file, if it gets one; find what changed, unless `begin` did.
+
+        Collective. Return each tensor's checksum, or None if versions have no checksums.
+        """
         world, copy = self._world, self._copy
         if copy is not None and draft.has_file:
             with world.step("write its part"):
@@ -260,7 +267,10 @@ class Deltas:
         return checksums
 
     def _write_patch(self, draft: Draft, patch: Patch) -> list[int] | None:
-        """Write the patched last version into a draft's file; return its checksums, if any."""
+        """Write the last version into the draft's file, and then the patch.
+
+        Return all tensors' checksums, or None if the last version has none.
+        """
         mapped, copier, base = draft.mapped, self._copier, self._base
         assert base is not None  # noqa: S101 - patches follow a version
         assert self._file is not None  # noqa: S101
@@ -279,9 +289,9 @@ class Deltas:
         return list((dict(enumerate(base.checksums)) | dict(new)).values())
 
     def _apply_deltas(self, draft: Draft, base: DeltaBase) -> bool:
-        """Turn a reused file's older version into the last version, with the deltas between them.
+        """Apply deltas to the older version in the draft's file, so that it holds the last version.
 
-        Return whether the draft's file now holds the last version. If not, the caller rewrites it.
+        Return whether it does now. If not, the caller copies all tensors of the last version there.
         """
         mapped, since = draft.mapped, draft.claim.earlier
         with (

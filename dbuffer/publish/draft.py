@@ -111,7 +111,7 @@ class Draft:
         return claimed
 
     def join(self, version: str, file: str, inode: Any) -> None:
-        """Note the version and the file that rank 0 has claimed."""
+        """Set the id and the file of this draft's version, as rank 0's :meth:`begin` gave them."""
         self.id, self.path = VersionId.parse(version), self._store.root / file
         self.inode = None if inode is None else (inode[0], inode[1])
 
@@ -195,9 +195,9 @@ class Draft:
             copier.in_parallel(write_some, copier.cut_work([layout.sizes[n] for n in numbers]))
 
     def write_stream(self, source: Source) -> None:
-        """Write a stream of tensors one after another.
+        """Write tensors one after another, as an iterator yields them.
 
-        Only the last tensor completes the layout, so this method makes this draft's `Part`.
+        The layout is known only after the last tensor. Then this method makes this draft's `Part`.
         """
         specs, end, on_bytes = list[TensorSpec](), 0, counter(source.progress, 0)
         for spec, tensor in source.stream or ():
@@ -266,7 +266,7 @@ class Draft:
         return manifest
 
     def _seal(self, checksums: list[int] | None) -> dict[str, Any]:
-        """Write layout and checksums behind the tensors; return the file's manifest fields."""
+        """Append layout and checksums to the weights file; return its fields for the manifest."""
         layout, file, table_xxh3 = self.layout, self.claim.weights.number, None
         with filesystem.os_errors("write the layout", self.path):
             if checksums is not None:
@@ -358,7 +358,7 @@ def join_digests_of_parts(layout: Layout, by_rank: Sequence[list[int]]) -> list[
 
 
 def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return metadata as readers will get it, or raise an `InvalidWeightsError`."""
+    """Return metadata as readers get it back from JSON, or raise an `InvalidWeightsError`."""
     try:
         text = json.dumps(dict(metadata or {}), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -47,7 +47,7 @@ class KeptCopy:
         return FileTensors.in_memory(self.part.layout, self.device)
 
     def take_changes(self) -> Changes:
-        """Return the changes that `write` found; only some if they exceed `MAX_CHANGED_SHARE`."""
+        """Return the changes since the last call, or only some if they are too many for a delta."""
         changes, self._changes = Changes.joined(self._changes or ()), []
         has_all = changes.num_bytes <= self._max_bytes
         self._forget_digests(changes.tensors if has_all else set(self._digests))
@@ -93,7 +93,7 @@ class KeptCopy:
             self._digests.pop(number, None)
 
     def digests(self) -> list[int]:
-        """Return the digests of the blocks of all non-empty parts ("boxes"), in order."""
+        """Return the digests of the copy's non-empty blocks, in order; hash only changed parts."""
         blocks = [
             block
             for block in self.contents.layout.blocks

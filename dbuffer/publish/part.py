@@ -44,7 +44,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Assignment of tensors or their parts to writing ranks. All ranks compute the same one."""
+    """Assignment of each tensor, or of its parts, to writing ranks. It is equal on all ranks."""
 
     specs: tuple[TensorSpec, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
@@ -72,8 +72,8 @@ def assign_writes(
 ) -> Assignment:
     """Assign a writing rank to each rectangular part ("box") of a tensor that any rank holds.
 
-    ``rows_only``: a rank's file can hold only contiguous boxes, so one rank gathers each tensor
-    that has another box, and writes it whole.
+    ``rows_only``: a rank's file can hold only contiguous boxes. So if a tensor has a box that is
+    not contiguous, the ranks gather the tensor, and one rank writes it whole.
     """
     written: list[list[Box]] = [[] for _ in boxes]
     gathered: list[int] = []
@@ -166,10 +166,10 @@ def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Whether rectangular parts ("boxes") cover a tensor and do not overlap.
 
     torch describes a shard of a dimension only by its first index and its length, even if the
-    shard's indices have gaps. This check detects gaps too. Suppose that the ranges made from these
-    numbers tile the dimension. The later shards begin after the first shard's range, so only the
-    first shard can hold the indices in its range. They are as many as its length, so it holds no
-    other index, and has no gap. The same argument then applies to the second shard, and so on.
+    shard's indices have gaps. Shards with gaps fail this check. Proof: suppose that the ranges made
+    from these numbers tile the dimension. Only the first shard can hold the indices in its range,
+    because all other shards begin after the range. The range has as many indices as the shard, so
+    the shard holds no other index, and has no gap. The same follows for each later shard in order.
     """
     num_boxes = 1
     for dimension, extent in enumerate(shape):
@@ -186,7 +186,7 @@ def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
 
 
 class HeldParts:
-    """Parts of tensors that this rank holds. Views of a sharded tensor share the tensor's part."""
+    """Parts of tensors that this rank holds, each found once for all views of its tensor."""
 
     def __init__(self) -> None:
         self._boxes: dict[int, tuple[Box | None, bool]] = {}
@@ -198,8 +198,8 @@ class HeldParts:
         if not isinstance(tensor, LazyTensor) or tensor.sharded is None:
             return whole_box(index, tensor.shape)
         box, is_strided = self._box_of(tensor.sharded)
-        # The boxes of strided shards overlap. `_covers` detects the overlap in a whole tensor, so
-        # the tensor is gathered. In a view it cannot: return None, so that the view is gathered.
+        # The boxes of strided shards overlap, so the tensor must be gathered. `_covers` detects the
+        # overlap only between boxes of a whole tensor. Return None for a view, to gather it, too.
         if box is None or (tensor.view is not None and is_strided):
             return None
         box = box._replace(tensor=index)
@@ -293,7 +293,7 @@ def gathered(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor]:
 
 
 def sharded_in(tensor: torch.Tensor | LazyTensor) -> Any:
-    """Return the sharded tensor that a lazy tensor reads, whole or as a view; otherwise None."""
+    """Return the sharded tensor that a lazy tensor reads; for any other tensor, return None."""
     return tensor.sharded if isinstance(tensor, LazyTensor) else None
 
 

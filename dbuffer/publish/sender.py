@@ -183,7 +183,7 @@ class WeightSender(Publisher):
             options.refuse("wait", False, "True with an iterator, which only your thread may run")
         if source.is_lazy:
             options.refuse("wait", False, "True with lazy tensors, which only your thread may load")
-        # Copy small buffers, because a forward pass may write to them (BatchNorm's statistics).
+        # Copy small tensors that need no gradient: a forward pass may write to them (BatchNorm).
         tensors = [
             tensor
             if tensor.requires_grad or tensor.nbytes > _COPIED_BYTES
@@ -201,7 +201,7 @@ class WeightSender(Publisher):
 
         pending = PendingPublication()
         try:
-            # Append first: if an interrupt follows its start, `close` must still wait for it.
+            # Append first: even if an interrupt comes next, `close` must wait for the publish.
             self._pending.append(pending)
             pending.begin(publish)
         except BaseException:
@@ -370,7 +370,7 @@ class WeightSender(Publisher):
         return contents
 
     def _refuse_idle_buffer(self, source: Source) -> None:
-        """Raise if the weights are a snapshot's tensors in the buffer to be overwritten."""
+        """Raise if the weights contain a snapshot's tensor in the file that is overwritten next."""
         files = [file_under(tensor) for tensor in source.eager]
         if not any(files):
             return
@@ -473,9 +473,9 @@ def _log_unreported(unreported: list[str], pid: int) -> None:
 
 
 def watch_writes(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Return a check that raises `InvalidWeightsError` if a tensor was written to since now.
+    """Return a function that raises `InvalidWeightsError` if a tensor was written since this call.
 
-    The check compares autograd's counts of writes. It does not detect writes that bypass
+    The function compares autograd's counts of writes. It does not detect writes that bypass
     autograd (``tensor.data``, NumPy, another process) or writes to inference tensors.
     """
     watched = [

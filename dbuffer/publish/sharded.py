@@ -178,9 +178,10 @@ class ShardedWeightSender(Publisher):
         version: int | None,
         metadata: Mapping[str, Any] | None,
     ) -> tuple[Source, int, dict[str, Any]]:
-        """Return the weights of all ranks and, on rank 0, the version's number and metadata.
+        """Return the version's source (a list of all ranks' tensors), number and metadata.
 
-        Collective. If the tensors changed, assign their parts to ranks again.
+        Collective. Only rank 0 gets number and metadata. If a rank's inventory has changed, assign
+        the parts of tensors to writing ranks again.
         """
         ranks, number, checked = self._world, 0, dict[str, Any]()
         with ranks.step("describe its weights") as step:
@@ -285,8 +286,8 @@ def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> 
     """
     ranks: list[Ranks] = [()] * len(source.specs)
     if source.reader is not None:
-        # All ranks iterate over a weight source together, and get each tensor whole. With None
-        # instead of a box, one of the ranks that list a tensor writes it.
+        # All ranks iterate over a weight source together, and get each tensor whole. List tensors
+        # without boxes (None): then one of the ranks that list a tensor writes all of it.
         boxes: Boxes = dict.fromkeys(source.reader.held_on(rank))
         return Inventory(source.specs, source.aliases, ranks, boxes)
     boxes, parts = {}, HeldParts()
@@ -419,8 +420,9 @@ def _decode_boxes(encoded: list[Any], index_of: Sequence[int]) -> Boxes:
 def _check_parts(spec: TensorSpec, describing: dict[Ranks, list[int]]) -> None:
     """Raise if the parts of a tensor overlap or leave a gap.
 
-    ``describing`` maps each statement about the tensor to the ranks whose inventories make it. A
-    statement lists the ranks that hold parts of the tensor, or is () if a rank holds it whole.
+    Each key of ``describing`` is a group of ranks that hold parts of the tensor. Its value lists
+    the ranks that name this group in their inventories. With the key (), each of the listed ranks
+    holds the whole tensor.
     """
     unsharded = describing.get((), [])
     for holding, ranks in describing.items():
