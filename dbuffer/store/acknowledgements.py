@@ -89,7 +89,7 @@ class _Wait:
     def look(self) -> int:
         """Read all receivers' records; return how many receivers have applied the version."""
         records = self.store.receivers()
-        # Read the pointer after the records: then it is as new as each version that they name.
+        # Read the pointer last: then no record names a version newer than the pointer's.
         pointer = self.store.newest_pointer()
         self.newest = None if pointer is None else pointer.lineage
         # Raise if another writer took the store over: records could name that writer's versions.
@@ -191,7 +191,8 @@ class _Wait:
         return manifest is not None and not record.takes(manifest.version, manifest.metadata)
 
     def _is_old(self, record: ReceiverRecord) -> bool:
-        # Equal times mean no write since. Don't compare by order: two hosts' clocks may differ.
+        # If the times are equal, the receiver has not written its record since this writer began.
+        # Don't check which time is later: two hosts' clocks may differ.
         before = self.writer.written_before.get((record.receiver, record.token))
         return before == record.updated_at
 

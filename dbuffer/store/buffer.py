@@ -125,11 +125,12 @@ class DoubleBuffer:
         return "" if contents is None else f", which holds {contents}, and no store"
 
     def _pointer_by_manifests(self, last: Pointer | None) -> Pointer | None:
-        """Derive the version pointer from the manifests, while ``CURRENT`` is missing over NFSv3.
+        """Derive the version pointer from the manifests, if ``CURRENT`` is missing.
 
-        If both buffers are complete, only the earlier version was certainly published. Return it,
-        unless the reader has seen the later version (``last``). If one buffer is being written, the
-        other buffer has the newest version.
+        Over NFSv3, a file can be missing for a moment while it is replaced. If both buffers are
+        complete, only the earlier version was certainly published. Return it, unless the reader has
+        seen the later version (``last``). If one buffer is being written, the other buffer has the
+        newest version.
         """
         manifests = before = None
         while manifests is None or manifests != before:  # until both are of one moment
@@ -169,7 +170,7 @@ class DoubleBuffer:
         return self._read(Manifest, self.root / buffer / places.MANIFEST_FILE)
 
     def manifest_of(self, version: VersionId) -> Manifest | None:
-        """Read the manifest of a version; None if damaged, or if neither buffer has the version."""
+        """Read a version's manifest; return None if it is damaged, or in neither buffer."""
         for buffer in places.BUFFERS:
             manifest = None
             with contextlib.suppress(*UNDECODABLE):
@@ -375,8 +376,8 @@ def require_successor(store: Path | str, last: Versioned, newest: Versioned | No
     match relation(last.lineage, newest.lineage):
         case Relation.AHEAD:
             raise errors.VersionRegressedError(
-                f"{store} went back from version {last.version} to {newest.version}; later "
-                "versions can be followed"
+                f"{store} went back from version {last.version} to {newest.version}; reading "
+                f"continues once version {last.version} is back, or a version that follows it"
             )
         case Relation.FORKED:
             raise errors.VersionRegressedError(
@@ -500,13 +501,13 @@ class Contents:
 
     @property
     def idle_buffer(self) -> str:
-        # Put the first version into B, also if a dead writer began one there: if its manifest
-        # stayed in B, the unfinished version could count as published.
+        # Always put the first version into B. If it went into A, and a dead writer's manifest were
+        # in B, the dead writer's unfinished version could count as published.
         return places.BUFFERS[1] if self.newest_buffer is None else other_buffer(self.newest_buffer)
 
     def has_published(self, manifest: Manifest) -> bool:
         """Whether a manifest's version was published, and leads to the newest version."""
-        # `complete` alone proves nothing: a commit that fails before the flip leaves it, too.
+        # The state is no proof: a commit writes `complete` before the flip, which may have failed.
         newest = self.newest
         return manifest.state == "complete" and newest is not None and newest.reaches(manifest.id)
 
@@ -539,8 +540,8 @@ class Contents:
         """Return the next version's number: ``version``, or by default the last number plus one.
 
         Raises:
-            VersionError: ``version`` is not a valid version number. Or ``version`` is not above the
-                store's newest version, or not above ``above``: the sender's last version, which the
+            VersionError: ``version`` is not a valid version number, or is not above the store's
+                newest version. Or it is not above the sender's last version (``above``), which the
                 store may have lost.
         """
         require_version(version)

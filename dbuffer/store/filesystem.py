@@ -204,8 +204,9 @@ def refresh(directory: Path) -> None:
 def show_new_names(*directories: Path) -> None:
     """Change the directories' times, so that NFSv3 clients look for new names in them again.
 
-    Two changes of a directory within one tick of the server's clock give it the same time. A client
-    that looked between them does not notice the second, so this call changes the time once more.
+    If a directory changes twice within one tick of the server's clock, both changes set the same
+    time. A client that looked in between does not notice the second change. So this call waits for
+    a tick, and changes the time once more.
     """
     time.sleep(TICK_S)
     for directory in directories:
@@ -319,7 +320,8 @@ def identity_at(path: Path) -> tuple[int, int] | None:
 
 
 def _temporary_in(scratch: Path, name: str) -> Path:
-    # Not the process id: a restarted container's process may have a dead process's id, and file.
+    # Don't use the process id: in a restarted container, a process may get the id of a dead process
+    # that left a file.
     return scratch / f".{name}.{secrets.token_hex(8)}.tmp"
 
 
@@ -596,8 +598,8 @@ class Descriptor(Closing, ProcessBound):
     def __init__(self, number: int) -> None:
         super().__init__()
         try:
-            # FileIO closes the number and notes it in one call of C. If a signal handler raised
-            # between the two, a second close could hit another file that has the number by then.
+            # FileIO closes the number, and marks itself as closed, in one call of C. If a signal
+            # handler could raise in between, a second close could close a new file of this number.
             self._file = io.FileIO(number)
         except OSError:  # a directory
             os.close(number)

@@ -141,7 +141,7 @@ def medium_of(path: Path) -> Medium:
 
 
 def _mount_of(path: Path) -> tuple[str, str]:
-    """Return the filesystem type and the device of the mount that a path is on."""
+    """Return filesystem type and device of the mount that a path is on; both may be "unknown"."""
     places_above = {str(place) for place in (path, *path.parents)}
     mounted, longest = ("unknown", "unknown"), -1
     for point, mount in _mounts():

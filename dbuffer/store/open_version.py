@@ -190,7 +190,7 @@ def open_buffer(
     opened = _try_open(store, buffer, manifest, announce)
     if isinstance(opened, OpenStoreVersion):
         return opened
-    # A locked file is no damage: a writer locks the file before it marks the manifest.
+    # A locked file is no damage: the writer that locked it marks the manifest next.
     if opened != _LOCKED and store.manifest(buffer) == manifest:
         raise errors.StoreCorruptError(f"{store.root}: {opened}")
     return None
@@ -256,7 +256,7 @@ def _try_open(
 
 
 def _require_readable(store: DoubleBuffer, manifest: Manifest) -> None:
-    """Raise if a read of the version could mix two versions without being detected."""
+    """Refuse a rewritable file without checksums on a network mount: reads could mix versions."""
     may_be_mixed = not manifest.is_final and manifest.checksums_xxh3 is None
     if may_be_mixed and store.medium.reaches_other_hosts:
         raise errors.StoreAccessError(
@@ -289,7 +289,7 @@ def _reason_not_to_read(
 
 
 class Patience:
-    """Decides, when reads fail, whether a writer interferes or the store is damaged."""
+    """Pauses between failed reads, until they have failed too long for a writer to be the cause."""
 
     def __init__(self) -> None:
         self._about: object = None
@@ -297,7 +297,7 @@ class Patience:
         self._pauses_s = doubling(*filesystem.LOCK_PAUSES_S)
 
     def wait(self, about: object) -> bool:
-        """Wait to read ``about`` again; return False if reads failed for `Timing.settle_s`."""
+        """Pause before ``about`` is reread; return False if reads failed for `Timing.settle_s`."""
         now_s = time.monotonic()
         if about != self._about:
             self._about, self._since_s = about, now_s

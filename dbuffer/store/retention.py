@@ -21,8 +21,8 @@ or by a ``complete`` manifest that
 ``CURRENT`` never named
 ``kept/ID`` without a manifest: the    sender,       `Retention.sweep`. A pinned version gets
 version was being dropped              mirror        its manifest back instead
-``kept/ID``, not pinned                a killed pin  `Retention.sweep`, if there are more kept
-                                                     versions than ``num_kept``
+``kept/ID``, not pinned                `kept.pin`,   `Retention.sweep`, if there are more kept
+                                       sender        versions than ``num_kept``
 ``kept/ID`` with a damaged manifest    the disk      `Retention.sweep`, unless the version is
                                                      pinned
 ``tmp/.NAME.RANDOM.tmp``: a record, or any process   `Retention.clear_up` of any writer, if
@@ -199,7 +199,7 @@ class Retention:
                     log_once(logger, message, str(error))
 
     def _remove_old_refusals(self, now_s: float) -> None:
-        """Remove old refusal marks of versions that are gone. A mirror may yet copy newer marks."""
+        """Remove marks of refused versions that are gone. New marks stay for mirrors that lag."""
         marks = filesystem.list_matching(self.store.root / places.REFUSED_DIRECTORY, "*")
         forget_s = TIMING.forget_receivers_after_s
         old = [path for path in marks if now_s - filesystem.touched_at(path) > forget_s]
@@ -281,13 +281,13 @@ class Retention:
         return reasons
 
     def _ages_s(self, files: dict[Path, list[Path]], unknown: Set[Path]) -> dict[Path, float]:
-        """Return for how long, at least, no manifest has named each file of a dead writer.
+        """Return a lower bound of the time since a manifest named each of a dead writer's files.
 
         No manifest has named the file since a manifest of A or B was last replaced. In a store
-        without deltas, a longer time may be certain: since the buffer's next file was written,
-        because the buffer's manifest stops naming a file before the next file is made. All times
-        are by the filesystem's clock. Counting from this writer's start would give too little: a
-        writer such as `dbuffer publish` lives only for a moment.
+        without deltas, the time since the buffer's next file was written also counts, if longer:
+        the buffer's manifest stops naming a file before the next file is made. All times are by the
+        filesystem's clock. The time since this writer's start would be too short: a writer such as
+        `dbuffer publish` lives only for a moment.
         """
         if not (unknown and self.store.medium.reaches_other_hosts):
             return {}

@@ -88,8 +88,8 @@ class Watcher(ProcessBound):
         except OSError:  # the caller gets the error when it reads the pointer
             return
         identity = (status.st_dev, status.st_ino)
-        # A new directory may have the inode of the removed one. So also check whether the emitter
-        # has ended: it ends when its directory is removed.
+        # A new directory may get the inode of a removed one. So also check whether watchdog's
+        # emitter has ended, as it does when its directory is removed.
         is_unwatched = identity != self._watched or self._has_ended()
         if is_unwatched and time.monotonic() >= self._watch_from:
             self._stop()

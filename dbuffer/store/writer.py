@@ -153,7 +153,8 @@ class BufferWriter:
         except BaseException:
             self._lock.close()
             raise
-        # Note a clean end in the lock file, also if the writer is dropped or its program ends.
+        # When this writer is closed or dropped, or its program ends, write its token into the lock
+        # file. The token shows that the writer ended cleanly (`DoubleBuffer.was_closed`).
         self._note_close = weakref.finalize(self, _note_close, lock, self.record.token)
 
     @property
@@ -274,10 +275,10 @@ class BufferWriter:
         return file
 
     def _lock_against_readers(self, file: Descriptor, buffer: str, version: int) -> bool:
-        """Wait for a weights file's readers, and lock the file; return False if a reader stays.
+        """Wait for a weights file's readers, then lock the file; return False on time-out.
 
-        The reader that stays is evicted: it keeps the bytes that it has mapped, and learns of its
-        eviction when it next compares the manifest's generation.
+        Then the version gets a new file, and the readers are evicted: they keep the bytes that they
+        have mapped, and learn of their eviction when they next compare the manifest's generation.
         """
         patience_s = self._reader_timeout_s
         quiet_s = min(patience_s, _QUIET_WAIT_S)
@@ -327,8 +328,8 @@ class BufferWriter:
     def _mark(
         self, buffer: str, version: Lineage, last_generation: int, file: str | None
     ) -> Manifest:
-        # Exceed the generations in the store, and those of this writer's last claim and of its
-        # commit (one higher): their manifest may be damaged by now.
+        # Exceed all generations in the store. Also exceed this writer's last claim and its commit
+        # (one higher): if their manifest is damaged, the store no longer shows their generations.
         self._generation = generation = max(self._generation, last_generation) + 2
         no_file: dict[str, Any] = dict.fromkeys(FILE_FIELDS, 0)
         no_file |= {"layout_xxh3": None, "checksums_xxh3": None}
