@@ -103,7 +103,7 @@ _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 
 
 class Listed(NamedTuple):
-    """Object in the listing of a bucket."""
+    """Tag, size and time of an object, from a listing of the bucket."""
 
     e_tag: str | None
     num_bytes: int
@@ -244,7 +244,7 @@ class Bucket(Closing):
     def read(
         self, kind: type[RecordT], name: str, tag: Tag | None = None
     ) -> tuple[RecordT, Tag] | None:
-        """Return an object's record and tag, or None if the object still has the tag ``tag``."""
+        """Read an object; return its record and its tag, or None if the tag is still ``tag``."""
         options: Any = None if tag is None else {"if_none_match": tag["e_tag"]}
 
         def request() -> tuple[bytes, Tag] | None:
@@ -273,8 +273,8 @@ class Bucket(Closing):
         """Put an object if its tag is still ``tag``. If ``tag`` is None, put only a new object.
 
         Return the new tag, or None if the object has another tag. After None, the caller must read
-        the object. It can be the caller's own: if a put succeeded but its response was lost, the
-        retry finds the tag of that put.
+        the object to find out who put it. If the response to a successful put was lost, the caller
+        itself did: `Bucket` retries the put, and the retry finds the new tag.
         """
 
         def request() -> Tag | None:

@@ -126,7 +126,7 @@ def missing_files(listed: Mapping[str, Listed], version: BucketVersion) -> list[
 
 
 class BucketSource(Followed):
-    """Bucket that a mirror follows. A mirror of a store uses a `WeightReceiver` instead."""
+    """Bucket as a mirror's source: finds the newest version, and opens it for the mirror."""
 
     reader: VersionVerifier
 

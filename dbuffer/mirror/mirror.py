@@ -67,7 +67,7 @@ _FIT_S = 10.0
 
 
 def mirror_id(target: str) -> str:
-    """Return the receiver id that all mirrors into the same target on one machine share."""
+    """Return the receiver id of a mirror into ``target``. All its mirrors on a machine share it."""
     place = target
     # Use device and inode: two containers can have different directories at the same path.
     with contextlib.suppress(OSError):
@@ -308,7 +308,7 @@ class Mirror(Closing, ProcessBound):
 
     @property
     def stats(self) -> dict[str, float]:
-        """Totals: versions (``copied``), ``copied_bytes``, seconds (``copy_s``), ``failures``."""
+        """Totals: ``copied`` versions, ``copied_bytes``, ``copy_s`` (seconds), ``failures``."""
         return {**NO_STATS, **self._loop.record.current.stats}
 
     @property
@@ -320,8 +320,8 @@ class Mirror(Closing, ProcessBound):
         """Mirror in a thread until :meth:`close`; return once receivers can use the local store.
 
         Receivers can use the local store once all versions in it lead to the remote store's newest
-        version: none is from a run that was replaced. If this method raises an error, the mirror is
-        closed.
+        version. Until then, it can hold versions that have forked. If this method raises an error,
+        it closes the mirror.
 
         Raises:
             OptionError: a sender publishes in the local store.
@@ -476,7 +476,7 @@ def _open_end(name: str, place: str | os.PathLike[str]) -> Path | Bucket:
 def _require_two_ends(source: Path | Bucket, target: Path | Bucket) -> None:
     if isinstance(source, Bucket) and isinstance(target, Bucket):
         raise OptionError(
-            f"{source.url} and {target.url} are both buckets: a mirror's other end is a store"
+            f"{source.url} and {target.url} are both buckets: one must be the directory of a store"
         )
     paths = [filesystem.real_path(end) for end in (source, target) if isinstance(end, Path)]
     if len(paths) < 2:
@@ -515,8 +515,8 @@ def start_mirror(
 def has_source_at_local(remote: Path, local: Path) -> bool:
     """Whether ``local`` is a sender's store, and no store exists at ``remote``.
 
-    If so, this is probably the sender's host, and both paths name the sender's store: ``remote``
-    is the store's path on other hosts.
+    If so, this process probably runs on the sender's host, where the sender's store is at
+    ``local``. ``remote`` is then the path of the same store on other hosts.
     """
     remote_store, store = (DoubleBuffer(p, allow_shared_store=True) for p in (remote, local))
     return not remote_store.exists() and store.exists() and state_of_senders(store) is not None

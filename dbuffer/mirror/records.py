@@ -98,8 +98,8 @@ class BucketRecords:
     def write(self, records: Collection[ReceiverRecord]) -> None:
         """Put records into the bucket. If the last put is recent, leave them to a later call."""
         self._current = [replace(self._mirror.current, is_relayed=True), *records]
-        # If only the mirror's progress has changed, don't put the records yet: the receivers are
-        # about to acknowledge the copied version, and a put now would delay this news.
+        # A put delays the next put. So if only the mirror's progress has changed, don't put the
+        # records yet: acknowledgements of the copied version follow soon, and must not be delayed.
         has_changed = _significant(self._current) != _significant(self._put)
         limit_s = TIMING.bucket_records_s if has_changed else TIMING.bucket_heartbeat_s
         if time.monotonic() - self._put_at >= limit_s:

@@ -49,7 +49,7 @@ SWAPPED = "did you swap source and target? If not, name another target"
 
 
 class StoreSource:
-    """Store as a mirror's source."""
+    """Store that a mirror copies versions from."""
 
     def __init__(
         self, root: Path, poll_interval_s: float, num_threads: int, *, allow_shared_store: bool
@@ -191,7 +191,7 @@ class StoreTarget:
         try:
             self._require_source()
             if self._has_forked():
-                # Withdraw the versions, so that no reader loads a version of the sender's last run.
+                # Withdraw the target's versions, so that no reader loads one from a replaced run.
                 logger.warning(
                     "%s: withdrawing versions that forked from %s", root, self._source.name
                 )
@@ -314,11 +314,11 @@ class StoreTarget:
         return draft.finish_parts(World())
 
     def _put_earlier(self, draft: Draft, opened: OpenUpstream) -> VersionId | None:
-        """Return the version in a draft's file, to which deltas can be applied, or None.
+        """Return the version in a draft's file, or None if the file has no undamaged version.
 
-        If no deltas lead from the version in the file to the open version, first copy the target's
-        newest version into the file. Copying from the target's memory is faster than reading the
-        full open version from the source over a network.
+        If deltas lead to the open version from the target's newest version, but not from the
+        version in the file, first copy the newest version into the file. The copy is faster than
+        reading the full open version from the source over a network.
         """
         since, chain = draft.claim.earlier, opened.manifest.chain
         if since in chain or not chain:
@@ -400,7 +400,7 @@ class StoreTarget:
 
 
 def state_of_senders(local: DoubleBuffer) -> str | None:
-    """Return a predicate for a message ("is open for writing by a sender"), or None without one."""
+    """Return words such as "is open for writing by a sender", or None if no sender uses a store."""
     pointer = local.undamaged_pointer()
     manifest = None if pointer is None else local.undamaged_manifest(pointer.buffer)
     if manifest is not None and not manifest.is_copy:
@@ -411,8 +411,9 @@ def state_of_senders(local: DoubleBuffer) -> str | None:
 def _has_sender(local: DoubleBuffer) -> bool:
     """Whether a sender, not a mirror, has the writer's lock.
 
-    A mirror holds the store's mirror lock whenever it holds the writer's lock; a sender holds only
-    the writer's lock. So while this process shares the mirror lock, no mirror can hold either lock.
+    A mirror holds the store's mirror lock whenever it holds the writer's lock. A sender holds only
+    the writer's lock. So this function shares the mirror lock first: once it has the lock, no
+    mirror holds either lock, and only a sender can hold the writer's lock.
     """
     writers = local.root / places.WRITER_LOCK_FILE
     mirrors = local.root / places.MIRROR_LOCK_FILE

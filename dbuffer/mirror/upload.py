@@ -254,7 +254,7 @@ class BucketTarget:
     def _read_weights(
         self, opened: OpenUpstream, receiver: UpstreamReceiver, layout: Layout
     ) -> tuple[memoryview, dict[str, Any]]:
-        """Return a version as a weights file in memory, and the fields of its manifest."""
+        """Return a version's weights file, in memory, and the manifest fields that describe it."""
         assert isinstance(opened, OpenStoreVersion)  # noqa: S101 - the source is a store
         memory = new_memory(layout.file_bytes)
         data = memory[: layout.checksums_offset]

@@ -1,1 +1,1 @@
-"""Ranks of one job that meet, and take steps together."""
+"""Steps of a publish, which all ranks of a trainer take together."""

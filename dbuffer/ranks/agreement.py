@@ -69,13 +69,13 @@ class _Outcome(NamedTuple):
         return self._replace(
             error=str(error) if ours else described(error),
             kind=(ours or [RankFailedError])[0].__name__,
-            # gloo raises a plain RuntimeError if another rank is lost: that rank may be the cause.
+            # A plain RuntimeError can come from gloo, because another rank failed and was lost.
             may_follow=isinstance(error, lost) or type(error) is RuntimeError,
         )
 
 
 class Agreement(World):
-    """Ranks of a process group, or all ranks of the job, which take each step together.
+    """Ranks of a process group or of the job, which take each step of a publish together.
 
     Raises:
         OptionError: torch.distributed was not initialized, or this rank is not in the group.
@@ -160,7 +160,7 @@ class Agreement(World):
         return json.dumps(outcome._replace(value=None).failed(error)), error
 
     def _pass_messages(self, step: Step, outcomes: Sequence[_Outcome]) -> list[memoryview]:
-        """Send this rank's message to rank 0. On rank 0, return the messages of the other ranks."""
+        """Send this rank's message to rank 0. On rank 0, return the messages received, else []."""
         messages: list[memoryview] = []
         with self._in_step(step.action):
             if self.rank and step.message:
@@ -326,7 +326,7 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float) -> None:
 
 
 def place_of(store: Store) -> str:
-    """Return the address of a store, for messages."""
+    """Return the address or path of torch's store, for messages."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
@@ -337,7 +337,7 @@ def place_of(store: Store) -> str:
 
 
 def _ranks_without(word: str, store: Store, ranks: Iterable[int]) -> list[int] | None:
-    """Return the ranks without a key ``word`` in torch's store, or None if it does not answer."""
+    """Return the ranks without a key ``word`` in torch's store, or None if it can't be reached."""
     try:
         return [rank for rank in ranks if not store.check([f"{word} {rank}"])]
     except RuntimeError:

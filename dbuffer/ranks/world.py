@@ -34,7 +34,7 @@ class Step(AbstractContextManager["Step"]):
 
 
 class World:
-    """Ranks that take steps together. This class has one rank; `Agreement` has several."""
+    """Ranks that take each step of a publish together: one rank here, several in `Agreement`."""
 
     rank: int = 0
     size: int = 1

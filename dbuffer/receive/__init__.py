@@ -1,1 +1,1 @@
-"""Receivers, which read versions from a store, on demand or in advance."""
+"""Receivers, which open a store's versions on demand, or stage them in advance."""

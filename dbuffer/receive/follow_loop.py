@@ -56,10 +56,10 @@ class Followed(abc.ABC):
 
     @abc.abstractmethod
     def _wait(self, timeout_s: float) -> bool:
-        """Wait for at most ``timeout_s``; return True to look again at once."""
+        """Wait up to ``timeout_s`` for a sign of a new version; return True to look at once."""
 
     def _until_next_look_s(self) -> float:
-        """Return the longest time between two looks, in seconds."""
+        """Return the number of seconds after which `_look` is called again, at the latest."""
         return self.poll_interval_s
 
     def wait_for_version(
@@ -172,13 +172,13 @@ class FollowLoop(RetryLoop):
             version = self._receiver.wait_for_version(newer_than, left_s, interrupt)
         self._version = version if version is None or exactly is None else exactly
         if version is not None:
-            # If `retry_now` was called during the wait, this attempt is the retry: if it fails, the
-            # next attempt waits for the backoff.
+            # This attempt fulfills a call of `retry_now` during the wait. So if this attempt fails,
+            # the next attempt waits for the backoff.
             self._is_due = False
         return self._version
 
     def uses(self, version: int) -> None:
-        """Name this version, and not the newest one, in the report if the attempt fails."""
+        """Set the version that the log and the receiver's record name if the attempt fails."""
         self._used = version
 
     def used(self) -> None:

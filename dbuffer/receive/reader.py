@@ -200,7 +200,7 @@ class VersionReader(VersionVerifier):
             self._in_memory = opened.manifest, tensors
 
     def expect_device(self, tensors: FileTensors) -> None:
-        """Prepare a mapped file in main memory for copies to a GPU (`MappedTensors`)."""
+        """Prepare tensors for copies to a GPU, if they are mapped from a file in main memory."""
         if isinstance(tensors, MappedTensors) and self._store.medium.is_in_memory:
             tensors.expect_device()
 
@@ -292,8 +292,8 @@ def wrong_tensors(
 ) -> list[str]:
     """Return the names of the tensors whose checksums differ from the published ones.
 
-    ``verified`` has the correct checksums of an earlier version. If no tensor of this version is
-    wrong, ``verified`` has this version's checksums afterwards.
+    ``verified`` can have an earlier version's verified checksums, so that only later deltas must be
+    read. If no tensor is wrong, this version's checksums replace them.
     """
     manifest = opened.manifest
     if manifest.checksums_xxh3 is None:
@@ -452,7 +452,7 @@ class Snapshot(ProcessBound):
         return self._contents.layout
 
     def fill(self, match: Match) -> None:
-        """Copy all tensors into their matched targets."""
+        """Copy this snapshot's tensors into the target's tensors that ``match`` assigns to them."""
         match.require_ties(self._contents.tensor)
         self._check_copied(match.fill(self._contents, self._copier, hashed=self._verify))
 
@@ -536,7 +536,7 @@ def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> dict
 
 
 def _find_damage(opened: OpenStoreVersion) -> list[str]:
-    """Return a version's damaged tensors.
+    """Return the names of a version's damaged tensors, or an error message about its layout.
 
     Without checksums, check only the layout (the table of tensors).
     """

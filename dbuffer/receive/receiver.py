@@ -211,10 +211,10 @@ class WeightReceiver(Followed, Closing, ProcessBound):
 
     @contextlib.contextmanager
     def reporting(self, version: VersionId | None) -> Iterator[None]:
-        """Report an error that leaves the ``with`` block in the receiver's record.
+        """Write an error that leaves the ``with`` block into the receiver's record.
 
-        If ``version`` is given, the report stays until a version is acknowledged. If not, the
-        report concerns the store, and stays until a block without ``version`` succeeds.
+        With ``version``, the record has the error until a version is acknowledged. Without it, the
+        error concerns the store: the record has it until a block without ``version`` succeeds.
         """
         try:
             yield
@@ -482,7 +482,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
     ) -> OpenStoreVersion | None:
         """Open the newest version if there is one, and if it is above ``newer_than``.
 
-        With ``reread`` False, open the version of the pointer that was read last.
+        With ``reread`` False, open the version that the pointer named when it was last read.
         """
         if self._pointer is None and not self._store.exists():
             self._note_wait()
@@ -586,7 +586,7 @@ class WeightReceiver(Followed, Closing, ProcessBound):
         self.reader.verify(opened, tensors.layout, checksums)
 
     def _remember_names(self, opened: OpenStoreVersion, names: Set[str], partial: bool) -> None:
-        """Remember ``names``. With ``partial``, raise if they lack a name of an earlier load."""
+        """Remember loaded names. With ``partial``, raise if ``names`` lack a name loaded before."""
         version = opened.manifest.version
         if partial:
             require_names(self._loaded_names, names, version)

@@ -56,10 +56,10 @@ class Prepared(Protocol):
     def num_bytes(self) -> int: ...
 
     def leave_device(self) -> None:
-        """Free this part's memory on the engine's device, as far as loading does not need it."""
+        """Free the memory on the engine's device that loading this part does not need."""
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
-        """Return an equal part that reads ``tensors``, which are copies of this part's tensors."""
+        """Return this part with ``tensors``, which are copies, in place of the tensors it reads."""
 
     def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
         """Return the bytes to stage on the device (at most ``device_bytes``) and in main memory."""
@@ -255,9 +255,9 @@ class Stager(ProcessBound):
             result is staged.
         device: an engine's device. As much of a version as fits is copied into its memory.
         copy: whether to copy a mapped version into the stager's memory. ``"auto"``: copy if
-            ``pin_memory`` or ``device`` is set. But keep a version mapped if its tensors and a
-            result of ``prepare`` are staged together: later versions will need less memory,
-            because only the result will be staged.
+            ``pin_memory`` or ``device`` is set. But a version whose tensors are staged with a
+            result of ``prepare`` stays mapped: later, only the result is staged, so memory for the
+            tensors would be wasted.
         pin_memory: page-lock the stager's memory, for faster copies to a device.
         version: stage only this version until it has been applied. Default: stage each newest
             version.
@@ -617,7 +617,7 @@ class Stager(ProcessBound):
             self._staged = None
             snapshot = self._snapshot.pop_all()
         # Release the snapshot without the lock: the release can be slow over a network, and the
-        # engine's calls would wait. If a sender overwrote the version, discard the comparison.
+        # engine's calls would wait. If a sender overwrote the version, discard `attest`'s result.
         is_valid = self._let_go(snapshot)
         self.differing, self.compared = differing if is_valid else None, applied.id
         self._receiver.record.write()
@@ -627,7 +627,7 @@ class Stager(ProcessBound):
         return self._state is State.APPLIED and self._request is None
 
     def _aim(self) -> tuple[int | None, int | VersionId | None]:
-        """Return the version to stage, as `FollowLoop.wait`'s arguments newer_than and exactly."""
+        """Return the version to stage: arguments newer_than and exactly of `FollowLoop.wait`."""
         if self._request is not None and self._request.is_exact:
             return None, self._request.id or self._request.number
         staged = None if self._staged is None else self._staged.id
@@ -659,7 +659,7 @@ class Stager(ProcessBound):
         return None, None
 
     def _make_room(self, version: int) -> bool:
-        """Drop the staged version to stage ``version``, or return False if that is not needed."""
+        """Drop the staged version; if ``version`` is not to be staged, keep it and return False."""
         with self._condition:
             if not self._may_stage():
                 return False
@@ -765,7 +765,7 @@ class Stager(ProcessBound):
         return self._copy
 
     def _settle(self, request: _Request | None) -> None:
-        """Wake the waiting call after an attempt for ``request``; give it the attempt's error."""
+        """Wake the waiting call, which raises the error if the attempt for ``request`` failed."""
         with self._condition:
             error, version = self._loop.error, self._loop.failed_version
             if error is not None:
@@ -782,10 +782,10 @@ class Stager(ProcessBound):
 
 
 def _is_lost(version: VersionId, newest: Lineage, before: Iterable[Lineage]) -> bool:
-    """Whether a version leads neither to the newest version nor to any later version.
+    """Whether a version is lost in a fork: it leads neither to ``newest`` nor to a later version.
 
-    ``before`` has versions that were the newest earlier. If neither these nor ``newest`` contain
-    the run of ``version``, it is not lost: for instance a mirror that lags may still publish it.
+    ``before`` has versions that were the newest earlier. Return False if the run of ``version`` is
+    unknown to ``newest`` and ``before``: a mirror that lags, for instance, may still publish it.
     """
     if newest.reaches(version):
         return False
