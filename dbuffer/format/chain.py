@@ -34,10 +34,10 @@ def trimmed(
 ) -> dict[VersionId, int]:
     """Drop the oldest versions of a chain until the chain is within the limits.
 
-    ``delta_bytes`` has the size of the delta that leads to each version, oldest first. The
-    first size is ignored. ``anchor`` is the earlier version in the weights file; the anchor and
-    later versions are never dropped. ``anchor`` is None if the weights file has the newest version.
-    In this case only the newest version is left if its delta alone exceeds the limits.
+    ``delta_bytes`` has the size of the delta that leads to each version, oldest first. The delta
+    that leads to the oldest version does not count. ``anchor`` is the earlier version in the
+    weights file, or None if the file has the newest version. The anchor and later versions stay.
+    Without an anchor, only the newest version stays if its delta alone exceeds the limits.
     """
     versions = list(delta_bytes)
     while len(versions) > 1 and versions[0] != anchor:
@@ -48,5 +48,5 @@ def trimmed(
 
 
 def chain_of(delta_bytes: dict[VersionId, int]) -> list[VersionId]:
-    """Return the versions of a chain, oldest first, or [] for one version, which is no chain."""
+    """Return the versions of a chain, oldest first. A single version is no chain: return []."""
     return list(delta_bytes) if len(delta_bytes) > 1 else []

@@ -320,13 +320,13 @@ class Layout:
     def decode(cls, data: bytes, end: int) -> Layout:
         """Decode and check a layout. Every tensor must end before offset ``end`` of the file.
 
-        The last layouts are cached, because decoding 100,000 tensors takes a second.
+        The four layouts decoded last are cached: decoding 100,000 tensors takes a second.
         """
         record = decode(_LayoutRecord, data)
         aliases = record.aliases
         specs, offsets, free = [], [], 0
         for name, dtype, shape, offset in record.tensors:
-            # Count a size of 0 as 1: torch limits the product of an empty tensor's other sizes too.
+            # Count a size of 0 as 1: torch limits an empty tensor's other sizes, too.
             num_elements = math.prod(size or 1 for size in shape)
             if dtype not in ITEM_BYTES or num_elements * ITEM_BYTES[dtype] > _MAX_TENSOR_BYTES:
                 raise StoreCorruptError(
@@ -359,7 +359,7 @@ class Layout:
         if self.is_in_parts:  # with these bytes, tensordict would find no data
             return b""
         padding = 0
-        # Leave out float8 and float4 tensors, which tensordict cannot load, and names it reserves.
+        # Leave out float8 and float4 tensors, which tensordict cannot load, and its reserved names.
         leaves = {
             spec.name: [f"torch.{spec.dtype}", spec.shape, at, at + spec.num_bytes, padding]
             for spec, at in zip(self.specs, self.offsets, strict=True)

@@ -101,7 +101,7 @@ class Lineage(NamedTuple):
         return version is not None and version.number >= number and self.reaches(version)
 
     def at(self, number: int) -> VersionId | None:
-        """Return the lineage's version with this number, or None if it is later or not recorded."""
+        """Return the version with this number in the lineage, or None if it records none."""
         if number > self.id.number:
             return None
         for run in self.runs:

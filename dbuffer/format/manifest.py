@@ -211,7 +211,7 @@ class Manifest(Versioned, frozen=True, kw_only=True):
 
     @property
     def of_file(self) -> dict[str, Any]:
-        """Fields of the weights file to copy into another manifest, without the file's name."""
+        """Fields of this manifest that describe the weights file, without the file's name."""
         return {name: getattr(self, name) for name in FILE_FIELDS}
 
     @property
@@ -225,16 +225,16 @@ class Manifest(Versioned, frozen=True, kw_only=True):
         return self.deltas_after(self.file_version)
 
     def upon(self, buffer: str) -> dict[str, Any]:
-        """Return fields for the manifest of a later version, which reuses this weights file.
+        """Return fields for a later version's manifest, if the version reuses this weights file.
 
-        Deltas lead from the weights file to the later version. ``buffer`` has this manifest.
+        Deltas lead from the file to the later version. ``buffer`` is this manifest's buffer.
         """
         fields = self.of_file | {"file": self.file}
         directory = self.anchor_buffer or buffer
         return fields | {"anchor": self.file_version, "anchor_buffer": directory}
 
     def deltas_after(self, version: VersionId) -> list[VersionId]:
-        """Return the later versions, up to this one, whose deltas lead from ``version`` to it."""
+        """Return the versions whose deltas lead from ``version`` to this manifest's version."""
         if version == self.id:  # its chain may be empty
             return []
         return self.chain[self.chain.index(version) + 1 :]
@@ -349,7 +349,7 @@ class ReceiverRecord(Record, frozen=True, kw_only=True):
 
     @property
     def is_broken(self) -> bool:
-        """Whether the receiver is an engine with half-loaded ranks."""
+        """Whether the receiver is an engine that refuses to serve: a rank of it is half loaded."""
         return self.state == "broken"
 
     def lag_behind(self, newest: Lineage, metadata: Mapping[str, Any]) -> Lag | None:

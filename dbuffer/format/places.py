@@ -64,5 +64,5 @@ def kept_buffer(version: VersionId | str) -> str:
 
 
 def is_kept(buffer: str) -> bool:
-    """Whether a buffer is the directory of a kept version, instead of ``A`` or ``B``."""
+    """Whether a buffer is a kept version's directory: any buffer other than ``A`` and ``B``."""
     return buffer not in BUFFERS

@@ -75,9 +75,9 @@ class ChainReader:
     def expected(self, verified: Mapping[VersionId, list[int]]) -> list[int] | None:
         """Return the checksums that the open version's tensors had when they were published.
 
-        ``verified`` has the checksums of some versions. The headers of deltas update the checksums
-        of the latest of these versions. If ``verified`` has no version since the anchor, the table
-        in the weights file is used instead. Return None if this table is damaged.
+        ``verified`` has the checksums of some versions. Start with the latest of these versions, or
+        with the weights file's table of checksums if none is the anchor or later. Then replace the
+        checksums that the headers of later deltas contain. Return None if the table is damaged.
         """
         manifest = self._opened.manifest
         earlier = [manifest.file_version, *manifest.since_anchor]

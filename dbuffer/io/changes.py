@@ -117,7 +117,7 @@ def apply_patch(patch: Patch, memory: torch.Tensor, layout: Layout, copier: Copi
 
 
 def _ranges(layout: Layout) -> list[_Range]:
-    """Cut a version into ranges. Each range's smallest elements determine its word size."""
+    """Cut a version into ranges. The word size of a range is the size of its smallest elements."""
     ranges = []
     for start in range(0, layout.checksums_offset, CHUNK_BYTES):
         end = min(start + CHUNK_BYTES, layout.checksums_offset)

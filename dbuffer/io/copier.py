@@ -47,9 +47,9 @@ class _Batch:
     """
 
     def __init__(self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]) -> None:
-        # Let only the slices refer to ``work``, which refers to tensors of mapped files. A thread
-        # that starts late keeps this batch, but the slices are gone. So the thread keeps no file
-        # mapped: a mapping would keep the space of a removed file in use.
+        # Keep ``work`` only in the slices, because it refers to tensors of mapped files. A thread
+        # that starts late keeps this batch alive, but not the slices. So it keeps no file mapped,
+        # and the space of a removed file is freed.
         self._left = collections.deque(functools.partial(work, *bounds) for bounds in slices)
         self._streams = _callers_streams()
         self._errors: list[BaseException] = []

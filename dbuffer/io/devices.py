@@ -186,7 +186,7 @@ class _Transfer(Closing):
 
     def close(self) -> None:
         if self._device.type == "cuda":
-            # The pieces' memory is freed next: wait until the device has read or written it.
+            # Wait until the device has finished, because the pieces' memory is freed afterwards.
             torch.cuda.current_stream(self._device).synchronize()
 
     def pieces(self) -> Iterator[_Piece]:

@@ -143,7 +143,7 @@ _read_mappings: weakref.WeakValueDictionary[int, MappedTensors] = weakref.WeakVa
 
 
 def file_under(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return device and inode of the file of a reader's mapped tensor, or None for others."""
+    """Return device and inode of the file that a reader's tensor is mapped from, else None."""
     if not _read_mappings or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return None
     if tensor.device.type != "cpu":
@@ -173,7 +173,7 @@ class KeptMappings:
             and mapped.is_unwritten()
         ):
             return mapped
-        # A buffer has one weights file at a time: unmap its earlier ones. Also unmap removed files,
+        # A buffer has one weights file at a time, so unmap earlier files. Also unmap removed files,
         # which take up space while they are mapped.
         self._mapped = {
             kept_path: kept
@@ -275,7 +275,7 @@ def can_cast_to(dtype: torch.dtype) -> bool:
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype, *, device: str = "cpu") -> bool:
-    """Whether a tensor is on ``device``, and a file with ``dtype`` has the same bytes for it."""
+    """Whether a tensor on ``device`` has the bytes that a file with ``dtype`` stores for it."""
     return (
         tensor.dtype is dtype
         and tensor.device.type == device

@@ -87,7 +87,7 @@ def _changed(file: Path) -> InvalidWeightsError:
 
 
 class FileState(NamedTuple):
-    """State of a file, which changes if the file is written or replaced."""
+    """Inode, size and time of a file. At least one changes if the file is written or replaced."""
 
     inode: int
     num_bytes: int

@@ -128,7 +128,7 @@ class _SharedFetch:
         tensor, number = self._tensor, self._num_views
         self._num_views += 1
         fetch = functools.partial(self._fetch, number, view)
-        # If `tensor` is itself a view, the place of `view` in the sharded tensor is unknown.
+        # Note the place in the sharded tensor. It is unknown if `tensor` is itself a view.
         is_part = tensor.sharded is not None and tensor.view is None
         return LazyTensor(
             tensor.dtype,
@@ -299,7 +299,7 @@ def _models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _prefix_in(names: Mapping[str, Any], path: str) -> str:
-    """Return the prefix of the names in ``names`` that belong to the model at ``path``."""
+    """Return the prefix of the model's names in ``names``: its path without wrappers' parts."""
     prefix = without_wrappers(f"{path}.") if path else ""
     while not any(name.startswith(prefix) for name in names):
         if not prefix.startswith(WRAPPER_PREFIX):

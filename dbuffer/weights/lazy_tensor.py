@@ -96,7 +96,7 @@ class LazyTensor:
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """This rank's rows of a sharded tensor, if no DTensor can represent the split of the rows."""
+    """This rank's rows of a sharded tensor whose split between ranks no DTensor can represent."""
 
     local: torch.Tensor
     first: int

@@ -45,8 +45,8 @@ def without_wrappers(name: str) -> str:
 def clean_names(names: Iterable[str]) -> list[str]:
     """Return tensors' names without the parts that wrappers of modules add.
 
-    If all names begin with ``module.``, a wrapper added this prefix. For other parts see
-    `without_wrappers`.
+    If all names begin with ``module.``, this prefix is removed, too. `without_wrappers` removes the
+    other parts.
     """
     names = [without_wrappers(name) for name in names]
     while names and all(name.startswith(WRAPPER_PREFIX) for name in names):
@@ -194,7 +194,7 @@ def problem_of_memory(tensor: torch.Tensor) -> str:
 
 
 def lies_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor has memory, or is empty and needs no memory."""
+    """Whether a tensor has an address, as meta and fake tensors have not, or is empty."""
     if hasattr(tensor, "fake_mode"):  # torch warns if a fake tensor's address is read
         return False
     try:
@@ -244,7 +244,7 @@ class WeightsSpec:
         )
 
     def addresses_of(self, named: Mapping[str, torch.Tensor]) -> list[int] | None:
-        """Return tensors' addresses, or None if this spec does not fit or a tensor is not plain."""
+        """Return the addresses of plain tensors that fit this spec, or None if any does not."""
         tensors = named.values()
         with contextlib.suppress(RuntimeError):  # raised by tensors without shape or address
             # Shapes are compared one by one: a list of 18,000 shapes would start the garbage

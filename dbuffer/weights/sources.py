@@ -97,14 +97,14 @@ class Source:
                 refuse_not_finite(specs, tensors)
 
     def finish(self) -> None:
-        """Read a weight source to its end, because other ranks wait for this rank; call `check`."""
+        """Read a weight source to its end, as all ranks must do together; then call `check`."""
         if self.reader is not None:
             self.reader.finish()
         self.check()
 
     @property
     def eager(self) -> list[torch.Tensor]:
-        """All tensors if they are in memory. Empty if any tensor is lazy or comes from a stream."""
+        """All tensors, or [] if any of them is lazy or comes from a stream."""
         return [] if self.is_lazy else cast("list[torch.Tensor]", self.tensors)
 
 

@@ -140,8 +140,8 @@ class Matcher:
             return None
         if not all(map(torch.Tensor.is_contiguous, tensors)):
             return None
-        # Refuse lazily conjugated or negated views: they cannot be filled, unlike other views at
-        # the same address.
+        # Check this at each load: lazily conjugated or negated views cannot be filled, but can have
+        # the same addresses as the tensors of the last load.
         if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
             return None
         # Skip the checks if no address has changed: their results are as at the last load.
@@ -220,7 +220,7 @@ def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator
 def _overlaps(
     tensors: Mapping[str, torch.Tensor], comparison: Comparison
 ) -> tuple[list[tuple[NamedIndex, NamedIndex]], list[str]]:
-    """Return pairs of tensors with the same memory, and error messages about partial overlaps."""
+    """Return pairs of tied tensors with different sources, and messages on partial overlaps."""
     ties: list[tuple[NamedIndex, NamedIndex]] = []
     problems: list[str] = []
     for first, *group in _overlap_groups(tensors):

@@ -9,7 +9,7 @@ collective: all ranks must make the pass together, to its end.
 | metadata | a method | a cached property |
 | a pass | ``__iter__()`` | ``iter_full()`` |
 | a rank's part | ``held_names()`` | ``owners`` in the metadata |
-| other tensors | None in a pass | not in a pass |
+| other ranks' tensors | None in a pass | not in a pass |
 
 If all ranks have all tensors, rank 0 publishes them, and dbuffer ignores the other ranks' tensors.
 """
@@ -97,7 +97,7 @@ class SourceReader:
         self._held = _held_names(source, metadata)
 
     def held_on(self, rank: int) -> list[int]:
-        """Return the indices of the tensors that this rank, whose number is ``rank``, publishes."""
+        """Return the indices of the tensors that this rank publishes. Its number is ``rank``."""
         if self._held is None:
             return [] if rank else list(self._place.values())
         return [place for name, place in self._place.items() if name in self._held]
