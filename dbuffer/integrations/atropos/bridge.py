@@ -258,7 +258,7 @@ class VLLMWeightBridge:
 
     @property
     def _rank_patience_s(self) -> float:
-        """Seconds that a rank waits for other ranks, also while rank 0 waits for servers."""
+        """Seconds that a rank waits for other ranks, including rank 0's wait for servers."""
         return self.config.timeout_seconds + self._rank_timeout_s
 
     def _join_ranks(self) -> None:
@@ -319,14 +319,16 @@ def _named(weights: Weights) -> Mapping[str, torch.Tensor]:
 def _take_over(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Make ``tensors`` the parameters of a model, without a copy or cast.
 
-    If parameters are tied, ``tensors`` can have the tensor under only one of their names. A buffer
-    that is missing in ``tensors`` keeps its value.
+    For parameters that are tied together, ``tensors`` needs only one of their names. A buffer that
+    is missing in ``tensors`` keeps its value.
     """
     attached = dict(zip(clean_names(tensors), tensors.values(), strict=True))
     try:
         missing, unknown = model.load_state_dict(attached, strict=False, assign=True)
     except RuntimeError as error:  # shapes differ
-        raise OptionError(f"the attached tensors are not this model's: {error}") from None
+        raise OptionError(
+            f"the attached tensors do not fit {type(model).__name__}: {error}"
+        ) from None
     model.tie_weights()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     filled = {id(parameters[name]) for name in attached.keys() & parameters.keys()}

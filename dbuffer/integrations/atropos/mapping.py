@@ -1,8 +1,9 @@
-"""`ParameterMapping`: names and layouts from Atropos' file ``vllm_bridge_config.json``.
+"""`ParameterMapping`: the names and layouts that Atropos' servers use for a trainer's tensors.
 
-Most entries map a name to itself. If several names are mapped to the same name, their tensors are
-the parts of a fused projection. These tensors are published under their original names, because
-the engine's loader fuses them.
+The servers write the mapping into the file ``vllm_bridge_config.json``. Most entries map a name to
+itself. If several names are mapped to the same name, their tensors are the parts of a fused
+projection. dbuffer publishes these tensors under their original names, because the engine's loader
+fuses them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _CHANGES_NOTHING: dict[str, Any] = {"param_mappings": {}}
 
 
 def mapping_path(directory: str | None) -> Path:
-    """Return the path of the mapping file. ``directory`` is `BridgeConfig.directory`."""
+    """Return the mapping file: ``VLLM_BRIDGE_CONFIG_PATH``, or the default in ``directory``."""
     named = os.environ.get(PATH_VARIABLE)
     if named:
         return options.path(PATH_VARIABLE, named)
@@ -60,9 +61,10 @@ def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[st
 
 
 class ParameterMapping:
-    """Names that the servers use for a trainer's tensors, and names of tensors to permute.
+    """Names that the servers use for a trainer's tensors, and which tensors to permute.
 
-    ``content`` is the decoded JSON of the mapping file at ``path``.
+    ``content`` is the decoded JSON of the mapping file at ``path``. Permuted tensors get the rotary
+    layout with halves (see module `rotary`).
     """
 
     def __init__(self, path: Path, content: Any = _CHANGES_NOTHING) -> None:
@@ -113,11 +115,11 @@ class ParameterMapping:
 
 
 def wait_for_mapping(config: BridgeConfig, server: VllmServer | None) -> Any:
-    """Wait for the mapping file and return its content, or an empty mapping if no file is needed.
+    """Return the mapping file's content, or an empty mapping if the file is missing and not needed.
 
-    The file is needed if ``VLLM_BRIDGE_CONFIG_PATH`` names it. It is also needed if
-    ``config.directory`` is set, except for a stock vLLM server in local mode, which never writes
-    the file.
+    Wait for a file that is needed. The file is needed if ``VLLM_BRIDGE_CONFIG_PATH`` names it, or
+    if ``config.directory`` is set. Exception: in local mode, no file in ``config.directory`` is
+    needed for a stock vLLM server, which never writes it.
     """
     path, timeout_s = mapping_path(config.directory), config.timeout_seconds
     is_named = bool(os.environ.get(PATH_VARIABLE))

@@ -34,5 +34,5 @@ def permute_for_rotary(w: torch.Tensor, n_heads: int) -> torch.Tensor:
 
 
 def permute_for_rotary_1d(w: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Convert a bias. :func:`permute_for_rotary` does the same; Atropos has both names."""
+    """Call :func:`permute_for_rotary`, which also converts biases. Atropos has both names."""
     return permute_for_rotary(w, n_heads)

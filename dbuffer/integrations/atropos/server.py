@@ -17,7 +17,7 @@ _RETRY_S = 0.25
 
 
 def notify(server: VllmServer, notification: dict[str, Any], timeout_s: float) -> None:
-    """Call Atropos' notification route if the server has it. Retry until the server has started."""
+    """Call a server's Atropos route, if any. Retry up to ``timeout_s`` until the server answers."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

@@ -64,8 +64,8 @@ def get_inference_urls(
 def get_local_hostname() -> list[str]:
     """Return this host's address and names from its line in ``/etc/hosts``.
 
-    A line with a loopback address does not count. If there is no other line for this host, return
-    the host's name, after the address that the name resolves to.
+    Lines with loopback addresses are ignored. If the file has no other line for this host, return
+    the address that the host's name resolves to (if it resolves), and the name.
     """
     name = socket.gethostname()
     address = ""

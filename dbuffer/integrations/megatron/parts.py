@@ -20,7 +20,7 @@ from dbuffer.io.tensors import flat_view
 from dbuffer.weights.lazy_tensor import HeldRows, LazyTensor
 
 OWNERS_PER_RANK = 1 << 16
-"""Maximum number of parameters and buffers of a rank."""
+"""Size of each rank's range of numbers. A rank must have fewer parameters and buffers."""
 
 
 Strided: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -45,13 +45,13 @@ class Cut(NamedTuple):
         parameters: Mapping[int, str],
         groups: Collection[tuple[int, ...]],
     ) -> Self | None:
-        """Return the range of this rank's part in an exported tensor.
+        """Return the range of this rank's part in an exported tensor, or None if it has no range.
 
-        Return None if the part cannot be published. It can be published if the tensor is cut by
-        rows, or if it is cut along another dimension into equal parts, one for each rank of one of
-        the ``groups``. ``owners`` has the exported tensor's shape, and holds for each element the
-        number of the parameter from which mbridge copied the element. ``parameters`` maps the
-        numbers of this rank's parameters to names.
+        The part has a range if the tensor consists of parts along one dimension, each from a
+        different parameter, and this rank has only one part. If this is not the first dimension,
+        the parts must also have equal sizes, and their ranks must be one of ``groups``. Each
+        element of ``owners`` is the number of the parameter from which mbridge copied the tensor's
+        element. ``parameters`` maps the numbers of this rank's parameters to names.
         """
         if not owners.ndim:
             return None
@@ -77,7 +77,10 @@ class Cut(NamedTuple):
 
 
 def strides_of(positions: torch.Tensor, num_elements: int) -> Strided | None:
-    """Return the strided view whose elements are at ``positions``, or None if there is none."""
+    """Return the view with the elements at ``positions`` of a flat tensor with ``num_elements``.
+
+    Return None if these elements are no strided view of the flat tensor.
+    """
     sizes: list[int] = []
     strides: list[int] = []
     starts = positions = positions.flatten()
@@ -124,8 +127,8 @@ class Part:
     ) -> torch.Tensor | LazyTensor:
         """Return this rank's part as a sharded tensor that has the exported tensor's full shape.
 
-        If one rank has the whole tensor, return an ordinary tensor. ``meshes`` maps each group of
-        ranks to its device mesh.
+        If this rank has the whole tensor, return an ordinary tensor. ``meshes`` maps each group of
+        ranks over which tensors are cut to its device mesh.
         """
         local, ranks = self.of(parameter), self.cut.ranks
         if len(ranks) == 1:

@@ -74,8 +74,8 @@ class Tracer:
                 yield name, tensor
 
         self._for_each(noted(), compare)
-        # Count the ranks that have a part of each tensor, to refuse a tensor of which no rank has a
-        # part: the bridge computes its values.
+        # Count the ranks that have a part of each tensor. If no rank has a part, refuse the tensor:
+        # the bridge computes its values, instead of copying them from parameters.
         flags = [*(name in parts for name in names), self._error is not None]
         counts = torch.tensor(flags, dtype=torch.int32, device=self._device)
         distributed.all_reduce(counts)
@@ -101,7 +101,7 @@ class Tracer:
                     self._error = error
 
     def _find_cuts(self) -> dict[int, Cut]:
-        """Return the places of this rank's parts in exported tensors, by index of the tensor."""
+        """Return the ranges of this rank's parts, by the exported tensor's index in the export."""
         owner_of = {id(self._tensors[name]): owner for owner, name in self._names.items()}
         end, cuts = self._first + len(self._names), dict[int, Cut]()
 

@@ -139,6 +139,7 @@ class _Layers:
     ) -> torch.Tensor | LazyTensor:
         """Return the tensor to publish under a name: ``tensor`` itself, or a lazy tensor.
 
+        ``tensor`` is the unmerged model's tensor, or None if the merge makes a new tensor.
         The result is lazy (computed during the publish) if a merge can change the tensor: it is in
         a layer with adapters, or tied to a tensor of such a layer. ``to_be`` has the merged
         tensor's shape and dtype, without data.

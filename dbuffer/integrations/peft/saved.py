@@ -55,7 +55,7 @@ class SavedAdapter:
 
     @property
     def number(self) -> int:
-        """Unique number of this version, for engines that number adapters (1 to 2**62)."""
+        """Number (1 to 2**62) by which an engine can tell this version from all other adapters."""
         return (int(digest(self.path.name.encode()), 16) >> 2) + 1
 
 
@@ -70,13 +70,14 @@ def save_adapter(
     """Save the newest version of an adapter in a new subdirectory of ``directory``.
 
     A version that is already saved is not written again. The newest two saved versions are kept.
-    Older versions are removed, unless a request from `adapter_request` still uses them.
+    Older versions are removed, except those that a request from `adapter_request` still uses.
 
     Args:
         receiver: receiver of a store with adapters from `send_adapter`.
         directory: parent of the versions' directories, created if it does not exist. Use
             another directory for each store.
-        newer_than: wait for a version above this number. Default: save any version.
+        newer_than: wait for a version above this number. Default: wait only if the store has no
+            version.
         timeout_s: how long to wait for a version.
         acknowledge: whether to acknowledge the version. If False, call ``receiver.acknowledge``
             once the version is in use.

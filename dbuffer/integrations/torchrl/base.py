@@ -55,10 +55,10 @@ class TransportOptions(SenderOptions):
         local: str | os.PathLike[str],
         receiver_id: str | None = None,
     ) -> tuple[WeightReceiver, Mirror | None]:
-        """Open the store ``local`` for reading.
+        """Return a receiver of the store ``local``, and the mirror that fills ``local``, or None.
 
-        If ``remote`` is another store, also start a mirror, which copies versions from ``remote``
-        into ``local``.
+        This method starts the mirror, which copies versions from ``remote``. There is no mirror if
+        the sender publishes into ``local`` itself.
         """
         mirror = start_mirror(remote, local, **self._only(_MIRROR))
         return self.make_receiver(local, receiver_id), mirror

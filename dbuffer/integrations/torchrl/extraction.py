@@ -35,7 +35,7 @@ Extracted: TypeAlias = dict[str, torch.Tensor | LazyTensor]
 
 
 def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
-    """Return the weights of a module, a TensorDict (nested or flat) or a state dict."""
+    """Return the tensors and extra state of a module, (nested) TensorDict or state dict by name."""
     tensors, states = _collect(weights, extract_weights)
     return tensors | ({EXTRA_STATE: _packed(states)} if states else {})
 
@@ -82,7 +82,7 @@ def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.S
 
 
 def clean_path(path: str) -> str:
-    """Return a module path without the parts that wrappers insert."""
+    """Return a module path without the parts that torch.compile, FSDP, etc. insert."""
     return without_wrappers(f"{path}.").removesuffix(".")
 
 
@@ -113,8 +113,8 @@ def unpacked(packed: torch.Tensor) -> Any:
 def _packed(states: Mapping[str, Any]) -> torch.Tensor:
     """Return modules' extra states as the bytes of a JSON text. Reading JSON executes no code."""
     plain = {
-        # Flatten a TensorDict: a module's set_extra_state gets a flat dictionary from TorchRL's own
-        # receivers, too.
+        # Flatten a TensorDict, because TorchRL's own receivers also pass a flat dictionary to a
+        # module's set_extra_state.
         clean_path(path): state.flatten_keys(".").to_dict()
         if isinstance(state, TensorDictBase)
         else state

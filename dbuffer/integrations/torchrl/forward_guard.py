@@ -26,9 +26,10 @@ class ForwardGuard:
     The guard does not detect calls that bypass the module: a replayed CUDA graph, or a method other
     than ``forward``.
 
-    Forward calls can overlap, in several threads. A load begins when no call is running. Until
-    then, new calls wait too, because overlapping calls could delay the load forever. But a running
-    call can depend on the new one, so a new call waits at most 10 s for a load to begin.
+    Several threads can run forward calls at the same time. A load waits until no call is running.
+    Meanwhile, new calls wait too, because otherwise overlapping calls could delay the load forever.
+    But a running call can itself wait for a new call in another thread. So a new call waits at most
+    10 s for a load to begin.
     """
 
     def __init__(self) -> None:
@@ -125,7 +126,7 @@ class ForwardGuard:
 
 
 def _is_over(frame: FrameType) -> bool:
-    """Whether a call has ended, even if KeyboardInterrupt or SystemExit skipped its hook."""
+    """Whether the call in ``frame`` has ended, with its hook or (on KeyboardInterrupt) without."""
     try:
         frame.clear()
     except RuntimeError:  # frame.clear() refuses a running frame

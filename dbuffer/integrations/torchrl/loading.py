@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StagedVersion:
-    """Copy of a version in memory, so that a load that waits for forward calls blocks no sender."""
+    """In-memory copy of a version: the sender can go on while a load waits for forward calls."""
 
     version: int
     layout: Layout
@@ -69,8 +69,8 @@ class StagedVersion:
             for name, tensor in targets.items()
             if tensor.is_meta and isinstance(model, nn.Module)
         }
-        # Extra state has no target, because it is not a tensor of the model. Match it with itself:
-        # the matcher refuses tensors without a target.
+        # The matcher refuses a published tensor without a target in the model. Extra state is no
+        # tensor of the model, so pass it as its own target.
         extra = {name: self.tensors[name] for name in (EXTRA_STATE,) if name in self.tensors}
         match = matcher.match(targets | to_install | extra, self.layout)
         match.require_ties(self._tensor)

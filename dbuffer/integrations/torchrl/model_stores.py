@@ -39,7 +39,7 @@ def store_of(address: str | Path, model_id: str, worker: int | None = None) -> P
 
 
 def receiver_id(worker: int) -> str:
-    """Return the receiver id that a sender waits for if it waits for this worker."""
+    """Return the receiver id of a worker, by which a sender can wait for this worker."""
     return f"worker-{worker}"
 
 
@@ -55,7 +55,7 @@ def last_version_below(address: str | Path, options: TransportOptions) -> int:
 
 
 class ModelPublisher:
-    """Publishes a model's weights for all workers or for some workers. Workers count from 0."""
+    """Publishes a model's weights for all workers or some workers, which are numbered from 0."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`RayFollower`: keeps an engine in a Ray actor of any class on a store's versions.
+"""`RayFollower`: switches an engine in a Ray actor (of any class) to a store's newer versions.
 
 Ray can run any function inside an actor. So a :class:`Follower` runs in the actor, beside the
 engine. Each switch is a single task of the actor, so no request can run between flushing the caches

@@ -116,9 +116,9 @@ class DoubleBufferSyncScheme(StoreScheme):
             source = self._trained_model()
             self._has_first_weights = source is not None and bool(self._extract(source))
             if isinstance(context, DistributedCollector) and context.launcher == "mp":
-                # Unshare the policy that is sent to the nodes, because a node starts its workers
-                # with this policy before it initializes the scheme. TorchRL has no public name for
-                # the policy.
+                # Give each node its own copy of the policy's tensors. The node itself could copy
+                # the tensors only after it has started its workers with the policy. TorchRL has no
+                # public name for the policy.
                 context._policy_to_send = unshared(context._policy_to_send)  # noqa: SLF001
         except BaseException:
             self.shutdown()
@@ -127,8 +127,8 @@ class DoubleBufferSyncScheme(StoreScheme):
     def _trained_model(self) -> Any:
         policy = None
         if self._has_no_workers and self._model_id == DEFAULT_MODEL_ID:
-            # If policy_device differs from the policy's device, the collector runs a copy of the
-            # policy. TorchRL has no public name for the original policy.
+            # Return the original policy, which the trainer trains. If policy_device is another
+            # device, the collector runs a copy. TorchRL has no public name for the original.
             policy = self.context._orig_policy  # noqa: SLF001
         return self.model if policy is None else policy
 
@@ -149,10 +149,11 @@ class DoubleBufferSyncScheme(StoreScheme):
             publisher.wait(published, self.timeout_s)
 
     def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
-        """Publish weights, and wait until the chosen workers have applied them.
+        """Publish weights. Unless ``sync`` is False, wait until the workers have applied them.
 
-        ``weights`` is a module, a TensorDict or a state dict, or a dictionary with weights for each
-        worker. Default: the scheme's model, for all workers.
+        ``weights`` is a module, a TensorDict or a state dict, or a dictionary of these by worker.
+        Default: the scheme's model. ``worker_ids`` selects workers. Default: the dictionary's
+        workers, or all workers.
 
         Raises:
             WaitTimeoutError: (a ``TimeoutError``) a worker did not apply the weights in time.

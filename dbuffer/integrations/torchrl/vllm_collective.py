@@ -88,7 +88,7 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
         super().__init__(scheme)
         self._timeout_s, self._num_replicas = scheme.timeout_s, scheme.num_replicas
         self._num_awaited = 0
-        # Receiver of the `vllm_engine` that this sender itself switches, or None.
+        # Switches the `vllm_engine` of `init_all_workers_group`. None if no engine was passed.
         self._receiver: VLLMWeightReceiver | None = None
 
     def init_all_workers_group(

@@ -281,8 +281,8 @@ class VLLMDoubleBufferWeightSender:
 class VLLMDoubleBufferWeightReceiver:
     """Switches an engine to the store's newest weights at each call of ``poll_and_apply()``.
 
-    :func:`followers_of` lists the supported kinds of engines. If dbuffer is installed in vLLM's
-    environment, the engine needs no options.
+    :func:`followers_of` lists the supported kinds of engines. Install dbuffer in vLLM's
+    environment. You can then start the engine without any options for dbuffer.
     """
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
@@ -428,8 +428,8 @@ class VLLMDoubleBufferWeightReceiver:
     def _sync(self, version: int) -> bool:
         """Switch all engines to a version; return whether any engine had an older version.
 
-        If some engines cannot switch, the other engines still do. Afterwards, this method raises
-        the most severe of the errors.
+        If an engine cannot switch, the other engines still switch. This method then raises the most
+        severe error.
         """
         if len(self._followers) == 1:
             # Use this thread: a single engine can be an LLM, which works only in its own thread.
@@ -469,7 +469,7 @@ def require_another_thread(target: Any) -> None:
 
 
 def engine_in(target: Any) -> Any:
-    """Return the engine inside a wrapper of TorchRL, or TorchRL's object with several engines."""
+    """Return the engine or ``AsyncVLLM`` inside wrappers of TorchRL, or else ``target`` itself."""
     if is_ray_actor(target) or getattr(target, "actors", None):
         return target
     for name in _HOLDERS:

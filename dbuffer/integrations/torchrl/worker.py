@@ -30,8 +30,8 @@ class WorkerReceiver:
     """Follows both stores of a worker in the background, and loads their newest versions.
 
     Versions up to ``earlier`` are skipped: earlier runs (sender processes) published them. After
-    each load of a new version, when forward calls can run again, ``applied`` is called. It gets
-    whether the version is the first of its run.
+    each load of a new version, when forward calls can run again, the receiver calls ``applied``.
+    The argument is True if the version is the first of its run.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class WorkerReceiver:
             remote = store_of(remote_addr, model_id, only)
             local = store_of(local_addr, model_id, only)
             receiver, mirror = options.open_reader(remote, local, receiver_id(worker))
-            # Do not log that this worker's own store is missing: it exists only after weights were
-            # sent to selected workers, including this worker.
+            # Log a missing store only if it is the store for all workers. The sender makes this
+            # worker's own store only when it sends weights to this worker, but not to all workers.
             receiver.notes_wait = only is None
             self._opened.callback(receiver.close)
             if mirror is not None:

@@ -56,8 +56,8 @@ class StoreWeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish ``(name, tensor)`` pairs, tensor by tensor, while the servers generate.
 
-        After an error, the servers continue with their present weights, because nothing was
-        published, unless the error's message says otherwise.
+        If publishing fails, the servers continue with their present weights, unless the error's
+        message says that the version is published.
         """
         self.version = self._opened().send(iterator).version
 
