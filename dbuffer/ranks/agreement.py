@@ -85,7 +85,7 @@ class Agreement(World):
     def __init__(self, group: distributed.ProcessGroup | None, *, timeout_s: float) -> None:
         if not (distributed.is_available() and distributed.is_initialized()):
             raise OptionError(
-                "torch.distributed is not initialised in this process: call "
+                "torch.distributed is not initialized in this process: call "
                 "torch.distributed.init_process_group() first (torchrun sets its variables)"
             )
         self.rank = distributed.get_rank(group)
