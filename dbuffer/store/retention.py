@@ -199,7 +199,10 @@ class Retention:
                     log_once(logger, message, str(error))
 
     def _remove_old_refusals(self, now_s: float) -> None:
-        """Remove marks of refused versions that are gone. New marks stay for mirrors that lag."""
+        """Remove marks of refused versions that left the store.
+
+        New marks stay: a mirror may lag, and its engines may still find such a version there.
+        """
         marks = filesystem.list_matching(self.store.root / places.REFUSED_DIRECTORY, "*")
         forget_s = TIMING.forget_receivers_after_s
         old = [path for path in marks if now_s - filesystem.touched_at(path) > forget_s]
