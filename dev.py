@@ -416,6 +416,8 @@ def release(options: list[str]) -> NoReturn:
             )
         if f"## [{version}]" not in (ROOT / "CHANGELOG.md").read_text():
             sys.exit(f"dev.py: CHANGELOG.md has no section [{version}].")
+        if changes := [path.name for path in (ROOT / "changes").glob("*.*.md")]:
+            sys.exit(f"dev.py: CHANGELOG.md lacks files of changes/: {', '.join(changes)}.")
     dist = ROOT / "dist" / version
     shutil.rmtree(dist, ignore_errors=True)
     run_installer(str(BIN / "uv"), "build", "--quiet", "--out-dir", str(dist), str(ROOT))
