@@ -165,6 +165,7 @@ def kill_at_every_moment(
     connection.send(flip.moments)
 
 
+@pytest.mark.timing(keep_superseded_s=20.0)  # a sender may take long to come after the killed one
 @pytest.mark.parametrize(
     ("situation", "mount"),
     [
