@@ -221,7 +221,7 @@ class Engine:
         raise NotImplementedError
 
     def set_weight_version(self, label: WeightLabel) -> None:
-        """Set the label of the engine's responses. Some engines show only the label's version."""
+        """Set the label that the engine's responses carry. Some engines only carry its version."""
         raise NotImplementedError
 
 

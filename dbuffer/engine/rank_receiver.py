@@ -211,7 +211,7 @@ class RankReceiver:
             self._stager.release(applied=self._id)
 
     def _take_on_all_ranks(self, request: UpdateRequest | OptionError) -> Staged | None:
-        """Take the same version on all ranks, or raise an error on all ranks.
+        """Take the same staged version on all ranks, or raise an error on all ranks.
 
         Return None if the engine has the version.
         """

@@ -195,7 +195,7 @@ class ShapeCheck:
         return tensors, None, None
 
     def loaded(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
-        """Load some tensors with data; return the parameter of this name, filled by the loaders.
+        """Load real (not meta) tensors by the model's loaders; return the parameter ``name``.
 
         Call this method in the thread that ran the check.
         """

@@ -344,9 +344,10 @@ class StoreView:
             )
 
     def _has_lost(self, version: VersionId, newest: Lineage | None) -> bool:
-        """Whether neither ``newest`` nor the sender's newest version descends from ``version``.
+        """Whether the store lost ``version``, so that waiting for it is in vain.
 
-        Return False if a newest version cannot be read now.
+        That is: neither ``newest`` nor the newest version in the sender's store descends from it.
+        Return False if one of these two versions cannot be read now.
         """
         if newest is None or newest.reaches(version):
             return False

@@ -1,9 +1,9 @@
 """`AcknowledgementRelay`: copies receivers' records from a mirror's target to its source.
 
 In a store, each record is a file. In a bucket, each mirror puts one object, with the mirror's
-record and the records of the mirror's local store. The clocks of two clusters are never compared:
-a mirror puts its object again to show that it is alive, and a reader of the bucket measures the
-time since the object changed with the reader's clock.
+record and the records of the mirror's local store. A mirror puts its object again to show that it
+is alive. A reader of the bucket measures by its own clock how long it has seen no change, because
+the clocks of two clusters can differ.
 """
 
 from __future__ import annotations

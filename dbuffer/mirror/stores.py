@@ -371,7 +371,7 @@ class StoreTarget:
         )
 
     def _is_prepared(self) -> bool:
-        """Whether another mirror is copying a version of the source into the target."""
+        """Whether another mirror has prepared the target, and is copying a version into it."""
         newest, contents = self._source.newest(), Contents(self._store)
         # A copy is in progress while its manifest has a higher generation than the pointer. Read
         # the manifests before the pointer: in the other order, a copy that is published between the

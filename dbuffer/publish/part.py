@@ -298,9 +298,9 @@ def sharded_in(tensor: torch.Tensor | LazyTensor) -> Any:
 
 
 class Part:
-    """Parts ("boxes") of tensors that one rank writes of each version, numbered in tensor order.
+    """One rank's part of each version: the pieces ("boxes") of tensors that this rank writes.
 
-    A sender without other ranks has no assignment: each tensor is one box.
+    Boxes are numbered in tensor order. If the sender has one rank, each tensor is one box.
     """
 
     def __init__(self, layout: Layout, assignment: Assignment | None = None, rank: int = 0) -> None:

@@ -230,9 +230,9 @@ class WeightSender(Publisher):
         Raises:
             OptionError: the sender was made without ``delta=True``.
             WeightsMismatchError: a patch names a tensor or an index that does not exist, has
-                another shape, or has a dtype that is not cast.
+                another shape, or has a dtype that cannot be cast to the tensor's.
             InvalidWeightsError: a patch repeats an index, has more or fewer values than indices,
-                has a refused value, or is not a `SparsePatch` of plain tensors.
+                has a NaN or infinity that ``require_finite`` refuses, or is not a `SparsePatch`.
             StoreCorruptError: the last version was damaged after it was published.
             VersionError: the sender has published nothing yet, or its last publish failed: send all
                 weights first. (Refused patches do not count as a failed publish.) Or ``version`` is

@@ -180,8 +180,8 @@ class ShardedWeightSender(Publisher):
     ) -> tuple[Source, int, dict[str, Any]]:
         """Return the version's source (a list of all ranks' tensors), number and metadata.
 
-        Collective. Only rank 0 gets number and metadata. If a rank's inventory has changed, assign
-        the parts of tensors to writing ranks again.
+        Collective. The number and metadata are right on rank 0 only. If a rank's inventory has
+        changed, this method assigns the parts of tensors to writing ranks again.
         """
         ranks, number, checked = self._world, 0, dict[str, Any]()
         with ranks.step("describe its weights") as step:

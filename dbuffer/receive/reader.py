@@ -218,7 +218,7 @@ class VersionReader(VersionVerifier):
         return manifest.checksums_xxh3 is not None if self._verify == "auto" else self._verify
 
     def _is_rewritten(self, opened: OpenStoreVersion) -> bool:
-        """Whether later versions are written into this file, so that a mapping is worth keeping."""
+        """Whether the sender writes later versions into this file, so that its mapping can stay."""
         return self.maps_files and not opened.manifest.is_final
 
     def _map_kept(self, opened: OpenStoreVersion) -> MappedTensors:

@@ -59,7 +59,7 @@ class Prepared(Protocol):
         """Free the memory on the engine's device that loading this part does not need."""
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
-        """Return this part with ``tensors``, which are copies, in place of the tensors it reads."""
+        """Return the same part for ``tensors``: copies of the tensors that this part reads."""
 
     def staging_bytes(self, device_bytes: int) -> tuple[int, int]:
         """Return the bytes to stage on the device (at most ``device_bytes``) and in main memory."""
@@ -108,7 +108,7 @@ class Selection(Protocol):
     """Choice of the versions that an engine takes."""
 
     def may_skip(self, newest: VersionId) -> bool:
-        """Whether the engine may skip the store's newest version."""
+        """Whether the engine's options can make it skip the store's newest version."""
 
     def takes(self, manifest: Manifest) -> bool:
         """Whether the engine switches to this version, instead of skipping it."""
@@ -623,7 +623,7 @@ class Stager(ProcessBound):
         self._receiver.record.write()
 
     def _may_attest(self) -> bool:
-        """Whether the applied version is still staged, and no call of :meth:`take` waits."""
+        """Whether the applied version can be compared: it is staged, and no :meth:`take` waits."""
         return self._state is State.APPLIED and self._request is None
 
     def _aim(self) -> tuple[int | None, int | VersionId | None]:
@@ -642,9 +642,9 @@ class Stager(ProcessBound):
     def _choose(
         self, selection: Selection, newest: int, newer_than: int | None
     ) -> tuple[int | None, VersionId | None]:
-        """Return the number of the version to stage, and its id (None for the newest version).
+        """Return the version to stage: its number, and its id unless it is the newest version.
 
-        Return (None, None) to wait for a version above ``newest``.
+        If there is nothing to stage, return (None, None): the stager waits for a newer version.
         """
         last_seen = self._receiver.last_seen
         if last_seen is None or not selection.may_skip(last_seen.id):

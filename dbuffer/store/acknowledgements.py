@@ -166,7 +166,7 @@ class _Wait:
             by_key = (f"{n} in {key!r:.100}" for key, n in record.when.items())
             raise ReceiverFailedError(
                 f"{_process_of(record)} skips version {version} on purpose, {_at(record)}: it "
-                f"takes only versions with multiples of {', '.join([*by_number, *by_key])}"
+                f"takes only versions that are multiples of {', '.join([*by_number, *by_key])}"
             )
         for part in self._parts_of(record):
             if self._is_old(part) or not part.has_problem_with(version, self.newest):

@@ -82,7 +82,7 @@ class DoubleBuffer:
 
     @property
     def medium(self) -> Medium:
-        """Medium of the store's directory. A new mount at the path is detected at the next use."""
+        """Kind of mount that the store is on. The next use notices a new mount at the path."""
         device = None
         with contextlib.suppress(OSError):
             device = self.root.stat().st_dev
@@ -108,8 +108,8 @@ class DoubleBuffer:
     def newest_pointer(self, last: Pointer | None = None) -> Pointer | None:
         """Read the version pointer ``CURRENT``.
 
-        Raise a `VersionRegressedError` if ``last``, the pointer read before, names a version that
-        does not lead to the newest version.
+        Raise a `VersionRegressedError` if the version of ``last`` (the pointer read before) is no
+        predecessor of the newest version: the store was replaced, or went back.
         """
         pointer = self.pointer()
         if pointer is None and self.medium.reaches_other_hosts:

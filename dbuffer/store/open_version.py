@@ -297,7 +297,7 @@ class Patience:
         self._pauses_s = doubling(*filesystem.LOCK_PAUSES_S)
 
     def wait(self, about: object) -> bool:
-        """Pause before ``about`` is reread; return False if reads failed for `Timing.settle_s`."""
+        """Pause before a file is read again; return False if reads failed for `Timing.settle_s`."""
         now_s = time.monotonic()
         if about != self._about:
             self._about, self._since_s = about, now_s

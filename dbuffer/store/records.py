@@ -130,9 +130,9 @@ class OwnRecord(ProcessBound):
             self._record = _anew(self._record, stats=stats)
 
     def write(self, **changes: Any) -> None:
-        """Change fields of the record.
+        """Change fields of the record in memory.
 
-        A `RecordFile` also writes its file. A mirror puts its record into a bucket later.
+        A `RecordFile` also writes its file. A mirror's next upload puts its record into a bucket.
         """
         self.set(**changes)
 

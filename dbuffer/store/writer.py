@@ -277,8 +277,8 @@ class BufferWriter:
     def _lock_against_readers(self, file: Descriptor, buffer: str, version: int) -> bool:
         """Wait for a weights file's readers, then lock the file; return False on time-out.
 
-        Then the version gets a new file, and the readers are evicted: they keep the bytes that they
-        have mapped, and learn of their eviction when they next compare the manifest's generation.
+        After a time-out the version gets a new file, and the readers are evicted: they keep the
+        bytes that they have mapped, and notice it at their next look at the generation.
         """
         patience_s = self._reader_timeout_s
         quiet_s = min(patience_s, _QUIET_WAIT_S)

@@ -10,7 +10,7 @@ from dbuffer.runtime.timing import TIMING, Timing
 
 
 def current_timings() -> dict[str, float]:
-    """Return all timings of dbuffer by name."""
+    """Return dbuffer's intervals and time-outs, in seconds, by name."""
     return dataclasses.asdict(TIMING)
 
 

@@ -276,11 +276,11 @@ class Verifier:
         )
 
     def _mismatch(self, switch: PreparedSwitch, before: ModelFingerprint) -> Mismatch:
-        """Compare a model that was just reloaded with the result of a switch.
+        """Return where a model that was just reloaded differs from the result of a switch.
 
-        ``before``: fingerprint of the model before this reload. At that time, the layers that the
-        switch copies had stand-ins (other values than the version's). The layers that it leaves to
-        the engine's reload had the version's values.
+        ``before``: fingerprint of the model before this reload. It shows whether the reload wrote
+        each layer: the layers that the switch copies had other values than the version's, and the
+        layers that it leaves to the engine's reload had the version's values.
         """
         mismatch: dict[str, str] = {}
         for place in before.changes_to(self._fingerprint(switch)):

@@ -78,8 +78,8 @@ class CallbackEngine:
     def __init__(self, config: Any, parallel_config: Any, model: Any) -> None:
         if parallel_config.world_size != 1:
             raise UnsupportedError(
-                f"this engine has {parallel_config.world_size} ranks, and was made with the "
-                "arguments of vLLM before 0.25, which works with one rank only"
+                f"this engine has {parallel_config.world_size} ranks, and a backend made with the "
+                "arguments of vLLM before 0.25 works with one rank only"
             )
         self.config, self.parallel_config, self.model = config, parallel_config, model
         self._options: EngineOptions | None = None

@@ -274,7 +274,8 @@ def _read_again(load_config: Any, model_config: Any, model: Any) -> Weights:
     loader = get_model_loader(load_config)
     if not hasattr(loader, "get_all_weights"):
         raise UnsupportedError(
-            f"vLLM cannot read weights of load format {load_config.load_format!r} again"
+            f"an engine with load format {load_config.load_format!r} cannot follow a store: vLLM "
+            "cannot read its checkpoint again after the start"
         )
     weights: Weights = loader.get_all_weights(model_config, model)
     return weights

@@ -120,7 +120,7 @@ class Outlook:
         """Outlooks of LoRA adapters that follow their own stores, by name of the adapter."""
 
     def of(self, model: str | None) -> Outlook:
-        """Return the outlook of the LoRA adapter ``model``, or this outlook for other models."""
+        """Return the outlook of LoRA adapter ``model``; for None or another name, return self."""
         return self.adapters.get(model or "", self)
 
     async def refusal(
