@@ -310,7 +310,6 @@ class Publisher(Closing, ProcessBound):
             if deltas is not None:
                 deltas.forget()
             draft.abandon()
-            self._mappings.clear()
             raise
         delta_bytes = committing.results[0]
         return self._count(Publication.of(draft.id, draft.layout, started, delta_bytes))

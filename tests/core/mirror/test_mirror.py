@@ -58,6 +58,7 @@ from tests.support.stores import (
     make_temporaries_old,
     open_files,
     remove_store,
+    removed_but_mapped,
     small_disk,
     without_flock,
 )
@@ -479,6 +480,7 @@ def test_a_damaged_version_is_not_published(remote, local, caplog, monkeypatch):
         ]
         assert len(told) == 1, "it is told once"
         until("half a version is removed", lambda: len(list(local.glob("?/weights-*"))) == 1)
+        assert not removed_but_mapped(local)
         publish(remote, 3)
         arrives(one, local, 3)
         assert one.stats["failures"] == 4

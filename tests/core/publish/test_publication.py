@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from dbuffer.integrations import metrics
 from dbuffer.publish import sender as sender_module
 from dbuffer.publish.draft import Draft
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.writer import BufferWriter
 from dbuffer.testing.waiting import until
 from tests.support.children import Child
 from tests.support.forks import in_a_fork
@@ -389,6 +391,16 @@ def test_a_failed_publish_takes_no_room(gate, store, keep):
                 pending.wait()
             del pending
             assert not removed_but_mapped(store)
+
+
+def test_an_error_that_a_trainer_keeps_takes_no_room(sender, store, monkeypatch):
+    sender.send(WEIGHTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(BufferWriter, "commit", Mock(side_effect=OSError))
+        with pytest.raises(OSError) as kept:
+            sender.send(WEIGHTS)
+    assert not removed_but_mapped(store)
+    assert kept.value.__traceback__ is not None
 
 
 def end_without_closing(connection: Connection, store: Path) -> None:
