@@ -17,9 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dbuffer
 from dbuffer.integrations.vllm import follow
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.kept import pin
+from dbuffer.testing.moments import at_call, die
 from dbuffer.testing.waiting import until
 from dbuffer.tools import cli
 from tests.support.engines import preforked
@@ -46,9 +50,11 @@ from tests.support.engines.vllm_servers import (
 )
 from tests.support.object_server import RunningServer
 from tests.support.object_store import Exchange, Fault, FaultyProxy, status
+from tests.support.patterns import assert_same
 from tests.support.ports import free_port
 from tests.support.soak import is_soak
 from tests.support.stores import newest_version
+from tests.support.waiting import error_of
 
 ENGINE_TIMEOUT_S = 10
 LONG_TIMEOUT_S = 120
@@ -57,6 +63,9 @@ FULL_SPEED = (150, 300) if is_soak() else (25, 50)
 """Versions that two trainers come to, one after the other."""
 BAD = 3
 """Version that the canary's probe refuses."""
+DIVERGES_EVERY = 5
+EXPORTED = 400
+"""Version of another run, with which a server starts."""
 
 
 class FollowProgram:
@@ -130,11 +139,29 @@ def passing(action: Callable[[], object]) -> Fault:
 
 
 def publish(store: Path, count: int) -> None:
-    """A trainer: publish the next versions at full speed, then wait to be killed."""
-    with dbuffer.WeightSender(store) as sender:
-        first = newest_version(store) + 1
-        for version in range(first, first + count):
-            sender.send(revealing_weights(version), version=version)
+    """A trainer: publish the next versions at full speed, then wait to be killed.
+
+    Its model begins with the weights of the trainer before. It diverges now and then, which its
+    sender refuses, and so do casts to a dtype with less range.
+    """
+    model, last = make_model("qwen3", 0), newest_version(store)
+    if last:
+        with dbuffer.WeightReceiver(store) as receiver:
+            assert receiver.load_into(model) == last
+        assert_same(dict(model.state_dict()), revealing_weights(last))
+    with dbuffer.WeightSender(store, dtype=torch.float16) as sender:
+        large = revealing_weights(last + 1)
+        large["model.norm.weight"][0] = 1e5
+        assert "model.norm.weight" in str(error_of(lambda: sender.send(large)))
+    with dbuffer.WeightSender(store, require_finite=True) as sender:
+        for version in range(last + 1, last + 1 + count):
+            model.load_state_dict(revealing_weights(version))
+            if version % DIVERGES_EVERY == 0:
+                diverged = revealing_weights(version)
+                diverged["model.norm.weight"][0] = float("nan")
+                error = error_of(lambda: sender.send(diverged, version=version))  # noqa: B023
+                assert "of 'model.norm.weight' are NaN or infinite" in str(error)
+            sender.send(model, version=version, metadata={"evaluate": version})
         signal.pause()
 
 
@@ -173,17 +200,19 @@ class Inside:
             assert self.verify(server) == (EXIT_TIMEOUT, [False])  # which compares nothing
             self.keep_until_done(server, sender)
             self.skip_one(server, sender)
-            server.kill()
-            self.publish(sender, 8)
+        last = self.evaluate_under_load(server, 6)
+        server.kill()
+        with dbuffer.WeightSender(self.store) as sender:
+            self.publish(sender, last + 1)
             flags = ["--no-enable-prefix-caching"]
             how = {"timeout_s": LONG_TIMEOUT_S, "pause": "in_place", "attest": True}
             server = self.start(*flags, development=True, **how)
             server.wait_ready()
-            assert server.answer() == tokens_of(8)
+            assert server.answer() == tokens_of(last + 1)
             self.have_no_second_follower(server)
-            self.follow_one(server, sender, 9)
-            self.answer_for_its_weights(server)
-            last = self.go_on_in_place(server, sender, 9)
+            self.follow_one(server, sender, last + 2)
+            self.answer_for_its_weights(server, last + 1)
+            last = self.go_on_in_place(server, sender, last + 2)
             self.end_while_versions_come(server, sender, last)
 
     def start(
@@ -235,6 +264,34 @@ class Inside:
         time.sleep(1.0)
         assert server.answer() == tokens_of(6)
         assert sender.receiver_lags() == {}
+
+    def evaluate_under_load(self, server: Server, kept: int) -> int:
+        """Serve a version until clients are done with it; they are done with ``kept``.
+
+        Meanwhile a trainer publishes, and is killed.
+
+        Returns:
+            The newest version, which the server has in the end.
+        """
+        clients = Clients(2, lambda number: server.answer(5 + 40 * number))
+        trainer = start_program(self.directory, "publish", str(self.store), "240")
+        until("it begins", lambda: applied_by(server) > kept, WAIT_S, 0.02)
+        expected = [kept, applied_by(server)]
+        for goal in (15, 25):
+            until(f"version {goal}", lambda goal=goal: newest_version(self.store) >= goal, WAIT_S)
+            if goal == 25:
+                trainer.kill()
+                trainer.wait(WAIT_S)
+            assert server.answer() == tokens_of(expected[-1])
+            assert server.client.post("/weights/done").json()["version"] == expected[-1]
+            newer = newest_version(self.store)
+            until("it has it", lambda: applied_by(server) >= newer, WAIT_S, 0.02)  # noqa: B023
+            expected.append(applied_by(server))
+        answers = [tokens for of_one in clients.stop() for tokens in of_one]
+        seen = {token for tokens in answers for token in tokens}
+        assert seen <= {token_of(version) for version in expected}
+        assert expected[-1] == newest_version(self.store)
+        return expected[-1]
 
     def wait_for_a_version(self, server: Server, sender: dbuffer.WeightSender) -> None:
         assert not server.is_ready_without_version()
@@ -292,9 +349,9 @@ class Inside:
         told = r"serves version (\d+): .*staged in [\d.]+ ms.*paused for"
         assert [re.findall(told, line) for line in switches] == [[str(v)] for v in range(1, 6)]
 
-    def answer_for_its_weights(self, server: Server) -> None:
+    def answer_for_its_weights(self, server: Server, older: int) -> None:
         until("the weights are compared", lambda: self.verify(server) == (0, [True]), WAIT_S)
-        assert self.verify(server, "--version", "8") == (EXIT_TIMEOUT, [True])
+        assert self.verify(server, "--version", str(older)) == (EXIT_TIMEOUT, [True])
 
     def verify(self, server: Server, *options: str) -> tuple[int, list[bool]]:
         """Ask the server by the command; the exit code, and whether each replica is attested."""
@@ -360,6 +417,10 @@ class Inside:
         assert before.count("serves version") >= 1
 
 
+def applied_by(server: Server) -> int:
+    return int(server.metrics()["version_applied"])
+
+
 def require_refused(directory: Path) -> None:
     """Start a server that must not come up. It has no backend, so that it follows late."""
     store, checkpoint = directory / "store", save_revealing(0, directory)
@@ -386,11 +447,32 @@ class Outside:
         self.directory = directory
         self.started = contextlib.ExitStack()
         self.store = directory / "store"
-        self.checkpoint = save_revealing(0, directory)
+        self.checkpoint = self.export(save_revealing(0, directory))
         self.port = free_port()
         self.gate = self.started.enter_context(FaultyProxy(RunningServer(self.port)))
         self.server: Server
         self.follower: FollowProgram
+
+    def export(self, model: Path) -> Path:
+        """Export a version as the server's checkpoint, while a trainer publishes.
+
+        Kill the export first; that leaves nothing at its place.
+        """
+        store, saved = self.directory / "training", self.directory / "exported"
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(revealing_weights(EXPORTED), version=EXPORTED)
+        pin(DoubleBuffer(store), EXPORTED)
+        trainer = start_program(self.directory, "publish", str(store), "240")
+        until("it publishes", lambda: newest_version(store) > EXPORTED + 2, WAIT_S)
+        what = ["export", str(store), str(saved), "--version", str(EXPORTED)]
+        arguments = [*what, "--model", str(model)]
+        for moment in (9, 0):
+            export = start_program(self.directory, "export", str(moment), *arguments)
+            assert export.wait(WAIT_S) == (-signal.SIGKILL if moment else 0)
+            assert saved.exists() == (moment == 0)
+        trainer.kill()
+        trainer.wait(WAIT_S)
+        return saved
 
     def run(self) -> None:
         num_ranks = 2 if is_soak() else 1
@@ -457,7 +539,7 @@ class Outside:
 
     def follow_at_full_speed(self) -> None:
         """Two trainers, both killed while they publish, and clients that ask all the time."""
-        assert self.server.answer() == tokens_of(0)
+        assert self.server.answer() == tokens_of(EXPORTED)
         self.follower.wait_version(self.publish())
         clients = Clients(2, self.ask_unless_paused)
         try:
@@ -633,6 +715,10 @@ def run(directory: Path, role: str, *arguments: str) -> None:
             follow_server(directory, *arguments)
         case "publish":
             publish(Path(arguments[0]), int(arguments[1]))
+        case "export":
+            if moment := int(arguments[0]):
+                at_call(moment, die)
+            assert cli.run(list(arguments[1:])) == 0
 
 
 if __name__ == "__main__":

@@ -396,8 +396,8 @@ def test_a_failed_publish_takes_no_room(gate, store, keep):
 def test_an_error_that_a_trainer_keeps_takes_no_room(sender, store, monkeypatch):
     sender.send(WEIGHTS)
     with monkeypatch.context() as patch:
-        patch.setattr(BufferWriter, "commit", Mock(side_effect=OSError))
-        with pytest.raises(OSError) as kept:
+        patch.setattr(BufferWriter, "commit", Mock(side_effect=OSError("it fails")))
+        with pytest.raises(OSError, match="it fails") as kept:
             sender.send(WEIGHTS)
     assert not removed_but_mapped(store)
     assert kept.value.__traceback__ is not None

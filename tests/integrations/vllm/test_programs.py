@@ -34,6 +34,7 @@ PROGRAMS = [
     program("async", "two-ranks", ANSWERS_TELL_VERSIONS, IN_SOAKS_ALONE, processes=True),
     program("async", "short-of-cache", ANSWERS_TELL_VERSIONS, IN_SOAKS_ALONE),
     program("caches"),
+    program("caches", "served", ANSWERS_TELL_VERSIONS, IN_SOAKS_ALONE, processes=True),
     program("canary", processes=True),
     program("contract"),
     program("dead_core", processes=True),
