@@ -22,6 +22,7 @@ from tests.support.engines.vllm_servers import (
     BACKEND_FLAGS,
     CANARY_PROMPTS,
     WAIT_S,
+    Clients,
     Server,
     following,
     tokens_of,
@@ -59,11 +60,15 @@ def run(directory: Path) -> None:
         assert seen == pytest.approx(expected, abs=1e-3)
         weights = revealing_weights(3)
         weights["lm_head.weight"].fill_(float("nan"))
+        clients = Clients(2, lambda number: server.answer(5 + 40 * number))
         for bad, told in ((unlikely_weights(3), "must be at least -13"), (weights, "is nan")):
             refused = sender.send(bad).version
             with pytest.raises(dbuffer.ReceiverFailedError, match=told):
                 sender.wait_applied(refused, receivers="canary", timeout_s=WAIT_S)
             until("it has gone back", lambda: server.answer() == tokens_of(1), WAIT_S, 0.05)
+            if bad is not weights:  # whose tokens could be any
+                answers = [tokens for of_one in clients.stop() for tokens in of_one]
+                assert {t for tokens in answers for t in tokens} == {token_of(1), token_of(3)}
         sender.send(revealing_weights(5))
         sender.wait_applied(5, receivers="canary", timeout_s=WAIT_S)
         assert server.answer() == tokens_of(5)

@@ -622,8 +622,10 @@ class Outside:
     def follow_a_canary(self) -> None:
         """Kill the canary's follower in its probe. The next one goes back from the bad version.
 
-        Then prompts judge instead of a probe.
+        Clients ask all the time. Then prompts judge instead of a probe.
         """
+        served = newest_version(self.store)
+        clients = Clients(2, self.ask_unless_paused)
         store, hold = self.directory / "canary", self.directory / "hold"
         canary = self.follow(self.server.url, store, engine_id="canary")
         with dbuffer.WeightSender(store) as sender:
@@ -650,6 +652,9 @@ class Outside:
             sender.wait_applied(4, receivers="other", timeout_s=WAIT_S)
             self.require_served(4)
             assert other.end() == 0
+            answers = [tokens for of_one in clients.stop() for tokens in of_one]
+            known = {token_of(version) for version in (served, 1, 2, BAD, 4)}
+            assert {token_of(BAD)} < {token for tokens in answers for token in tokens} <= known
             prompter = self.follow(self.server.url, store, engine_id="prompter")
             sender.wait_applied(4, receivers="prompter", timeout_s=WAIT_S)
             weights = revealing_weights(5)
