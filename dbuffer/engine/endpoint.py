@@ -175,9 +175,9 @@ class RankEndpoint:
     ) -> None:
         """Make all ranks follow a store. If a rank cannot follow it, no rank does.
 
-        If all ranks follow the store already, they write their records.
+        If all ranks follow the store already, they only write their receivers' records again.
 
-        ``takes_over``: whether to begin even if a rank already follows with other options. A
+        ``takes_over``: whether to replace the options of a rank that follows with other ones. A
         failure raises :class:`UnsupportedError` if a retry cannot help, else
         :class:`EngineUpdateError`.
         """

@@ -189,7 +189,7 @@ class EngineOptions:
         return self.every > 1 or self.when is not None
 
     def may_skip(self, newest: VersionId) -> bool:
-        """Whether an option, or a canary's refusal of ``newest``, can make the engine skip it."""
+        """Whether the engine may have to skip ``newest``: an option can exclude it, or a canary."""
         return self.skips or self.refusal(newest) is not None
 
     def takes(self, manifest: Manifest) -> bool:

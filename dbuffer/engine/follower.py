@@ -828,9 +828,9 @@ class Follower(Closing):
 
 
 class _DraftOf(Engine):
-    """Draft model of an engine, which a follower drives as if the draft were an engine.
+    """Draft model of an engine, as an engine of its own that a follower can switch.
 
-    The draft's label stays in this object: the engine's responses do not show it.
+    The label of the draft's weights stays in this object: responses carry the target's label.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -97,7 +97,7 @@ class Lineage(NamedTuple):
         return Lineage(version, runs)
 
     def has_since(self, number: int, version: VersionId | None) -> bool:
-        """Whether ``version`` is numbered ``number`` or higher, and leads to this version."""
+        """Whether ``version`` is this one or leads to it, and is numbered ``number`` or higher."""
         return version is not None and version.number >= number and self.reaches(version)
 
     def at(self, number: int) -> VersionId | None:

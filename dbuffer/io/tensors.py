@@ -162,9 +162,9 @@ class KeptMappings:
         self._mapped: dict[Path, MappedTensors] = {}
 
     def get(self, path: Path, file: int) -> MappedTensors | None:
-        """Return the kept mapping of an open file, or None.
+        """Return the mapping of an open file, or None if it is not mapped yet.
 
-        Before None is returned, all files of the same buffer and all removed files are unmapped.
+        With None, this method has unmapped the buffer's earlier files and all removed files.
         """
         mapped = self._mapped.get(path)
         if (

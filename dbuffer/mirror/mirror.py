@@ -319,14 +319,14 @@ class Mirror(Closing, ProcessBound):
     def start(self) -> Self:
         """Mirror in a thread until :meth:`close`; return once receivers can use the local store.
 
-        Receivers can use the local store once all versions in it lead to the remote store's newest
-        version. Until then, it can hold versions that have forked. If this method raises an error,
-        it closes the mirror.
+        Receivers can use the local store once all its versions are predecessors of the remote
+        store's newest version. Until then, it can hold versions of another run of the sender. If
+        this method raises an error, it closes the mirror.
 
         Raises:
             OptionError: a sender publishes in the local store.
-            WaitTimeoutError: the local store holds versions of another run of the sender, and no
-                mirror has begun to replace them for 10 s.
+            WaitTimeoutError: after 10 s, no mirror has begun to replace versions of another run
+                of the sender in the local store.
             StoreAccessError, StoreCorruptError: for 10 s the mirror could not compare the stores.
             ClosedError, NotReadyError: the mirror was closed, or already runs.
         """

@@ -106,7 +106,7 @@ class BucketRecords:
             self._put_object()
 
     def close(self) -> None:
-        """Put the records a last time, with the mirror's record marked as ended."""
+        """Put the records into the bucket a last time, with the mirror's record marked as ended."""
         self._current = [replace(self._mirror.current, is_relayed=True), *self._current[1:]]
         if self._current != self._put:
             self._put_object()

@@ -314,11 +314,11 @@ class StoreTarget:
         return draft.finish_parts(World())
 
     def _put_earlier(self, draft: Draft, opened: OpenUpstream) -> VersionId | None:
-        """Return the version in a draft's file, or None if the file has no undamaged version.
+        """Return the version in the draft's file, or None if the file has no undamaged version.
 
-        If deltas lead to the open version from the target's newest version, but not from the
-        version in the file, first copy the newest version into the file. The copy is faster than
-        reading the full open version from the source over a network.
+        If deltas lead to the source's version from the target's newest version, but not from the
+        version in the file, first copy the newest version into the file. This is faster than
+        reading all of the source's version over a network.
         """
         since, chain = draft.claim.earlier, opened.manifest.chain
         if since in chain or not chain:

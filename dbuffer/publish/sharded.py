@@ -429,7 +429,7 @@ def _check_parts(spec: TensorSpec, describing: dict[Ranks, list[int]]) -> None:
         if holding and unsharded:
             raise InvalidWeightsError(
                 f"{_named(unsharded)} the whole of {spec}, and {_named(ranks)} parts: give it "
-                "whole or sharded, alike on all ranks that hold it"
+                "whole on all ranks that hold it, or sharded on all of them"
             )
         if missing := sorted(set(holding).difference(ranks)):
             raise InvalidWeightsError(

@@ -289,7 +289,7 @@ def _reason_not_to_read(
 
 
 class Patience:
-    """Pauses between failed reads, until they have failed too long for a writer to be the cause."""
+    """Waits between retries of a failed read, as long as a writer at work may have made it fail."""
 
     def __init__(self) -> None:
         self._about: object = None

@@ -154,9 +154,9 @@ def _settled(
 ) -> tuple[list[Checkpoint], dict[Path, tuple[Checkpoint, float]]]:
     """Return checkpoints after ``last`` that have stopped changing, in the order of their saves.
 
-    A checkpoint is returned once, and again after each later change. Pass the second result as
-    ``before`` to the next call. This mapping has all checkpoints after ``last``, each with the time
-    of its last change, or with infinity if the checkpoint was returned after its last change.
+    A checkpoint is returned once, and again after each later change. The second result is a mapping
+    for the next call's ``before``. It has the time of the last change of each checkpoint after
+    ``last``, or infinity if a call has returned the checkpoint since.
     """
     now = time.monotonic()
     settled, seen = [], {}

@@ -178,7 +178,7 @@ class Image:
 
 
 class _Changed(NamedTuple):
-    """Tensor or attribute of a layer that differs in the layer's image (its processed copy)."""
+    """Tensor or attribute of a layer that has another value in the layer's processed copy."""
 
     owner: Any
     name: str

@@ -201,7 +201,7 @@ def _slots_of(thing: Any) -> Iterator[str]:
 
 
 class UnverifiableError(Exception):
-    """Error: the engine's reload cannot be compared with copies now, but perhaps later."""
+    """Copies cannot be compared with the engine's reload now, but perhaps at a later version."""
 
     def __init__(self, reason: str, error: Exception) -> None:
         super().__init__(f"{reason}: {described(error)}")
@@ -278,9 +278,9 @@ class Verifier:
     def _mismatch(self, switch: PreparedSwitch, before: ModelFingerprint) -> Mismatch:
         """Return where a model that was just reloaded differs from the result of a switch.
 
-        ``before``: fingerprint of the model before this reload. It shows whether the reload wrote
-        each layer: the layers that the switch copies had other values than the version's, and the
-        layers that it leaves to the engine's reload had the version's values.
+        ``before``: fingerprint of the model before this reload. By then, the layers that the switch
+        copies had other values than the version's, so that a layer that the reload did not write
+        shows. The layers that the switch leaves to a reload had the version's values already.
         """
         mismatch: dict[str, str] = {}
         for place in before.changes_to(self._fingerprint(switch)):

@@ -147,9 +147,9 @@ class VLLMWeightBridge:
     def get_trainable_model(self) -> nn.Module:
         """Return the model ``config.model_name`` to train, which each update publishes.
 
-        If tensors were attached, the model's parameters are the attached tensors, with their values
-        and dtypes. On the same device they also share the tensors' memory. All calls return the
-        same model.
+        If :meth:`attach_to_vllm_weights` was called, the model's parameters have the values and
+        dtypes of the attached tensors. Parameters on the tensors' device share their memory, and
+        others are copies. All calls return the same model.
 
         Raises:
             OptionError: (a ``ValueError``) the parameter mapping or the attached tensors do not fit

@@ -76,7 +76,7 @@ def adapters_of(additional_config: Any) -> dict[str, EngineOptions]:
         checks.refuse(ADAPTERS, stores, "an object with the store of each adapter by its name")
     if for_models := sorted(options.keys() - _OPTIONS_OF_ADAPTERS):
         raise OptionError(
-            f"{', '.join(for_models)}: beside {ADAPTERS}, only these options are possible: "
+            f"{', '.join(for_models)} cannot be set together with {ADAPTERS}: with it, set only "
             f"{', '.join(sorted(_OPTIONS_OF_ADAPTERS))}"
         )
     return {

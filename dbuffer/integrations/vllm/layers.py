@@ -147,7 +147,7 @@ def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _expert_maps_with_data() -> Iterator[None]:
-    """Let vLLM create its maps from experts to ranks on the CPU: weight loaders read these maps."""
+    """Let vLLM create its maps from experts to ranks with data: weight loaders read the maps."""
     make = ExpertMapManager.__init__
 
     def make_with_data(*args: Any, **kwargs: Any) -> None:

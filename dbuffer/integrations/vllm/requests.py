@@ -120,7 +120,7 @@ class Outlook:
         """Outlooks of LoRA adapters that follow their own stores, by name of the adapter."""
 
     def of(self, model: str | None) -> Outlook:
-        """Return the outlook of LoRA adapter ``model``; for None or another name, return self."""
+        """Return the outlook of LoRA adapter ``model``, or self if ``model`` is no adapter."""
         return self.adapters.get(model or "", self)
 
     async def refusal(
