@@ -1,8 +1,8 @@
 """A vLLM server that follows two stores of adapters.
 
 Twenty streams ask it while a trainer publishes a version of each adapter a second. The trainer is
-killed, and another one goes on. All tokens equal those of an engine that loads the version as peft
-saves it.
+killed, and another one goes on. In soaks, ranks of FSDP2 publish one of the adapters, and then
+ranks of ZeRO-3. All tokens equal those of an engine that loads the version as peft saves it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from tests.support.ports import free_port
 from tests.support.soak import is_soak
 from tests.support.stores import newest_version
 from tests.support.waiting import error_of
+from tests.support.zero3 import make_engine, start_deepspeed
 
 ADAPTERS = ("one", "two")
 FAMILY = "tied-qwen2"
@@ -70,16 +71,49 @@ def publish(sender: dbuffer.WeightSender, model: Any, name: str, version: int) -
     send_adapter(sender, model, version=version, metadata={"step": 10 * version})
 
 
-def publish_in_turn(directory: Path) -> None:
-    """A trainer of both adapters: publish a version of each a second until it is killed."""
-    models = {name: model_of(name) for name in ADAPTERS}
+def publish_in_turn(directory: Path, *adapters: str) -> None:
+    """A trainer of some adapters: publish a version of each a second until it is killed."""
+    models = {name: model_of(name) for name in adapters}
     with contextlib.ExitStack() as stack:
         senders = {
-            name: stack.enter_context(dbuffer.WeightSender(directory / name)) for name in ADAPTERS
+            name: stack.enter_context(dbuffer.WeightSender(directory / name)) for name in adapters
         }
-        for name in itertools.cycle(ADAPTERS):
+        for name in itertools.cycle(adapters):
             publish(senders[name], models[name], name, newest_version(directory / name) + 1)
-            time.sleep(EVERY_S / len(ADAPTERS))
+            time.sleep(EVERY_S / len(adapters))
+
+
+def publish_as_rank(directory: Path, name: str, kind: str) -> None:
+    """A rank of a trainer that shards the model, which publishes until it is killed."""
+    torch.distributed.init_process_group("gloo")
+    start_deepspeed(torch.distributed.get_rank())
+    store = directory / name
+    with dbuffer.ShardedWeightSender(store) as sender:
+        for version in itertools.count(newest_version(store) + 1):
+            model = model_of(name)
+            train(model, name, version)
+            if kind == "fsdp":
+                from torch.distributed.fsdp import fully_shard
+
+                fully_shard(model)
+            else:
+                model = make_engine(0, model).module
+            send_adapter(sender, model, version=version, metadata={"step": 10 * version})
+            time.sleep(EVERY_S)
+
+
+def start_trainers(directory: Path, kind: str) -> list[preforked.Process]:
+    """Start a trainer of both adapters, or in soaks one of each, the second one of two ranks."""
+
+    def start(*arguments: str, **env: str) -> preforked.Process:
+        command = [__file__, str(directory), *arguments]
+        return preforked.start(command, env=os.environ | env, output=directory / "t.log")
+
+    if not is_soak():
+        return [start("publish", *ADAPTERS)]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [start("rank", "two", kind, RANK=str(rank), **group) for rank in range(2)]
+    return [start("publish", "one"), *ranks]
 
 
 @dataclass(frozen=True)
@@ -213,15 +247,15 @@ def stream_while_trainers_publish(server: Server, directory: Path) -> list[Answe
     """Two trainers, one after the other, both killed while they publish."""
     streams = Streams(server)
     try:
-        for goal in (NUM_VERSIONS, 2 * NUM_VERSIONS):
-            arguments = [__file__, str(directory), "publish"]
-            trainer = preforked.start(arguments, env=dict(os.environ), output=directory / "t.log")
+        for goal, kind in ((NUM_VERSIONS, "fsdp"), (2 * NUM_VERSIONS, "zero")):
+            trainers = start_trainers(directory, kind)
             try:
                 for name in ADAPTERS:
                     wait_ready(server, name, goal)
             finally:
-                trainer.kill()
-                trainer.wait(WAIT_S)
+                for trainer in trainers:
+                    trainer.kill()
+                    trainer.wait(WAIT_S)
     finally:
         answers = [answer for of_one in streams.stop() for answer in of_one]
     for name in ADAPTERS:
@@ -295,14 +329,16 @@ def require_refused(directory: Path) -> None:
     assert "--enable-lora --max-loras 3" in line
 
 
-def run(directory: Path, role: str) -> None:
+def run(directory: Path, role: str, *arguments: str) -> None:
     match role:
         case "follow":
             follow_adapters(directory)
         case "refused":
             require_refused(directory)
         case "publish":
-            publish_in_turn(directory)
+            publish_in_turn(directory, *arguments)
+        case "rank":
+            publish_as_rank(directory, *arguments)
 
 
 if __name__ == "__main__":
