@@ -177,8 +177,8 @@ class RankModel:
                 log_once(logger, message, self._store)
             # Versions with and without a draft may alternate. If this layout had an equal trace
             # before, use that trace object: its plan may still be there.
-            same = (known for of, known in self._traces if of == layout and known == trace)
-            trace = next(same, trace)
+            equal = (t for of, t in self._traces if of == layout and t == trace)
+            trace = next(equal, trace)
         elif layout.draft is not None:
             message = "the drafts in %s are left out: this engine has no draft that can follow"
             log_once(logger, message, self._store)

@@ -632,10 +632,10 @@ class Stager(ProcessBound):
             return None, self._request.id or self._request.number
         staged = None if self._staged is None else self._staged.id
         # Ignore a version that does not lead to the store's newest version.
-        seen = [v for v in (staged, self._applied, self._skipped) if v and self._leads_on(v)]
+        versions = [v for v in (staged, self._applied, self._skipped) if v and self._leads_on(v)]
         if self._version is None:
-            return max((version.number for version in seen), default=None), None
-        if staged in seen and staged.number == self._version:
+            return max((version.number for version in versions), default=None), None
+        if staged in versions and staged.number == self._version:
             return MAX_INTEGER, None  # stage nothing, unless the store forks
         return None, self._version
 

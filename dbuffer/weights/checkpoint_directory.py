@@ -110,7 +110,7 @@ def send_saved(
         stop: event that makes `send_saved` return.
         count: number of published checkpoints after which `send_saved` returns.
     """
-    seen: dict[Path, tuple[Checkpoint, float]] = {}
+    changes: dict[Path, tuple[Checkpoint, float]] = {}
     num_sent = 0
     published = [manifest.metadata for _, manifest in Contents(store).published()]
     last = max(map(order_of, published), default=order_of({}))
@@ -118,7 +118,7 @@ def send_saved(
     logger.info("publishing each checkpoint that is saved into %s", directory)
     with contextlib.closing(Watcher(directory)) as watcher:
         while True:
-            settled, seen = _settled(directory, seen, last)
+            settled, changes = _settled(directory, changes, last)
             for checkpoint in settled:
                 if checkpoint.has_changed:  # while an earlier checkpoint was sent
                     continue
@@ -159,7 +159,7 @@ def _settled(
     ``last``, or infinity if a call has returned the checkpoint since.
     """
     now = time.monotonic()
-    settled, seen = [], {}
+    settled, changes = [], {}
     for checkpoint in _checkpoints_in(directory):
         if checkpoint.order <= last:
             continue
@@ -168,8 +168,8 @@ def _settled(
         if now - since >= TIMING.settle_s:
             settled.append(checkpoint)
             since = math.inf
-        seen[checkpoint.path] = checkpoint, since
-    return sorted(settled, key=lambda checkpoint: checkpoint.order), seen
+        changes[checkpoint.path] = checkpoint, since
+    return sorted(settled, key=lambda checkpoint: checkpoint.order), changes
 
 
 def _checkpoints_in(directory: Path) -> Iterator[Checkpoint]:

@@ -111,8 +111,8 @@ def _views_of(
 ) -> Callable[[View], torch.Tensor | LazyTensor]:
     if isinstance(tensor, LazyTensor):
         return _SharedFetch(tensor).part
-    whole = tensor.detach()
-    return lambda view: view.of(whole)
+    detached = tensor.detach()
+    return lambda view: view.of(detached)
 
 
 class _SharedFetch:

@@ -163,6 +163,19 @@ def test_steps_of_workflows_are_tasks_of_dev_py(workflow):
     assert all(command.split()[0] in tasks for command in weekly)
 
 
+def test_names_are_not_vague():
+    """The hook of pre-commit sees changed files alone."""
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    [names] = (hook for hook in hooks if hook["id"] == "names")
+    vague = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in (ROOT / "dbuffer").rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(names["entry"], line)
+    ]
+    assert not vague, "\n".join(vague)
+
+
 def test_words_are_spelled_right():
     done = subprocess.run([tool("codespell")], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

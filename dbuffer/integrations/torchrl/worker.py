@@ -144,10 +144,10 @@ class WorkerReceiver:
 
     def _load(self, receiver: WeightReceiver, timeout_s: float) -> None:
         with self._lock:
-            seen = self._seen[receiver]
+            last = self._seen[receiver]
             while True:
                 try:
-                    with receiver.open(seen, timeout_s, acknowledge=False) as snapshot:
+                    with receiver.open(last, timeout_s, acknowledge=False) as snapshot:
                         version = snapshot.version
                         is_initial = bool(snapshot.metadata.get(IS_INITIAL))
                         # Copy the version, so that the snapshot closes before the load, which waits
