@@ -198,7 +198,10 @@ def copy_over(store: Path, backup: Path, *options: str) -> None:
 def replace(store: Path, backup: Path) -> None:
     """Put a store back by removing it and copying its backup to its place."""
     remove_store(store)
-    back_up(backup, store)
+    try:
+        back_up(backup, store)
+    except subprocess.CalledProcessError:  # cp replaces no record that a receiver writes meanwhile
+        copy_over(store, backup)
 
 
 def rename(store: Path, backup: Path) -> None:
