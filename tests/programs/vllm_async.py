@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 import dbuffer
 from dbuffer.integrations.vllm import follow
 from dbuffer.integrations.vllm.core import HOLD
+from tests.support.engines import preforked
 from tests.support.engines.async_engines import (
     STEP_TIMEOUT_S,
     Asking,
@@ -46,7 +48,9 @@ from tests.support.engines.tiny_models import (
 )
 from tests.support.engines.vllm_engines import judge
 from tests.support.soak import is_soak
+from tests.support.stores import newest_version, number_in, receiver_records
 
+DRAFT_TRAINER = str(Path(__file__).with_name("vllm_drafts_served.py"))
 NUM_STREAMS = 6
 PUBLISHES = 200 if is_soak() else 40
 MIN_SWITCHES = 200 if is_soak() else 12
@@ -75,6 +79,8 @@ CACHE_FOR_TWO_BYTES = 11 * 32 * 1024
 class Program(Asking):
     def __init__(self, engine: Any, store: Path) -> None:
         super().__init__(engine, store)
+        self.options: dict[str, str] = {}
+        """Further options of each follower."""
         self.pauses: list[str] = []
         self.in_next_pause: Callable[[], Coroutine[Any, Any, None]] | None = None
         """Called once the engine is paused for the next switch."""
@@ -95,7 +101,7 @@ class Program(Asking):
         return result
 
     def follow(self, pause: str = "keep", **options: Any) -> Any:
-        return follow(self.engine, self.store, pause=pause, **options)
+        return follow(self.engine, self.store, pause=pause, **self.options, **options)
 
     @contextlib.asynccontextmanager
     async def following(self, pause: str = "keep") -> AsyncIterator[Any]:
@@ -490,6 +496,29 @@ async def run_short_of_cache(directory: Path) -> dict[str, int]:
     return {"answers of two versions of an engine short of cache": num_mixed}
 
 
+async def run_drafted(directory: Path) -> dict[str, int]:
+    """Let a draft model of two ranks follow a store of its own; its trainer is killed."""
+    draft = {"method": "draft_model", "model": str(save_revealing(0, directory))}
+    speculates = draft | {"num_speculative_tokens": 2}
+    drafts = directory / "draft"
+    async with started(directory, speculative_config=speculates, tp=2) as program:
+        case = [str(directory), "train", "draft model", "draft"]
+        trainer = preforked.start([DRAFT_TRAINER, *case], env=dict(os.environ))
+        program.options = {"draft_store": str(drafts), "engine_id": "e"}
+        responses = await switch_under_load(
+            program, "keep", (10, 20, 30), publishes=8, min_switches=12
+        )
+        trainer.kill()
+        trainer.wait()
+        last = newest_version(drafts)
+        assert (number_in(receiver_records(drafts)["e.draft"], "applied") or 0) > 3
+        async with program.following():
+            with dbuffer.WeightSender(drafts) as sender:
+                sender.send(revealing_weights(1))
+                await asyncio.to_thread(sender.wait_applied, last + 1, receivers=["e.draft"])
+    return {"versions in answers of an engine whose draft followed": len(versions_seen(responses))}
+
+
 async def run_two_ranks(directory: Path) -> dict[str, int]:
     async with started(directory, tp=2, how="extension") as program:
         responses = await switch_under_load(
@@ -503,6 +532,7 @@ async def run_two_ranks(directory: Path) -> dict[str, int]:
 if __name__ == "__main__":
     run = {
         "one-rank": run_one_rank,
+        "drafted": run_drafted,
         "two-ranks": run_two_ranks,
         "short-of-cache": run_short_of_cache,
     }

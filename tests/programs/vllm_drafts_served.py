@@ -77,13 +77,10 @@ class Case:
     def __init__(self, directory: Path, kind: str) -> None:
         self.kind = kind
         self.speculates = dict(CASES[kind].speculates)
-        self._shapes: Weights = {}
-        if kind == "mtp":
-            self.checkpoint = directory / "untied" / "model"
-        else:
-            self.checkpoint = directory / "revealing-0"
-            names = {"eagle": "eagle", "medusa": "medusa"}
-            self.speculates["model"] = str(directory / names.get(kind, "revealing-0"))
+        self.checkpoint = directory / ("untied" if kind == "mtp" else "revealing-0")
+        if kind != "mtp":
+            draft = kind if kind in ("eagle", "medusa") else "revealing-0"
+            self.speculates["model"] = str(directory / draft)
 
     def save(self) -> None:
         """Save the checkpoints with which an engine starts."""
@@ -91,30 +88,19 @@ class Case:
         if self.kind == "mtp":
             path = mimo(directory, 0)
             config = json.loads((path / "config.json").read_text()) | {"tie_word_embeddings": False}
-            head = {"lm_head.weight": torch.zeros(VOCABULARY, HIDDEN)}
-            save_draft(self.checkpoint, config, weights_in(path) | head)
-            weights = self.target(0, is_good=False)
-            (self.checkpoint / "model.safetensors").unlink()
-            self.checkpoint.rename(directory / "old")
-            save_draft(self.checkpoint, config, weights)
+            weights = weights_in(path) | {"lm_head.weight": torch.zeros(VOCABULARY, HIDDEN)}
+            save_draft(self.checkpoint, config, revealing_mtp(weights, 0, is_good=False))
             return
         save_revealing(0, directory)
-        if self.kind in ("eagle", "medusa"):
-            {"eagle": eagle, "medusa": medusa}[self.kind](directory, 0)
+        if self.kind == "eagle":
+            eagle(directory, 0)
+        elif self.kind == "medusa":
+            medusa(directory, 0)
 
     def target(self, number: int, *, is_good: bool) -> Weights:
-        shown = revealing_weights(number)
-        if self.kind != "mtp":
-            return shown
-        weights = {n: torch.zeros_like(t) for n, t in weights_in(self.checkpoint).items()}
-        weights |= {n: t for n, t in shown.items() if t.count_nonzero()}
-        layer = "model.mtp_layers.0."
-        for name, tensor in weights.items():
-            if name.startswith(layer) and "norm" in name:
-                tensor.fill_(1)
-        if is_good:
-            weights[f"{layer}input_proj.weight"] = passing_first()  # the target's hidden state
-        return weights
+        if self.kind == "mtp":
+            return revealing_mtp(weights_in(self.checkpoint), number, is_good=is_good)
+        return revealing_weights(number)
 
     def draft(self, number: int, *, is_good: bool) -> Weights | None:
         """Return the draft's weights, or None if they are the target's."""
@@ -134,6 +120,20 @@ class Case:
                 return blocks | {f"lm_heads.{n}.weight": head.clone() for n in range(NUM_HEADS)}
             case _:
                 return weights | {"lm_head.weight": head}
+
+
+def revealing_mtp(shapes: Weights, number: int, *, is_good: bool) -> Weights:
+    """Weights of these names and shapes, among them those of the draft."""
+    weights = {name: torch.zeros_like(tensor) for name, tensor in shapes.items()}
+    shown = revealing_weights(number).items()
+    weights |= {name: tensor for name, tensor in shown if tensor.count_nonzero()}
+    draft = "model.mtp_layers.0."
+    for name, tensor in weights.items():
+        if name.startswith(draft) and "norm" in name:
+            tensor.fill_(1)
+    if is_good:  # it passes the target's hidden state on to the head
+        weights[f"{draft}input_proj.weight"] = passing_first()
+    return weights
 
 
 def publish(
@@ -292,7 +292,6 @@ class Program:
     def compare_acceptance(self) -> dict[str, float]:
         """Publish good and bad drafts; then one that does not fit, which changes nothing."""
         shares: dict[str, float] = {}
-        what = self.trained[-1]
         number = newest_version(self.store) + 1
         for is_good in (True, False, True):
             goals = {}
@@ -304,23 +303,26 @@ class Program:
             shares["of good drafts" if is_good else "of bad drafts"] = share
             assert share > 0.9 if is_good else share < 0.1, (is_good, share)
             number += 1
+        self.refuse_misfit(number)
+        assert self.acceptance(number - 1) > 0.9
+        return shares
+
+    def refuse_misfit(self, number: int) -> None:
+        """Publish a draft of which a tensor has another shape."""
+        what = self.trained[-1]
+        target = self.case.target(number, is_good=True)
+        draft = self.case.draft(number, is_good=True)
+        misfit = target if draft is None else draft
+        name = max(name for name in misfit if "input_proj" in name or draft is not None)
+        misfit[name] = misfit[name][:-1].clone()
         with dbuffer.WeightSender(self.stores[what]) as sender:
-            misfit = self.case.draft(number, is_good=True) or self.case.target(number, is_good=True)
-            name = "model.mtp_layers.0.input_proj.weight" if self.kind == "mtp" else max(misfit)
-            misfit[name] = (
-                misfit[name][:, :-1].contiguous()
-                if misfit[name].ndim == 2
-                else misfit[name][:-1].clone()
-            )
-            if what == "both" and self.kind != "mtp":
-                version = sender.send(self.case.target(number, is_good=True), draft=misfit).version
+            if what == "both":
+                version = sender.send(target, draft=draft).version
             else:
                 version = sender.send(misfit).version
             receiver = f"{ID}.draft" if what == "draft" else ID
             with pytest.raises(dbuffer.ReceiverFailedError, match=name):
                 sender.wait_applied(version, receivers=receiver, timeout_s=WAIT_S)
-        assert self.acceptance(number - 1) > 0.9
-        return shares
 
     def acceptance(self, number: int) -> float:
         """Return the share of proposed tokens that the server accepts."""
@@ -340,9 +342,10 @@ class Program:
 
 
 def run(directory: Path, role: str, *arguments: str) -> dict[str, float] | None:
-    if role == "train":
-        return train(directory, *arguments)
-    return Program(directory, role, *arguments).run()
+    if role == "served":
+        return Program(directory, *arguments).run()
+    train(directory, *arguments)
+    return None
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def test_a_server_under_load_follows_trainers_of_target_and_draft(
 ):
     """Trainers, follower and server are killed."""
     env = environment(processes=True)
-    arguments = kind, how, stores, str(num_ranks)
+    arguments = "served", kind, how, stores, str(num_ranks)
     shares = observe("vllm_drafts_served.py", shm_path, *arguments, env=env)
     for figure in shares.items():
         record_property(*figure)

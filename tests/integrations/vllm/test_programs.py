@@ -32,6 +32,7 @@ PROGRAMS = [
     program("adapters", "refused", *NEEDS_PEFT, IN_SOAKS_ALONE, processes=True),
     program("async", "one-rank", ANSWERS_TELL_VERSIONS),
     program("async", "two-ranks", ANSWERS_TELL_VERSIONS, IN_SOAKS_ALONE, processes=True),
+    program("async", "drafted", ANSWERS_TELL_VERSIONS, IN_SOAKS_ALONE, processes=True),
     program("async", "short-of-cache", ANSWERS_TELL_VERSIONS, IN_SOAKS_ALONE),
     program("caches"),
     program("caches", "served", ANSWERS_TELL_VERSIONS, IN_SOAKS_ALONE, processes=True),
