@@ -41,6 +41,7 @@ def main() -> None:
             optimizer.zero_grad()
             version = sender.send(model, metadata={"step": step}).version
             if options.receivers:
+                print(f"version {version}: waiting for {options.receivers} engines", flush=True)
                 sender.wait_applied(
                     version, receivers=options.receivers, timeout_s=options.timeout_s
                 )
