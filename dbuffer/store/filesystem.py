@@ -632,7 +632,7 @@ class Descriptor(Closing, ProcessBound):
             # A child that was just forked still shares the file's lock: it closes its copy of the
             # file when it first runs, which can be later than this.
             with contextlib.suppress(OSError):
-                unlock(self.number)
+                fcntl.flock(self.number, fcntl.LOCK_UN)
         _close_quietly(self._file)
         self._finalizer.detach()
 
