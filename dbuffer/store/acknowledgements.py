@@ -162,11 +162,11 @@ class _Wait:
                 f"apply version {version}"
             )
         if self._is_skipped_by(record):
-            by_number = [f"{record.every} as number"] if record.every > 1 else []
-            by_key = (f"{n} in {key!r:.100}" for key, n in record.when.items())
+            steps = {"number": record.every, **record.when} if record.every > 1 else record.when
+            multiples = (f"{name:.100} is a multiple of {step}" for name, step in steps.items())
             raise ReceiverFailedError(
                 f"{_process_of(record)} skips version {version} on purpose, {_at(record)}: it "
-                f"takes only versions that are multiples of {', '.join([*by_number, *by_key])}"
+                f"takes a version only if its {' and its '.join(multiples)}"
             )
         for part in self._parts_of(record):
             if self._is_old(part) or not part.has_problem_with(version, self.newest):

@@ -221,7 +221,7 @@ def test_adapters_have_stores_and_share_some_options():
         *(({"adapters": wrong}, "invalid adapters") for wrong in (None, {}, [STORE], {"": STORE})),
         ({"adapters": {"one": 1}}, "store"),
         ({"adapters": {"one": STORE}, "verify": "yes"}, "verify"),
-        ({"adapters": {"one": STORE}, "store": STORE, "every": 2}, "every, store: beside adapters"),
+        ({"adapters": {"one": STORE}, "store": STORE, "every": 2}, "every, store cannot be set"),
     ],
     ids=str,
 )
