@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -920,17 +921,26 @@ def test_start_returns_when_readers_find_nothing_of_the_last_run(
 def test_start_outlasts_a_failed_look_in_a_long_first_copy(remote, local, monkeypatch):
     """The copy, by another mirror, has taken longer than an error may last."""
     monkeypatch.setattr(mirrors, "_FIT_S", 0.0)
-    num_looks = 0
+    num_looks, num_asked, starter = 0, 0, threading.current_thread()
+
+    def monotonic() -> float:
+        nonlocal num_asked
+        num_asked += threading.current_thread() is starter
+        return time.monotonic()
 
     def is_fit(*_: object) -> bool:
         nonlocal num_looks
         num_looks += 1
         if num_looks == 2:  # the time since the start is over by now
             monkeypatch.setattr(mirrors, "_FIT_S", TIMEOUT_S)
+            asked = num_asked
+            until("the start has seen no error", lambda: num_asked > asked + 1)
         if num_looks == 3:
             raise dbuffer.StoreAccessError("the network is down")
         return num_looks > 3
 
+    clock = SimpleNamespace(monotonic=monotonic, sleep=time.sleep, time=time.time)
+    monkeypatch.setattr(mirrors, "time", clock)
     monkeypatch.setattr(StoreTarget, "elect", lambda *_: False)
     monkeypatch.setattr(StoreTarget, "is_fit", is_fit)
     with quick(remote, local).start() as one:
