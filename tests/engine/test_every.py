@@ -153,7 +153,10 @@ def test_a_receiver_that_is_due_lags(scene):
 
 @pytest.mark.parametrize(
     ("option", "multiples"),
-    [({"every": 3}, "its number is a multiple of 3"), ({"when": {"step": 30}}, "its step is a multiple of 30")],
+    [
+        ({"every": 3}, "its number is a multiple of 3"),
+        ({"when": {"step": 30}}, "its step is a multiple of 30"),
+    ],
 )
 def test_a_sender_that_waits_for_a_skipped_version_is_told(scene, sender, option, multiples):
     scene.publish(1, 2, 3)

@@ -85,7 +85,7 @@ def test_tests_of_the_core_need_no_framework():
     wrong = [
         f"{path.relative_to(ROOT)}: {name}"
         for path, module in modules().items()
-        if path.is_relative_to(ROOT / "tests" / "core")
+        if path.relative_to(ROOT / "tests").parts[0] in ("core", "project")
         for statement in module.body
         for name in names_imported(statement)
         if isinstance(statement, ast.ImportFrom | ast.Import) and framework.match(name)

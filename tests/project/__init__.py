@@ -1,0 +1,1 @@
+"""Tests of the project: documents, examples, types, packaging, benchmarks, and the suite."""
