@@ -106,7 +106,7 @@ def status_parts(status: dict[str, Any]) -> list[RenderableType]:
     newest = "nothing published yet" if version is None else f"version {version}"
     title = f"{status['store']} ({status['filesystem']}): {newest}"
     if writer is not None:
-        process = f"pid {writer['pid']} on {writer['host']}, run {writer['epoch']}"
+        process = f"pid {writer['pid']} on {writer['host']}"
         title += f"; sender {process}" if writer["is_alive"] else f"; no sender (last: {process})"
     parts = list(map(line, [title, *status["problems"]]))
     if status["buffers"]:
