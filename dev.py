@@ -14,8 +14,8 @@ python3 dev.py lowest [options of pytest]            (those of the core, on the 
 python3 dev.py newest [options of pytest]            (all tests without a vLLM or an SGLang, on the
                                                       newest versions that the index has)
 python3 dev.py core PYTHON [options of pytest]       (tests of the core, on another Python: 3.13)
-python3 dev.py coverage [options of pytest]          (tests of the core and of engine/, and their
-                                                      share of each package)
+python3 dev.py coverage [options of pytest]          (tests of the core, of engine/ and of the
+                                                      project, and their share of each package)
 python3 dev.py bench  [options of `python -m benchmarks`]
 python3 dev.py soak   [options of pytest]            (all tests at full length, over an hour)
 python3 dev.py docs   [options of sphinx-build]      (the site, into docs/_build)
@@ -458,15 +458,16 @@ def try_wheel(wheel: Path) -> None:
 
 
 def measure_coverage(options: list[str]) -> NoReturn:
-    """Run the tests of the core and of `engine/`, and compare their coverage with the floors."""
+    """Run the tests that need no engine, and compare their coverage with the floors."""
     floors = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["dbuffer"]["coverage"]
     with tempfile.TemporaryDirectory() as temporary:
         report = Path(temporary, "coverage.json")
-        tests = [BIN / "python", "-m", "pytest", "tests/core", "tests/engine", *options]
+        tests = [f"tests/{name}" for name in ("core", "engine", "project")]
+        command = [BIN / "python", "-m", "pytest", *tests, *options]
         # Processes that are killed leave files behind that they had begun to write.
         killed = "-Wignore::coverage.exceptions.CoverageWarning"
         measured = ["--cov", f"--cov-report=json:{report}", killed]
-        status = subprocess.run([*tests, *measured], cwd=ROOT).returncode
+        status = subprocess.run([*command, *measured], cwd=ROOT).returncode
         files = json.loads(report.read_text())["files"]
     for package, floor in floors.items():
         of_files = [
