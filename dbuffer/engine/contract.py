@@ -314,7 +314,7 @@ class EngineRank:
         raise NotImplementedError
 
     def read_draft_checkpoint(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return the weights with which the draft of a :class:`DraftedModel` was started."""
+        """Return the weights that a :class:`DraftedModel`'s draft had at the engine's start."""
         raise NotImplementedError
 
     def draft_rank(self) -> EngineRank:

@@ -278,7 +278,7 @@ def watch(
 
 @contextlib.contextmanager
 def loading(model_of: Callable[[], Any], cause: str) -> Iterator[None]:
-    """Treat a model's weights as unknown after the ``with`` block, in which other code loads them.
+    """Let other code load a model's weights in the ``with`` block; then treat them as unknown.
 
     ``cause`` names the load in the log.
     """

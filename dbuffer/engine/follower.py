@@ -7,8 +7,8 @@
 2. `_pause` stops the engine, and drops the engine's caches. Dropping them can fail, so it happens
    before the weights change.
 3. `_load`: the ranks agree on the version and load it (`RankReceiver.update`). The first rank
-   returns a record of what the engine serves now. Only this record decides whether the switch
-   succeeded.
+   returns a record with the version that the engine serves now. Only this record decides whether
+   the switch succeeded.
 4. `_label_and_resume` gives the engine the version's label, and ends the pause.
 5. `_acknowledge` lets the first rank write the record into the store, where senders wait for it.
    Then each rank compares its weights with the staged version (attestation), and releases it.

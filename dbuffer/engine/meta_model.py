@@ -313,7 +313,7 @@ def built_without_data(make: Callable[[], Any], kind: str, keep: Collection[str]
 
 
 class _NumbersWithData(TorchFunctionMode):
-    """Mode in which `torch.tensor`, `torch.arange` and others make tensors with data on the CPU."""
+    """Makes `torch.tensor`, `torch.arange` and others return tensors with data, on the CPU."""
 
     _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.arange, torch.linspace)
 

@@ -351,7 +351,7 @@ class Layout:
 
     @cached_property
     def tail(self) -> bytes:
-        """Last bytes of the file, by which ``TensorDict.from_consolidated`` finds the tensors.
+        """Last bytes of the file. ``TensorDict.from_consolidated`` uses them to find the tensors.
 
         They are metadata in the form of tensordict 0.10 to 0.15, then the metadata's length. Empty
         if the data is in parts, so that tensordict refuses the file.

@@ -197,7 +197,7 @@ class Draft:
     def write_stream(self, source: Source) -> None:
         """Write tensors one after another, as an iterator yields them.
 
-        The layout is known only after the last tensor. Then this method makes this draft's `Part`.
+        The layout is known only after the last tensor, so this method makes the draft's `Part`.
         """
         specs, end, on_bytes = list[TensorSpec](), 0, counter(source.progress, 0)
         for spec, tensor in source.stream or ():

@@ -420,7 +420,7 @@ def _upper_half(words: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(count: int, device: torch.device) -> torch.Tensor:
-    """Return odd numbers without a pattern, by which :func:`digest_of_all` multiplies words."""
+    """Return odd pseudorandom factors; :func:`digest_of_all` multiplies each word by one."""
     numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     numbers *= _ODD[0]
     numbers ^= _upper_half(numbers)

@@ -49,9 +49,10 @@ class Cut(NamedTuple):
 
         The part has a range if the tensor consists of parts along one dimension, each from a
         different parameter, and this rank has only one part. If this is not the first dimension,
-        the parts must also have equal sizes, and their ranks must be one of ``groups``. Each
-        element of ``owners`` is the number of the parameter from which mbridge copied the tensor's
-        element. ``parameters`` maps the numbers of this rank's parameters to names.
+        the parts must also have equal sizes, and their ranks must be one of ``groups``. mbridge
+        copies each element of the tensor from one parameter; ``owners`` has the number of this
+        parameter at the element's place. ``parameters`` maps the numbers of this rank's parameters
+        to names.
         """
         if not owners.ndim:
             return None

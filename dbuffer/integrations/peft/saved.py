@@ -55,7 +55,7 @@ class SavedAdapter:
 
     @property
     def number(self) -> int:
-        """Number (1 to 2**62) by which an engine can tell this version from all other adapters."""
+        """Number (1 to 2**62) that identifies this version among all adapters of an engine."""
         return (int(digest(self.path.name.encode()), 16) >> 2) + 1
 
 
@@ -70,7 +70,7 @@ def save_adapter(
     """Save the newest version of an adapter in a new subdirectory of ``directory``.
 
     A version that is already saved is not written again. The newest two saved versions are kept.
-    Older versions are removed, except those that a request from `adapter_request` still uses.
+    Older versions are removed, unless a request from `adapter_request` still uses them.
 
     Args:
         receiver: receiver of a store with adapters from `send_adapter`.

@@ -39,7 +39,7 @@ def store_of(address: str | Path, model_id: str, worker: int | None = None) -> P
 
 
 def receiver_id(worker: int) -> str:
-    """Return the receiver id of a worker, by which a sender can wait for this worker."""
+    """Return the receiver id of a worker. A sender that waits for the worker names this id."""
     return f"worker-{worker}"
 
 

@@ -149,7 +149,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             publisher.wait(published, self.timeout_s)
 
     def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
-        """Publish weights. Unless ``sync`` is False, wait until the workers have applied them.
+        """Publish weights, and (unless ``sync`` is False) wait until the workers have applied them.
 
         ``weights`` is a module, a TensorDict or a state dict, or a dictionary of these by worker.
         Default: the scheme's model. ``worker_ids`` selects workers. Default: the dictionary's

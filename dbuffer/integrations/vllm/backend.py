@@ -1,7 +1,8 @@
 """``backend="dbuffer"``: a weight transfer backend of vLLM that reads versions from a store.
 
-In vLLM 0.23 and 0.24, the backend is a `CallbackEngine`, to which vLLM passes a function that loads
-weights. It works with one rank only, and does not check whether published weights fit the model.
+vLLM 0.23 and 0.24 pass the backend a function that loads weights; there the backend is a
+`CallbackEngine`, which works with one rank only, and does not check whether published weights fit
+the model.
 """
 
 from __future__ import annotations

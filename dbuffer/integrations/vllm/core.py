@@ -238,7 +238,7 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
 
 
 def _drop_caches(core: Any) -> None:
-    """Drop all caches with results of the current weights, including those of paused requests.
+    """Drop all caches with results of the current weights, including the caches of paused requests.
 
     When paused requests continue, vLLM recomputes their KV cache. So no cache mixes two versions.
     """
@@ -338,7 +338,7 @@ def _raise(error: Exception) -> NoReturn:
 def _unless_held(
     function: Callable[..., Any], if_held: Callable[[_Hold, Callable[[], Any]], Any]
 ) -> Callable[..., Any]:
-    """Wrap a method of vLLM's engine core; ``if_held`` decides what a call does during a switch."""
+    """Wrap a method of vLLM's engine core: ``if_held`` handles its calls during a switch."""
 
     @functools.wraps(function)
     def call(core: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Copies of vLLM's layers, with which dbuffer checks a version or prepares a switch.
+"""Copies of vLLM's layers; dbuffer uses them to check a version or to prepare a switch.
 
 `VllmMetaModel`, a copy of a model without data, checks whether published weights fit the model.
 

@@ -98,9 +98,9 @@ def _number(kind: Any, name: str, text: str, rule: str) -> Any:
 class Outlook:
     """Reads labels of weights, for requests that wait for a version.
 
-    The labels come from an engine's cores. If ``adapter`` is given, the label is that of a LoRA
-    adapter, which follows its own store. ``follower`` is None if another API server of the same
-    engine follows the store.
+    The labels come from an engine's cores. If ``adapter`` is given, it reads the label of
+    this LoRA adapter, which follows its own store. ``follower`` is None if another API server of
+    the same engine follows the store.
     """
 
     def __init__(
