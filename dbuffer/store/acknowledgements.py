@@ -162,8 +162,10 @@ class _Wait:
                 f"apply version {version}"
             )
         if self._is_skipped_by(record):
-            steps = {"number": record.every, **record.when} if record.every > 1 else record.when
-            multiples = (f"{name:.100} is a multiple of {step}" for name, step in steps.items())
+            every = [("number", record.every)] if record.every > 1 else []
+            multiples = (
+                f"{name:.100} is a multiple of {n}" for name, n in (*every, *record.when.items())
+            )
             raise ReceiverFailedError(
                 f"{_process_of(record)} skips version {version} on purpose, {_at(record)}: it "
                 f"takes a version only if its {' and its '.join(multiples)}"

@@ -628,11 +628,11 @@ class Descriptor(Closing, ProcessBound):
         return self._file.fileno()
 
     def close(self) -> None:
-        if self.is_open:
+        if not self._is_inherited:
             # A child that was just forked still shares the file's lock: it closes its copy of the
             # file when it first runs, which can be later than this.
-            with contextlib.suppress(OSError):
-                fcntl.flock(self.number, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError, ValueError):  # the file has no lock, or is closed
+                fcntl.flock(self._file, fcntl.LOCK_UN)
         _close_quietly(self._file)
         self._finalizer.detach()
 
