@@ -319,8 +319,8 @@ class Draft:
 def fill(target: Draft | KeptCopy, verb: str, source: Source, world: World) -> None:
     """Write the elements of all ranks' parts ("boxes") into a draft or a kept copy. Collective.
 
-    Each rank first writes the boxes that it holds. Only then do the ranks gather other tensors, so
-    a rank that fails with its own boxes leaves no other rank waiting in a gather.
+    Each rank first writes the boxes that it holds. The ranks gather other tensors after that, so a
+    rank that fails with its own boxes leaves no other rank waiting in a gather.
     """
     part, specs = target.part, target.part.layout.specs
     with world.step(f"{verb} its part"):

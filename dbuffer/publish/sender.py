@@ -460,7 +460,7 @@ class PendingPublication(ProcessBound):
         # A forked child lacks the publishing thread, and locks held during the fork stay locked.
         if self._is_inherited:
             raise ClosedError(
-                "this process is a forked child of the one that publishes this version: wait in "
+                "this process was forked from the process that publishes this version: wait in "
                 "the process that called send()"
             )
 

@@ -105,7 +105,7 @@ class Agreement(World):
         self.peers = [Process(**fields) for fields in step.results]
 
     def call(self) -> TranslatedErrors:
-        """Return a ``with`` block in which all ranks take the steps of one call together.
+        """Return a ``with`` block for one call. All ranks take the call's steps together in it.
 
         If only this rank leaves the block with an error, it drops its connections, so that the
         other ranks do not wait for it.
@@ -203,7 +203,7 @@ class Agreement(World):
         return outcomes
 
     def _in_step(self, action: str, cause: Exception | None = None) -> TranslatedErrors:
-        """Return a ``with`` block that replaces gloo's error with one that names the lost ranks."""
+        """Return a ``with`` block that replaces an error of gloo. The new error names lost ranks."""
 
         def translate(error: BaseException) -> None:
             if isinstance(error, RuntimeError):

@@ -213,8 +213,8 @@ class WeightReceiver(Followed, Closing, ProcessBound):
     def reporting(self, version: VersionId | None) -> Iterator[None]:
         """Write an error that leaves the ``with`` block into the receiver's record.
 
-        With ``version``, the record has the error until a version is acknowledged. Without it, the
-        error concerns the store: the record has it until a block without ``version`` succeeds.
+        If ``version`` is given, the record has the error until a version is acknowledged. Otherwise
+        the error concerns the store, and stays until a block without ``version`` succeeds.
         """
         try:
             yield

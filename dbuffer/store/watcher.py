@@ -82,7 +82,7 @@ class Watcher(ProcessBound):
         self.wake()
 
     def _follow_directory(self) -> None:
-        """Watch the directory at the path, unless it is the one that is already watched."""
+        """Watch the directory at the path, unless this directory is watched already."""
         try:
             status = self._directory.stat()
         except OSError:  # the caller gets the error when it reads the pointer
