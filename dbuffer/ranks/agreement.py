@@ -203,7 +203,7 @@ class Agreement(World):
         return outcomes
 
     def _in_step(self, action: str, cause: Exception | None = None) -> TranslatedErrors:
-        """Return a ``with`` block that replaces an error of gloo. The new error names lost ranks."""
+        """Return a ``with`` block that replaces an error of gloo. The new one names lost ranks."""
 
         def translate(error: BaseException) -> None:
             if isinstance(error, RuntimeError):
