@@ -269,6 +269,11 @@ class Bucket(Closing):
         """Put an object. An object with the same name is replaced."""
         return self._request("put", name, lambda: self._put(name, data, "overwrite"))
 
+    def put_in_parts(self, name: str, data: bytes) -> None:
+        """Put a few bytes with the requests of a large file's upload, as one part."""
+        put = functools.partial(self._obstore.put, self._objects, name, data, use_multipart=True)
+        self._request("put", name, put)
+
     def put_if(self, name: str, data: bytes, tag: Tag | None) -> Tag | None:
         """Put an object if its tag is still ``tag``. If ``tag`` is None, put only a new object.
 

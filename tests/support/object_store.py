@@ -74,6 +74,7 @@ class Exchange:
     def __init__(self, proxy: FaultyProxy, handler: BaseHTTPRequestHandler) -> None:
         parts = urlsplit(handler.path)
         self.request = Request(handler.command, parts.path, parts.query)
+        self.headers = handler.headers
         self._proxy = proxy
         self._handler = handler
         self._body: bytes | None = None

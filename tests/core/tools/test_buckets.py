@@ -8,6 +8,8 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from dbuffer.mirror.download import newest_version
 from dbuffer.testing.patterns import Sparse
 from dbuffer.testing.waiting import TIMEOUT_S, until
 from tests.support.children import Command, call
-from tests.support.object_store import Request, status
+from tests.support.object_store import Answer, Exchange, Request, status
 from tests.support.ports import free_port
 from tests.support.terminals import Terminal
 
@@ -186,9 +188,15 @@ def test_a_good_bucket(capsys, bucket, url):
     assert (code, examination["is_sound"]) == (0, True)
     assert {each["verdict"] for each in examination["findings"]} == {"good"}
     assert [each["probe"] for each in examination["findings"]] == [
-        *("get", "list", "put records", "put versions", "conditional put", "delete")
+        *("get", "list", "put records", "get after put", "list after put", "conditional get"),
+        *("ranges", "clock", "put versions", "conditional put", "put in parts", "delete"),
     ]
     assert bucket.list("") == before
+
+
+NEED_RECORDS = ("get after put", "list after put", "conditional get", "ranges", "clock")
+NEED_GETS = ("get after put", "conditional get", "ranges", "put in parts")
+NEED_VERSIONS = ("conditional put", "put in parts")
 
 
 def refuse(*methods: str, lists: bool = False) -> Callable[[Request], bool]:
@@ -199,19 +207,28 @@ def refuse(*methods: str, lists: bool = False) -> Callable[[Request], bool]:
 @pytest.mark.parametrize(
     ("when", "code", "missing"),
     [
-        (refuse("GET"), 1, {"get": "broken"}),
-        (refuse("GET", lists=True), 1, {"list": "broken"}),
+        (refuse("GET"), 1, dict.fromkeys(("get", *NEED_GETS), "broken")),
+        (
+            refuse("GET", lists=True),
+            1,
+            dict.fromkeys(("list", "list after put", "clock"), "broken"),
+        ),
         (
             refuse("PUT"),
             0,
-            dict.fromkeys(("put records", "put versions", "conditional put"), "adapted"),
+            dict.fromkeys(("put records", "put versions"), "adapted")
+            | dict.fromkeys((*NEED_RECORDS, *NEED_VERSIONS), "unknown"),
         ),
         (
             lambda each: "versions/" in each.path,
             0,
-            dict.fromkeys(("put versions", "conditional put"), "adapted"),
+            {"put versions": "adapted"} | dict.fromkeys(NEED_VERSIONS, "unknown"),
         ),
-        (refuse("DELETE", "POST"), 0, {"delete": "adapted"}),
+        (
+            lambda each: each.method == "DELETE" or each.query.startswith("delete"),
+            0,
+            {"delete": "adapted"},
+        ),
     ],
     ids=["get", "list", "put", "put versions", "delete"],
 )
@@ -223,15 +240,86 @@ def test_a_right_that_is_missing(capsys, proxy, url, when, code, missing):
     assert {probe: each for probe, each in found.items() if each != "good"} == missing
 
 
-def test_a_service_that_ignores_conditions(capsys, monkeypatch, url):
-    monkeypatch.setattr(Bucket, "_put", unconditional(Bucket._put))
+class Service:
+    """Fault of a proxy: a service that answers a kind of requests with what it has seen before."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Answer] = {}
+        self.firsts: dict[str, Answer] = {}
+
+    def forward(self, exchange: Exchange) -> Answer:
+        answer, path = exchange.forward(), exchange.request.path
+        if exchange.request.method == "PUT":
+            headers = [(name, text) for name, text in answer.headers if name.lower() == "etag"]
+            modified = ("Last-Modified", "Tue, 01 Dec 2026 00:00:00 GMT")
+            self.objects[path] = Answer(200, [*headers, modified], exchange.body())
+        return answer
+
+    def serve_stale(self, exchange: Exchange) -> None:
+        """Answer each get and list as the first one of the same kind."""
+        answer, request = self.forward(exchange), exchange.request
+        if request.method == "GET" and "Range" not in exchange.headers:
+            answer = self.firsts.setdefault(f"{request.path}?{request.query}", answer)
+        exchange.answer(answer)
+
+    def ignore_headers(self, *names_and_exchange: Any) -> None:
+        *names, exchange = names_and_exchange
+        answer = self.forward(exchange)
+        if any(name in exchange.headers for name in names):
+            answer = self.objects.get(exchange.request.path, answer)
+        exchange.answer(answer)
+
+
+def always_unchanged(exchange: Exchange) -> None:
+    answer = exchange.forward()
+    exchange.answer(Answer(304, [], b"") if "If-None-Match" in exchange.headers else answer)
+
+
+def early_clock(exchange: Exchange) -> None:
+    answer = exchange.forward()
+    body = re.sub(rb"(<LastModified>)\d+", rb"\g<1>2020", answer.body)
+    exchange.answer(replace(answer, body=body))
+
+
+def is_get(request: Request) -> bool:
+    return request.method == "GET" and "list-type" not in request.query
+
+
+@pytest.mark.parametrize(
+    ("fault", "when", "broken"),
+    [
+        (
+            Service().serve_stale,
+            lambda each: "/receivers/" in each.path,
+            {"get after put", "conditional get"},
+        ),
+        (Service().serve_stale, refuse("GET", lists=True), {"list after put"}),
+        (
+            partial(Service().ignore_headers, "If-None-Match"),
+            lambda each: "versions/" not in each.path,
+            {"conditional get"},
+        ),
+        (always_unchanged, is_get, {"conditional get"}),
+        (partial(Service().ignore_headers, "Range"), None, {"ranges", "put in parts"}),
+        (early_clock, refuse("GET", lists=True), {"clock"}),
+        (
+            partial(Service().ignore_headers, "If-None-Match", "If-Match"),
+            refuse("PUT"),
+            {"conditional put"},
+        ),
+        (status(501), refuse("POST"), {"put in parts"}),
+    ],
+    ids=[
+        *("stale gets", "stale lists", "conditional gets ignored", "always unchanged"),
+        *("ranges ignored", "clock", "conditional puts ignored", "no parts"),
+    ],
+)
+def test_a_service_that_lacks_what_mirrors_need(capsys, proxy, url, fault, when, broken):
+    proxy.inject(fault, when=when or (lambda _: True), times=10**6)
     code, out, _ = call(capsys, "doctor", url, "--json")
     verdicts = {each["probe"]: each["verdict"] for each in json.loads(out)["findings"]}
-    assert (code, verdicts["conditional put"]) == (1, "broken")
-
-
-def unconditional(put: Any) -> Any:
-    return lambda self, name, data, _: put(self, name, data, "overwrite")
+    assert code == 1
+    assert {probe for probe, verdict in verdicts.items() if verdict == "broken"} == broken
 
 
 # Errors
