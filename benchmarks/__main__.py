@@ -44,6 +44,7 @@ _MODULES = {
     "torchrl": "torchrl",
     "delta": "deltas",
     "objects": "objects",
+    "links": "links",
     "fleet": "fleet",
 }
 """Module of each, which is imported when it is asked for: each needs other packages."""
@@ -51,7 +52,7 @@ _MODULES = {
 _NEEDS = {
     **dict.fromkeys(("pause", "quantized", "latency", "served"), ("vllm",)),
     "torchrl": ("torchrl",),
-    "objects": ("obstore",),
+    **dict.fromkeys(("objects", "links"), ("obstore",)),
 }
 """Packages without which there is nothing to measure."""
 
@@ -74,7 +75,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "(2 minutes, 6 GB); or TorchRL's double buffer next to ours: speed, torn reads and killed "
         "writers (3 minutes, 14 GB); or how long a step of TRL's trainer waits for its engine "
         "(2 minutes, 8 GB); or the time of a delta (a minute, 6 GB); or versions through a bucket "
-        "(10 minutes, 6 GB, and 10 GB of disk); or how a publish reaches a fleet of nodes "
+        "(10 minutes, 6 GB, and 10 GB of disk), or over slow and lossy links (15 minutes, 6 GB; as "
+        "root); or how a publish reaches a fleet of nodes "
         "(fleet --help)",
     )
     parser.add_argument(
