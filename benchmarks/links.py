@@ -6,6 +6,7 @@ other, one after the other. Plain puts and gets of the same bytes show what TCP 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from argparse import Namespace
@@ -124,20 +125,36 @@ def main(options: Namespace) -> int:
         )
     copies: list[_Copy] = []
     for case in cases:
+        print(case.name, file=sys.stderr, flush=True)
         copies += _measure(case, directory, of_server)
-        print(f"\n{report.table(_HEADER, [copies[-1].row()])}", flush=True)
-    print(
-        f"\nputs of {PART_BYTES >> 20} MiB, gets of {RANGE_BYTES >> 20} MiB, {NUM_REQUESTS} "
-        f"requests at a time; TCP with {CONGESTION_CONTROL}\n\n"
-        f"{report.table(_HEADER, [copy.row() for copy in copies])}"
-    )
+    print(_tables(copies))
     checks: list[Check] = [
-        at_most(f"{it.case.name}: {it.direction}", "of link alone", it.of_limit, _MAX_OF_LIMIT)
+        at_most(
+            f"{it.case.name}: {it.direction}", "of plain", it.copy_s / it.plain_s, _MAX_OF_LIMIT
+        )
+        if it.case.shape.loss and it.plain_s
+        else at_most(f"{it.case.name}: {it.direction}", "of link", it.of_limit, _MAX_OF_LIMIT)
         for it in copies
-        if not it.case.shape.loss
     ]
     found = {"copies": [asdict(copy) for copy in copies]}
     return report.conclude(about, checks, found, options.json)
+
+
+def _tables(copies: list[_Copy]) -> str:
+    of_cases: dict[str, list[str]] = {}
+    for copy in copies:
+        cells = of_cases.setdefault(copy.case.name, [])
+        if copy.direction == "down" and not cells:
+            cells += ["-", "-"]
+        of_plain = "-" if copy.plain_s is None else f"{copy.copy_s / copy.plain_s:.2f}"
+        cells += [f"{copy.of_limit:.2f}", of_plain]
+    header = ("", "up, of link alone", "of plain", "down, of link alone", "of plain")
+    return (
+        f"\nputs of {PART_BYTES >> 20} MiB, gets of {RANGE_BYTES >> 20} MiB, {NUM_REQUESTS} "
+        f"requests at a time; TCP with {CONGESTION_CONTROL}\n\n"
+        f"{report.table(_HEADER, [copy.row() for copy in copies])}\n\n"
+        f"{report.table(header, [(name, *cells) for name, cells in of_cases.items()])}"
+    )
 
 
 def _measure(case: _Case, directory: Path, of_server: Path) -> Iterator[_Copy]:

@@ -506,7 +506,7 @@ def between(text: str, since: str, until: str | None = None) -> str:
         ("benchmarks.md", "served.txt", "## From publish to served", "## GPUs"),
         ("benchmarks.md", "gpu.txt", "## GPUs", "## An engine on a GPU"),
         ("benchmarks.md", "gpu-engine.txt", "## An engine on a GPU", "## Deltas"),
-        ("object-storage.md", "objects.txt", "## Speed", None),
+        ("object-storage.md", "objects.txt", "## Speed", "## Requests and costs"),
     ],
 )
 def test_figures_are_those_of_the_results(page, results, since, until):

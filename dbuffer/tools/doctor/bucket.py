@@ -81,7 +81,7 @@ class _Probes:
             before = self._listed()
             self._put(_RECORD)
             now = self._listed()
-            return None not in (before, now) and before.e_tag != now.e_tag  # type: ignore[union-attr]
+            return before is not None and now is not None and before.e_tag != now.e_tag
 
         return self._tested(_RECORD, works, "a list missed a put, or has no ETags")
 
