@@ -50,7 +50,7 @@ from tests.support.engines.vllm_engines import judge
 from tests.support.soak import is_soak
 from tests.support.stores import newest_version, number_in, receiver_records
 
-DRAFT_TRAINER = str(Path(__file__).with_name("vllm_drafts_served.py"))
+TRAINER = str(Path(__file__).with_name("vllm_server.py"))
 NUM_STREAMS = 6
 PUBLISHES = 200 if is_soak() else 40
 MIN_SWITCHES = 200 if is_soak() else 12
@@ -502,8 +502,8 @@ async def run_drafted(directory: Path) -> dict[str, int]:
     speculates = draft | {"num_speculative_tokens": 2}
     drafts = directory / "draft"
     async with started(directory, speculative_config=speculates, tp=2) as program:
-        case = [str(directory), "train", "draft model", "draft"]
-        trainer = preforked.start([DRAFT_TRAINER, *case], env=dict(os.environ))
+        publishes = [TRAINER, str(directory), "publish", str(drafts), "240"]
+        trainer = preforked.start(publishes, env=dict(os.environ))
         program.options = {"draft_store": str(drafts), "engine_id": "e"}
         responses = await switch_under_load(
             program, "keep", (10, 20, 30), publishes=8, min_switches=12

@@ -204,13 +204,18 @@ class Inside:
         server.kill()
         with dbuffer.WeightSender(self.store) as sender:
             self.publish(sender, last + 1)
-            flags = ["--no-enable-prefix-caching"]
-            how = {"timeout_s": LONG_TIMEOUT_S, "pause": "in_place", "attest": True}
+            drafts = self.directory / "drafts"
+            draft = {"method": "draft_model", "model": str(self.checkpoint)}
+            speculates = json.dumps(draft | {"num_speculative_tokens": 2})
+            flags = ["--no-enable-prefix-caching", "--speculative-config", speculates]
+            how = {"pause": "in_place", "attest": True, "draft_store": str(drafts)}
+            how |= {"timeout_s": LONG_TIMEOUT_S}
             server = self.start(*flags, development=True, **how)
             server.wait_ready()
             assert server.answer() == tokens_of(last + 1)
             self.have_no_second_follower(server)
             self.follow_one(server, sender, last + 2)
+            self.follow_a_draft(server, drafts, last + 2)
             self.answer_for_its_weights(server, last + 1)
             last = self.go_on_in_place(server, sender, last + 2)
             self.end_while_versions_come(server, sender, last)
@@ -349,6 +354,16 @@ class Inside:
         told = r"serves version (\d+): .*staged in [\d.]+ ms.*paused for"
         assert [re.findall(told, line) for line in switches] == [[str(v)] for v in range(1, 6)]
 
+    def follow_a_draft(self, server: Server, store: Path, version: int) -> None:
+        """Serve a draft from a store of its own, which proposes the tokens of ``version``."""
+        assert server.answer() == tokens_of(version)
+        assert vllm_metric(server, "spec_decode_num_accepted_tokens_total") == 0
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(revealing_weights(version))
+            sender.wait_applied(1, timeout_s=WAIT_S)
+        assert server.answer() == tokens_of(version)
+        assert vllm_metric(server, "spec_decode_num_accepted_tokens_total") > 0
+
     def answer_for_its_weights(self, server: Server, older: int) -> None:
         until("the weights are compared", lambda: self.verify(server) == (0, [True]), WAIT_S)
         assert self.verify(server, "--version", str(older)) == (EXIT_TIMEOUT, [True])
@@ -383,9 +398,7 @@ class Inside:
                 spans = choice["weight_versions"]
         told = [(token_of(int(span["version"])), span["end"] - span["start"]) for span in spans]
         assert choice["token_ids"] == [token for token, count in told for _ in range(count)]
-        metrics = server.client.get("/metrics").text
-        [preempted] = re.findall(r"^vllm:num_preemptions_total.* (\S+)$", metrics, re.MULTILINE)
-        assert float(preempted) == 0
+        assert vllm_metric(server, "num_preemptions_total") == 0
         return version
 
     def end_while_versions_come(
@@ -415,6 +428,12 @@ class Inside:
         assert "appears unsupported" not in before + after
         assert after.count("serves version") <= 1
         assert before.count("serves version") >= 1
+
+
+def vllm_metric(server: Server, name: str) -> float:
+    metrics = server.client.get("/metrics").text
+    [value] = re.findall(rf"^vllm:{name}{{.*}} (\S+)$", metrics, re.MULTILINE)
+    return float(value)
 
 
 def applied_by(server: Server) -> int:

@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 
 from tests.programs.vllm_drafts import CASES
-from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe
+from tests.support.engines.vllm_engines import NEEDS_VLLM, observe
 from tests.support.soak import IN_SOAKS_ALONE
 
 pytestmark = NEEDS_VLLM
@@ -53,27 +53,3 @@ def test_a_draft_that_follows_is_accepted_as_often_as_at_first(tmp_path, record_
     assert shares["at first"] > 0.5
     assert shares["at last, with drafts"] > 0.5
     assert shares["at last, without"] < 0.1
-
-
-@IN_SOAKS_ALONE
-@pytest.mark.parametrize(
-    ("kind", "how", "stores", "num_ranks"),
-    [
-        ("draft model", "inside", "two stores", 2),
-        ("eagle", "outside", "two stores", 2),
-        ("medusa", "inside", "two stores", 1),
-        ("draft model", "outside", "one store", 1),
-        ("eagle", "inside", "one store", 2),
-        ("medusa", "outside", "one store", 2),
-        ("mtp", "inside", "one store", 1),
-    ],
-)
-def test_a_server_under_load_follows_trainers_of_target_and_draft(
-    shm_path, kind, how, stores, num_ranks, record_property
-):
-    """Trainers, follower and server are killed."""
-    env = environment(processes=True)
-    arguments = "served", kind, how, stores, str(num_ranks)
-    shares = observe("vllm_drafts_served.py", shm_path, *arguments, env=env)
-    for figure in shares.items():
-        record_property(*figure)
