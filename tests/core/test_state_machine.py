@@ -49,9 +49,6 @@ Tensors = dict[str, torch.Tensor]
 
 READER_TIMEOUT_S = 0.01
 
-OVERTAKEN = (dbuffer.SnapshotEvictedError, dbuffer.VersionRegressedError)
-"""What leaving a snapshot may raise: its buffer was taken, or the whole store was emptied."""
-
 LAYOUTS: tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], ...] = (
     {"weight": (torch.float32, (16, 4)), "bias": (torch.bfloat16, (7,))},
     {"weight": (torch.float32, (16, 4)), "bias": (torch.float32, (7,))},
@@ -144,8 +141,6 @@ class Held:
 class Reader:
     receiver: dbuffer.WeightReceiver
     loaded: int | None = None
-    experiment: int | None = None
-    """Number of the store's experiment that it has seen versions of."""
 
 
 given = st.tuples(st.integers(0, 3), st.integers(0, 99))
@@ -174,7 +169,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.published: dict[int, Tensors] = {}
         self.metadata: dict[int, Any] = {}
         self.newest = 0
-        self.experiment = 0
         self.held: list[Held] = []
 
     @initialize(durable=st.booleans(), checksum=st.booleans(), delta=st.booleans())
@@ -187,7 +181,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for held in self.held:
-            with contextlib.suppress(*OVERTAKEN):
+            with contextlib.suppress(dbuffer.SnapshotEvictedError):
                 held.leave.close()
         if hasattr(self, "sender"):
             self.sender.close()
@@ -309,22 +303,6 @@ class StoreMachine(RuleBasedStateMachine):
             self.note_publication(pointer.version, weights[-1], {})
         self.sender = self.make_sender()
 
-    @rule(leave=st.sets(st.sampled_from(["writer.json", "receivers", "tmp"])))
-    def begin_anew(self, leave: set[str]) -> None:
-        """The next experiment, in the same place: versions from 1, of other weights."""
-        self.sender.close()
-        for path in self.store.iterdir():
-            if path.name not in leave:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self.published.clear()
-        self.metadata.clear()
-        self.newest = 0
-        self.experiment += 1
-        for held in self.held:
-            held.is_evicted = self.mount == "local"
-            held.version = 0
-        self.sender = self.make_sender()
-
     # Readers come and go, and hold on
 
     @rule(target=readers, verify=st.booleans())
@@ -332,24 +310,8 @@ class StoreMachine(RuleBasedStateMachine):
         verify = verify and self.options["checksum"]
         return Reader(dbuffer.WeightReceiver(self.store, verify=verify, num_threads=1))
 
-    def see(self, reader: Reader) -> None:
-        """A reader looks at the store; what was begun anew it does not take without a word."""
-        if reader.experiment not in (None, self.experiment):
-            error = dbuffer.VersionRegressedError
-            for use in (reader.receiver.wait_for_version, reader.receiver.open):
-                with pytest.raises(error) as caught, use(timeout_s=0):
-                    pass
-                assert caught.value.is_forked == bool(self.newest)
-            with pytest.raises(error):
-                reader.receiver.load_into(lambda _: pytest.fail("it was given weights"))
-            reader.receiver.follow_fork()
-            reader.experiment = reader.loaded = None
-        if self.newest:
-            reader.experiment = self.experiment
-
     @rule(reader=readers)
     def load(self, reader: Reader) -> None:
-        self.see(reader)
         into: Tensors = {}
         version = reader.receiver.load_into(lambda pairs: into.update(copied(pairs)))
         if reader.loaded == self.newest or not self.newest:
@@ -361,7 +323,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(reader=readers, layout=st.integers(0, 3))
     def load_in_place(self, reader: Reader, layout: int) -> None:
-        self.see(reader)
         into = {name: torch.full_like(t, 1) for name, t in tensors_of(layout, 0).items()}
         before = {name: tensor.clone() for name, tensor in into.items()}
         is_new = bool(self.newest) and reader.loaded != self.newest
@@ -380,7 +341,6 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.newest)
     @rule(target=snapshots, reader=readers)
     def open(self, reader: Reader) -> Any:
-        self.see(reader)
         leave = contextlib.ExitStack()
         snapshot = leave.enter_context(reader.receiver.open(timeout_s=1))
         assert snapshot.version == self.newest
@@ -399,31 +359,10 @@ class StoreMachine(RuleBasedStateMachine):
         for tensor in held.snapshot.tensors.values() if scribbles else ():
             tensor.zero_()
         if held.is_evicted:
-            # The store was begun anew: whether that is the error depends on what was seen since.
-            is_gone = held.version == 0
-            with pytest.raises(OVERTAKEN if is_gone else dbuffer.SnapshotEvictedError):
+            with pytest.raises(dbuffer.SnapshotEvictedError):
                 held.leave.close()
         else:
             held.leave.close()
-
-    @precondition(lambda self: self.newest)
-    @rule()
-    def mirror(self) -> None:
-        """Into a store of its own, which has what it had the last time, if anything.
-
-        One for each experiment: over versions that have readers it takes no others.
-        """
-        local = self.directory / f"mirror-{self.experiment}"
-        with dbuffer.Mirror(self.store, local, poll_interval_s=0.01, num_threads=1) as one:
-            one.start().wait_until_current(30)
-        verify = self.options["checksum"]
-        with (
-            dbuffer.WeightReceiver(local, verify=verify, num_threads=1) as receiver,
-            receiver.open(timeout_s=0) as snapshot,
-        ):
-            assert snapshot.version == self.newest
-            assert snapshot.metadata == self.metadata[self.newest]
-            assert are_equal(snapshot.tensors, self.published[self.newest])
 
     # Damage to what is not the newest
 
