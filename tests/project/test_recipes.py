@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import re
-from typing import Any
 
 import pytest
 import typer.main
@@ -20,11 +18,7 @@ from tests.support.recipes import (
     EXAMPLES,
     SlurmJob,
     commands,
-    compose,
-    containers,
-    kubernetes_objects,
     option_of,
-    pods,
 )
 
 MODEL_OPTIONS = ("--tensor-parallel-size", "8")
@@ -105,62 +99,3 @@ def test_engines_follow_the_store_that_the_trainer_writes(all_commands):
         module, _, name = server[server.index("--middleware") + 1].rpartition(".")
         assert name in importlib.import_module(module).__all__
     assert set(followed) == stores
-
-
-# Kubernetes and Compose.
-
-
-def test_mounts_of_pods_are_volumes():
-    claims = {o["metadata"]["name"] for n, o in kubernetes_objects().items() if "Claim" in n}
-    for pod in pods():
-        volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        for container in [*pod.get("initContainers", []), *pod["containers"]]:
-            mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-            assert set(mounts.values()) <= set(volumes)
-            words = [*container["command"], *container["args"]]
-            for path in re.findall(r'(?<![\w/.])/(?:weights|dev/shm)[^" ]*', " ".join(words)):
-                assert any(path.startswith(f"{mount}/") for mount in mounts), path
-        for volume in volumes.values():
-            if (claim := volume.get("persistentVolumeClaim")) is not None:
-                assert claim["claimName"] in claims
-            else:
-                assert volume["emptyDir"].keys() == {"medium", "sizeLimit"}
-
-
-def test_pods_run_as_one_user_and_fit_their_memory():
-    """Without a group of the volume; and the copy fits its volume and its writer."""
-    users = [pod["securityContext"] for pod in pods()]
-    assert users[0]["runAsNonRoot"]
-    assert all(user == users[0] for user in users)
-    assert not any("fsGroup" in user for user in users)
-    assert not any("runAsUser" in container["securityContext"] for container in containers())
-    (pod,) = (pod for pod in pods() if "initContainers" in pod)
-    (mirror,) = pod["initContainers"]
-    (shm,) = (volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume)
-    limit, size = mirror["resources"]["limits"]["memory"], shm["sizeLimit"]
-    assert int(limit.removesuffix("Gi")) > int(size.removesuffix("Gi")) >= 3 * 16e9 / 2**30
-
-
-def test_probes_and_the_service_name_ports():
-    for container in containers():
-        ports = {port["name"] for port in container.get("ports", [])}
-        probes = [probe for name, probe in container.items() if name.endswith("Probe")]
-        for probe in probes:
-            assert probe["httpGet"]["port"] in ports
-    objects = kubernetes_objects()
-    (port,) = objects["Service/vllm"]["spec"]["ports"]
-    served = objects["Deployment/vllm"]["spec"]["template"]
-    assert objects["Service/vllm"]["spec"]["selector"] == served["metadata"]["labels"]
-    assert port["targetPort"] in {p["name"] for p in served["spec"]["containers"][0]["ports"]}
-
-
-def test_services_of_compose_share_the_store():
-    project = compose()
-    services: dict[str, Any] = project["services"]
-    for service in services.values():
-        names = {volume.split(":")[0] for volume in service["volumes"]}
-        assert set(project["volumes"]) < names
-        assert (EXAMPLES / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
-    assert {service["user"] for service in services.values()} == {"1000:1000"}
-    assert "uid=1000" in project["volumes"]["weights"]["driver_opts"]["o"]
-    assert services["vllm"]["shm_size"] != "64mb"

@@ -151,39 +151,12 @@ def test_a_record_comes_back_as_it_was(record):
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=IDS)
-def test_a_record_is_refused_with_a_field_too_few_or_too_many_or_cut_anywhere(record):
+def test_a_record_is_refused_with_a_field_too_few_or_too_many(record):
     for name in record.__struct_fields__:
         with pytest.raises(StoreCorruptError, match=name):
             decode(type(record), changed(record, **{name: ...}))
     with pytest.raises(StoreCorruptError, match="extra"):
         decode(type(record), changed(record, extra=1))
-    data = encode(record)
-    for end in range(len(data) - 1):  # without the last byte, the line's end, it is whole
-        with pytest.raises(StoreCorruptError):
-            decode(type(record), data[:end])
-
-
-TIMES = ("published_at", "started_at", "updated_at", "attested_at")
-
-
-@pytest.mark.parametrize("record", RECORDS, ids=IDS)
-@pytest.mark.parametrize(
-    ("value", "takes_it"),
-    [
-        (True, ("is_final", "is_ephemeral", "is_relayed", "has_ended", "is_attestable")),
-        ([], ("chain",)),
-        ("\x00", ("host", "problem")),
-        (-1, TIMES),
-        (2**63, TIMES),
-        (1.5, TIMES),
-        ({"a": 1}, ("metadata", "stats", "when")),
-    ],
-    ids=lambda value: repr(value)[:20],
-)
-def test_no_field_takes_what_it_should_not(record, value, takes_it):
-    for name in set(record.__struct_fields__).difference(takes_it):
-        with pytest.raises(StoreCorruptError, match=name):
-            decode(type(record), changed(record, **{name: value}))
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=IDS)
