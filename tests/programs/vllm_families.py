@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
-import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import dbuffer
 from dbuffer.integrations.vllm import follow
@@ -31,16 +23,6 @@ from tests.support.engines.vllm_engines import (
     start_llm,
 )
 from tests.support.waiting import error_of
-from tests.support.worlds import World
-
-ORDER = {"plain": (1, 0), "delta": (1, 2, 1, 0)}
-"""Numbers of the weights that a sender of each kind publishes one after another.
-
-Weights 0 and 1 differ everywhere. Weights 2 are weights 1 with one element in fifty changed: deltas
-lead there and back.
-"""
-ORDER_OF_CHECKPOINTS = {"plain": (1, 0) * 5}
-"""The later ones of these switches are copies."""
 
 
 @dataclass(frozen=True)
@@ -188,71 +170,24 @@ QUANTIZED = {
 CASES = FAMILIES | BFLOAT16 | HYBRID | TWO_RANKS | QUANTIZED | FEATURES | SEES_OR_HEARS
 
 
-Send = Callable[[int], bool]
-
-
-def module_of(case: Case, number: int) -> Any:
-    assert case.module is not None
-    module = case.module(min(number, 1))
-    if number == 2:
-        torch.manual_seed(number)
-        for parameter in module.parameters():
-            some = parameter.data.view(-1)[::50]
-            some += 0.5 * torch.randn(some.shape)
-    return module
-
-
-def checkpoint_of(case: Case, number: int, directory: Path) -> Path:
-    path = case.make(directory / str(number), min(number, 1))
-    if number == 2 and case.module is not None:
-        module_of(case, number).save_pretrained(path)
-    return path
-
-
-class Trained:
-    """Module that is given each of the weights in turn, as training changes one in place."""
-
-    def __init__(self, case: Case, wrap: Callable[[Any], Any] = lambda module: module) -> None:
-        self._module = wrap(module_of(case, 0))
-        self._states = [wrap(module_of(case, number)).state_dict() for number in range(3)]
-
-    def at(self, number: int) -> Any:
-        self._module.load_state_dict(self._states[number])
-        return self._module
-
-
-@contextlib.contextmanager
-def sending(store: Path, weights: Callable[[int], Any], delta: bool) -> Iterator[Send]:
-    with dbuffer.WeightSender(store, delta=delta) as sender:
-        yield lambda number: sender.send(weights(number)).delta_bytes is not None
-
-
-@contextlib.contextmanager
-def sending_sharded(store: Path, world: World, delta: bool) -> Iterator[Send]:
-    world.run(open_sender, store, delta)
-    yield lambda number: world.run(send, number)[0]
-    world.run(close_sender)
-
-
 def run(directory: Path, name: str, layers: str) -> None:
     case = CASES[name]
     set_packing(packed=layers == "packed")
-    checkpoints = [checkpoint_of(case, number, directory) for number in range(3)]
+    checkpoints = [case.make(directory / str(seed), seed) for seed in (0, 1)]
     followed = dict(case.arguments)
     if case.draft is not None:
         draft = case.draft(directory / "draft", 2)
         followed["speculative_config"] = followed["speculative_config"] | {"model": str(draft)}
     # The one that speculates comes last: vLLM starts no engine after that in a process.
     more = case.arguments if case.other is None else case.other
-    others = [start_llm(path, **more) for path in checkpoints[1 : 3 if case.module else 2]]
+    other = start_llm(checkpoints[1], **more)
     llm, ask = start_llm(checkpoints[0], **followed), answering(case)
-    fresh = [ask(engine) for engine in (llm, *others)]
-    for one, other in itertools.pairwise(fresh):
-        require_different(one, other)
+    fresh = [ask(llm), ask(other)]
+    require_different(*fresh)
     if case.media:  # what was seen or heard has a part in the answers
         assert all(len(set(map(tuple, answers))) > 1 for answers in fresh)
     try:
-        switch_in_all_forms(directory, name, checkpoints, llm, fresh)
+        switch(directory / "store", case, checkpoints, llm, fresh)
     except dbuffer.UnsupportedError as error:
         if not case.refused:
             raise
@@ -260,39 +195,22 @@ def run(directory: Path, name: str, layers: str) -> None:
         assert ask(llm) == fresh[0]
 
 
-def switch_in_all_forms(
-    directory: Path, name: str, checkpoints: list[Path], llm: Any, fresh: list[Any]
-) -> None:
-    """Switch to checkpoints, to a module and to a sharded module, in full and by deltas."""
-    case, store = CASES[name], directory / "store"
-    ask, orders = answering(case), ORDER_OF_CHECKPOINTS
-    senders: list[Callable[[bool], Any]] = [
-        functools.partial(sending, store, checkpoints.__getitem__)
-    ]
-    with contextlib.ExitStack() as stack:
-        follower = follow(llm, store, unused_tensors=case.unused_tensors)
-        stack.enter_context(follower)
-        if case.module is not None:
-            processes = multiprocessing.get_context("spawn")
-            world = stack.enter_context(World(directory, 2, processes=processes))
-            world.run(shard, name)
-            senders += [
-                functools.partial(sending, store, Trained(case).at),
-                functools.partial(sending_sharded, store, world),
-            ]
-            orders = ORDER
-        for kind, numbers in orders.items():
-            for sender in senders:
-                with sender(kind == "delta") as send:
-                    for place, number in enumerate(numbers):
-                        is_delta = send(number)
-                        error, answers = error_of(follower.sync), ask(llm)
-                        if case.refused:
-                            assert case.refused in str(error)
-                            assert answers == fresh[0]
-                            continue
-                        assert (error, answers) == (None, fresh[number])
-                        assert is_delta == (kind == "delta" and place in (1, 2))
+def switch(store: Path, case: Case, checkpoints: list[Path], llm: Any, fresh: list[Any]) -> None:
+    """Switch to checkpoints, the later ones by copies, and to modules."""
+    forms: list[list[Any]] = [checkpoints] * 5
+    if case.module is not None:
+        forms.append([case.module(seed) for seed in (0, 1)])
+    with follow(llm, store, unused_tensors=case.unused_tensors) as follower:
+        for weights in forms:
+            for seed in (1, 0):
+                with dbuffer.WeightSender(store) as sender:
+                    sender.send(weights[seed])
+                error, answers = error_of(follower.sync), answering(case)(llm)
+                if case.refused:
+                    assert case.refused in str(error)
+                    assert answers == fresh[0]
+                else:
+                    assert (error, answers) == (None, fresh[seed])
 
 
 def answering(case: Case) -> Callable[[Any], Any]:
@@ -305,35 +223,6 @@ def answering(case: Case) -> Callable[[Any], Any]:
 def embeddings(llm: Any) -> list[list[float]]:
     outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in PROMPTS], use_tqdm=False)
     return [list(output.outputs.embedding) for output in outputs]
-
-
-# What runs on the ranks.
-
-_here: dict[str, Any] = {}
-
-
-def shard(rank: int, name: str) -> None:
-    _here["trained"] = Trained(CASES[name], sharded)
-
-
-def sharded(module: nn.Module) -> nn.Module:
-    for layers in [part for part in module.modules() if isinstance(part, nn.ModuleList)]:
-        for layer in layers:
-            fully_shard(layer)
-    return fully_shard(module)
-
-
-def open_sender(rank: int, store: Path, delta: bool) -> None:
-    _here["sender"] = dbuffer.ShardedWeightSender(store, delta=delta)
-
-
-def send(rank: int, number: int) -> bool:
-    publication = _here["sender"].send(_here["trained"].at(number))
-    return publication.delta_bytes is not None
-
-
-def close_sender(rank: int) -> None:
-    _here.pop("sender").close()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Every family as a checkpoint, a module and a sharded module: each token as a fresh engine's.
+"""Every family as a checkpoint and a module: each token as a fresh engine's.
 
-The engine's linear layers are packed, as on a CPU, or live, as on a GPU. Each form is published in
-full and as deltas, by a sender of its own, into one store. Features, quantized engines and engines
-of two ranks switch to checkpoints. Each case is a program of its own: a crash in a kernel ends no
-other. By hand,
+The engine's linear layers are packed, as on a CPU, or live, as on a GPU. Features, quantized
+engines and engines of two ranks switch to checkpoints. Each case is a program of its own: a crash
+in a kernel ends no other. By hand,
 `DBUFFER_SOAK=1 python3 dev.py test tests/integrations/vllm/test_families.py -k gemma`.
 """
 
