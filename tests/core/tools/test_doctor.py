@@ -246,7 +246,7 @@ def test_on_a_network_mount(place, monkeypatch):
     assert "poll" in found_by(findings, "events").consequence
 
 
-# Two hosts: two processes here, and real ones over NFS in tests/lab
+# Two hosts, which are two processes
 
 
 def be_peer(
