@@ -17,7 +17,7 @@ import dbuffer
 from dbuffer.engine.contract import UNKNOWN_VERSION, WeightLabel
 from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.integrations.vllm import requests, responses
-from dbuffer.integrations.vllm.core import ADMITTED, label_cores
+from dbuffer.integrations.vllm.core import label_cores
 from dbuffer.integrations.vllm.middleware import FollowStore
 from dbuffer.integrations.vllm.requests import (
     HEADERS,
@@ -26,7 +26,7 @@ from dbuffer.integrations.vllm.requests import (
     unmet_by,
     values_by_name,
 )
-from dbuffer.integrations.vllm.responses import CURRENT, WITHOUT_CHOICES, Exchange, observe, serve
+from dbuffer.integrations.vllm.responses import CURRENT, Exchange, observe, serve
 
 RUN = "0123456789abcdef"
 SERVED = WeightLabel("7", RUN, {"step": 70})
@@ -157,12 +157,6 @@ def test_releases_that_tell_no_spans_refuse_to(monkeypatch):
     assert (status, b"vLLM 0.32" in body) == (400, True)
 
 
-def test_response_without_an_output_is_passed_on_as_it_is():
-    _, headers, body = ask(answering([JSON], b"a", b"b", note=lambda _: None))
-    assert headers == {"content-type": "application/json"}
-    assert body == b"ab"
-
-
 def test_metadata_that_no_header_holds_is_left_out():
     def note(exchange: Exchange) -> None:
         exchange.admitted = WeightLabel("7", RUN, {"note": "x" * 5000})
@@ -206,49 +200,6 @@ def test_fields_are_added_to_the_last_chunk_of_a_choice(step):
 def test_json_without_choices_stays_as_it_is(body):
     app = answering([JSON], body, note=has_generated)
     assert json.loads(ask(app, X_Weight_Versions="true")[2]) == json.loads(body)
-
-
-def test_beams_of_one_token_tell_no_spans():
-    """A beam search of two prompts calls the engine once for each, and answers with two beams."""
-
-    def has_searched(exchange: Exchange) -> None:
-        exchange.admitted = SERVED
-        exchange.calls = [(1, {0: SPANS}) for _ in range(2)]
-
-    beams = {"choices": [{"index": index, "finish_reason": "length"} for index in range(4)]}
-    app = answering([JSON], json.dumps(beams).encode(), note=has_searched)
-    told = json.loads(ask(app, X_Weight_Versions="true")[2])["choices"]
-    assert [choice["weight_versions"] for choice in told] == [None] * 4
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", *sorted(WITHOUT_CHOICES)])
-def test_stream_that_begins_before_the_engine_has_its_headers(path):
-    """As that of `/v1/responses` does. Streams with choices begin with the first output."""
-    engine = SimpleNamespace(generate=generate)
-    observe(engine)
-
-    async def app(_: Any, __: Any, send: Any) -> None:
-        async def tell(event: bytes) -> None:
-            body = b"data: %s\n\n" % event
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-
-        await send({**START, "headers": [EVENTS]})
-        if path in WITHOUT_CHOICES:
-            await tell(b"created")
-        async for _ in engine.generate("prompt", SimpleNamespace(n=1), "id"):
-            await tell(b"delta")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    _, headers, body = ask(app, None, path)
-    assert headers["x-weight-version"] == "7"
-    begun = b"data: created\n\n" if path in WITHOUT_CHOICES else b""
-    assert body == begun + b"data: delta\n\n"
-
-
-async def generate(*_: Any) -> Any:
-    choice = SimpleNamespace(index=0, weight_versions=None)
-    setattr(choice, ADMITTED, SERVED.encode())
-    yield SimpleNamespace(outputs=[choice])
 
 
 # The version that a request needs
@@ -302,17 +253,6 @@ def test_misspelt_or_repeated_header_is_not_ignored(headers, words):
 
 
 # What waits, and until when
-
-
-def test_requests_that_wait_ask_the_engine_together():
-    core = Core(*[WeightLabel("1")] * 5, WeightLabel("2"))
-    outlook = outlook_on(core)
-
-    async def wait() -> list[Any]:
-        return await asyncio.gather(*(outlook.refusal(2, 60) for _ in range(50)))
-
-    assert {reason for reason, _ in asyncio.run(wait())} == {None}
-    assert core.num_questions < 20
 
 
 def test_requests_that_came_one_by_one_wait_together():
