@@ -106,10 +106,12 @@ class ForwardGuard:
             )
             self._condition.wait_for(lambda: not self._num_loading)
             if self._problem is not None:
-                raise WeightsMismatchError(
+                error = WeightsMismatchError(
                     f"this model refuses to run: {self._problem}; it runs again after the "
                     "next version is loaded"
                 )
+                error.add_note("the model may hold parts of two versions")
+                raise error
             self._running[thread] = [_calling_frame()]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -216,8 +216,9 @@ def test_a_model_that_is_refused_does_not_run_until_it_is_accepted(guard):
     guard.attach(linear)
     guard.refuse("half of it is of version 3")
     for _ in range(2):
-        with pytest.raises(WeightsMismatchError, match="half of it is of version 3"):
+        with pytest.raises(WeightsMismatchError, match="half of it is of version 3") as refused:
             linear(torch.ones(2))
+        assert refused.value.__notes__ == ["the model may hold parts of two versions"]
     with guard.loading():  # a refused call counts as none that runs
         pass
     guard.accept()
