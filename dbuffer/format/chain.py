@@ -41,7 +41,8 @@ def trimmed(
     """
     versions = list(delta_bytes)
     while len(versions) > 1 and versions[0] != anchor:
-        if not is_long([delta_bytes[version] for version in versions[1:]], version_bytes):
+        deltas = [delta_bytes[version] for version in versions[1:]]
+        if min(until_anchor(len(deltas), sum(deltas), version_bytes)) >= 0:
             break
         versions = versions[1:]
     return {version: delta_bytes[version] for version in versions}

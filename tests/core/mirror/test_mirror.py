@@ -330,7 +330,7 @@ def test_deltas_are_copied_with_whole_versions(remote, local, changing, mount, m
             double = DoubleBuffer(local)
             found = double.manifest(double.pointer().buffer)
             assert found.anchor is None
-            assert len(found.chain) == (0 if version == 1 else min(version, 3))
+            assert len(found.chain) == (0 if version == 1 else min(version, 4))
             for name in found.chain[1:]:
                 there, here = (store / "deltas" / f"{name}.delta" for store in (remote, local))
                 if there.exists():
